@@ -1,0 +1,98 @@
+"""Attribute changes that can be taken back.
+
+Everything this library changes in somebody else's module goes through one :class:`Journal`: the
+old value is kept, the owner is recorded, and :meth:`Journal.undo` restores exactly the objects
+that were there before (``is``-identical), newest first.
+
+    journal = Journal()
+    journal.set(torch.cuda, "synchronize", synchronize, owner="device")
+    journal.undo()
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One change: ``holder.name`` (or ``sys.modules[name]``) was ``before`` and became ``after``."""
+
+    holder: Any
+    name: str
+    before: Any
+    after: Any
+    owner: str
+
+    def __str__(self) -> str:
+        holder = getattr(self.holder, "__name__", None) or type(self.holder).__name__
+        module = getattr(self.holder, "__module__", None) if isinstance(self.holder, type) else None
+        return f"{module + '.' if module else ''}{holder}.{self.name}"
+
+
+class Journal:
+    """A reversible list of attribute, module and callback changes."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._undo: list[Any] = []
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def set(self, holder: Any, name: str, value: Any, *, owner: str) -> None:
+        """Set ``holder.name = value``; a class keeps its raw descriptor (``__dict__`` entry)."""
+        before = vars(holder).get(name, _ABSENT)
+        setattr(holder, name, value)
+        self._record(Entry(holder, name, before, value, owner))
+
+    def set_module(self, name: str, module: ModuleType, *, owner: str) -> None:
+        """Set ``sys.modules[name] = module``."""
+        before = sys.modules.get(name, _ABSENT)
+        sys.modules[name] = module
+        self._record(Entry(sys.modules, name, before, module, owner))
+
+    def call_on_undo(self, undo: Any) -> None:
+        """Run ``undo()`` when the journal is taken back (for changes that are not attributes)."""
+        self._undo.append(undo)
+
+    def undo(self, owner: str | None = None) -> None:
+        """Take back all changes, newest first, or only those of one ``owner``.
+
+        With an ``owner`` the undo callbacks stay registered: they belong to the whole journal.
+        """
+        keep: list[Entry] = []
+        while self._entries:
+            entry = self._entries.pop()
+            if owner is not None and entry.owner != owner:
+                keep.append(entry)
+                continue
+            self._restore(entry)
+        self._entries = keep[::-1]
+        if owner is None:
+            while self._undo:
+                self._undo.pop()()
+
+    def _record(self, entry: Entry) -> None:
+        self._entries.append(entry)
+
+    @staticmethod
+    def _restore(entry: Entry) -> None:
+        if entry.holder is sys.modules:
+            if entry.before is _ABSENT:
+                sys.modules.pop(entry.name, None)
+            else:
+                sys.modules[entry.name] = entry.before
+        elif entry.before is _ABSENT:
+            delattr(entry.holder, entry.name)
+        else:
+            setattr(entry.holder, entry.name, entry.before)
