@@ -1,0 +1,353 @@
+"""The process that gives birth to ranks: imports torch once, then forks one fresh process per rank.
+
+    caller (pytest) --request--> server --fork--> rank 0 .. rank n-1
+           <----- results or the first failure -----
+
+Importing torch and Megatron costs seconds, forking a process that has already done so costs
+milliseconds and shares its memory. The server therefore stays alive for a whole test session
+while every call gets processes nobody has used before: no Megatron global, RNG state, environment
+variable, patched function or half-finished collective can leak from one test into the next, and a
+crashed or hanging rank is simply killed.
+
+The server never opens the arguments or results it carries, and runs no thread, so that forking
+stays safe. It ends, with every rank, when its caller closes the connection or dies. Run as
+``python -m mindspeed.testing.rank_server FD`` by :mod:`mindspeed.testing.ranks` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+GRACE_SECONDS = 0.3  # after a first failure: time for the root cause to overtake its consequences
+OUTPUT_TAIL_BYTES = 20_000
+STACK_DUMP_SIGNAL = signal.SIGUSR1
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call: which function, on how many ranks, under which limits."""
+
+    world_size: int
+    module: str
+    file: str | None
+    qualname: str
+    payload: bytes  # pickled positional arguments, opened by the ranks only
+    timeout: float
+    backend: str | None
+    env: dict[str, str]
+    path: list[str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one rank did not return a result."""
+
+    rank: int
+    kind: str  # "raised", "died" or "hung"
+    text: str
+    output: str = ""
+    exception: bytes | None = None  # pickled, when the exception allows it
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the caller gets: one pickled result per rank, or failures with the root cause first."""
+
+    results: list[bytes] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Rank:
+    """A forked process as its server sees it."""
+
+    rank: int
+    pid: int
+    connection: Connection
+    result: bytes | None = None
+    failure: Failure | None = None
+    failed_at: float = 0.0
+
+
+def load_module(name: str, file: str | None) -> ModuleType:
+    """Returns the module called `name` whose source is `file`, importing it when needed."""
+    alias = "__main__" if name == "__main__" else name
+    module = sys.modules.get(alias)
+    if module is None and alias != "__main__":
+        with contextlib.suppress(ModuleNotFoundError):
+            module = importlib.import_module(alias)
+    if module is not None and (file is None or _same_file(module, file)):
+        return module
+    if file is None:
+        raise ModuleNotFoundError(f"no module named {name!r} and no source file to load it from")
+    spec = importlib.util.spec_from_file_location(
+        "__ranks_main__" if name == "__main__" else name, file
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[alias] = sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[alias]
+        raise
+    return module
+
+
+def _same_file(module: ModuleType, file: str) -> bool:
+    own = getattr(module, "__file__", None)
+    return own is not None and os.path.realpath(own) == os.path.realpath(file)
+
+
+# --------------------------------------------------------------------------------------- one rank
+
+
+def _be_a_rank(
+    rank: int, request: Request, port: int, folder: Path, connection: Connection
+) -> None:
+    """Body of a forked process; never returns."""
+    os.setpgid(0, 0)
+    _die_with_the_server()
+    _redirect_output(folder / f"output{rank}")
+    stacks = open(folder / f"stacks{rank}", "w")  # noqa: SIM115 (lives as long as the process)
+    faulthandler.enable(file=sys.__stderr__)
+    faulthandler.register(STACK_DUMP_SIGNAL, file=stacks, all_threads=True)
+    try:
+        result = _call(rank, request, port, folder)
+        message = ("result", pickle.dumps(result))
+    except BaseException as error:
+        message = ("failure", (time.monotonic(), traceback.format_exc(), _pickled(error)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError, EOFError):
+        connection.send_bytes(pickle.dumps(message))
+        connection.recv_bytes()  # peers may still need this rank's sockets; the server says when
+    os._exit(0)
+
+
+def _call(rank: int, request: Request, port: int, folder: Path) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(request.world_size),
+        LOCAL_WORLD_SIZE=str(request.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        **request.env,
+    )
+    torch.set_num_threads(1)
+    random.seed(1234)
+    torch.manual_seed(1234)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(1234)
+    if request.backend is not None:
+        store = dist.FileStore(str(folder / "store"), request.world_size)
+        dist.init_process_group(
+            request.backend, store=store, rank=rank, world_size=request.world_size
+        )
+    function: Any = load_module(request.module, request.file)
+    for name in request.qualname.split("."):
+        function = getattr(function, name)
+    return function(*pickle.loads(request.payload))
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    with contextlib.suppress(Exception):
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    return None
+
+
+def _redirect_output(path: Path) -> None:
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _die_with_the_server() -> None:
+    """Asks Linux to kill this process when the server goes, however it goes."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------- the server
+
+
+class _Supervisor:
+    """Forks the ranks of one request and watches them until all returned or one failed."""
+
+    def __init__(self, request: Request, control: Connection, folder: Path):
+        self.request = request
+        self.control = control
+        self.folder = folder
+        self.ranks: list[_Rank] = []
+
+    def run(self) -> Reply:
+        try:
+            self._fork_all()
+            self._watch(time.monotonic() + self.request.timeout, until_first_failure=True)
+            if any(rank.failure for rank in self.ranks):
+                self._watch(time.monotonic() + GRACE_SECONDS, until_first_failure=False)
+            elif self._pending():
+                self._note_hang()
+            return self._reply()
+        finally:
+            self._end_all()
+
+    def _fork_all(self) -> None:
+        port = _free_port()
+        for rank in range(self.request.world_size):
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                self.control.close()
+                for other in self.ranks:
+                    other.connection.close()
+                connection = Connection(theirs.detach())
+                _be_a_rank(rank, self.request, port, self.folder, connection)
+            theirs.close()
+            self.ranks.append(_Rank(rank, pid, Connection(ours.detach())))
+
+    def _pending(self) -> list[_Rank]:
+        return [rank for rank in self.ranks if rank.result is None and rank.failure is None]
+
+    def _watch(self, deadline: float, until_first_failure: bool) -> None:
+        while pending := self._pending():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            by_connection = {rank.connection: rank for rank in pending}
+            for ready in wait([self.control, *by_connection], remaining):
+                if ready is self.control:
+                    raise EOFError("the caller has gone")  # it never speaks during a call
+                self._receive(by_connection[ready])
+            if until_first_failure and any(rank.failure for rank in self.ranks):
+                return
+
+    def _receive(self, rank: _Rank) -> None:
+        try:
+            kind, content = pickle.loads(rank.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            _, status = os.waitpid(rank.pid, 0)
+            rank.failure = Failure(rank.rank, "died", _exit_text(status), self._output(rank))
+            return
+        if kind == "result":
+            rank.result = content
+        else:
+            rank.failed_at, text, exception = content
+            rank.failure = Failure(rank.rank, "raised", text, self._output(rank), exception)
+
+    def _note_hang(self) -> None:
+        """Asks every rank that has not answered where it is."""
+        pending = self._pending()
+        for rank in pending:
+            os.kill(rank.pid, STACK_DUMP_SIGNAL)
+        time.sleep(0.5)
+        for rank in pending:
+            stacks = (self.folder / f"stacks{rank.rank}").read_text(errors="replace")
+            rank.failure = Failure(rank.rank, "hung", stacks, self._output(rank))
+
+    def _reply(self) -> Reply:
+        failed = [rank for rank in self.ranks if rank.failure is not None]
+        # A dead process explains its peers' broken connections, so it comes before them.
+        failed.sort(key=lambda rank: (rank.failed_at, rank.rank))
+        if failed:
+            return Reply(failures=[rank.failure for rank in failed if rank.failure is not None])
+        return Reply(
+            results=[rank.result for rank in self.ranks if rank.result is not None],
+            outputs=[self._output(rank) for rank in self.ranks],
+        )
+
+    def _output(self, rank: _Rank) -> str:
+        path = self.folder / f"output{rank.rank}"
+        if not path.exists():
+            return ""
+        return path.read_bytes()[-OUTPUT_TAIL_BYTES:].decode(errors="replace")
+
+    def _end_all(self) -> None:
+        """Kills each rank with everything it has started."""
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(rank.pid, 0)
+            rank.connection.close()
+
+
+def _exit_text(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"exited with code {code} before returning a result"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(control: Connection) -> None:
+    while True:
+        request: Request = pickle.loads(control.recv_bytes())
+        sys.path[:] = request.path
+        try:
+            load_module(request.module, request.file)
+        except BaseException:
+            reply = Reply(failures=[Failure(0, "raised", traceback.format_exc())])
+        else:
+            with tempfile.TemporaryDirectory(prefix="mindspeed-ranks-") as folder:
+                reply = _Supervisor(request, control, Path(folder)).run()
+        control.send_bytes(pickle.dumps(reply))
+
+
+def main(argv: list[str]) -> int:
+    """Serves requests on file descriptor `argv[0]` after importing the modules `argv[1:]`."""
+    control = Connection(int(argv[0]))
+
+    for name in argv[1:]:
+        importlib.import_module(name)
+    try:
+        _serve(control)
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    # Run through the package so that requests unpickle to the same classes on both sides.
+    from mindspeed.testing import rank_server
+
+    os._exit(rank_server.main(sys.argv[1:]))  # nothing to tear down, and torch takes a second

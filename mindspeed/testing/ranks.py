@@ -1,0 +1,209 @@
+"""Run a function on N gloo ranks and get N results: ``pool.run(4, function, *args)``.
+
+    def all_sum(value):                      # importable, top level of a module
+        tensor = torch.tensor(float(value))
+        torch.distributed.all_reduce(tensor)
+        return tensor.item()
+
+    with RankPool() as pool:
+        assert pool.run(2, all_sum, 3) == [6.0, 6.0]
+
+Every call runs in fresh processes, forked within milliseconds from a server that has already
+imported torch (and, with ``setup="mindspeed.megatron_adaptor"``, the adaptor and Megatron): see
+:mod:`mindspeed.testing.rank_server`. A rank that raises, dies or hangs makes the call fail within
+seconds with that rank's traceback, exit code or stack on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from mindspeed.testing.rank_server import Failure, Reply, Request
+
+DEFAULT_TIMEOUT = 60.0
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TORCH_GLOO_LAZY_INIT": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "MINDSPEED_DEVICE": "cpu",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+}
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or hung.
+
+    Attributes:
+        rank: the rank that failed first.
+        kind: "raised", "died" or "hung".
+        original: the exception that rank raised, when it could be transported.
+    """
+
+    def __init__(self, function: str, world_size: int, failures: list[Failure]):
+        first = failures[0]
+        self.rank = first.rank
+        self.kind = first.kind
+        self.original: BaseException | None = None
+        if first.exception is not None:
+            with contextlib.suppress(Exception):
+                self.original = pickle.loads(first.exception)
+        parts = [f"{_headline(failure, function, world_size)}" for failure in failures]
+        super().__init__("\n\n".join(parts))
+
+
+def _headline(failure: Failure, function: str, world_size: int) -> str:
+    text = f"rank {failure.rank} of {world_size} {failure.kind} in {function}:\n{failure.text}"
+    if failure.output.strip():
+        text += f"\n--- output of rank {failure.rank}, last lines ---\n{failure.output.rstrip()}"
+    return text
+
+
+class RankPool:
+    """Servers that fork ranks, started when first needed, ended by :meth:`close`.
+
+    Args:
+        environment: variables every rank starts with, beside the ones that make gloo quiet and
+            single-threaded on the loopback interface.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None):
+        self._environment = {**WORKER_ENVIRONMENT, **(environment or {})}
+        self._servers: dict[str, _Server] = {}
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        setup: str = "",
+        timeout: float = DEFAULT_TIMEOUT,
+        backend: str | None = "gloo",
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Calls `function(*args)` on `world_size` ranks and returns their results in rank order.
+
+        Args:
+            world_size: number of processes; each is a rank of one default process group.
+            function: an importable function (top level of a module or a static method).
+            *args: picklable; every rank gets its own copy.
+            setup: a module imported once before anything else, such as
+                "mindspeed.megatron_adaptor"; each value has its own server.
+            timeout: seconds after which the call fails with the stacks of the ranks that hang.
+            backend: of the default process group; None when the function initialises it itself
+                (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK are set).
+            env: environment variables for this call only.
+
+        Raises:
+            RankError: a rank raised, died or hung; the root cause comes first.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}, need at least 1")
+        module = sys.modules[function.__module__]
+        if "<" in function.__qualname__:
+            raise ValueError(
+                f"{function.__qualname__} lives inside another function; ranks can only import "
+                f"functions from the top level of a module"
+            )
+        request = Request(
+            world_size=world_size,
+            module=function.__module__,
+            file=getattr(module, "__file__", None),
+            qualname=function.__qualname__,
+            payload=pickle.dumps(args),
+            timeout=timeout,
+            backend=backend,
+            env=dict(env or {}),
+            path=[os.path.abspath(entry) for entry in sys.path],
+        )
+        reply = self._server(setup).ask(request)
+        if reply.failures:
+            name = f"{function.__module__}:{function.__qualname__}"
+            raise RankError(name, world_size, reply.failures)
+        for rank, output in enumerate(reply.outputs):
+            if output:
+                print("".join(f"[rank {rank}] {line}\n" for line in output.splitlines()), end="")
+        return [pickle.loads(result) for result in reply.results]
+
+    def _server(self, setup: str) -> _Server:
+        server = self._servers.get(setup)
+        if server is None or not server.alive():
+            server = self._servers[setup] = _Server(setup, self._environment)
+        return server
+
+    def close(self) -> None:
+        """Ends every server and every rank."""
+        while self._servers:
+            self._servers.popitem()[1].close()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Server:
+    """The caller's end of one rank server process."""
+
+    def __init__(self, setup: str, environment: Mapping[str, str]):
+        ours, theirs = socket.socketpair()
+        names = [setup] if setup else []
+        search_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mindspeed.testing.rank_server", str(theirs.fileno()), *names],
+            env={**os.environ, **environment, "PYTHONPATH": search_path},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches the caller only, which then closes the server
+        )
+        theirs.close()
+        self._control = Connection(ours.detach())
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: Request) -> Reply:
+        try:
+            self._control.send_bytes(pickle.dumps(request))
+            return pickle.loads(self._control.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.close()
+            raise RuntimeError(
+                f"the rank server ended with exit code {self._process.returncode}; "
+                f"its own error message is on standard error above"
+            ) from None
+        except BaseException:  # Ctrl-C in the middle of a call: the connection has lost its place
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, **options: Any
+) -> list[Any]:
+    """:meth:`RankPool.run` in a pool of its own, for scripts and benchmarks that call it once."""
+    with RankPool() as pool:
+        return pool.run(world_size, function, *args, **options)

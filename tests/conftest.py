@@ -1,0 +1,34 @@
+"""Fixtures of the whole test run: ``ranks(4, function, *args)`` runs a function on 4 gloo ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """One pool for the session; its servers start when a test first needs them."""
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """``ranks(world_size, function, *args, setup="", timeout=60, env=None)``."""
+    return rank_pool.run
+
+
+@pytest.fixture(scope="session")
+def megatron_lm() -> Path:
+    """Root of a Megatron-LM checkout, named by MEGATRON_LM_PATH."""
+    path = os.environ.get("MEGATRON_LM_PATH")
+    if not path:
+        pytest.skip("set MEGATRON_LM_PATH to a Megatron-LM checkout to run this test")
+    return Path(path)
