@@ -13,7 +13,7 @@ class MindSpeedError(Exception):
 
 
 class ConfigError(MindSpeedError, ValueError):
-    """A flag, a recipe or a combination of them is wrong; the message names the flag and the fix."""
+    """A flag or recipe, or a combination, is wrong; the message names the flag and the fix."""
 
 
 class VersionError(MindSpeedError, ImportError):

@@ -22,7 +22,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Entry:
-    """One change: ``holder.name`` (or ``sys.modules[name]``) was ``before`` and became ``after``."""
+    """One change: ``holder.name`` (or ``sys.modules[name]``) went from ``before`` to ``after``."""
 
     holder: Any
     name: str

@@ -1,0 +1,1 @@
+"""The library's oldest name; everything lives in :mod:`mindspeed`."""

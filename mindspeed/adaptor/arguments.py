@@ -1,0 +1,57 @@
+"""The arguments seam: our flags in Megatron-LM's parser, our choice after Megatron's own checks.
+
+``add_megatron_arguments`` builds the parser; our flag groups are added behind Megatron's.
+``validate_args`` is where Megatron's values become final, and it runs before any process group or
+module exists: there the session decides which features are on and attaches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed.adaptor.config_file import read_config_file
+from mindspeed.adaptor.patch import Patch
+from mindspeed.features import registry
+
+OWNER = "arguments"
+
+
+def argument_patches(configure: Callable[[Any], None]) -> tuple[Patch, ...]:
+    """The two patches of Megatron-LM's argument handling.
+
+    Args:
+        configure: called with the validated ``argparse.Namespace``.
+    """
+
+    def add_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_megatron_arguments(parser: Any) -> Any:
+            return registry.add_arguments(original(parser), read_config_file())
+
+        return add_megatron_arguments
+
+    def configure_after(original: Callable[..., Any]) -> Callable[..., Any]:
+        def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            result = original(args, *rest, **kwargs)
+            configure(args)
+            return result
+
+        return validate_args
+
+    module = "megatron.training.arguments"
+    return (
+        Patch(
+            f"{module}:add_megatron_arguments",
+            add_flags,
+            OWNER,
+            "flags of our features",
+            expects="(parser)",
+        ),
+        Patch(
+            f"{module}:validate_args",
+            configure_after,
+            OWNER,
+            "features attach once Megatron's values are final",
+            expects="(args, defaults)",
+        ),
+    )

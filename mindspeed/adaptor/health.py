@@ -1,0 +1,122 @@
+"""What ``mindspeed doctor`` looks at: each check says what it found and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+
+from mindspeed import __version__, device, te
+from mindspeed.adaptor.versions import (
+    EXPECTED,
+    TESTED,
+    has_megatron_training,
+    megatron_root,
+    megatron_version,
+)
+from mindspeed.errors import MindSpeedError
+
+_TORCH = SpecifierSet(">=2.11")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report; ``bad`` means that training will not work."""
+
+    status: Literal["ok", "note", "bad"]
+    what: str
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Check]:
+    """All checks, without importing Megatron."""
+    return [
+        Check("ok", "mindspeed", f"{__version__}, Python {platform.python_version()}"),
+        _torch(),
+        _megatron(),
+        _megatron_training(),
+        *_device(),
+        _dataset_helpers(),
+        _rendezvous(),
+    ]
+
+
+def _torch() -> Check:
+    import torch
+
+    version = torch.__version__
+    if version.split("+")[0] in _TORCH:
+        return Check("ok", "torch", version)
+    return Check("bad", "torch", version, f"install torch {_TORCH} (tested: 2.13.0)")
+
+
+def _megatron() -> Check:
+    version = megatron_version()
+    if version is None:
+        advice = "pip install 'mindspeed[megatron]', or put a Megatron-LM checkout on PYTHONPATH"
+        return Check("bad", "megatron-core", "not installed", advice)
+    found = f"{version} in {megatron_root()}"
+    if version in TESTED:
+        return Check("ok", "megatron-core", found)
+    if version in EXPECTED:
+        return Check(
+            "note", "megatron-core", found, f"tested: {TESTED}; run mindspeed patches --check"
+        )
+    return Check("bad", "megatron-core", found, f"install a release in {EXPECTED}")
+
+
+def _megatron_training() -> Check:
+    if has_megatron_training():
+        return Check("ok", "Megatron-LM scripts", "megatron.training is on the path")
+    return Check("ok", "Megatron-LM scripts", "not on the path; mindspeed pretrain needs none")
+
+
+def _device() -> list[Check]:
+    try:
+        current = device.current()
+    except MindSpeedError as error:
+        return [Check("bad", "device", "none", str(error))]
+    engine, reason = te.choose(current.name)
+    wanted = os.environ.get("MINDSPEED_DEVICE")
+    chosen = "MINDSPEED_DEVICE" if wanted else "detected"
+    checks = [
+        Check("ok", "device", f"{current.name} ({chosen}), collectives by {current.backend}"),
+        Check("ok", "Transformer Engine", f"{engine}: {reason}"),
+    ]
+    if current.name != "npu" and _installed("torch-npu"):
+        advice = "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 where CANN is missing, or remove torch_npu"
+        checks.append(Check("note", "torch_npu", "installed, but no NPU answers", advice))
+    return checks
+
+
+def _dataset_helpers() -> Check:
+    root = megatron_root()
+    if root is None:
+        return Check("note", "dataset helpers", "no Megatron")
+    if any((root / "megatron/core/datasets").glob("helpers_cpp*.so")):
+        return Check("ok", "dataset helpers", "built")
+    if shutil.which(os.environ.get("CXX", "c++")) and importlib.util.find_spec("pybind11"):
+        return Check("note", "dataset helpers", "not built", "the first run builds them")
+    return Check("bad", "dataset helpers", "not built", "install a C++ compiler and pybind11")
+
+
+def _rendezvous() -> Check:
+    address = os.environ.get("MASTER_ADDR", "")
+    if address in ("", "127.0.0.1", "localhost", "::1"):
+        return Check("ok", "rendezvous", "loopback: nothing listens to other machines")
+    return Check("note", "rendezvous", address, "other machines can connect: use a trusted network")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

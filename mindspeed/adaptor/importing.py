@@ -1,0 +1,89 @@
+"""Run a callback right after a module has been imported.
+
+The adaptor must not import Megatron itself (3 s, and it would freeze the import order), yet its
+patches need Megatron's modules. So each pending patch names a module, and this meta path finder
+calls back when somebody imports it. A module that is already loaded is not its business.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+Callback = Callable[[ModuleType], None]
+
+
+class PostImportHooks:
+    """A ``sys.meta_path`` finder that only watches; the ordinary finders do the finding."""
+
+    def __init__(self) -> None:
+        self._callbacks: dict[str, list[Callback]] = {}
+        self._searching: set[str] = set()
+
+    def install(self) -> None:
+        """Start watching (idempotent)."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def uninstall(self) -> None:
+        """Stop watching and forget all callbacks."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self._callbacks.clear()
+
+    def when_imported(self, module_name: str, callback: Callback) -> None:
+        """Call ``callback(module)`` once, now if the module is loaded, else after its import."""
+        module = sys.modules.get(module_name)
+        if module is not None and not _is_initializing(module):
+            callback(module)
+        else:
+            self._callbacks.setdefault(module_name, []).append(callback)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find the module with the other finders and add the callback to its loader."""
+        if name not in self._callbacks or name in self._searching:
+            return None
+        self._searching.add(name)
+        try:
+            spec = _find_with_the_others(self, name, path, target)
+        finally:
+            self._searching.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        self._call_back_after_exec(spec)
+        return spec
+
+    def _call_back_after_exec(self, spec: importlib.machinery.ModuleSpec) -> None:
+        loader = spec.loader
+        original = loader.exec_module  # type: ignore[union-attr]
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # type: ignore[union-attr]  # one module, one call
+            original(module)
+            for callback in self._callbacks.pop(spec.name, []):
+                callback(module)
+
+        loader.exec_module = exec_module  # type: ignore[union-attr,method-assign]
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _find_with_the_others(
+    hooks: PostImportHooks,
+    name: str,
+    path: Sequence[str] | None,
+    target: ModuleType | None,
+) -> importlib.machinery.ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        if finder is hooks or not hasattr(finder, "find_spec"):
+            continue
+        spec = finder.find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None

@@ -1,0 +1,16 @@
+"""Every patch that this library can make, whatever the device and the flags."""
+
+from __future__ import annotations
+
+from mindspeed.adaptor.arguments import argument_patches
+from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.patch import Patch, PatchEngine
+from mindspeed.adaptor.repairs import all_repairs
+from mindspeed.adaptor.seams import Seams
+
+
+def all_patches() -> tuple[Patch, ...]:
+    """Repairs, argument hooks and the patches of all seams. Installs nothing."""
+    seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
+    of_seams = [patch for seam in seams for patch in seam.patches]
+    return (*all_repairs(), *argument_patches(lambda args: None), *of_seams)

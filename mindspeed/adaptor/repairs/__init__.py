@@ -1,0 +1,50 @@
+"""Upstream defects that keep Megatron from running right on this device, mended one a module.
+
+Each module holds ``PATCHES`` and says which defect, in which versions, and on which devices it
+matters. A repair goes when upstream has fixed the defect: its ``versions`` range says so.
+"""
+
+from __future__ import annotations
+
+from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.repairs import (
+    dataset_helpers,
+    fused_kernels,
+    local_spec,
+    packed_batch,
+    pipeline_send,
+    process_groups,
+    rng_tracker,
+)
+
+
+def repairs_for(device: str, te: str) -> tuple[Patch, ...]:
+    """The repairs needed on ``device`` (``cpu``, ``cuda``, ``npu``).
+
+    Args:
+        device: the device of this process.
+        te: ``substitute`` or ``native`` Transformer Engine; the local spec's modules are only
+            replaced where the substitute serves both specs.
+    """
+    patches = [*packed_batch.PATCHES, *rng_tracker.PATCHES]
+    if te == "substitute":
+        patches += local_spec.PATCHES
+    if device != "cuda":
+        patches += [*fused_kernels.PATCHES, *dataset_helpers.PATCHES]
+    if device == "cpu":
+        patches += [*pipeline_send.PATCHES, *process_groups.PATCHES]
+    return tuple(patches)
+
+
+def all_repairs() -> tuple[Patch, ...]:
+    """Every repair of the library, for the contract check."""
+    modules = (
+        dataset_helpers,
+        fused_kernels,
+        local_spec,
+        packed_batch,
+        pipeline_send,
+        process_groups,
+        rng_tracker,
+    )
+    return tuple(patch for module in modules for patch in module.PATCHES)

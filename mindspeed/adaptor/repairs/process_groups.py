@@ -1,0 +1,53 @@
+"""``destroy_model_parallel`` forgets its process groups instead of destroying them.
+
+About forty groups are made by one ``initialize_model_parallel``. On gloo each keeps its sockets and
+threads, so a process that sets up parallelism several times (tests, tuning, reinforcement learning)
+runs out of both. The repair destroys exactly the groups that Megatron made: those that appeared
+between the two calls and are not the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed.adaptor.patch import Patch
+
+OWNER = "repair:process-groups"
+
+
+def destroy_groups(original: Callable[[], None]) -> Callable[[], None]:
+    """Wrap ``destroy_model_parallel`` to destroy the groups that Megatron's state refers to."""
+
+    def destroy_model_parallel() -> None:
+        groups = _groups_of(original.__globals__) if dist.is_initialized() else []
+        original()
+        for group in groups:
+            dist.destroy_process_group(group)
+
+    return destroy_model_parallel
+
+
+def _groups_of(state: dict[str, Any]) -> list[dist.ProcessGroup]:
+    """The distinct, still living groups that the module's globals hold, without the world group."""
+    alive = dist.distributed_c10d._world.pg_map
+    found: dict[int, dist.ProcessGroup] = {}
+    for value in list(state.values()):
+        for group in value if isinstance(value, list | tuple) else [value]:
+            is_group = isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD
+            if is_group and group in alive:
+                found[id(group)] = group
+    return list(found.values())
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.parallel_state:destroy_model_parallel",
+        destroy_groups,
+        OWNER,
+        "gloo groups keep sockets and threads until they are destroyed",
+        expects="()",
+    ),
+)

@@ -1,0 +1,295 @@
+"""The joints of Megatron that features attach to.
+
+A feature never patches Megatron. It hands a function to a seam; the seam patches Megatron once,
+when the first function arrives, and calls all functions in the order in which they came.
+
+| seam            | a function gets                         | and returns                     |
+| --------------- | --------------------------------------- | ------------------------------- |
+| layer_spec      | spec, config                            | spec                            |
+| parallel_groups | (nothing; right after the groups exist) | -                               |
+| batch           | batch: dict of tensors on this rank     | batch                           |
+| schedule        | forward_backward_func                   | forward_backward_func           |
+| optimizer       | optimizer                               | optimizer                       |
+| train           | (nothing)                               | context manager around training |
+| step            | iteration (1-based, the one that runs)  | context manager around one step |
+| log             | iteration                               | text appended to the log line   |
+| before_save     | iteration                               | -                               |
+| after_load      | iteration                               | -                               |
+
+The first five are in ``megatron.core`` and so reach Megatron-LM, frameworks and our own trainer
+alike. The others belong to a training loop: Megatron-LM's reaches them through patches of
+``megatron.training``, our trainer calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
+(The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspeed.adaptor.patch import Patch, PatchEngine
+from mindspeed.adaptor.signatures import bind
+
+
+class Seam:
+    """An ordered list of functions and the patches that make Megatron call them."""
+
+    def __init__(self, name: str, engine: PatchEngine, patches: tuple[Patch, ...]) -> None:
+        self.name = name
+        self.functions: list[tuple[str, Callable[..., Any]]] = []
+        self._engine = engine
+        self.patches = patches
+
+    def add(self, function: Callable[..., Any], *, owner: str) -> None:
+        """Attach ``function``; the first one installs the seam's patches."""
+        if not self.functions:
+            for patch in self.patches:
+                self._engine.add(patch)
+        self.functions.append((owner, function))
+
+    def clear(self) -> None:
+        """Detach all functions and take the seam's patches back."""
+        self.functions.clear()
+        self._engine.remove(owner_of(self.name))
+
+    def pipe(self, value: Any, *args: Any) -> Any:
+        """Send ``value`` through all functions: each gets what the one before returned."""
+        for _, function in self.functions:
+            value = function(value, *args)
+        return value
+
+    def run_all(self, *args: Any) -> list[Any]:
+        """Call all functions with the same arguments and collect what they return."""
+        return [function(*args) for _, function in self.functions]
+
+    @contextlib.contextmanager
+    def around(self, *args: Any) -> Iterator[None]:
+        """Enter the context managers that all functions return, leave them in reverse order."""
+        with contextlib.ExitStack() as stack:
+            for _, function in self.functions:
+                stack.enter_context(function(*args))
+            yield
+
+
+class Seams:
+    """All seams of one session, each an attribute (see the table above)."""
+
+    def __init__(self, engine: PatchEngine) -> None:
+        self._all = {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
+
+    def __getattr__(self, name: str) -> Seam:
+        try:
+            return self.__dict__["_all"][name]
+        except KeyError:
+            raise AttributeError(f"no seam {name!r}; there are {', '.join(_PATCHES)}") from None
+
+    def __iter__(self) -> Iterator[Seam]:
+        return iter(self._all.values())
+
+    def clear(self) -> None:
+        """Detach everything from every seam."""
+        for seam in self._all.values():
+            seam.clear()
+
+
+def owner_of(seam: str) -> str:
+    """The owner under which a seam's patches are listed."""
+    return f"seam:{seam}"
+
+
+def _layer_spec(seams: Seams) -> tuple[Patch, ...]:
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = bind(original, (self, *args), kwargs)
+            spec = seams.layer_spec.pipe(given["transformer_layer_spec"], given["config"])
+            given.pop("self")
+            original(self, **(given | {"transformer_layer_spec": spec}))
+
+        return __init__
+
+    return (
+        Patch(
+            "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            make,
+            owner_of("layer_spec"),
+            "features transform the layer spec",
+            expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
+        ),
+    )
+
+
+def _parallel_groups(seams: Seams) -> tuple[Patch, ...]:
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            seams.parallel_groups.run_all()
+
+        return initialize_model_parallel
+
+    return (
+        Patch(
+            "megatron.core.parallel_state:initialize_model_parallel",
+            make,
+            owner_of("parallel_groups"),
+            "features add process groups",
+            expects="(tensor_model_parallel_size, pipeline_model_parallel_size, ...)",
+        ),
+    )
+
+
+def _pipe_result(seam: str, target: str, expects: str, why: str) -> Callable[[Seams], Any]:
+    """A seam whose functions transform what ``target`` returns."""
+
+    def patches(seams: Seams) -> tuple[Patch, ...]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return getattr(seams, seam).pipe(original(*args, **kwargs))
+
+            return call
+
+        return (Patch(target, make, owner_of(seam), why, expects=expects),)
+
+    return patches
+
+
+def _train(seams: Seams) -> tuple[Patch, ...]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def train(*args: Any, **kwargs: Any) -> Any:
+            with seams.train.around():
+                return original(*args, **kwargs)
+
+        return train
+
+    return (
+        Patch(
+            "megatron.training.training:train",
+            make,
+            owner_of("train"),
+            "features act before and after training",
+            expects="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
+        ),
+    )
+
+
+def _step(seams: Seams) -> tuple[Patch, ...]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            finished = bind(original, args, kwargs)["iteration"]
+            with seams.step.around(finished + 1):
+                return original(*args, **kwargs)
+
+        return train_step
+
+    return (
+        Patch(
+            "megatron.training.training:train_step",
+            make,
+            owner_of("step"),
+            "features act around each step",
+            expects=(
+                "(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, "
+                "forward_backward_func, iteration)"
+            ),
+            versions=">=0.16",
+        ),
+    )
+
+
+def _log(seams: Seams) -> tuple[Patch, ...]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            iteration = bind(original, args, kwargs)["iteration"]
+            texts = [text for text in seams.log.run_all(iteration) if text]
+            if texts:
+                _print_on_last_rank(" | ".join(texts))
+            return result
+
+        return training_log
+
+    return (
+        Patch(
+            "megatron.training.training:training_log",
+            make,
+            owner_of("log"),
+            "features add to the log",
+            expects="(loss_dict, total_loss_dict, learning_rate, ...)",
+        ),
+    )
+
+
+def _before_save(seams: Seams) -> tuple[Patch, ...]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            seams.before_save.run_all(bind(original, args, kwargs)["iteration"])
+            return original(*args, **kwargs)
+
+        return save_checkpoint
+
+    return (
+        Patch(
+            "megatron.training.checkpointing:save_checkpoint",
+            make,
+            owner_of("before_save"),
+            "features act before a checkpoint is written",
+            expects="(iteration, model, optimizer, opt_param_scheduler, ...)",
+        ),
+    )
+
+
+def _after_load(seams: Seams) -> tuple[Patch, ...]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            seams.after_load.run_all(result[0])
+            return result
+
+        return load_checkpoint
+
+    return (
+        Patch(
+            "megatron.training.checkpointing:load_checkpoint",
+            make,
+            owner_of("after_load"),
+            "features act after a checkpoint was read",
+            expects="(ddp_model, optimizer, opt_param_scheduler, load_arg, ...)",
+        ),
+    )
+
+
+def _print_on_last_rank(text: str) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+        print(text, flush=True)
+
+
+_PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
+    "layer_spec": _layer_spec,
+    "parallel_groups": _parallel_groups,
+    "batch": _pipe_result(
+        "batch",
+        "megatron.core.utils:get_batch_on_this_cp_rank",
+        "(batch, ...)",
+        "features cut or pack the micro-batch",
+    ),
+    "schedule": _pipe_result(
+        "schedule",
+        "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        "(...)",
+        "features choose the pipeline schedule",
+    ),
+    "optimizer": _pipe_result(
+        "optimizer",
+        "megatron.core.optimizer:get_megatron_optimizer",
+        "(config, model_chunks, ...)",
+        "features wrap or replace the optimizer",
+    ),
+    "train": _train,
+    "step": _step,
+    "log": _log,
+    "before_save": _before_save,
+    "after_load": _after_load,
+}
+SEAM_NAMES = tuple(_PATCHES)

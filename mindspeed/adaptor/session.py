@@ -1,0 +1,181 @@
+"""One installation of the adaptor in this process: what is installed and what is on.
+
+Phase A, :meth:`Session.install`, runs at ``import mindspeed.megatron_adaptor`` and needs no
+arguments: device layer, Transformer Engine substitute, upstream repairs, argument hooks. It does
+not import Megatron. Phase B, :meth:`Session.configure`, runs when Megatron's arguments are final
+(or when a framework calls :func:`mindspeed.configure`) and attaches the enabled features to the
+seams.
+
+Everything can be taken back, and configured again with other values in the same process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from mindspeed import device, te
+from mindspeed.adaptor.arguments import argument_patches
+from mindspeed.adaptor.config_file import read_config_file
+from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.patch import PatchEngine
+from mindspeed.adaptor.repairs import repairs_for
+from mindspeed.adaptor.seams import Seams
+from mindspeed.adaptor.versions import check_megatron_version, megatron_version
+from mindspeed.errors import ConfigError, VersionError
+from mindspeed.features.registry import Configuration, resolve
+from mindspeed.journal import Journal
+
+logger = logging.getLogger("mindspeed")
+
+
+class Session:
+    """The adaptor's state in this process."""
+
+    def __init__(self) -> None:
+        version = megatron_version()
+        if version is not None:
+            check_megatron_version(version)
+        self.device = device.current()
+        self.journal = Journal()
+        self.hooks = PostImportHooks()
+        self.engine = PatchEngine(self.hooks, version, _holds_aliases)
+        self.seams = Seams(self.engine)
+        self.te, self.te_reason = te.choose(self.device.name)
+        self.configuration: Configuration | None = None
+
+    def install(self) -> None:
+        """Phase A.
+
+        Raises:
+            ImportError: Megatron was imported earlier, without a Transformer Engine.
+        """
+        _refuse_late_import(self.te)
+        self.hooks.install()
+        device.install(self.journal)
+        if self.te == "substitute":
+            te.install(self.journal)
+        for patch in repairs_for(self.device.name, self.te):
+            self.engine.add(patch)
+        for patch in argument_patches(lambda args: self.configure(vars(args))):
+            self.engine.add(patch)
+
+    def configure(self, values: Mapping[str, Any], *, strict: bool = False) -> Configuration:
+        """Phase B: decide which features are on and attach them.
+
+        The same choice again is a no-op, another one replaces it.
+
+        Args:
+            values: Megatron's arguments and our options in one mapping.
+            strict: refuse names that are no option of ours.
+
+        Raises:
+            ConfigError: wrong options, or another choice after the parallel groups exist.
+        """
+        values = {**read_config_file(), **values}
+        new = resolve(values, self.device.name, strict=strict)
+        old = self.configuration
+        if old is not None and old.changed_values() == new.changed_values():
+            return old
+        if old is not None and _model_parallel_is_initialized():
+            raise ConfigError(
+                "the parallel groups exist already, so these options cannot change: "
+                f"{', '.join(_difference(old, new))}; call mindspeed.undo() and "
+                "destroy_model_parallel() first, or mindspeed.megatron_adaptor.repatch(args)"
+            )
+        self.detach_features()
+        self._attach(new, MappingProxyType(dict(values)))
+        self.configuration = new
+        _log_choice(new)
+        return new
+
+    def detach_features(self) -> None:
+        """Take all features back; the compatibility layer stays."""
+        self.seams.clear()
+        self.configuration = None
+
+    def undo(self) -> None:
+        """Take everything back, newest first."""
+        self.detach_features()
+        self.engine.undo()
+        self.hooks.uninstall()
+        self.journal.undo()
+
+    def _attach(self, configuration: Configuration, megatron: Mapping[str, Any]) -> None:
+        try:
+            for feature in configuration.enabled:
+                feature.attach(self.seams, configuration.options[feature.name], megatron)
+        except Exception:
+            self.detach_features()
+            raise
+
+
+def _refuse_late_import(te_choice: str) -> None:
+    extension = sys.modules.get("megatron.core.extensions.transformer_engine")
+    if te_choice == "substitute" and extension is not None and not extension.HAVE_TE:
+        raise VersionError(
+            "import mindspeed.megatron_adaptor before megatron.core: "
+            "megatron.core.extensions.transformer_engine is loaded already, without an engine"
+        )
+
+
+def _holds_aliases(module: ModuleType) -> bool:
+    """Megatron, ourselves, the script and the modules beside it."""
+    name = module.__name__
+    if name.partition(".")[0] in ("megatron", "mindspeed", "__main__"):
+        return True
+    file = getattr(module, "__file__", None)
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return bool(file and main_file) and Path(file).parent == Path(main_file).resolve().parent
+
+
+def _model_parallel_is_initialized() -> bool:
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    return parallel_state is not None and parallel_state.model_parallel_is_initialized()
+
+
+def _difference(old: Configuration, new: Configuration) -> list[str]:
+    before, after = old.changed_values(), new.changed_values()
+    names = sorted(before.keys() | after.keys())
+    return ["--" + n.replace("_", "-") for n in names if before.get(n) != after.get(n)]
+
+
+def _log_choice(configuration: Configuration) -> None:
+    if int(os.environ.get("RANK", "0")) == 0 and configuration.enabled:
+        names = ", ".join(feature.name for feature in configuration.enabled)
+        logger.info("features on: %s (%s)", names, configuration.changed_values())
+
+
+_session: Session | None = None
+
+
+def current() -> Session | None:
+    """The installed session, or None."""
+    return _session
+
+
+def install() -> Session:
+    """Install the adaptor once; later calls return the same session."""
+    global _session
+    if _session is None:
+        session = Session()
+        try:
+            session.install()
+        except Exception:
+            session.undo()
+            raise
+        _session = session
+    return _session
+
+
+def undo() -> None:
+    """Take the adaptor back: torch and Megatron are as they were before."""
+    global _session
+    if _session is not None:
+        _session.undo()
+        _session = None

@@ -1,0 +1,1 @@
+"""The ``mindspeed`` command: one sub-command a file, each thin."""

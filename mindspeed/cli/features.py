@@ -1,0 +1,132 @@
+"""List the features: what each does, its flags, its level, where it runs, what it excludes.
+
+mindspeed features                          all
+mindspeed features --explain profiling      one, with all its flags
+mindspeed features --enabled -- --profile   which features these flags switch on (a dry run)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed import device
+from mindspeed.errors import ConfigError
+from mindspeed.features.feature import Feature
+from mindspeed.features.flags import flags_of
+from mindspeed.features.registry import add_arguments as add_feature_flags
+from mindspeed.features.registry import all_features, resolve
+
+HELP = "list the features: flag, level, devices, conflicts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``mindspeed features``."""
+    parser.add_argument("--level", type=int, choices=(0, 1, 2), help="only features of this level")
+    parser.add_argument("--stage", choices=("stable", "prototype"), help="only this stage")
+    parser.add_argument("--explain", metavar="NAME", help="everything about one feature")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--enabled",
+        nargs="...",
+        metavar="-- FLAGS",
+        help="which features the flags after -- switch on, or what is wrong with them",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list, one explanation, or the dry run."""
+    if args.enabled is not None:
+        return _dry_run([flag for flag in args.enabled if flag != "--"])
+    features = [feature for feature in all_features() if _selected(feature, args)]
+    if args.explain and not features:
+        names = ", ".join(feature.name for feature in all_features())
+        raise ConfigError(f"no feature {args.explain!r}; there are: {names}")
+    if args.json:
+        print(json.dumps([describe(feature) for feature in features], indent=2))
+    elif args.explain:
+        _print_explanation(features[0])
+    else:
+        _print_table(features)
+    return 0
+
+
+def describe(feature: Feature) -> dict[str, object]:
+    """One feature as plain data."""
+    return {
+        "name": feature.name,
+        "summary": feature.summary,
+        "level": feature.level,
+        "stage": feature.stage,
+        "devices": list(feature.devices),
+        "seams": list(feature.seams),
+        "conflicts": list(feature.conflicts),
+        "requires": list(feature.requires),
+        "flags": [
+            {
+                "option": item.option,
+                "default": item.default,
+                "help": item.help,
+                "aliases": list(item.aliases),
+                "env": item.env,
+                "declared_by": "megatron" if item.megatron else "mindspeed",
+            }
+            for item in flags_of(feature.options)
+        ],
+    }
+
+
+def _selected(feature: Feature, args: argparse.Namespace) -> bool:
+    return (
+        (args.level is None or feature.level == args.level)
+        and (args.stage is None or feature.stage == args.stage)
+        and (args.explain is None or feature.name == args.explain)
+    )
+
+
+def _dry_run(flags: list[str]) -> int:
+    parser = add_feature_flags(argparse.ArgumentParser("mindspeed features --enabled --"))
+    values, others = parser.parse_known_args(flags)
+    configuration = resolve(vars(values), device.current().name)
+    for feature in configuration.enabled:
+        print(f"{feature.name}: {feature.summary}")
+    if not configuration.enabled:
+        print("no feature is on")
+    if others:
+        print(f"left to Megatron: {' '.join(others)}")
+    return 0
+
+
+def _print_table(features: list[Feature]) -> None:
+    table = Table(title="features")
+    for column in ("feature", "level", "flags", "devices", "seams", "conflicts", "stage"):
+        table.add_column(column, overflow="fold")
+    for feature in features:
+        table.add_row(
+            f"{feature.name}\n[dim]{feature.summary}[/dim]",
+            str(feature.level),
+            "\n".join(item.option for item in flags_of(feature.options)),
+            " ".join(feature.devices),
+            " ".join(feature.seams),
+            " ".join(feature.conflicts),
+            feature.stage,
+        )
+    Console().print(table)
+
+
+def _print_explanation(feature: Feature) -> None:
+    console = Console()
+    console.print(f"[bold]{feature.name}[/bold]  level {feature.level}, {feature.stage}")
+    console.print(feature.summary)
+    for label in ("devices", "seams", "conflicts", "requires"):
+        values = getattr(feature, label)
+        if values:
+            console.print(f"{label}: {', '.join(values)}")
+    table = Table("flag", "default", "what it does")
+    for item in flags_of(feature.options):
+        names = " ".join((item.option, *item.aliases, *([f"${item.env}"] if item.env else [])))
+        table.add_row(names, str(item.default), item.help)
+    console.print(table)

@@ -1,0 +1,86 @@
+"""Find the sub-command, run it, and print the errors that are meant for the user in one piece.
+
+A sub-command module has ``HELP`` and either ``add_arguments(parser)`` with ``run(args)``, or
+``PASS_THROUGH = True`` with ``run(argv)`` when it hands Megatron's flags on. It is imported only
+when it is used, so that ``mindspeed --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from mindspeed import __version__
+from mindspeed.errors import MindSpeedError
+
+COMMANDS: dict[str, str] = {
+    "quickstart": "pretrain a small LLaMA on this machine, from text to a picture of the loss",
+    "preprocess": "turn text into token files",
+    "pretrain": "pretrain a model",
+    "generate": "continue a text with a trained model",
+    "plot": "draw loss, throughput and memory of one or more runs",
+    "features": "list the features: flag, level, devices, conflicts",
+    "patches": "list what is changed in Megatron, and check it against a Megatron version",
+    "doctor": "say what works on this machine, and why not",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``mindspeed <command> ...``; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not argv or argv[0] in ("-h", "--help", "--version"):
+        parser.parse_args(argv or ["--help"])
+        return 0
+    command, rest = argv[0], argv[1:]
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=3, cutoff=0.4)
+        hint = f"; closest: {', '.join(near)}" if near else ""
+        print(
+            f"mindspeed: unknown command {command!r}{hint} (see mindspeed --help)", file=sys.stderr
+        )
+        return 2
+    try:
+        return _run(command, rest)
+    except MindSpeedError as error:
+        if os.environ.get("MINDSPEED_TRACEBACK"):
+            raise
+        print(f"mindspeed {command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 0
+
+
+def _run(command: str, rest: list[str]) -> int:
+    module = importlib.import_module(f"mindspeed.cli.{command}")
+    if getattr(module, "PASS_THROUGH", False):
+        return int(module.run(rest))
+    parser = argparse.ArgumentParser(
+        f"mindspeed {command}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(rest)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        "mindspeed",
+        description="Train large models with Megatron on Ascend NPU, NVIDIA GPU and plain CPU.",
+        epilog="commands:\n" + "\n".join(lines) + "\n\nmindspeed <command> --help tells more",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="mindspeed <command> [options]",
+    )
+    parser.add_argument("--version", action="version", version=f"mindspeed {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""List what is changed in Megatron: target, kind, owner, reason.
+
+mindspeed patches                    with no feature on
+mindspeed patches -- --profile       with these flags
+mindspeed patches --check            compare every target with the installed Megatron
+mindspeed patches --check --megatron PATH    ... with a checkout or an unpacked wheel
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed.adaptor.contract import check_contracts
+from mindspeed.adaptor.inventory import all_patches
+from mindspeed.adaptor.versions import megatron_root, read_version
+from mindspeed.errors import ConfigError
+
+HELP = "list what is changed in Megatron, and check it against a Megatron version"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``mindspeed patches``."""
+    parser.add_argument("--check", action="store_true", help="check all targets and signatures")
+    parser.add_argument("--megatron", type=Path, help="directory that holds megatron/core")
+    parser.add_argument("flags", nargs="...", metavar="-- FLAGS", help="flags of features")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the patches; with ``--check`` the exit code says whether every contract holds."""
+    return _check(args.megatron) if args.check else _list(args.flags)
+
+
+def _list(flags: list[str]) -> int:
+    from mindspeed.adaptor import session
+    from mindspeed.features.registry import add_arguments as add_feature_flags
+
+    active = session.install()
+    parser = add_feature_flags(argparse.ArgumentParser("mindspeed patches --"))
+    values, _ = parser.parse_known_args([flag for flag in flags if flag != "--"])
+    active.configure(vars(values))
+    table = Table("target", "kind", "owner", "why")
+    stacks = active.engine.stacks()
+    for target, (patches, _) in stacks.items():
+        for patch in patches:
+            table.add_row(target, patch.kind, patch.owner, patch.why)
+    Console().print(table)
+    print(
+        f"{len(stacks)} targets in Megatron; {len(active.journal)} names of torch on "
+        f"{active.device.name}"
+    )
+    return 0
+
+
+def _check(root: Path | None) -> int:
+    root = root or megatron_root()
+    if root is None:
+        raise ConfigError("no Megatron is installed; say where one is with --megatron PATH")
+    findings = check_contracts(all_patches(), root)
+    table = Table("target", "owner", "status", "problem")
+    for finding in findings:
+        table.add_row(finding.patch.target, finding.patch.owner, finding.status, finding.problem)
+    Console().print(table)
+    broken = [finding for finding in findings if finding.problem]
+    print(f"megatron-core {read_version(root)}: {len(findings)} patches, {len(broken)} broken")
+    return 1 if broken else 0

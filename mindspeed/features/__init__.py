@@ -1,0 +1,1 @@
+"""One module per feature: its flags, its level, its checks, and what it hands to which seam."""

@@ -1,0 +1,208 @@
+"""A feature's flags are the fields of a frozen dataclass.
+
+    @dataclass(frozen=True)
+    class SwapOptions:
+        swap_attention: bool = flag(False, "offload attention activations to host memory")
+        swap_modules: tuple[str, ...] = flag(("mlp",), "which modules", env="SWAP_MODULES")
+
+``--swap-attention`` and ``--swap-modules`` follow from it. Values are taken from the command line,
+else the environment variable, else a configuration file, else the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from mindspeed.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """Everything known of one flag: dataclass field, spellings, type and default."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    env: str | None = None
+    aliases: tuple[str, ...] = ()
+    megatron: bool = False
+
+    @property
+    def option(self) -> str:
+        """The command line spelling, ``--dashes-for-underscores``."""
+        return "--" + self.name.replace("_", "-")
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    env: str | None = None,
+    aliases: Sequence[str] = (),
+    megatron: bool = False,
+) -> Any:
+    """A dataclass field that is also a command line flag.
+
+    Args:
+        default: the value when nobody sets it.
+        help: one line for ``--help`` and the documentation.
+        env: environment variable that sets it too, below the command line.
+        aliases: older spellings, with dashes, each accepted.
+        megatron: Megatron-LM declares this flag itself; ours is only used where Megatron's parser
+            is absent, with the same name and meaning.
+    """
+    metadata = {"help": help, "env": env, "aliases": tuple(aliases), "megatron": megatron}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flags_of(options: type) -> Iterator[Flag]:
+    """The flags of an options dataclass, in order."""
+    hints = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        yield Flag(field.name, hints[field.name], field.default, **field.metadata)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    options: type,
+    title: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add the flags of ``options`` to ``parser``; those that it has already are left alone.
+
+    Args:
+        parser: Megatron's parser or our own.
+        options: a feature's options dataclass.
+        title: heading in ``--help``.
+        defaults: values of a configuration file.
+    """
+    known = parser._option_string_actions
+    group = parser.add_argument_group(title)
+    for item in flags_of(options):
+        spellings = [item.option, *item.aliases]
+        if item.option in known:
+            continue
+        default = default_of(item, defaults or {})
+        group.add_argument(
+            *[spelling for spelling in spellings if spelling not in known],
+            dest=item.name,
+            default=default,
+            help=f"{item.help} (default: {_show(item.default)})",
+            **_argparse_type(item),
+        )
+
+
+def default_of(item: Flag, file_values: Mapping[str, Any]) -> Any:
+    """The value of a flag that the command line does not set: environment, file, default."""
+    if item.env and item.env in os.environ:
+        return parse_value(item, os.environ[item.env])
+    return file_values.get(item.name, item.default)
+
+
+def parse_value(item: Flag, text: str) -> Any:
+    """Turn the text of an environment variable into the flag's type.
+
+    Raises:
+        ConfigError: the text is not of that type; names the variable or flag.
+    """
+    kind, many = _element(item.type)
+    try:
+        if kind is bool:
+            return _parse_bool(text)
+        values = [_parse_one(kind, part) for part in (text.split(",") if many else [text])]
+    except ValueError as error:
+        raise ConfigError(f"{item.env or item.option}={text!r}: {error}") from error
+    return tuple(values) if many else values[0]
+
+
+def check_value(item: Flag, value: Any) -> Any:
+    """Return ``value`` in the flag's type (a list becomes a tuple, ``3`` a float) or refuse it.
+
+    Raises:
+        ConfigError: names the flag, the value and what is allowed.
+    """
+    kind, many = _element(item.type)
+    if value is None:
+        return None
+    if many:
+        parts = value.split(",") if isinstance(value, str) else list(value)
+        return tuple(_check_one(item, kind, part) for part in parts)
+    return _check_one(item, kind, value)
+
+
+def _check_one(item: Flag, kind: Any, value: Any) -> Any:
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(
+                f"{item.option} {value!r}: choose one of {', '.join(map(str, choices))}"
+            )
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (int, float, str) and isinstance(value, str) and kind is not str:
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(
+            f"{item.option} takes {_type_name(kind)}, not {value!r} ({type(value).__name__})"
+        )
+    return value
+
+
+def _element(annotation: Any) -> tuple[Any, bool]:
+    """``int | None`` -> (int, False); ``tuple[str, ...]`` -> (str, True)."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        (annotation,) = [part for part in typing.get_args(annotation) if part is not type(None)]
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], True
+    return annotation, False
+
+
+def _argparse_type(item: Flag) -> dict[str, Any]:
+    kind, many = _element(item.type)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction if item.default else "store_true"}
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        return {"choices": choices, "type": type(choices[0])}
+    convert: Callable[[str], Any] = kind
+    return {"type": convert, "nargs": "+"} if many else {"type": convert}
+
+
+def _parse_one(kind: Any, text: str) -> Any:
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        value = type(choices[0])(text)
+        if value not in choices:
+            raise ValueError(f"choose one of {', '.join(map(str, choices))}")
+        return value
+    return kind(text)
+
+
+def _parse_bool(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("use 1 or 0")
+
+
+def _type_name(kind: Any) -> str:
+    return {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}.get(
+        kind, str(kind)
+    )
+
+
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,210 @@
+"""The list of all features, and the decision which of them are on.
+
+:func:`resolve` turns flat values (``{"noop_layers": (0, 5), ...}``) into typed options, collects
+every problem of every feature and raises them together, and returns the enabled features in
+attachment order. It changes nothing: ``mindspeed features --enabled -- FLAGS`` is a dry run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.feature import Feature, Problem
+from mindspeed.features.flags import add_flags, check_value, default_of, flags_of
+from mindspeed.features.level import LevelOptions
+
+_SUPPORT_MODULES = {"feature", "flags", "level", "registry"}
+
+
+@lru_cache(maxsize=1)
+def all_features() -> tuple[Feature, ...]:
+    """Every feature of the library, by name. Each module of this package declares one.
+
+    Raises:
+        ConfigError: two features share a name or a flag, or name an unknown feature.
+    """
+    import mindspeed.features as package
+
+    modules = sorted(info.name for info in pkgutil.iter_modules(package.__path__))
+    features = [
+        importlib.import_module(f"{package.__name__}.{name}").FEATURE
+        for name in modules
+        if name not in _SUPPORT_MODULES
+    ]
+    check_declarations(features)
+    return tuple(sorted(features, key=lambda feature: feature.name))
+
+
+def check_declarations(features: Iterable[Feature]) -> None:
+    """Refuse duplicate names and flags, and references to features that do not exist."""
+    features = list(features)
+    names = [feature.name for feature in features]
+    flags = [item.name for feature in features for item in flags_of(feature.options)]
+    for kind, given in (("feature", names), ("flag", flags)):
+        twice = sorted({name for name in given if given.count(name) > 1})
+        if twice:
+            raise ConfigError(f"{kind} declared twice: {', '.join(twice)}")
+    for feature in features:
+        for other in (*feature.conflicts, *feature.requires, *feature.after):
+            if other not in names:
+                raise ConfigError(f"feature '{feature.name}' refers to unknown feature '{other}'")
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, file_values: Mapping[str, Any] | None = None
+) -> argparse.ArgumentParser:
+    """Add ``--optimization-level`` and the flags of all features to ``parser``; returns it."""
+    add_flags(parser, LevelOptions, "mindspeed", file_values)
+    for feature in all_features():
+        add_flags(parser, feature.options, f"mindspeed: {feature.name}", file_values)
+    return parser
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The resolved choice: level, options of every feature, and the enabled ones in order."""
+
+    level: int
+    options: Mapping[str, Any]
+    enabled: tuple[Feature, ...]
+
+    def changed_values(self) -> dict[str, Any]:
+        """Flat ``{flag name: value}`` of everything that differs from its default."""
+        values: dict[str, Any] = (
+            {}
+            if self.level == LevelOptions().optimization_level
+            else {"optimization_level": self.level}
+        )
+        for options in self.options.values():
+            for item in flags_of(type(options)):
+                value = getattr(options, item.name)
+                if value != item.default:
+                    values[item.name] = value
+        return values
+
+
+def resolve(
+    values: Mapping[str, Any],
+    device: str,
+    features: Iterable[Feature] | None = None,
+    strict: bool = False,
+) -> Configuration:
+    """Decide which features are on.
+
+    Args:
+        values: Megatron's arguments and our flags by name, all in one mapping.
+        device: ``cpu``, ``cuda`` or ``npu``.
+        features: defaults to all features of the library.
+        strict: refuse names that are no flag of ours (for :func:`mindspeed.configure`).
+
+    Raises:
+        ConfigError: all problems of all features at once, one a line.
+    """
+    features = list(all_features() if features is None else features)
+    if strict:
+        _refuse_unknown(values, features)
+    level_flag = next(flags_of(LevelOptions))
+    level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
+    options = {feature.name: _options_of(feature, values) for feature in features}
+    wanted = [feature for feature in features if feature.enabled(options[feature.name], values)]
+    problems = [
+        *_level_problems(wanted, options, level),
+        *_relation_problems(wanted),
+        *_device_problems(wanted, device),
+    ]
+    enabled = [feature for feature in wanted if feature.level <= level]
+    for feature in enabled:
+        problems += feature.validate(options[feature.name], values)
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
+    return Configuration(level, options, tuple(attachment_order(enabled)))
+
+
+def attachment_order(features: Iterable[Feature]) -> list[Feature]:
+    """Features after those they name in ``after`` and ``requires``; ties by name.
+
+    Raises:
+        ConfigError: the relations form a cycle.
+    """
+    by_name = {feature.name: feature for feature in features}
+    graph = {
+        name: sorted(other for other in (*f.after, *f.requires) if other in by_name)
+        for name, f in sorted(by_name.items())
+    }
+    sorter = TopologicalSorter(graph)
+    order: list[Feature] = []
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ConfigError(f"features wait for each other: {' -> '.join(error.args[1])}") from error
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        order += [by_name[name] for name in ready]
+        sorter.done(*ready)
+    return order
+
+
+def _options_of(feature: Feature, values: Mapping[str, Any]) -> Any:
+    fields = {}
+    for item in flags_of(feature.options):
+        value = values[item.name] if item.name in values else default_of(item, {})
+        fields[item.name] = check_value(item, value)
+    return feature.options(**fields)
+
+
+def _refuse_unknown(values: Mapping[str, Any], features: list[Feature]) -> None:
+    known = {item.name for feature in features for item in flags_of(feature.options)}
+    known |= {item.name for item in flags_of(LevelOptions)}
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.4)
+            hint = f"; closest: {', '.join(near)}" if near else ""
+            raise ConfigError(f"unknown option {name!r}{hint}")
+
+
+def _level_problems(
+    wanted: Iterable[Feature], options: Mapping[str, Any], level: int
+) -> list[Problem]:
+    problems = []
+    for feature in wanted:
+        if feature.level <= level:
+            continue
+        chosen = options[feature.name]
+        given = [f.option for f in flags_of(type(chosen)) if getattr(chosen, f.name) != f.default]
+        if given:  # a feature that is on by default is left out quietly at a lower level
+            problems.append(
+                Problem(given[0], f"needs --optimization-level >= {feature.level} (got {level})")
+            )
+    return problems
+
+
+def _relation_problems(wanted: list[Feature]) -> list[Problem]:
+    names = {feature.name for feature in wanted}
+    problems = []
+    for feature in wanted:
+        for other in feature.conflicts:
+            if other in names:
+                problems.append(
+                    Problem(feature.name, f"cannot be combined with '{other}'", "switch one off")
+                )
+        for other in feature.requires:
+            if other not in names:
+                problems.append(Problem(feature.name, f"needs feature '{other}'", "switch it on"))
+    return problems
+
+
+def _device_problems(wanted: Iterable[Feature], device: str) -> list[Problem]:
+    return [
+        Problem(f.name, f"does not run on {device}", f"it runs on {', '.join(f.devices)}")
+        for f in wanted
+        if device not in f.devices
+    ]

@@ -1,0 +1,34 @@
+"""The one line: ``import mindspeed.megatron_adaptor`` before anything of Megatron.
+
+Importing this module makes Megatron run on the device of this machine and adds our flags to its
+command line. Frameworks without a command line call :func:`repatch` with their arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed.adaptor import session
+from mindspeed.features.registry import Configuration
+
+session.install()
+
+
+def repatch(args: Mapping[str, Any] | argparse.Namespace) -> Configuration:
+    """Attach features for ``args`` (Megatron's and our values), whatever was attached before.
+
+    For frameworks that build Megatron's arguments themselves. Features attach to functions and
+    modules that are built later, so call it before the model is built.
+
+    Args:
+        args: a mapping or a namespace; names that are no option of ours are Megatron's.
+
+    Returns:
+        The new configuration.
+    """
+    values = vars(args) if isinstance(args, argparse.Namespace) else args
+    active = session.install()
+    active.detach_features()
+    return active.configure(values)
