@@ -1,0 +1,174 @@
+"""The patch engine: contracts, stacking, aliases, waiting for imports, exact undo."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+from packaging.version import Version
+
+from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.patch import Patch, PatchEngine
+from mindspeed.adaptor.signatures import bind, fits, parameter_names
+from mindspeed.errors import PatchConflict, PatchTargetChanged, PatchTargetMissing
+
+SOURCE = """
+def scale(x, factor=2):
+    return x * factor
+
+class Layer:
+    def forward(self, x, mask=None):
+        return x + 1
+
+    @staticmethod
+    def size(x):
+        return len(x)
+"""
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Modules ``lib`` and ``user``; ``user`` took ``scale`` by value, under another name."""
+    lib, user = types.ModuleType("lib"), types.ModuleType("user")
+    exec(SOURCE, vars(lib))
+    user.times = lib.scale
+    monkeypatch.setitem(sys.modules, "lib", lib)
+    monkeypatch.setitem(sys.modules, "user", user)
+    return lib, user
+
+
+@pytest.fixture
+def engine():
+    hooks = PostImportHooks()
+    hooks.install()
+    yield PatchEngine(hooks, Version("0.16.1"), lambda module: module.__name__ in ("lib", "user"))
+    hooks.uninstall()
+
+
+def plus(amount):
+    def make(original):
+        def patched(*args, **kwargs):
+            return original(*args, **kwargs) + amount
+
+        return patched
+
+    return make
+
+
+def test_wrap_reaches_aliases_and_undo_restores_the_same_object(library, engine):
+    lib, user = library
+    original = lib.scale
+    engine.add(Patch("lib:scale", plus(1), "f", expects="(x, factor)"))
+    assert lib.scale(3) == 7
+    assert user.times is lib.scale
+    late = types.ModuleType("late")
+    late.scale = lib.scale  # imported by value after the patch
+    sys.modules["user"].late = late.scale
+    engine.undo()
+    assert lib.scale is original
+    assert user.times is original
+    assert user.late is original
+
+
+def test_wraps_stack_in_the_order_of_addition_innermost_first(library, engine):
+    lib, _ = library
+    engine.add(Patch("lib:scale", plus(1), "inner"))
+    engine.add(Patch("lib:scale", lambda f: lambda *a: f(*a) * 10, "outer"))
+    assert lib.scale(3) == 70
+    assert [patch.owner for patch in engine.stacks()["lib:scale"][0]] == ["inner", "outer"]
+    engine.remove("inner")
+    assert lib.scale(3) == 60
+    engine.remove("outer")
+    assert lib.scale(3) == 6
+    assert engine.stacks() == {}
+
+
+def test_method_and_static_method_patches_keep_their_kind(library, engine):
+    lib, _ = library
+    raw = vars(lib.Layer)["size"]
+    engine.add(Patch("lib:Layer.forward", plus(1), "f", expects="(self, x, ...)"))
+    engine.add(Patch("lib:Layer.size", plus(1), "f", expects="(x)"))
+    assert lib.Layer().forward(1) == 3
+    assert lib.Layer.size("ab") == lib.Layer().size("ab") == 3
+    engine.undo()
+    assert vars(lib.Layer)["size"] is raw
+
+
+def test_missing_target_names_owner_version_and_the_closest_name(library, engine):
+    with pytest.raises(
+        PatchTargetMissing, match=r"'f' wraps lib:Layer.forwards.*0\.16\.1.*forward"
+    ):
+        engine.add(Patch("lib:Layer.forwards", plus(1), "f"))
+    assert engine.stacks()["lib:Layer.forwards"][0] == []
+
+
+def test_changed_signature_is_refused_and_nothing_is_patched(library, engine):
+    lib, _ = library
+    original = lib.scale
+    with pytest.raises(PatchTargetChanged, match=r"lib:scale\(x, amount\).*lib:scale\(x, factor\)"):
+        engine.add(Patch("lib:scale", plus(1), "f", expects="(x, amount)"))
+    assert lib.scale is original
+
+
+def test_second_replacement_of_a_target_is_a_conflict(library, engine):
+    engine.add(Patch("lib:scale", lambda _: lambda x: 0, "ring", kind="replace"))
+    with pytest.raises(PatchConflict, match=r"already replaced by 'ring'.*'adaptive'"):
+        engine.add(Patch("lib:scale", lambda _: lambda x: 1, "adaptive", kind="replace"))
+
+
+def test_define_refuses_an_existing_name_and_is_removed_by_undo(library, engine):
+    lib, _ = library
+    with pytest.raises(PatchConflict, match="exists already"):
+        engine.add(Patch("lib:scale", lambda _: 1, "f", kind="define"))
+    engine.add(Patch("lib:extra", lambda _: 5, "f", kind="define"))
+    assert lib.extra == 5
+    engine.undo()
+    assert not hasattr(lib, "extra")
+
+
+def test_patch_outside_its_version_range_is_left_out(library, engine):
+    lib, _ = library
+    engine.add(Patch("lib:scale", plus(1), "f", versions=">=0.17"))
+    assert lib.scale(3) == 6
+    assert engine.stacks() == {}
+
+
+def test_patch_waits_for_the_import_of_its_module(tmp_path, monkeypatch, engine):
+    (tmp_path / "later_module.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine.add(Patch("later_module:scale", plus(1), "f", expects="(x, ...)"))
+    assert "later_module" not in sys.modules
+    import later_module
+
+    assert later_module.scale(3) == 7
+    engine.undo()
+    assert later_module.scale(3) == 6
+    del sys.modules["later_module"]
+
+
+def test_patch_taken_back_before_the_import_never_applies(tmp_path, monkeypatch, engine):
+    (tmp_path / "never_patched.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine.add(Patch("never_patched:scale", plus(1), "f"))
+    engine.remove("f")
+    import never_patched
+
+    assert never_patched.scale(3) == 6
+    del sys.modules["never_patched"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "good"),
+    [("(a, b)", True), ("(a, ...)", True), ("(...)", True), ("(a)", False), ("(b, ...)", False)],
+)
+def test_signature_contract(expected, good):
+    assert fits(expected, ["a", "b"]) is good
+
+
+def test_arguments_are_bound_by_name_with_defaults():
+    def function(a, b=2, *, c=3):
+        return a, b, c
+
+    assert parameter_names(function) == ["a", "b", "c"]
+    assert bind(function, (1,), {"c": 4}) == {"a": 1, "b": 2, "c": 4}

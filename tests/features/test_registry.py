@@ -1,0 +1,159 @@
+"""The registry: flags from dataclasses, levels, conflicts, order, all problems at once."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import dataclass, make_dataclass
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.feature import Feature, Problem
+from mindspeed.features.flags import add_flags, check_value, flag, flags_of, parse_value
+from mindspeed.features.registry import (
+    all_features,
+    attachment_order,
+    check_declarations,
+    resolve,
+)
+
+
+@dataclass(frozen=True)
+class SwapOptions:
+    swap_attention: bool = flag(False, "offload activations", aliases=("--swap",))
+    swap_modules: tuple[str, ...] = flag(("mlp",), "which", env="SWAP_MODULES")
+    swap_ratio: float = flag(0.5, "how much")
+    swap_kind: Literal["host", "disk"] = flag("host", "where to")
+    swap_limit: int | None = flag(None, "at most")
+
+
+def make(name, *, level=2, options=SwapOptions, enabled=None, **kwargs):
+    enabled = enabled or (lambda o, m: getattr(o, next(flags_of(options)).name))
+    return Feature(name, name, level, options, enabled, lambda *a: None, **kwargs)
+
+
+def simple(name, **kwargs):
+    options = make_dataclass(name.title(), [(f"use_{name}", bool, flag(False, "on"))], frozen=True)
+    return make(name, options=options, **kwargs)
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, SwapOptions, "swap")
+    return vars(parser.parse_args(argv))
+
+
+def test_flags_follow_from_the_dataclass(monkeypatch):
+    assert parse() == {
+        "swap_attention": False,
+        "swap_modules": ("mlp",),
+        "swap_ratio": 0.5,
+        "swap_kind": "host",
+        "swap_limit": None,
+    }
+    given = parse("--swap", "--swap-modules", "a", "b", "--swap-kind", "disk", "--swap-limit", "3")
+    assert given["swap_attention"] is True
+    assert given["swap_modules"] == ["a", "b"]
+    assert given["swap_limit"] == 3
+    monkeypatch.setenv("SWAP_MODULES", "x,y")
+    assert parse()["swap_modules"] == ("x", "y")
+    assert parse("--swap-modules", "z")["swap_modules"] == ["z"]  # the command line wins
+
+
+def test_a_flag_that_the_parser_has_already_is_left_alone():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--swap-ratio", type=float, default=0.9)
+    add_flags(parser, SwapOptions, "swap")
+    assert parser.parse_args([]).swap_ratio == 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("swap_limit", "many", "--swap-limit takes a whole number, not 'many'"),
+        ("swap_limit", True, "--swap-limit takes a whole number, not True"),
+        ("swap_kind", "tape", "--swap-kind 'tape': choose one of host, disk"),
+        ("swap_attention", "yes", "--swap-attention takes True or False"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_by_flag_name(name, value, message):
+    item = next(item for item in flags_of(SwapOptions) if item.name == name)
+    with pytest.raises(ConfigError, match=message):
+        check_value(item, value)
+
+
+@given(st.lists(st.integers(-1000, 1000), min_size=1, max_size=5))
+def test_environment_text_of_a_list_parses_back(values):
+    options = make_dataclass("O", [("ids", "tuple[int, ...]", flag((), "x"))])
+    options.__module__ = __name__
+    item = next(flags_of(options))
+    assert parse_value(item, ",".join(map(str, values))) == tuple(values)
+
+
+def test_level_switches_features_off_and_refuses_explicit_flags():
+    feature = simple("fast", level=2)
+    with pytest.raises(ConfigError, match=r"--use-fast: needs --optimization-level >= 2 \(got 1\)"):
+        resolve({"use_fast": True, "optimization_level": 1}, "cpu", [feature])
+    always_on = simple("auto", level=1, enabled=lambda o, m: True)
+    assert resolve({"optimization_level": 0}, "cpu", [always_on]).enabled == ()
+    assert [f.name for f in resolve({}, "cpu", [always_on]).enabled] == ["auto"]
+
+
+def test_all_problems_of_all_features_are_reported_together():
+    def validate(options, megatron):
+        return [Problem("--use-a", f"hidden size {megatron['hidden_size']} is odd", "make it even")]
+
+    features = [
+        simple("a", validate=validate, conflicts=("b",)),
+        simple("b", devices=("npu",)),
+        simple("c", requires=("d",)),
+        simple("d"),
+    ]
+    with pytest.raises(ConfigError) as error:
+        resolve({"use_a": True, "use_b": True, "use_c": True, "hidden_size": 3}, "cpu", features)
+    text = str(error.value)
+    assert "a: cannot be combined with 'b'" in text
+    assert "--use-a: hidden size 3 is odd; make it even" in text
+    assert "b: does not run on cpu; it runs on npu" in text
+    assert "c: needs feature 'd'" in text
+
+
+def test_unknown_option_suggests_the_closest():
+    with pytest.raises(ConfigError, match=r"unknown option 'use_fsat'; closest: use_fast"):
+        resolve({"use_fsat": True}, "cpu", [simple("fast")], strict=True)
+
+
+def test_attachment_order_does_not_depend_on_registration_order():
+    features = [simple("a", after=("c",)), simple("b"), simple("c", after=("b",)), simple("d")]
+    orders = {
+        tuple(f.name for f in attachment_order(permutation))
+        for permutation in itertools.permutations(features)
+    }
+    assert orders == {("b", "d", "c", "a")}
+
+
+def test_cycles_and_double_declarations_are_errors():
+    with pytest.raises(ConfigError, match="wait for each other"):
+        attachment_order([simple("a", after=("b",)), simple("b", after=("a",))])
+    with pytest.raises(ConfigError, match="flag declared twice: use_a"):
+        check_declarations([simple("a"), make("x", options=simple("a").options)])
+    with pytest.raises(ConfigError, match="refers to unknown feature 'zzz'"):
+        check_declarations([simple("a", conflicts=("zzz",))])
+
+
+def test_changed_values_are_what_differs_from_the_defaults():
+    feature = make("swap", enabled=lambda o, m: o.swap_attention)
+    configuration = resolve({"swap_attention": True, "swap_modules": ["a"]}, "cpu", [feature])
+    assert configuration.changed_values() == {"swap_attention": True, "swap_modules": ("a",)}
+
+
+def test_every_feature_of_the_library_is_declared_soundly():
+    for feature in all_features():
+        assert feature.summary
+        assert set(feature.devices) <= {"cpu", "cuda", "npu"}
+        for item in flags_of(feature.options):
+            assert item.help
