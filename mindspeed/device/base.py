@@ -1,0 +1,123 @@
+"""The accelerator API: what library code asks a device, whatever the device is.
+
+``mindspeed.device.current()`` returns the one :class:`Device` of this process. Algorithms use it
+instead of ``torch.cuda`` or ``torch.npu``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CAPABILITIES = frozenset(
+    {
+        "streams",  # work of two streams can run at the same time
+        "pinned_memory",  # host memory can be locked for asynchronous copies
+        "graphs",  # a stream of kernels can be captured and replayed
+        "triton",  # Triton kernels run here
+        "fp64_collectives",  # all_reduce of float64
+        "fp8",  # float8 matrix multiplication
+        "compile",  # torch.compile is worth its time
+    }
+)
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes; on the CPU those of the process, or of live tensors while they are tracked."""
+
+    allocated: int
+    peak: int
+    reserved: int
+    available: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What is known about a device; ``peak_flops`` is None where nobody can tell."""
+
+    name: str
+    total_memory: int
+    cores: int
+    peak_flops: float | None = None
+
+
+class Device(ABC):
+    """One kind of device, as seen by this process."""
+
+    name: str
+    """``"cpu"``, ``"cuda"`` or ``"npu"``: also the type of its ``torch.device``."""
+    backend: str
+    """The torch.distributed backend of this device."""
+    _capabilities: frozenset[str] = frozenset()
+
+    def has(self, capability: str) -> bool:
+        """Whether the device can do one of :data:`CAPABILITIES`."""
+        if capability not in CAPABILITIES:
+            raise ValueError(
+                f"unknown capability {capability!r}; known are {', '.join(sorted(CAPABILITIES))}"
+            )
+        return capability in self._capabilities
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}, {self.count()} on this host, {self.backend}>"
+
+    @abstractmethod
+    def torch_device(self, index: int | None = None) -> torch.device:
+        """The ``torch.device`` of this process, or of ``index``."""
+
+    @abstractmethod
+    def index(self) -> int:
+        """Index of the device this process uses."""
+
+    @abstractmethod
+    def set_index(self, index: int) -> None:
+        """Use device ``index`` from now on."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """Devices of this host."""
+
+    @abstractmethod
+    def stream(self, priority: int = 0) -> Any:
+        """A new stream."""
+
+    @abstractmethod
+    def current_stream(self) -> Any:
+        """The stream in use."""
+
+    @abstractmethod
+    def use_stream(self, stream: Any) -> Any:
+        """Context manager in which ``stream`` is in use; ``None`` changes nothing."""
+
+    @abstractmethod
+    def event(self, timing: bool = False) -> Any:
+        """A new event; ``timing`` makes ``elapsed_time`` work."""
+
+    @abstractmethod
+    def generator(self, index: int | None = None) -> torch.Generator:
+        """The generator that operators on this device draw from by default."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all work of this device is complete."""
+
+    @abstractmethod
+    def memory_stats(self) -> MemoryStats:
+        """Memory in use."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Start a new peak."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give cached memory back."""
+
+    @abstractmethod
+    def properties(self) -> Properties:
+        """Name, memory, cores and peak rate."""

@@ -1,0 +1,80 @@
+"""Who is asking? Megatron gets a device, everybody else gets the truth.
+
+Megatron decides by ``torch.cuda.is_available()``, ``Tensor.is_cuda`` and friends whether it may run
+at all. Other libraries in the same process (transformers, peft, accelerate, safetensors, torch
+itself) decide by the same names where to put their tensors, and must not be told that a machine
+without a GPU has one. So the answer depends on the module that asks: the ``__name__`` in the global
+namespace of the calling frame.
+
+A module is Megatron's when
+
+* the root package of its name is registered: ``megatron``, and what :func:`treat_as_megatron` adds
+  (an embedding framework, a test-suite);
+* it is a top-level file in the root of a Megatron-LM checkout (``pretrain_gpt.py``,
+  ``gpt_builders.py``), recognised by ``megatron/core`` and ``pretrain_gpt.py`` beside it;
+* it is ``__main__`` and holds something imported from a registered package, so that a user's own
+  script on megatron-core counts as soon as its imports have run.
+
+The answer is remembered per module name; a question costs a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+_roots: set[str] = {"megatron"}
+_known: dict[str, bool] = {}
+
+
+def treat_as_megatron(*packages: str) -> None:
+    """Give modules of these root packages the same answers that Megatron gets.
+
+    Args:
+        packages: names of top-level packages, for example ``"tests"``, or ``"__main__"``.
+    """
+    _roots.update(package.partition(".")[0] for package in packages)
+    _known.clear()
+
+
+def asked_by_megatron(namespace: dict[str, Any]) -> bool:
+    """Whether ``namespace``, the globals of the calling frame, is a Megatron-like module's."""
+    name = namespace.get("__name__")
+    answer = _known.get(name)  # type: ignore[arg-type]
+    return _classify(name, namespace) if answer is None else answer
+
+
+def _classify(name: Any, namespace: dict[str, Any]) -> bool:
+    if not isinstance(name, str):
+        return False
+    root = name.partition(".")[0]
+    answer = root in _roots
+    if not answer and root == name:
+        answer = _in_checkout_root(namespace.get("__file__"))
+    if not answer and name == "__main__":
+        answer = _uses_megatron(namespace)
+        if not answer:
+            return False  # its imports may still be running: ask again next time
+    _known[name] = answer
+    return answer
+
+
+def _in_checkout_root(file: Any) -> bool:
+    if not isinstance(file, str):
+        return False
+    folder = Path(file).absolute().parent
+    return (folder / "pretrain_gpt.py").is_file() and (folder / "megatron" / "core").is_dir()
+
+
+def _uses_megatron(namespace: dict[str, Any]) -> bool:
+    for value in list(namespace.values()):
+        if isinstance(value, ModuleType):
+            origin = value.__dict__.get("__name__")
+        elif isinstance(value, (type, FunctionType)):
+            origin = value.__module__
+        else:
+            continue
+        if isinstance(origin, str) and origin.partition(".")[0] in _roots:
+            return True
+    return False

@@ -1,0 +1,104 @@
+"""The device's random number generator: a CPU generator of its own.
+
+torch.cuda's RNG functions act on the generator of the device, never on torch's default (host)
+generator. Mapping them to the host generator breaks callers that rely on the separation: seeding
+the device would reseed host-side initialisation, and every ``fork`` of a tracker would look like an
+accidental draw from the host generator. So the device generator is a separate object.
+
+Operators on CPU tensors draw from the host generator. A tracker that wants dropout to use one of
+its states must therefore put that state into the host generator for the duration of the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+_HostGenerator = torch.Generator
+
+
+class DeviceGenerator(_HostGenerator):
+    """A CPU generator with the graph-safe calls that CUDA generators have."""
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        """A generator that holds the present state."""
+        return self.clone_state()
+
+    def graphsafe_set_state(self, state: torch.Generator) -> DeviceGenerator:
+        """Continue from the state of ``state``."""
+        self.set_state(state.get_state())
+        return self
+
+    def clone_state(self) -> DeviceGenerator:
+        """An independent generator in the same state."""
+        clone = DeviceGenerator()
+        clone.set_state(self.get_state())
+        return clone
+
+
+device_generator = DeviceGenerator()
+
+
+class DefaultGenerators:
+    """``torch.cuda.default_generators``: one device, whatever index is asked for."""
+
+    def __getitem__(self, index: int) -> DeviceGenerator:
+        return device_generator
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[DeviceGenerator]:
+        return iter((device_generator,))
+
+
+def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    """State of the device generator."""
+    return device_generator.get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    """Set the device generator."""
+    device_generator.set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """States of all devices: one."""
+    return [device_generator.get_state()]
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    """Set the device generator from the first state."""
+    for state in new_states:
+        device_generator.set_state(state)
+        return
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the device generator."""
+    device_generator.manual_seed(int(seed))
+
+
+def seed() -> int:
+    """Seed the device generator from the operating system."""
+    return device_generator.seed()
+
+
+def initial_seed() -> int:
+    """The seed that the device generator was last given."""
+    return device_generator.initial_seed()
+
+
+FUNCTIONS = {
+    "get_rng_state": get_rng_state,
+    "set_rng_state": set_rng_state,
+    "get_rng_state_all": get_rng_state_all,
+    "set_rng_state_all": set_rng_state_all,
+    "manual_seed": manual_seed,
+    "manual_seed_all": manual_seed,
+    "seed": seed,
+    "seed_all": seed,
+    "initial_seed": initial_seed,
+}

@@ -1,0 +1,101 @@
+"""Exact bytes of live tensor storages, on any device.
+
+    with track_memory() as memory:
+        loss = model(batch); loss.backward()
+    print(memory.peak, memory.current)
+
+Every operator's results are looked at; a storage counts once, however many tensors view it, from
+the moment it is first seen until it is freed or resized. Tensors that existed before count from the
+first operator that touches them, or at once when they are passed to :func:`track_memory`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_active: list[MemoryTracker] = []
+
+
+def active() -> MemoryTracker | None:
+    """The innermost tracker in force, if any."""
+    return _active[-1] if _active else None
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts live storages; see :func:`track_memory`."""
+
+    def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.current = self.peak = self.storages = self.peak_storages = 0
+        self._sizes: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in existing:
+            self._see(tensor)
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Start new peaks at the present figures."""
+        self.peak, self.peak_storages = self.current, self.storages
+
+    def __enter__(self) -> MemoryTracker:
+        _active.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        _active.remove(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # sparse tensors and wrapper subclasses have no storage of their own
+        if storage.device.type == "meta":
+            return
+        key, size = storage._cdata, storage.nbytes()
+        known = self._sizes.get(key)
+        if known is None:
+            self._refs[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self.storages += 1
+            self.peak_storages = max(self.peak_storages, self.storages)
+        if known != size:
+            self._sizes[key] = size
+            self.current += size - (known or 0)
+            self.peak = max(self.peak, self.current)
+
+    def _forget(self, key: int) -> None:
+        self._refs.pop(key, None)
+        size = self._sizes.pop(key, None)
+        if size is not None:
+            self.current -= size
+            self.storages -= 1
+
+
+def track_memory(*existing: Any) -> MemoryTracker:
+    """Context manager that counts the exact bytes of live tensor storages.
+
+    Args:
+        existing: tensors, modules or containers of tensors that count from the beginning.
+    """
+    tensors: list[torch.Tensor] = []
+    for item in existing:
+        if isinstance(item, torch.nn.Module):
+            tensors += [*item.parameters(), *item.buffers()]
+            tensors += [p.grad for p in item.parameters() if p.grad is not None]
+        else:
+            tensors += [leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor)]
+    return MemoryTracker(tensors)
