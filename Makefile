@@ -1,0 +1,65 @@
+# Everything on a bare machine, in a virtual environment of its own (.venv):
+#
+#   make quickstart   install and pretrain a small LLaMA on real text: falling loss, picture, sample
+#   make test         install and run all tests (make test-fast leaves out the slow ones)
+#
+# Both install only what is missing. Settings:
+#   PYTHON=python3.11           interpreter for the environment (3.10 or newer)
+#   VENV=.venv                  where the environment lives
+#   TORCH_INDEX=https://...     where torch comes from; https://download.pytorch.org/whl/cpu is small
+#   ARGS="-k ring"              further arguments for pytest or mindspeed quickstart
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-fast lint docs clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+install: $(VENV)/.suite
+
+quickstart: $(VENV)/.suite
+	$(BIN)/mindspeed quickstart $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/python tools/feature_table.py --check
+
+docs: $(VENV)/.lint
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf "$(VENV)" build site *.egg-info
+
+# torch first and alone: the rest of the installation then keeps the build chosen here.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is %d.%d: make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	@echo "==> virtual environment $(VENV)"
+	@$(PYTHON) -m venv "$(VENV)"
+	@echo "==> PyTorch, about a minute"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.suite: EXTRAS = suite,plot
+$(VENV)/.test: EXTRAS = test
+$(VENV)/.lint: EXTRAS = test,lint,docs
+$(VENV)/.suite $(VENV)/.test $(VENV)/.lint: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "==> mindspeed with $(EXTRAS)"
+	@$(PIP) -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@
