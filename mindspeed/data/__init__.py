@@ -1,0 +1,1 @@
+"""Data preparation: text corpora, tokenizers and Megatron's indexed datasets."""

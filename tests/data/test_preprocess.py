@@ -1,0 +1,240 @@
+"""From jsonl to indexed data sets: content, determinism, atomicity, broken input."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from mindspeed.data import preprocess as module
+from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
+from mindspeed.data.tokenizer import (
+    TokenizerOptions,
+    build_tokenizer,
+    save_tokenizer,
+    train_bpe,
+)
+from mindspeed.errors import ConfigError, DataError
+
+RECORDS = [
+    {"text": f"document {i} " + "lorem ipsum " * (i % 7), "title": f"t{i}"} for i in range(200)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_options(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_bpe([r["text"] for r in RECORDS], 300), directory)
+    return TokenizerOptions(tokenizer_model=str(directory))
+
+
+@pytest.fixture
+def options(tmp_path, tokenizer_options):
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return PreprocessOptions((source,), tmp_path / "out" / "c", tokenizer_options)
+
+
+def files(report) -> list[bytes]:
+    return [o.with_name(o.name + e).read_bytes() for o in report.outputs for e in (".bin", ".idx")]
+
+
+def test_megatron_reads_back_every_document_with_its_end_token(options, tokenizer_options):
+    report = preprocess(dataclasses.replace(options, append_eod=True))
+    tokenizer = build_tokenizer(tokenizer_options)
+    dataset = IndexedDataset(str(report.outputs[0]))
+    expected = [[*tokenizer.tokenize(record["text"]), tokenizer.eod] for record in RECORDS]
+    assert [ids.tolist() for ids in dataset[:]] == expected
+    assert dataset.document_indices.tolist() == list(range(len(RECORDS) + 1))
+    assert dataset.index.dtype == np.uint16
+    assert report.totals.tokens == sum(map(len, expected))
+    assert report.totals.bytes_done == report.totals.bytes_total == options.inputs[0].stat().st_size
+
+
+def test_gpt_dataset_cuts_the_documents_into_training_samples(options, tokenizer_options):
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+
+    report = preprocess(dataclasses.replace(options, append_eod=True))
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=16,
+        blend=([str(report.outputs[0])], None),
+        split="1,0,0",
+        tokenizer=build_tokenizer(tokenizer_options),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=0.005,
+    )
+    low_level = IndexedDataset(str(report.outputs[0]))
+    indices = np.arange(len(RECORDS), dtype=np.int32)
+    dataset = GPTDataset(low_level, str(report.outputs[0]), indices, 50, Split.train, config)
+    everything = np.concatenate([dataset[i]["tokens"].numpy() for i in range(len(dataset))])
+    assert len(dataset) == (report.totals.tokens - 1) // 16
+    assert set(everything.tolist()) <= set(np.concatenate(low_level[:]).tolist())
+    sample = dataset[0]
+    assert sample["tokens"][1:].tolist() == sample["labels"][:-1].tolist()
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_output_is_byte_identical_for_any_number_of_workers(options, workers, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 700)  # many blocks
+    alone = files(preprocess(options))
+    several = dataclasses.replace(options, workers=workers, overwrite=True)
+    assert files(preprocess(several)) == alone
+
+
+def test_output_equals_the_builder_of_megatron_fed_document_by_document(options, tmp_path):
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    tokenizer = build_tokenizer(options.tokenizer)
+    builder = IndexedDatasetBuilder(
+        str(tmp_path / "x.bin"), dtype=DType.optimal_dtype(tokenizer.vocab_size)
+    )
+    for record in RECORDS:
+        ids = tokenizer.tokenize(record["text"])
+        builder.add_document(np.array(ids), [len(ids)])
+    builder.finalize(str(tmp_path / "x.idx"))
+    expected = [(tmp_path / name).read_bytes() for name in ("x.bin", "x.idx")]
+    assert files(preprocess(options)) == expected
+
+
+def test_output_equals_the_preprocessing_script_of_megatron_lm(options, megatron_lm, tmp_path):
+    pytest.importorskip("six", reason="Megatron-LM imports six")
+    command = [sys.executable, str(megatron_lm / "tools" / "preprocess_data.py"), "--append-eod"]
+    command += ["--input", str(options.inputs[0]), "--output-prefix", str(tmp_path / "theirs")]
+    command += ["--tokenizer-type", "HuggingFaceTokenizer", "--workers", "1"]
+    command += ["--tokenizer-model", str(options.tokenizer.tokenizer_model)]
+    path = os.pathsep.join([str(megatron_lm), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    theirs = [(tmp_path / f"theirs_text_document{e}").read_bytes() for e in (".bin", ".idx")]
+    assert files(preprocess(dataclasses.replace(options, append_eod=True))) == theirs
+
+
+def test_every_json_key_becomes_a_data_set(options):
+    report = preprocess(dataclasses.replace(options, json_keys=("text", "title")))
+    assert [o.name for o in report.outputs] == ["c_text_document", "c_title_document"]
+    tokenizer = build_tokenizer(options.tokenizer)
+    titles = IndexedDataset(str(report.outputs[1]))
+    assert tokenizer.detokenize(titles[7]) == "t7"
+
+
+def test_compressed_files_and_directories_give_the_same_tokens(options, tmp_path):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    lines = options.inputs[0].read_bytes().splitlines(keepends=True)
+    (folder / "a.jsonl").write_bytes(b"".join(lines[:50]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[50:])))
+    (folder / "notes.md").write_text("ignored")
+    together = files(preprocess(options))
+    parts = dataclasses.replace(options, inputs=(folder,), output_prefix=tmp_path / "p")
+    assert files(preprocess(parts)) == together
+
+
+BROKEN = [
+    ('{"text": "a', "invalid JSON"),
+    ("[1]", "a JSON object is expected, found list"),
+    ('{"txt": "a"}', "no key 'text'; the line has 'txt'"),
+    ('{"text": 3}', "'text' is int, a string is expected"),
+    ('{"text": "\\ud800"}', "no valid Unicode"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BROKEN)
+def test_broken_lines_are_counted_and_named_with_file_and_line(options, line, reason):
+    source = options.inputs[0]
+    source.write_text('{"text": "good"}\n\n' + line + '\n{"text": ""}\n{"text": "last"}')
+    report = preprocess(options)
+    assert (report.totals.documents, report.totals.broken, report.totals.empty) == (2, 1, 1)
+    assert str(report.totals.first_broken[0]).startswith(f"{source}:3: ")
+    assert reason in str(report.totals.first_broken[0])
+
+
+def test_strict_stops_at_a_broken_line_and_leaves_nothing(options):
+    options.inputs[0].write_text('{"text": "good"}\n{\n')
+    with pytest.raises(DataError, match=r"in\.jsonl:2: .*--strict"):
+        preprocess(dataclasses.replace(options, strict=True))
+    assert list(options.output_prefix.parent.iterdir()) == []
+
+
+def test_input_without_a_usable_document_is_refused(options):
+    options.inputs[0].write_text('{"text": ""}\n{}\n')
+    with pytest.raises(DataError, match=r"1 empty and 1 broken lines; the first is .*:2"):
+        preprocess(options)
+
+
+def test_a_truncated_gz_file_is_named(options, tmp_path):
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(options.inputs[0].read_bytes())[:-20])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz is damaged"):
+        preprocess(dataclasses.replace(options, inputs=(path,)))
+
+
+def test_existing_output_is_only_replaced_when_asked(options):
+    before = files(preprocess(options))
+    options.inputs[0].write_text('{"text": "new"}\n')
+    with pytest.raises(ConfigError, match="--overwrite"):
+        preprocess(options)
+    assert files(preprocess(dataclasses.replace(options, overwrite=True))) != before
+
+
+def test_an_interrupted_run_leaves_the_old_output_and_can_be_started_again(options):
+    before = files(preprocess(options))
+
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    again = dataclasses.replace(options, overwrite=True)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(again, interrupt)
+    assert len(list(options.output_prefix.parent.iterdir())) == 2
+    # what a killed process leaves behind is overwritten
+    leftover = options.output_prefix.parent / ".c_text_document.bin.tmp"
+    leftover.write_bytes(b"rubbish" * 1000)
+    assert files(preprocess(again)) == before
+
+
+def test_two_runs_cannot_write_the_same_output_at_once(options):
+    def second(progress: Progress) -> None:
+        preprocess(options)
+
+    with pytest.raises(DataError, match="another process is writing"):
+        preprocess(options, second)
+
+
+def test_files_are_private_whatever_the_umask(options):
+    before = os.umask(0)
+    try:
+        report = preprocess(options)
+    finally:
+        os.umask(before)
+    for end in (".bin", ".idx"):
+        path = report.outputs[0].with_name(report.outputs[0].name + end)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_missing_input_and_wrong_options_are_refused_before_work_starts(options, tmp_path):
+    for change, message in (
+        ({"inputs": (tmp_path / "none.jsonl",)}, "there is no such file or directory"),
+        ({"inputs": (tmp_path / "out",)}, "no file that ends in"),
+        ({"workers": 0}, "--workers 0"),
+        ({"json_keys": ("text", "text")}, "name every key once"),
+    ):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        with pytest.raises((ConfigError, DataError), match=message):
+            preprocess(dataclasses.replace(options, **change))
