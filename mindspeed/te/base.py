@@ -1,0 +1,152 @@
+"""What every substituted module shares: parameter creation, tensor-parallel group, extra state.
+
+A parameter is drawn inside ``get_rng_state_tracker().fork(rng_tracker_name)`` so that the ranks of
+a tensor-parallel group draw different slices and replicas draw the same values. The attributes a
+trainer reads from a parameter (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``,
+``sequence_parallel``) are set here as well.
+
+``_extra_state`` is the key under which NVIDIA's modules keep fp8 scaling factors. Without fp8 it is
+an empty byte tensor, and so it always is here: checkpoints have the same keys, and a foreign extra
+state is never unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import Parameter
+
+from mindspeed import device as devices
+
+Init = Callable[[torch.Tensor], Any]
+GetTracker = Callable[[], Any]
+
+DATA_PARALLEL_TRACKER = "data-parallel-rng"
+
+_dummy_wgrads: dict[tuple[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def get_dummy_wgrad(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    zero: bool = False,
+    where: torch.device | str | int | None = None,
+) -> torch.Tensor:
+    """Return a gradient placeholder for a weight whose gradient went into ``main_grad``.
+
+    The values mean nothing unless ``zero``; one buffer per shape is shared by all weights.
+    """
+    key = (tuple(shape), dtype, place(where))
+    if key not in _dummy_wgrads:
+        _dummy_wgrads[key] = torch.empty(key[0], dtype=dtype, device=key[2])
+    if zero:
+        _dummy_wgrads[key].zero_()
+    return _dummy_wgrads[key].detach()
+
+
+def get_workspace() -> torch.Tensor:
+    """Return the scratch memory a matrix multiplication may use: none is needed here."""
+    return torch.empty(0, dtype=torch.uint8, device=place())
+
+
+def place(where: Any = None) -> torch.device:
+    """Return the device meant by a constructor's ``device``: an index, a name or None.
+
+    Megatron passes ``torch.cuda.current_device()``; whatever the accelerator of this process is,
+    an index or a CUDA name means that accelerator.
+    """
+    here = devices.current()
+    if where is None:
+        return here.torch_device()
+    if isinstance(where, int):
+        return here.torch_device(where)
+    where = torch.device(where)
+    return here.torch_device(where.index) if where.type == "cuda" else where
+
+
+def divide(total: int, parts: int, what: str) -> int:
+    """Return ``total / parts``, which must be whole."""
+    if total % parts:
+        raise ValueError(f"{what} = {total} is not divisible by the tensor-parallel size {parts}")
+    return total // parts
+
+
+def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
+    """Say that ``parameter`` is a slice along ``dim`` of a weight split over tensor-parallel ranks."""
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.partition_dim = dim  # type: ignore[attr-defined]
+    parameter.partition_stride = 1  # type: ignore[attr-defined]
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """Base class of the substituted modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_group: Any = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.fp8 = False
+        self.fp8_initialized = False
+        self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "recipe": None, "num_gemms": 0}
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the module its tensor-parallel group when that did not exist at construction."""
+        self.tp_group = tp_group
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Nothing to prepare: there are no fp8 scaling factors."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return the empty tensor that stands for "no fp8 state"."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Accept any extra state; fp8 scaling factors of another program are not used."""
+        if isinstance(state, torch.Tensor) and state.numel() > 0:
+            warnings.warn(
+                f"{type(self).__name__}: the checkpoint holds fp8 scaling factors "
+                f"({state.numel()} bytes); they are ignored because fp8 is not active here",
+                stacklevel=2,
+            )
+
+    def new_weight(
+        self,
+        shape: tuple[int, ...],
+        init: Init | None,
+        *,
+        dtype: torch.dtype | None,
+        device: Any,
+        get_rng_state_tracker: GetTracker | None,
+        rng_tracker_name: str | None,
+    ) -> Parameter:
+        """Create a weight and draw its values inside the tracker's stream."""
+        weight = Parameter(torch.empty(shape, dtype=dtype, device=place(device)))
+        if weight.device.type == "meta":
+            return weight
+        with torch.no_grad(), rng_fork(get_rng_state_tracker, rng_tracker_name):
+            (init or _default_init)(weight)
+        return weight
+
+    @staticmethod
+    def new_vector(size: int, value: float, *, dtype: torch.dtype | None, device: Any) -> Parameter:
+        """Create a bias or a norm weight filled with ``value``."""
+        kind = dtype or torch.get_default_dtype()
+        return Parameter(torch.full((size,), value, dtype=kind, device=place(device)))
+
+
+def rng_fork(get_rng_state_tracker: GetTracker | None, name: str | None = None) -> Any:
+    """Return the context in which random numbers come from the tracker's stream ``name``."""
+    if get_rng_state_tracker is None:
+        return contextlib.nullcontext()
+    tracker = get_rng_state_tracker()
+    return tracker.fork(name) if name else tracker.fork()
+
+
+def _default_init(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)

@@ -1,0 +1,82 @@
+"""Tensor-parallel collectives with gradients.
+
+Activations are ``[s, b, h]``; sequence parallelism splits the first dimension. Each pair is the
+other's transpose:
+
+    forward                     backward
+    all_reduce                  identity
+    reduce_scatter (dim 0)      all_gather (dim 0)
+
+The column-parallel counterparts (all_gather / identity before the multiplication) live inside
+:mod:`mindspeed.te.linear`, where their backward overlaps the weight gradient.
+Bytes per call and rank for a tensor of B bytes and p ranks: all_reduce 2 B (p-1)/p, the others
+B (p-1)/p.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def group_size(group: Any) -> int:
+    """Return the number of ranks of ``group``; 1 without a group."""
+    return 1 if group is None else group.size()
+
+
+def all_gather_first_dim(
+    x: torch.Tensor, group: Any, async_op: bool = False
+) -> tuple[torch.Tensor, Any]:
+    """Gather the slices of all ranks along dimension 0; return the result and a work handle."""
+    whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    work = dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=async_op)
+    return whole, work
+
+
+def reduce_scatter_first_dim(
+    x: torch.Tensor, group: Any, async_op: bool = False
+) -> tuple[torch.Tensor, Any]:
+    """Sum over ranks and keep this rank's slice of dimension 0; return it and a work handle."""
+    size = group.size()
+    if x.shape[0] % size:
+        raise ValueError(
+            f"sequence parallelism: the sequence length {x.shape[0]} is not divisible by the "
+            f"tensor-parallel size {size}; pad the sequence or switch --sequence-parallel off"
+        )
+    part = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    work = dist.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=async_op)
+    return part, work
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return reduce_scatter_first_dim(x, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return all_gather_first_dim(grads[0], ctx.group)[0], None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return grads[0], None
+
+
+def reduce_output(x: torch.Tensor, group: Any, sequence_parallel: bool) -> torch.Tensor:
+    """Sum the partial outputs of a row-parallel linear layer over the tensor-parallel ranks."""
+    if group_size(group) == 1:
+        return x
+    result = _ReduceScatter.apply(x, group) if sequence_parallel else _AllReduce.apply(x, group)
+    return result  # type: ignore[no-any-return]

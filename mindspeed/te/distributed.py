@@ -1,0 +1,156 @@
+"""The RNG tracker and activation recomputation of ``transformer_engine.pytorch.distributed``.
+
+:class:`CudaRNGStatesTracker` keeps named random streams. ``fork(name)`` makes the named stream the
+generator dropout draws from; a nested fork continues correctly because the live state of the outer
+stream is written back first, and :meth:`get_states` does the same, so that a recomputation that
+starts inside a fork sees the state the forward saw.
+
+:func:`checkpoint` runs a function without keeping its activations and runs it again in backward
+with the same random numbers, in the tracker's streams too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from mindspeed.te import rng
+
+_trackers: list[Any] = []
+
+
+class CudaRNGStatesTracker:
+    """Named random streams for the ranks of a model-parallel group."""
+
+    def __init__(self) -> None:
+        self.reset()
+        _trackers.append(self)
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+        self._current: str | None = None
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Return the state of every stream, the one in use included as it is now."""
+        states = dict(self.states_)
+        if self._current is not None:
+            states[self._current] = rng.get_state()
+        return states
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Set the state of every stream."""
+        self.states_ = dict(states)
+        if self._current in states:
+            rng.set_state(states[self._current])
+
+    def add(self, name: str, seed: int) -> None:
+        """Start a stream from ``seed``; names and seeds are unique."""
+        if seed in self.seeds_:
+            raise ValueError(f"the seed {seed} is already used by another RNG stream")
+        if name in self.states_:
+            raise ValueError(f"the RNG stream {name!r} already exists")
+        self.seeds_.add(seed)
+        self.states_[name] = rng.seeded_state(seed)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw random numbers from the stream ``name`` inside the context."""
+        if name not in self.states_:
+            raise KeyError(f"the RNG stream {name!r} does not exist; add it first")
+        outer, before = self._current, rng.get_state()
+        if outer is not None:
+            self.states_[outer] = before
+        rng.set_state(self.states_[name])
+        self._current = name
+        try:
+            yield
+        finally:
+            self.states_[name] = rng.get_state()
+            rng.set_state(before if outer is None else self.states_[outer])
+            self._current = outer
+
+
+def get_all_rng_states() -> dict[str, torch.Tensor]:
+    """Return the streams of the newest tracker."""
+    return _trackers[-1].get_states() if _trackers else {}
+
+
+class activation_recompute_forward(contextlib.AbstractContextManager):  # type: ignore[type-arg] # noqa: N801
+    """Marks the two forward passes of recomputation; only fp8 scaling needs to know."""
+
+    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
+        self.activation_recompute, self.recompute_phase = activation_recompute, recompute_phase
+
+    def __exit__(self, *exception: Any) -> None:
+        return None
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Return False: there is no fp8."""
+    return False
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Return False: there is no fp8."""
+    return False
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function`` and recompute it in backward.
+
+    Args:
+        function: What to run.
+        *args: Its positional arguments.
+        distribute_saved_activations: Not available here.
+        get_rng_state_tracker: Tracker whose streams are replayed.
+        tp_group: Only used with ``distribute_saved_activations``.
+        use_reentrant: Without effect: saved-tensor hooks do the same with either value.
+        **kwargs: Keyword arguments of ``function``; tensors among them get gradients too.
+    """
+    if distribute_saved_activations:
+        raise NotImplementedError(
+            "--distribute-saved-activations is not available with --transformer-impl "
+            "transformer_engine here; drop it, --sequence-parallel splits the activations anyway"
+        )
+    run = function if get_rng_state_tracker is None else _replayed(function, get_rng_state_tracker)
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _replayed(function: Callable[..., Any], get_tracker: Callable[[], Any]) -> Callable[..., Any]:
+    """Return ``function`` that replays, when run again, the streams it was first run with."""
+    first: list[dict[str, Any]] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tracker = get_tracker()
+        if not first:
+            first.append(_copy(tracker.get_states()))
+            return function(*args, **kwargs)
+        now = _copy(tracker.get_states())
+        tracker.set_states(_copy(first[0]))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tracker.set_states(now)
+
+    return run
+
+
+def _copy(states: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: state.clone() if isinstance(state, torch.Tensor) else state
+        for name, state in states.items()
+    }

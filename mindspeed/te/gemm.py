@@ -1,0 +1,77 @@
+"""Matrix multiplications behind the linear layers, one call site each.
+
+* :func:`accumulate_wgrad` adds a weight gradient into ``main_grad`` without a temporary result
+  (Megatron's gradient accumulation fusion). It is also the module ``fused_weight_gradient_mlp_cuda``
+  that Megatron's own linear layers import.
+* :func:`general_gemm` is the multiplication the MoE router asks for with an output dtype.
+
+A low-precision gradient is multiplied in the precision of ``main_grad``: summing rounded products
+into an fp32 buffer would lose what the buffer is there to keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add ``grad^T x`` to ``main_grad``; ``x`` is ``[tokens, in]``, ``grad`` ``[tokens, out]``."""
+    if x.shape[0] == 0:
+        return
+    main_grad.addmm_(grad.to(main_grad.dtype).t(), x.to(main_grad.dtype))
+
+
+def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Accumulate a weight gradient into an fp32 ``main_grad``."""
+    accumulate_wgrad(_flat(x), _flat(grad), main_grad)
+
+
+def wgrad_gemm_accum_fp16(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Accumulate a weight gradient into a bf16 or fp16 ``main_grad``."""
+    accumulate_wgrad(_flat(x), _flat(grad), main_grad)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def general_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    workspace: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    layout: str = "TN",
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    grad: bool = False,
+    **unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    """Return ``(op(b) @ op(a), bias gradient, None, None)`` in ``out_dtype``.
+
+    The layout names the transposition of ``a`` and then ``b`` as a column-major library sees them,
+    so in row-major terms: TN is ``b @ a^T`` (forward), NN is ``b @ a`` (input gradient), NT is
+    ``b^T @ a`` (weight gradient). With ``grad`` and a ``bias`` the second result is the sum of
+    ``b`` over tokens.
+    """
+    if any(unused.get(name) is not None for name in ("quantization_params", "ub", "gelu_in")):
+        raise NotImplementedError(
+            "general_gemm: fp8 outputs, userbuffers and fused GELU are not available "
+            "(--fp8-format and --tp-comm-overlap must stay off)"
+        )
+    if layout not in ("TN", "NN", "NT"):
+        raise ValueError(f"general_gemm: layout {layout!r} is not one of TN, NN, NT")
+    dtype = out_dtype or a.dtype
+    a, b = a.to(dtype), b.to(dtype)
+    left = b.t() if layout[1] == "T" else b
+    right = a.t() if layout[0] == "T" else a
+    result = left @ right
+    if bias is not None and not grad:
+        result = result + bias.to(dtype)
+    if out is not None:
+        result = out.add_(result) if accumulate else out.copy_(result)
+    bias_grad = b.sum(0) if grad and bias is not None else None
+    return result, bias_grad, None, None

@@ -1,0 +1,210 @@
+"""``GroupedLinear``: one linear layer per local expert over tokens sorted by expert.
+
+Input ``[t, in]`` with ``m_splits[i]`` consecutive rows for expert i; output ``[t, out]``. The
+weights are separate parameters ``weight0 .. weight{n-1}`` (and ``bias0 ..``), the names Megatron's
+checkpoints use. An expert without tokens costs nothing and gets a zero gradient. Saved for
+backward: the input and the weights; nothing is copied or padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mindspeed.te.base import (
+    GetTracker,
+    Init,
+    TransformerEngineBaseModule,
+    divide,
+)
+from mindspeed.te.linear import (
+    DelayedWgrad,
+    Plan,
+    add_delayed,
+    compute_dtype,
+    mark_bias,
+    mark_linear,
+    refuse_userbuffers,
+    weight_gradient,
+)
+
+
+def grouped_matmul(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], splits: Sequence[int], transposed: bool
+) -> torch.Tensor:
+    """Multiply each group of rows with its own matrix: ``W^T`` when ``transposed``, else ``W``."""
+    size = weights[0].shape[0 if transposed else 1]
+    out = x.new_empty(x.shape[0], size)
+    parts = zip(weights, x.split(list(splits)), out.split(list(splits)), strict=True)
+    for weight, rows, result in parts:
+        if rows.shape[0]:
+            torch.mm(rows, weight.t() if transposed else weight, out=result)
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        splits: list[int],
+        dtype: torch.dtype,
+        plan: Plan,
+        count: int,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.splits, ctx.dtype, ctx.plan, ctx.count = splits, dtype, plan, count
+        ctx.x_dtype = x.dtype
+        x = x.to(dtype)
+        keep = any(w.requires_grad for w in weights)
+        ctx.save_for_backward(x if keep else None, *parameters)
+        out = grouped_matmul(x, [w.to(dtype) for w in weights], splits, transposed=True)
+        for bias, rows in zip(biases, out.split(splits) if biases else (), strict=True):
+            rows.add_(bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad = grads[0].contiguous()
+        x, *parameters = ctx.saved_tensors
+        weights, biases = parameters[: ctx.count], parameters[ctx.count :]
+        dgrad = None
+        if ctx.needs_input_grad[0]:
+            cast = [w.to(ctx.dtype) for w in weights]
+            dgrad = grouped_matmul(grad, cast, ctx.splits, transposed=False).to(ctx.x_dtype)
+        wgrads = _weight_gradients(ctx, weights, x, grad)
+        bgrads = []
+        for bias, rows in zip(biases, grad.split(ctx.splits) if biases else (), strict=True):
+            bgrads.append(rows.sum(0).to(bias.dtype) if bias.requires_grad else None)
+        return dgrad, None, None, None, None, *wgrads, *bgrads
+
+
+def _weight_gradients(
+    ctx: Any, weights: Sequence[torch.Tensor], x: torch.Tensor | None, grad: torch.Tensor
+) -> list[torch.Tensor | None]:
+    if x is None:
+        return [None] * len(weights)
+    fuse, splits = ctx.plan.fuse_wgrad, ctx.splits
+    groups = list(zip(weights, x.split(splits), grad.split(splits), strict=True))
+    if ctx.plan.delayed is None:
+        return [weight_gradient(w, a, g, fuse) if w.requires_grad else None for w, a, g in groups]
+
+    def compute() -> None:
+        for weight, rows, grads in groups:
+            if weight.requires_grad:
+                add_delayed(weight, weight_gradient(weight, rows, grads, fuse), fuse)
+
+    ctx.plan.delayed.append(compute)
+    return [None] * len(weights)
+
+
+class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
+    """Several linear layers of one shape, applied to consecutive groups of rows.
+
+    Args:
+        num_gemms: Number of layers (local experts).
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the output.
+        sequence_parallel: Only recorded; the token dispatcher communicates.
+        fuse_wgrad_accumulation: Add weight gradients into ``main_grad``.
+        tp_group: Tensor-parallel group.
+        tp_size: Tensor-parallel size.
+        get_rng_state_tracker: Function that returns the RNG tracker.
+        rng_tracker_name: Stream to initialise from.
+        init_method: Called with each weight.
+        bias: Whether there are biases.
+        return_bias: Return ``(output, biases)`` without adding them.
+        params_dtype: Dtype of the parameters.
+        parallel_mode: ``"column"``, ``"row"`` or None.
+        device: Where the parameters live.
+        delay_wgrad_compute: Compute weight gradients only in ``backward_dw``.
+        ub_name: Kept, not used.
+        **userbuffers: ``ub_*``: only false values are possible.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: GetTracker | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = None,
+        *,
+        delay_wgrad_compute: bool = False,
+        ub_name: str | None = None,
+        **userbuffers: Any,
+    ) -> None:
+        super().__init__()
+        refuse_userbuffers(userbuffers)
+        self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = divide(out_features, tp_size, "out_features")
+        elif parallel_mode == "row":
+            self.in_features = divide(in_features, tp_size, "in_features")
+        self.tp_group, self.tp_size, self.sequence_parallel = tp_group, tp_size, sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias, self.ub_name = bias and not return_bias, ub_name
+        self._init_delayed(delay_wgrad_compute)
+        for i in range(num_gemms):
+            weight = self.new_weight(
+                (self.out_features, self.in_features),
+                init_method,
+                dtype=params_dtype,
+                device=device,
+                get_rng_state_tracker=get_rng_state_tracker,
+                rng_tracker_name=rng_tracker_name,
+            )
+            mark_linear(weight, parallel_mode, rng_tracker_name)
+            self.register_parameter(f"weight{i}", weight)
+        for i in range(num_gemms if bias else 0):
+            vector = self.new_vector(self.out_features, 0.0, dtype=params_dtype, device=device)
+            mark_bias(vector, parallel_mode, sequence_parallel)
+            self.register_parameter(f"bias{i}", vector)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> Any:
+        """Return ``[t, out]``, or ``([t, out], biases)`` with ``return_bias``."""
+        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        rows = inp.reshape(-1, inp.shape[-1])
+        if len(splits) != self.num_gemms or sum(splits) != rows.shape[0]:
+            raise ValueError(
+                f"m_splits {splits} must have {self.num_gemms} entries that sum to the "
+                f"{rows.shape[0]} rows of the input"
+            )
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms if self.use_bias else 0)]
+        plan = Plan(fuse_wgrad=self.fuse_wgrad_accumulation, delayed=self._delayed)
+        out = _GroupedLinear.apply(
+            rows,
+            splits,
+            compute_dtype(inp, weights[0]),
+            plan,
+            self.num_gemms,
+            *weights,
+            *(biases if self.apply_bias else ()),
+        )
+        out = out.view(*inp.shape[:-1], self.out_features)
+        return (out, biases) if self.return_bias else out
+
+    def extra_repr(self) -> str:
+        """Return the shapes of this rank's weights."""
+        return f"{self.num_gemms} x ({self.in_features}, {self.out_features}), bias={self.use_bias}"

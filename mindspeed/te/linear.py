@@ -1,0 +1,390 @@
+"""``Linear`` and ``LayerNormLinear``: column-, row- and not-parallel linear layers.
+
+Layout ``[s, b, h]``. With p tensor-parallel ranks and sequence parallelism (SP):
+
+    column   x [s/p, b, h] --all_gather--> [s, b, h] @ W^T [h, o/p]      -> [s, b, o/p]
+    row      x [s, b, h/p] @ W^T [h/p, o] --reduce_scatter--> [s/p, b, o]  (+ bias)
+
+Without SP the column layer receives the whole ``x`` and sums its input gradient; the row layer ends
+in an all_reduce. In the backward pass the reduction of the input gradient runs while the weight
+gradient is computed. Saved for backward: the input slice as it came in (gathered again), and W.
+
+With ``fuse_wgrad_accumulation`` the weight gradient goes straight into ``weight.main_grad``;
+``delay_wgrad_compute`` keeps its operands until :meth:`Linear.backward_dw`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mindspeed.te import comm, gemm
+from mindspeed.te.base import (
+    DATA_PARALLEL_TRACKER,
+    GetTracker,
+    Init,
+    TransformerEngineBaseModule,
+    divide,
+    get_dummy_wgrad,
+    mark_tensor_parallel,
+)
+from mindspeed.te.norm import normalize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one linear layer communicates and where its weight gradient goes."""
+
+    group: Any = None
+    gather_input: bool = False
+    reduce_dgrad: bool = False
+    fuse_wgrad: bool = False
+    delayed: deque[Callable[[], None]] | None = field(default=None, compare=False)
+
+
+def weight_gradient(
+    weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, fuse: bool
+) -> torch.Tensor | None:
+    """Return the gradient of ``weight``, or add it to ``main_grad`` and return a placeholder.
+
+    The placeholder lets autograd run the hooks of the parameter; it is zero only when the owner of
+    the buffer asks for that (``zero_out_wgrad``: the same parameter also receives other gradients).
+    """
+    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    main_grad = getattr(weight, "main_grad", None) if fuse else None
+    if main_grad is None:
+        return (grad.t() @ x).to(weight.dtype)
+    gemm.accumulate_wgrad(x, grad, main_grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero = getattr(weight, "zero_out_wgrad", False)
+    return get_dummy_wgrad(weight.shape, weight.dtype, zero=zero, where=weight.device)
+
+
+class _Linear(torch.autograd.Function):
+    """``y = x W^T + b`` with the communication of a column-parallel layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        plan: Plan,
+    ) -> torch.Tensor:
+        ctx.plan, ctx.dtype, ctx.x_dtype = plan, dtype, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        x = x.to(dtype)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        whole = comm.all_gather_first_dim(x, plan.group)[0] if plan.gather_input else x
+        return F.linear(whole, weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        gathering = None
+        if ctx.needs_input_grad[1] and plan.gather_input:
+            x, gathering = comm.all_gather_first_dim(x, plan.group, async_op=True)
+        dgrad, reducing = None, None
+        if ctx.needs_input_grad[0]:
+            dgrad = grad @ weight.to(ctx.dtype)
+            dgrad, reducing = _start_reduction(dgrad, plan)
+        if gathering is not None:
+            gathering.wait()
+        wgrad = _now_or_later(plan, weight, x, grad) if ctx.needs_input_grad[1] else None
+        bgrad = None
+        if ctx.needs_input_grad[2]:
+            bgrad = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+        if reducing is not None:
+            reducing.wait()
+        return None if dgrad is None else dgrad.to(ctx.x_dtype), wgrad, bgrad, None, None
+
+
+def _start_reduction(dgrad: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Any]:
+    if plan.gather_input:
+        return comm.reduce_scatter_first_dim(dgrad, plan.group, async_op=True)
+    if plan.reduce_dgrad:
+        dgrad = dgrad.contiguous()
+        return dgrad, dist.all_reduce(dgrad, group=plan.group, async_op=True)
+    return dgrad, None
+
+
+def _now_or_later(
+    plan: Plan, weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor | None:
+    if plan.delayed is None:
+        return weight_gradient(weight, x, grad, plan.fuse_wgrad)
+
+    def compute() -> None:
+        add_delayed(weight, weight_gradient(weight, x, grad, plan.fuse_wgrad), plan.fuse_wgrad)
+
+    plan.delayed.append(compute)
+    return None
+
+
+def add_delayed(weight: torch.Tensor, wgrad: torch.Tensor | None, fuse: bool) -> None:
+    """Put a weight gradient that was computed outside autograd where autograd would have."""
+    if wgrad is None or (fuse and getattr(weight, "main_grad", None) is not None):
+        return
+    weight.grad = wgrad if weight.grad is None else weight.grad.add_(wgrad)
+
+
+class DelayedWgrad:
+    """Weight gradients put off until ``backward_dw`` (mixed into modules with weights)."""
+
+    _delayed: deque[Callable[[], None]] | None
+    _wgrad_hooks: list[Callable[[], Any]]
+
+    def _init_delayed(self, delay: bool) -> None:
+        self._delayed = deque() if delay else None
+        self._wgrad_hooks = []
+
+    def need_backward_dw(self) -> bool:
+        """Say whether weight gradients are computed by :meth:`backward_dw`."""
+        return self._delayed is not None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Run ``hook()`` after :meth:`backward_dw` has produced the weight gradient."""
+        self._wgrad_hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient of the oldest backward pass that put it off."""
+        if not self._delayed:
+            return
+        with torch.no_grad():
+            self._delayed.popleft()()
+        for hook in self._wgrad_hooks:
+            hook()
+
+
+class Linear(DelayedWgrad, TransformerEngineBaseModule):
+    """A linear layer, split over a tensor-parallel group or not.
+
+    Args:
+        in_features: Size of the last dimension of the whole input.
+        out_features: Size of the last dimension of the whole output.
+        sequence_parallel: The activations outside the parallel region are split along ``s``.
+        fuse_wgrad_accumulation: Add weight gradients into ``weight.main_grad``.
+        tp_group: Tensor-parallel process group; may be set later.
+        tp_size: Number of tensor-parallel ranks.
+        get_rng_state_tracker: Function that returns the RNG tracker for initialisation.
+        rng_tracker_name: Name of the tracker's stream to initialise from.
+        init_method: Called with the weight.
+        bias: Whether there is a bias.
+        return_bias: Return ``(output, bias)`` without adding the bias.
+        params_dtype: Dtype of the parameters.
+        parallel_mode: ``"column"``, ``"row"`` or None.
+        device: Where the parameters live.
+        delay_wgrad_compute: Compute weight gradients only in :meth:`backward_dw`.
+        ub_name: Name of the layer for communication overlap (kept, not used).
+        **userbuffers: ``ub_*`` and ``symmetric_ar_type``: only false values are possible.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: GetTracker | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = None,
+        *,
+        rng_tracker_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        ub_name: str | None = None,
+        **userbuffers: Any,
+    ) -> None:
+        super().__init__()
+        refuse_userbuffers(userbuffers)
+        if parallel_mode not in ("column", "row", None):
+            raise ValueError(f"parallel_mode {parallel_mode!r} is not one of column, row, None")
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = divide(out_features, tp_size, "out_features")
+        elif parallel_mode == "row":
+            self.in_features = divide(in_features, tp_size, "in_features")
+        self.parallel_mode, self.tp_group, self.tp_size = parallel_mode, tp_group, tp_size
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.ub_name = ub_name
+        self._init_delayed(delay_wgrad_compute)
+        self.weight = self.new_weight(
+            (self.out_features, self.in_features),
+            init_method,
+            dtype=params_dtype,
+            device=device,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+        )
+        mark_linear(self.weight, parallel_mode, rng_tracker_name)
+        self.bias: torch.Tensor | None = None
+        if bias:
+            self.bias = self.new_vector(self.out_features, 0.0, dtype=params_dtype, device=device)
+            mark_bias(self.bias, parallel_mode, self.sequence_parallel)
+
+    def forward(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **unused: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output, or ``(output, bias)`` with ``return_bias``."""
+        row = self.parallel_mode == "row" and comm.group_size(self.tp_group) > 1
+        out = linear(
+            inp, self.weight, None if row or not self.apply_bias else self.bias, self._plan()
+        )
+        if row:
+            out = comm.reduce_output(out, self.tp_group, self.sequence_parallel)
+            if self.apply_bias and self.bias is not None:
+                out = out + self.bias.to(out.dtype)
+        return (out, self.bias) if self.return_bias else out
+
+    def _plan(self) -> Plan:
+        column = self.parallel_mode == "column" and comm.group_size(self.tp_group) > 1
+        return Plan(
+            group=self.tp_group,
+            gather_input=column and self.sequence_parallel,
+            reduce_dgrad=column and not self.sequence_parallel,
+            fuse_wgrad=self.fuse_wgrad_accumulation,
+            delayed=self._delayed,
+        )
+
+    def extra_repr(self) -> str:
+        """Return the shape of this rank's weight."""
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.use_bias}, {self.parallel_mode}"
+        )
+
+
+class LayerNormLinear(Linear):
+    """LayerNorm or RMSNorm followed by a :class:`Linear`, as one module with one set of names.
+
+    Args:
+        in_features: Hidden size.
+        out_features: Size of the whole output.
+        eps: Added to the variance.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered_gamma: The stored norm weight is the deviation from one.
+        return_layernorm_output: Return ``(output, normalised input)``.
+        **linear_options: The options of :class:`Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: Any = None,
+        **linear_options: Any,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, params_dtype=params_dtype, device=device, **linear_options
+        )
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization {normalization!r} is not one of LayerNorm, RMSNorm")
+        self.eps, self.normalization = eps, normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        one = 0.0 if zero_centered_gamma else 1.0
+        self.layer_norm_weight = self.new_vector(
+            in_features, one, dtype=params_dtype, device=device
+        )
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
+        self.layer_norm_bias: torch.Tensor | None = None
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = self.new_vector(
+                in_features, 0.0, dtype=params_dtype, device=device
+            )
+            self.layer_norm_bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **unused: Any
+    ) -> Any:
+        """Normalise and multiply; see :meth:`Linear.forward`."""
+        normed = normalize(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            eps=self.eps,
+            rms=self.normalization == "RMSNorm",
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
+        out = super().forward(normed)
+        if not self.return_layernorm_output:
+            return out
+        if self.return_layernorm_output_gathered and self._plan().gather_input:
+            normed = comm.all_gather_first_dim(normed, self.tp_group)[0]
+        return (*out, normed) if self.return_bias else (out, normed)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan | None = None
+) -> torch.Tensor:
+    """Multiply in the autocast dtype, or else in the dtype of the parameters."""
+    dtype = compute_dtype(x, weight)
+    return _Linear.apply(x, weight, bias, dtype, plan or Plan())  # type: ignore[no-any-return]
+
+
+def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype a layer computes in: autocast first, then the weight's."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return weight.dtype
+
+
+def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | None) -> None:
+    """Mark a weight as a tensor-parallel slice.
+
+    An expert layer passes no ``parallel_mode`` because its communication is the dispatcher's, yet
+    its weight is a slice; only a weight drawn from the data-parallel stream is a true duplicate,
+    and counting it on every rank would inflate the gradient norm.
+    """
+    if parallel_mode is None and tracker == DATA_PARALLEL_TRACKER:
+        return
+    mark_tensor_parallel(weight, 1 if parallel_mode == "row" else 0)
+
+
+def mark_bias(bias: torch.Tensor, parallel_mode: str | None, sequence_parallel: bool) -> None:
+    """Mark a bias: split with the outputs of a column layer, replicated in a row layer."""
+    if parallel_mode == "row":
+        bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+    elif parallel_mode == "column":
+        mark_tensor_parallel(bias, 0)
+
+
+def refuse_userbuffers(options: dict[str, Any]) -> None:
+    """Raise when an option asks for communication through userbuffers or symmetric memory."""
+    asked = sorted(name for name, value in options.items() if value)
+    known = {name for name in options if name.startswith("ub_") or name == "symmetric_ar_type"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise TypeError(f"unexpected keyword arguments {unknown}")
+    if asked:
+        raise NotImplementedError(
+            f"{', '.join(asked)}: userbuffers and symmetric-memory collectives need NVIDIA's "
+            "Transformer Engine (switch --tp-comm-overlap and --symmetric-ar-type off, or run with "
+            "MINDSPEED_TE=native)"
+        )

@@ -1,0 +1,194 @@
+"""The operation-based interface (``transformer_engine.pytorch.ops``), one module per operation.
+
+Megatron's fused MLP builds a ``Sequential`` of these and puts the parameters of its linear layers
+into them; the activation operations also serve ``--use-te-activation-func``. Gated activations take
+``[..., 2 h]`` and return ``act(first half) * second half``. GELU is the tanh approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parameter import Parameter
+
+from mindspeed.te import comm
+from mindspeed.te.base import TransformerEngineBaseModule, divide, place
+from mindspeed.te.linear import Plan, linear
+from mindspeed.te.norm import LayerNorm, RMSNorm
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "AllReduce",
+    "BasicLinear",
+    "Bias",
+    "FusibleOperation",
+    "LayerNorm",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "ReduceScatter",
+    "Sequential",
+    "SiLU",
+    "SwiGLU",
+]
+
+
+class FusibleOperation(TransformerEngineBaseModule):
+    """One operation of a :class:`Sequential`."""
+
+
+class Sequential(torch.nn.Sequential):
+    """Operations applied one after the other."""
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+class _Activation(FusibleOperation):
+    function: Callable[[torch.Tensor], torch.Tensor]
+    gated = False
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__()
+        if cache_quantized_input:
+            raise NotImplementedError(
+                "--activation-func-fp8-input-store keeps activations in fp8, which is not available"
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the activation, gated or not."""
+        function = type(self).function
+        if not self.gated:
+            return function(x)
+        gate, up = x.chunk(2, dim=-1)
+        return function(gate) * up
+
+
+class GELU(_Activation):
+    """tanh-approximated GELU."""
+
+    function = staticmethod(_gelu)
+
+
+class ReLU(_Activation):
+    """max(x, 0)."""
+
+    function = staticmethod(F.relu)
+
+
+class SiLU(_Activation):
+    """x * sigmoid(x)."""
+
+    function = staticmethod(F.silu)
+
+
+class GEGLU(_Activation):
+    """Gated GELU."""
+
+    function, gated = staticmethod(_gelu), True
+
+
+class ReGLU(_Activation):
+    """Gated ReLU."""
+
+    function, gated = staticmethod(F.relu), True
+
+
+class SwiGLU(_Activation):
+    """Gated SiLU."""
+
+    function, gated = staticmethod(F.silu), True
+
+
+class Bias(FusibleOperation):
+    """Add a bias."""
+
+    def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.bias = Parameter(torch.zeros(size, dtype=dtype, device=place(device)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x + bias``."""
+        return x + self.bias
+
+
+class BasicLinear(FusibleOperation):
+    """A linear layer without bias.
+
+    Args:
+        in_features: Size of the whole input.
+        out_features: Size of the whole output.
+        device: Where the weight lives.
+        dtype: Dtype of the weight.
+        tensor_parallel_mode: ``"column"``, ``"row"`` or None; row does not reduce its output.
+        tensor_parallel_group: Group the weight is split over.
+        sequence_parallel: Gather the input of a column layer along the sequence.
+        rng_state_tracker_function: Not used: the owner of the weight initialises it.
+        accumulate_into_main_grad: Add the weight gradient into ``main_grad``.
+        userbuffers_options: Must be None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Any = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if userbuffers_options is not None:
+            raise NotImplementedError("--tp-comm-overlap needs NVIDIA's Transformer Engine")
+        size = comm.group_size(tensor_parallel_group)
+        if tensor_parallel_mode == "column":
+            out_features = divide(out_features, size, "out_features")
+        elif tensor_parallel_mode == "row":
+            in_features = divide(in_features, size, "in_features")
+        column = tensor_parallel_mode == "column" and size > 1
+        self.plan = Plan(
+            group=tensor_parallel_group,
+            gather_input=column and sequence_parallel,
+            reduce_dgrad=column and not sequence_parallel,
+            fuse_wgrad=accumulate_into_main_grad,
+        )
+        shape = (out_features, in_features)
+        self.weight = Parameter(torch.empty(shape, dtype=dtype, device=place(device)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x W^T``."""
+        return linear(x, self.weight, None, self.plan)
+
+
+class ReduceScatter(FusibleOperation):
+    """Sum over the group and keep this rank's part of the sequence."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Reduce and scatter."""
+        return comm.reduce_output(x, self.group, sequence_parallel=True)
+
+
+class AllReduce(FusibleOperation):
+    """Sum over the group."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Reduce."""
+        return comm.reduce_output(x, self.group, sequence_parallel=False)

@@ -1,0 +1,157 @@
+"""The table of modules that make up the substitute, and their registration.
+
+``MODULES`` lists every module name with the names Megatron imports from it. A name that is not
+listed raises ImportError like in any package, and Megatron has a fall-back for each of those.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+from mindspeed.journal import Journal
+
+OWNER = "transformer-engine"
+
+TE = "transformer_engine"
+PT = f"{TE}.pytorch"
+
+# module -> {exported name: "file of this package:name there"}
+MODULES: Mapping[str, Mapping[str, str]] = {
+    TE: {},
+    f"{TE}.common": {},
+    f"{TE}.common.recipe": {
+        name: f"fp8:{name}"
+        for name in (
+            "Recipe",
+            "Format",
+            "DelayedScaling",
+            "Float8CurrentScaling",
+            "Float8BlockScaling",
+            "MXFP8BlockScaling",
+            "NVFP4BlockScaling",
+        )
+    },
+    PT: {
+        "Linear": "linear:Linear",
+        "LayerNormLinear": "linear:LayerNormLinear",
+        "LayerNorm": "norm:LayerNorm",
+        "RMSNorm": "norm:RMSNorm",
+        "GroupedLinear": "grouped:GroupedLinear",
+        "DotProductAttention": "attention:DotProductAttention",
+        "CudaRNGStatesTracker": "distributed:CudaRNGStatesTracker",
+        "checkpoint": "distributed:checkpoint",
+        "fp8_autocast": "fp8:fp8_autocast",
+        "fp8_model_init": "fp8:fp8_model_init",
+        "moe_permute": "permutation:moe_permute",
+        "moe_permute_with_probs": "permutation:moe_permute_with_probs",
+        "moe_unpermute": "permutation:moe_unpermute",
+        "moe_sort_chunks_by_index": "permutation:moe_sort_chunks_by_index",
+        "moe_sort_chunks_by_index_with_probs": "permutation:moe_sort_chunks_by_index_with_probs",
+        "parallel_cross_entropy": "cross_entropy:parallel_cross_entropy",
+    },
+    f"{PT}.fp8": {
+        "FP8GlobalStateManager": "fp8:FP8GlobalStateManager",
+        "fp8_autocast": "fp8:fp8_autocast",
+        "fp8_model_init": "fp8:fp8_model_init",
+        "check_fp8_support": "fp8:not_supported",
+        "check_mxfp8_support": "fp8:not_supported",
+        "check_fp8_block_scaling_support": "fp8:not_supported",
+    },
+    f"{PT}.tensor": {"QuantizedTensor": "fp8:QuantizedTensor"},
+    f"{PT}.distributed": {
+        "CudaRNGStatesTracker": "distributed:CudaRNGStatesTracker",
+        "checkpoint": "distributed:checkpoint",
+        "activation_recompute_forward": "distributed:activation_recompute_forward",
+        "get_all_rng_states": "distributed:get_all_rng_states",
+        "is_fp8_activation_recompute_enabled": "distributed:is_fp8_activation_recompute_enabled",
+        "in_fp8_activation_recompute_phase": "distributed:in_fp8_activation_recompute_phase",
+    },
+    f"{PT}.module": {
+        "Linear": "linear:Linear",
+        "LayerNormLinear": "linear:LayerNormLinear",
+        "GroupedLinear": "grouped:GroupedLinear",
+        "LayerNorm": "norm:LayerNorm",
+        "RMSNorm": "norm:RMSNorm",
+    },
+    f"{PT}.module.base": {
+        "TransformerEngineBaseModule": "base:TransformerEngineBaseModule",
+        "get_workspace": "base:get_workspace",
+        "get_dummy_wgrad": "base:get_dummy_wgrad",
+    },
+    f"{PT}.ops": {
+        name: f"ops:{name}"
+        for name in (
+            "FusibleOperation",
+            "Sequential",
+            "GELU",
+            "ReLU",
+            "SiLU",
+            "GEGLU",
+            "ReGLU",
+            "SwiGLU",
+            "Bias",
+            "BasicLinear",
+            "LayerNorm",
+            "RMSNorm",
+            "ReduceScatter",
+            "AllReduce",
+        )
+    },
+    f"{PT}.cpp_extensions": {"general_gemm": "gemm:general_gemm"},
+    f"{PT}.permutation": {
+        name: f"permutation:{name}"
+        for name in (
+            "moe_permute",
+            "moe_permute_with_probs",
+            "moe_unpermute",
+            "moe_sort_chunks_by_index",
+            "moe_sort_chunks_by_index_with_probs",
+        )
+    },
+    f"{PT}.cross_entropy": {"parallel_cross_entropy": "cross_entropy:parallel_cross_entropy"},
+    f"{PT}.attention": {
+        "DotProductAttention": "attention:DotProductAttention",
+        "apply_rotary_pos_emb": "rope:apply_rotary_pos_emb",
+    },
+    f"{PT}.attention.rope": {
+        "apply_rotary_pos_emb": "rope:apply_rotary_pos_emb",
+        "apply_fused_qkv_rotary_pos_emb": "rope:apply_fused_qkv_rotary_pos_emb",
+    },
+    "fused_weight_gradient_mlp_cuda": {
+        "wgrad_gemm_accum_fp32": "gemm:wgrad_gemm_accum_fp32",
+        "wgrad_gemm_accum_fp16": "gemm:wgrad_gemm_accum_fp16",
+    },
+}
+
+
+def install(journal: Journal, version: str) -> dict[str, ModuleType]:
+    """Register every module of :data:`MODULES`; ``journal.undo()`` takes them away again."""
+    modules = {name: _module(name, exports) for name, exports in MODULES.items()}
+    modules[TE].__version__ = version  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], leaf, module)
+    for name in [n for n in sys.modules if n.partition(".")[0] == TE and n not in modules]:
+        before = sys.modules[name]
+        del sys.modules[name]
+        journal.call_on_undo(lambda name=name, before=before: sys.modules.update({name: before}))
+    for name, module in modules.items():
+        journal.set_module(name, module, owner=OWNER)
+    return modules
+
+
+def _module(name: str, exports: Mapping[str, str]) -> ModuleType:
+    """Build one module: a package without files, so that looking for it finds a spec."""
+    module = ModuleType(name, f"Substitute for {name}, see mindspeed.te.")
+    spec = importlib.machinery.ModuleSpec(name, None, origin="mindspeed.te", is_package=True)
+    module.__spec__, module.__path__, module.__package__ = spec, [], name
+    for public, source in exports.items():
+        file, _, attribute = source.partition(":")
+        value = getattr(importlib.import_module(f"mindspeed.te.{file}"), attribute)
+        setattr(module, public, value)
+    return module

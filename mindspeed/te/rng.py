@@ -1,0 +1,31 @@
+"""State of the generator that dropout and initialisation draw from on the active device.
+
+Operators take no generator argument, so a random stream becomes active by writing its state into
+the device's default generator.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed import device
+
+
+def get_state() -> torch.Tensor:
+    """Return the state of the generator."""
+    return device.current().generator().get_state()
+
+
+def set_state(state: torch.Tensor) -> None:
+    """Set the state of the generator."""
+    device.current().generator().set_state(state)
+
+
+def seeded_state(seed: int) -> torch.Tensor:
+    """Return the state the generator would have after seeding, leaving it as it is."""
+    generator = device.current().generator()
+    before = generator.get_state()
+    try:
+        return generator.manual_seed(seed).get_state()
+    finally:
+        generator.set_state(before)
