@@ -1,10 +1,25 @@
 """Instruments every other room is tested and measured with.
 
 * :class:`RankPool`, :func:`run_ranks`: run a function on N gloo ranks.
+* :class:`CommLedger`: count collectives and their bytes.
+* :func:`saved_for_backward`: count the bytes autograd keeps for the backward pass.
+* :func:`assert_close_with_grads`: compare outputs and gradients of two implementations.
 """
 
 from __future__ import annotations
 
+from mindspeed.testing.compare import assert_close_with_grads
+from mindspeed.testing.ledger import CommLedger, Communication
 from mindspeed.testing.ranks import RankError, RankPool, run_ranks
+from mindspeed.testing.saved import SavedTensors, saved_for_backward
 
-__all__ = ["RankError", "RankPool", "run_ranks"]
+__all__ = [
+    "CommLedger",
+    "Communication",
+    "RankError",
+    "RankPool",
+    "SavedTensors",
+    "assert_close_with_grads",
+    "run_ranks",
+    "saved_for_backward",
+]

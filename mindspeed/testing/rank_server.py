@@ -10,8 +10,8 @@ variable, patched function or half-finished collective can leak from one test in
 crashed or hanging rank is simply killed.
 
 The server never opens the arguments or results it carries, and runs no thread, so that forking
-stays safe. It ends, with every rank, when its caller closes the connection or dies. Run as
-``python -m mindspeed.testing.rank_server FD`` by :mod:`mindspeed.testing.ranks` only.
+stays safe. It ends, with every rank, when its caller closes the connection or dies. Only
+:mod:`mindspeed.testing.ranks` starts it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ GRACE_SECONDS = 0.3  # after a first failure: time for the root cause to overtak
 OUTPUT_TAIL_BYTES = 20_000
 STACK_DUMP_SIGNAL = signal.SIGUSR1
 PR_SET_PDEATHSIG = 1
+# Imported before the first fork: the first optimizer or dispatch mode of a process imports dynamo.
+WARM_MODULES = ("torch.distributed", "torch._dynamo", "mindspeed.testing")
 
 
 @dataclass(frozen=True)
@@ -319,35 +321,35 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(control: Connection) -> None:
+def _serve(control: Connection, setup_failures: list[Failure]) -> None:
     while True:
         request: Request = pickle.loads(control.recv_bytes())
-        sys.path[:] = request.path
-        try:
-            load_module(request.module, request.file)
-        except BaseException:
-            reply = Reply(failures=[Failure(0, "raised", traceback.format_exc())])
-        else:
-            with tempfile.TemporaryDirectory(prefix="mindspeed-ranks-") as folder:
-                reply = _Supervisor(request, control, Path(folder)).run()
+        reply = Reply(failures=setup_failures) if setup_failures else _answer(request, control)
         control.send_bytes(pickle.dumps(reply))
 
 
-def main(argv: list[str]) -> int:
+def _answer(request: Request, control: Connection) -> Reply:
+    sys.path[:] = request.path
+    try:
+        load_module(request.module, request.file)
+    except BaseException:
+        return Reply(failures=[Failure(0, "raised", traceback.format_exc())])
+    with tempfile.TemporaryDirectory(prefix="mindspeed-ranks-") as folder:
+        return _Supervisor(request, control, Path(folder)).run()
+
+
+def main(argv: list[str]) -> None:
     """Serves requests on file descriptor `argv[0]` after importing the modules `argv[1:]`."""
     control = Connection(int(argv[0]))
+    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+        _serve(control, _import_failures([*WARM_MODULES, *argv[1:]]))
+    os._exit(0)  # nothing to tear down, and torch would take a second for it
 
-    for name in argv[1:]:
-        importlib.import_module(name)
+
+def _import_failures(names: list[str]) -> list[Failure]:
     try:
-        _serve(control)
-    except (EOFError, ConnectionError, KeyboardInterrupt):
-        return 0
-    return 0
-
-
-if __name__ == "__main__":
-    # Run through the package so that requests unpickle to the same classes on both sides.
-    from mindspeed.testing import rank_server
-
-    os._exit(rank_server.main(sys.argv[1:]))  # nothing to tear down, and torch takes a second
+        for name in names:
+            importlib.import_module(name)
+    except BaseException:
+        return [Failure(0, "raised", traceback.format_exc())]
+    return []

@@ -39,6 +39,7 @@ WORKER_ENVIRONMENT = {
     "MINDSPEED_DEVICE": "cpu",
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
 }
+_SERVER_COMMAND = "import sys; from mindspeed.testing.rank_server import main; main(sys.argv[1:])"
 
 
 class RankError(RuntimeError):
@@ -166,7 +167,7 @@ class _Server:
         names = [setup] if setup else []
         search_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mindspeed.testing.rank_server", str(theirs.fileno()), *names],
+            [sys.executable, "-c", _SERVER_COMMAND, str(theirs.fileno()), *names],
             env={**os.environ, **environment, "PYTHONPATH": search_path},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -185,8 +186,8 @@ class _Server:
         except (EOFError, ConnectionError):
             self.close()
             raise RuntimeError(
-                f"the rank server ended with exit code {self._process.returncode}; "
-                f"its own error message is on standard error above"
+                f"the rank server ended with exit code {self._process.returncode}, "
+                f"its last words are on standard error"
             ) from None
         except BaseException:  # Ctrl-C in the middle of a call: the connection has lost its place
             self.close()

@@ -132,6 +132,11 @@ def test_a_nested_function_is_refused_with_an_explanation(ranks):
         ranks(1, lambda: None)
 
 
+def test_a_setup_that_cannot_be_imported_is_reported(ranks):
+    with pytest.raises(RankError, match=r"No module named 'mindspeed\.no_such"):
+        ranks(1, own_environment, setup="mindspeed.no_such_module")
+
+
 def test_nothing_is_left_after_ctrl_c(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

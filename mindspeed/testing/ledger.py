@@ -1,0 +1,324 @@
+"""Counts every collective of this rank: which, over which group, in which phase, how many bytes.
+
+    with CommLedger() as ledger:
+        loss = model(batch)
+        loss.backward()
+    assert ledger.bytes("all_gather", group=tp_group, phase="forward") == 4 * s * b * h
+    print(ledger)
+
+It watches the ``c10d`` and functional-collective operators through a ``TorchDispatchMode``, below
+``torch.distributed``'s Python functions: names bound at import time, async and coalesced calls,
+sends and receives, and calls made by autograd in the backward pass all arrive there. Not seen:
+``wait()``, calls from Python threads started elsewhere, and process groups written in Python,
+which never reach the operators.
+
+Two byte figures per call, for a group of p ranks and a tensor of t bytes:
+
+==============  ===========================  ===================================================
+operation       payload t                    wire: bytes this rank sends (ring algorithms)
+==============  ===========================  ===================================================
+all_reduce      the tensor                   2 (p-1)/p t
+all_gather      this rank's shard (input)    (p-1) t
+reduce_scatter  the full input               (p-1)/p t
+all_to_all      the input                    what goes to other ranks, exact for uneven splits
+send            the tensor                   t
+recv            the tensor                   0 (its sender counts it)
+broadcast,      the tensor                   (p-1)/p t: the average over ranks, so that the sum
+reduce                                       over ranks is the total traffic
+gather,         one rank's shard             (p-1)/p t, likewise
+scatter
+barrier         0                            0
+==============  ===========================  ===================================================
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One call of a collective or point-to-point operator on this rank."""
+
+    op: str
+    group: str  # unique name of the process group
+    description: str  # what its creator called it
+    ranks: tuple[int, ...]  # global ranks
+    phase: str  # "forward", "backward" or "recompute"
+    payload: int
+    wire: int
+
+
+class CommLedger:
+    """Context manager that records every :class:`Communication` of the current thread."""
+
+    def __init__(self) -> None:
+        self.events: list[Communication] = []
+        self._mode: _Recorder | None = None
+
+    def __enter__(self) -> CommLedger:
+        self._mode = _Recorder(self.events)
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._mode is not None
+        self._mode.__exit__(kind, error, trace)
+        self._mode = None
+
+    def select(
+        self,
+        op: str | None = None,
+        *,
+        group: dist.ProcessGroup | str | None = None,
+        phase: str | None = None,
+    ) -> Iterator[Communication]:
+        """Yields the calls of one operation, group (object, name or description) and phase."""
+        for event in self.events:
+            if op is not None and event.op != op:
+                continue
+            if phase is not None and event.phase != phase:
+                continue
+            if group is not None and not _is_group(event, group):
+                continue
+            yield event
+
+    def calls(self, op: str | None = None, **selection: Any) -> int:
+        """Number of calls; the selection is that of :meth:`select`. A coalesced call is one."""
+        return sum(1 for _ in self.select(op, **selection))
+
+    def bytes(self, op: str | None = None, **selection: Any) -> int:
+        """Payload bytes, see the table at the top of this module."""
+        return sum(event.payload for event in self.select(op, **selection))
+
+    def wire_bytes(self, op: str | None = None, **selection: Any) -> int:
+        """Bytes this rank puts on the wire with ring algorithms, see the table above."""
+        return sum(event.wire for event in self.select(op, **selection))
+
+    def __str__(self) -> str:
+        calls, payload, wire = Counter[Any](), Counter[Any](), Counter[Any]()
+        for event in self.events:
+            key = (event.op, event.description, event.ranks, event.phase)
+            calls[key] += 1
+            payload[key] += event.payload
+            wire[key] += event.wire
+        rows = [("operation", "group", "ranks", "phase", "calls", "payload", "wire")]
+        for key in calls:
+            op, description, ranks, phase = key
+            numbers = (f"{counter[key]:,}" for counter in (calls, payload, wire))
+            rows.append((op, description, _short(ranks), phase, *numbers))
+        totals = (f"{counter.total():,}" for counter in (calls, payload, wire))
+        rows.append(("total", "", "", "", *totals))
+        return _table(rows, numeric_columns=3)
+
+
+def _is_group(event: Communication, group: dist.ProcessGroup | str) -> bool:
+    if isinstance(group, str):
+        return group in (event.group, event.description)
+    return event.group == group.group_name
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    text = ",".join(map(str, ranks))
+    return text if len(text) <= 24 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]} ({len(ranks)})"
+
+
+def _table(rows: list[tuple[str, ...]], numeric_columns: int) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first_number = len(widths) - numeric_columns
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index >= first_number else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, events: list[Communication]):
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in NAMESPACES:
+            name = func._schema.name.split("::")[1]
+            if name in _OPERATORS:
+                names = [argument.name for argument in func._schema.arguments]
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                self._events.extend(_communications(name, given))
+        return func(*args, **kwargs)
+
+
+def _communications(name: str, given: Mapping[str, Any]) -> Iterator[Communication]:
+    group = _group(given)
+    size, description = group.size(), group.group_desc
+    ranks = tuple(dist.get_process_group_ranks(group))
+    for op, payload, wire in _OPERATORS[name](given, size, group.rank()):
+        yield Communication(
+            op, group.group_name, description, ranks, current_phase(), payload, ceil(wire)
+        )
+
+
+def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:
+    if "process_group" in given:
+        return dist.ProcessGroup.unbox(given["process_group"])
+    group = given["group_name"]
+    return group if isinstance(group, dist.ProcessGroup) else _resolve(group)
+
+
+def _resolve(name: Any) -> dist.ProcessGroup:
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def current_phase() -> str:
+    """ "forward", "backward", or "recompute": a forward that runs inside a backward."""
+    if torch._C._current_graph_task_id() == -1:
+        return "forward"
+    if torch.is_grad_enabled():
+        return "recompute"
+    # Gradients are off in a backward, but also in the forward of a custom autograd function; the
+    # innermost of autograd's two ways to call Python tells which of them is running.
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALLS_FORWARD:
+            return "recompute"
+        if frame.f_code is _CALLS_BACKWARD:
+            return "backward"
+        frame = frame.f_back
+    return "backward"
+
+
+_CALLS_FORWARD = torch.autograd.Function.apply.__func__.__code__
+_CALLS_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of a tensor or of nested lists of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(_nbytes(item) for item in value)
+
+
+# ----------------------------------------------------------- operator -> (operation, payload, wire)
+
+Figures = list[tuple[str, int, "int | Fraction"]]
+Reading = Callable[[Mapping[str, Any], int, int], Figures]
+
+
+def _ring(op: str, payload_argument: str, factor: Callable[[int], int | Fraction]) -> Reading:
+    def read(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+        payload = _nbytes(given[payload_argument])
+        return [(op, payload, payload * factor(size))]
+
+    return read
+
+
+def _all_but_own(size: int) -> Fraction:
+    return Fraction(size - 1, size)
+
+
+def _all_reduce(argument: str) -> Reading:
+    return _ring("all_reduce", argument, lambda size: 2 * _all_but_own(size))
+
+
+def _all_gather(argument: str) -> Reading:
+    return _ring("all_gather", argument, lambda size: size - 1)
+
+
+def _reduce_scatter(argument: str) -> Reading:
+    return _ring("reduce_scatter", argument, _all_but_own)
+
+
+def _all_to_all_list(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+    tensors = given["input_tensors"]
+    return [("all_to_all", _nbytes(tensors), _nbytes(tensors) - _nbytes(tensors[rank]))]
+
+
+def _all_to_all_single(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+    tensor, splits = given["input"], given["input_split_sizes"]
+    payload = _nbytes(tensor)
+    if not splits:
+        return [("all_to_all", payload, payload * _all_but_own(size))]
+    row = payload // tensor.shape[0] if tensor.shape[0] else 0
+    return [("all_to_all", payload, payload - splits[rank] * row)]
+
+
+def _send(argument: str) -> Reading:
+    return _ring("send", argument, lambda size: 1)
+
+
+def _recv(argument: str) -> Reading:
+    return _ring("recv", argument, lambda size: 0)
+
+
+def _batch_p2p(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+    figures: Figures = []
+    for op, tensor in zip(given["op_list"], given["tensors"], strict=True):
+        payload = _nbytes(tensor)
+        figures.append(("send", payload, payload) if "send" in op else ("recv", payload, 0))
+    return figures
+
+
+def _barrier(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+    return [("barrier", 0, 0)]
+
+
+_OPERATORS: dict[str, Reading] = {
+    # the operators behind torch.distributed's functions
+    "allreduce_": _all_reduce("tensors"),
+    "allreduce_coalesced_": _all_reduce("tensors"),
+    "allgather_": _all_gather("input_tensors"),
+    "allgather_coalesced_": _all_gather("input_list"),
+    "_allgather_base_": _all_gather("input_tensor"),
+    "allgather_into_tensor_coalesced_": _all_gather("inputs"),
+    "reduce_scatter_": _reduce_scatter("input_tensors"),
+    "_reduce_scatter_base_": _reduce_scatter("input_tensor"),
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter("inputs"),
+    "alltoall_": _all_to_all_list,
+    "alltoall_base_": _all_to_all_single,
+    "broadcast_": _ring("broadcast", "tensors", _all_but_own),
+    "reduce_": _ring("reduce", "tensors", _all_but_own),
+    "gather_": _ring("gather", "input_tensors", _all_but_own),
+    "scatter_": _ring("scatter", "output_tensors", _all_but_own),
+    "send": _send("tensors"),
+    "recv_": _recv("tensors"),
+    "recv_any_source_": _recv("tensors"),
+    "barrier": _barrier,
+    "monitored_barrier_": _barrier,
+    # those behind torch.distributed._functional_collectives
+    "all_reduce": _all_reduce("input"),
+    "all_reduce_": _all_reduce("input"),
+    "all_reduce_coalesced": _all_reduce("inputs"),
+    "all_reduce_coalesced_": _all_reduce("inputs"),
+    "all_gather_into_tensor": _all_gather("input"),
+    "all_gather_into_tensor_out": _all_gather("input"),
+    "all_gather_into_tensor_coalesced": _all_gather("inputs"),
+    "reduce_scatter_tensor": _reduce_scatter("input"),
+    "reduce_scatter_tensor_out": _reduce_scatter("input"),
+    "reduce_scatter_tensor_coalesced": _reduce_scatter("inputs"),
+    "all_to_all_single": _all_to_all_single,
+    "broadcast": _ring("broadcast", "input", _all_but_own),
+    "isend": _send("tensor"),
+    "irecv": _recv("tensor"),
+    "batch_p2p_ops": _batch_p2p,
+}
