@@ -13,25 +13,25 @@ import yaml
 
 from mindspeed.errors import ConfigError
 
-VARIABLE = "MINDSPEED_CONFIG"
+CONFIG_FILE = "MINDSPEED_CONFIG"
 
 
 def read_config_file() -> dict[str, Any]:
     """The values of the file named by ``MINDSPEED_CONFIG``, or nothing.
 
     Raises:
-        ConfigError: the file is missing, no mapping, or names an unknown option.
+        ConfigError: the file is missing or no mapping.
     """
-    name = os.environ.get(VARIABLE)
+    name = os.environ.get(CONFIG_FILE)
     if not name:
         return {}
     path = Path(name)
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{VARIABLE}={name}: {error.strerror}") from error
+        raise ConfigError(f"{CONFIG_FILE}={name}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{VARIABLE}={name} is no YAML or JSON: {error}") from error
+        raise ConfigError(f"{CONFIG_FILE}={name} is no YAML or JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{VARIABLE}={name} must hold a mapping from option names to values")
+        raise ConfigError(f"{CONFIG_FILE}={name} must hold a mapping from option names to values")
     return {key.lstrip("-").replace("-", "_"): value for key, value in values.items()}

@@ -44,7 +44,8 @@ def _check(patch: Patch, root: Path, version: Version) -> Finding:
         return Finding(patch, "not needed")
     source = _source_of(root, patch.module)
     if source is None:
-        return Finding(patch, "no such module", "" if _is_training(patch) else patch.module)
+        problem = f"module {patch.module} is absent" if _is_core(patch) else ""
+        return Finding(patch, "no such module", problem)
     node = _find(_parse(source), patch.qualname)
     if node is None:
         return Finding(patch, "missing", f"{patch.target} is absent in megatron-core {version}")
@@ -60,8 +61,9 @@ def _check(patch: Patch, root: Path, version: Version) -> Finding:
     return Finding(patch, "ok")
 
 
-def _is_training(patch: Patch) -> bool:
-    return patch.module.startswith("megatron.training")
+def _is_core(patch: Patch) -> bool:
+    """Wheels have ``megatron.core``; the other packages come with a checkout only."""
+    return patch.module.startswith("megatron.core.")
 
 
 def _source_of(root: Path, module: str) -> Path | None:

@@ -1,8 +1,8 @@
-"""Run a callback right after a module has been imported.
+"""Do something around or right after the import of a module, without importing it.
 
 The adaptor must not import Megatron itself (3 s, and it would freeze the import order), yet its
 patches need Megatron's modules. So each pending patch names a module, and this meta path finder
-calls back when somebody imports it. A module that is already loaded is not its business.
+calls back when somebody imports it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 
 Callback = Callable[[ModuleType], None]
+Context = Callable[[], AbstractContextManager[object]]
 
 
 class PostImportHooks:
@@ -20,6 +22,7 @@ class PostImportHooks:
 
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Callback]] = {}
+        self._contexts: dict[str, list[Context]] = {}
         self._searching: set[str] = set()
 
     def install(self) -> None:
@@ -32,6 +35,11 @@ class PostImportHooks:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self._callbacks.clear()
+        self._contexts.clear()
+
+    def around_import(self, module_name: str, context: Context) -> None:
+        """Execute the module's body inside ``context()``, if it is not loaded already."""
+        self._contexts.setdefault(module_name, []).append(context)
 
     def when_imported(self, module_name: str, callback: Callback) -> None:
         """Call ``callback(module)`` once, now if the module is loaded, else after its import."""
@@ -44,8 +52,9 @@ class PostImportHooks:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module with the other finders and add the callback to its loader."""
-        if name not in self._callbacks or name in self._searching:
+        """Find the module with the other finders and make its loader call us."""
+        watched = name in self._callbacks or name in self._contexts
+        if not watched or name in self._searching:
             return None
         self._searching.add(name)
         try:
@@ -54,16 +63,19 @@ class PostImportHooks:
             self._searching.discard(name)
         if spec is None or spec.loader is None:
             return None
-        self._call_back_after_exec(spec)
+        self._watch_exec(spec)
         return spec
 
-    def _call_back_after_exec(self, spec: importlib.machinery.ModuleSpec) -> None:
+    def _watch_exec(self, spec: importlib.machinery.ModuleSpec) -> None:
         loader = spec.loader
         original = loader.exec_module  # type: ignore[union-attr]
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # type: ignore[union-attr]  # one module, one call
-            original(module)
+            with ExitStack() as stack:
+                for context in self._contexts.pop(spec.name, []):
+                    stack.enter_context(context())
+                original(module)
             for callback in self._callbacks.pop(spec.name, []):
                 callback(module)
 

@@ -21,14 +21,14 @@ from typing import Any
 
 from mindspeed import device, te
 from mindspeed.adaptor.arguments import argument_patches
-from mindspeed.adaptor.config_file import read_config_file
+from mindspeed.adaptor.config_file import CONFIG_FILE, read_config_file
 from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.patch import PatchEngine
-from mindspeed.adaptor.repairs import repairs_for
+from mindspeed.adaptor.patch import Patch, PatchEngine
+from mindspeed.adaptor.repairs import absent_triton, repairs_for, repairs_for_arguments
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError, VersionError
-from mindspeed.features.registry import Configuration, resolve
+from mindspeed.features.registry import Configuration, refuse_unknown, resolve
 from mindspeed.journal import Journal
 
 logger = logging.getLogger("mindspeed")
@@ -48,6 +48,7 @@ class Session:
         self.seams = Seams(self.engine)
         self.te, self.te_reason = te.choose(self.device.name)
         self.configuration: Configuration | None = None
+        self._repairs: tuple[Patch, ...] = ()  # those that Megatron's arguments ask for
 
     def install(self) -> None:
         """Phase A.
@@ -60,6 +61,7 @@ class Session:
         device.install(self.journal)
         if self.te == "substitute":
             te.install(self.journal)
+        absent_triton.install(self.hooks)
         for patch in repairs_for(self.device.name, self.te):
             self.engine.add(patch)
         for patch in argument_patches(lambda args: self.configure(vars(args))):
@@ -77,8 +79,12 @@ class Session:
         Raises:
             ConfigError: wrong options, or another choice after the parallel groups exist.
         """
-        values = {**read_config_file(), **values}
-        new = resolve(values, self.device.name, strict=strict)
+        from_file = read_config_file()
+        refuse_unknown(from_file, f"{CONFIG_FILE}: ")
+        if strict:
+            refuse_unknown(values)
+        values = {**from_file, **values}
+        new = resolve(values, self.device.name)
         old = self.configuration
         if old is not None and old.changed_values() == new.changed_values():
             return old
@@ -97,6 +103,9 @@ class Session:
     def detach_features(self) -> None:
         """Take all features back; the compatibility layer stays."""
         self.seams.clear()
+        for patch in self._repairs:
+            self.engine.remove(patch.owner)
+        self._repairs = ()
         self.configuration = None
 
     def undo(self) -> None:
@@ -107,7 +116,10 @@ class Session:
         self.journal.undo()
 
     def _attach(self, configuration: Configuration, megatron: Mapping[str, Any]) -> None:
+        self._repairs = repairs_for_arguments(megatron)
         try:
+            for patch in self._repairs:
+                self.engine.add(patch)
             for feature in configuration.enabled:
                 feature.attach(self.seams, configuration.options[feature.name], megatron)
         except Exception:

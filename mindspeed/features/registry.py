@@ -96,7 +96,6 @@ def resolve(
     values: Mapping[str, Any],
     device: str,
     features: Iterable[Feature] | None = None,
-    strict: bool = False,
 ) -> Configuration:
     """Decide which features are on.
 
@@ -104,14 +103,11 @@ def resolve(
         values: Megatron's arguments and our flags by name, all in one mapping.
         device: ``cpu``, ``cuda`` or ``npu``.
         features: defaults to all features of the library.
-        strict: refuse names that are no flag of ours (for :func:`mindspeed.configure`).
 
     Raises:
         ConfigError: all problems of all features at once, one a line.
     """
     features = list(all_features() if features is None else features)
-    if strict:
-        _refuse_unknown(values, features)
     level_flag = next(flags_of(LevelOptions))
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
     options = {feature.name: _options_of(feature, values) for feature in features}
@@ -127,6 +123,24 @@ def resolve(
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
     return Configuration(level, options, tuple(attachment_order(enabled)))
+
+
+def refuse_unknown(
+    names: Iterable[str], where: str = "", features: Iterable[Feature] | None = None
+) -> None:
+    """Refuse names that are no option of ours, with the closest that are.
+
+    Raises:
+        ConfigError: the first unknown name, behind ``where`` it was found.
+    """
+    features = all_features() if features is None else features
+    known = {item.name for feature in features for item in flags_of(feature.options)}
+    known |= {item.name for item in flags_of(LevelOptions)}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.4)
+            hint = f"; closest: {', '.join(near)}" if near else ""
+            raise ConfigError(f"{where}unknown option {name!r}{hint}")
 
 
 def attachment_order(features: Iterable[Feature]) -> list[Feature]:
@@ -159,16 +173,6 @@ def _options_of(feature: Feature, values: Mapping[str, Any]) -> Any:
         value = values[item.name] if item.name in values else default_of(item, {})
         fields[item.name] = check_value(item, value)
     return feature.options(**fields)
-
-
-def _refuse_unknown(values: Mapping[str, Any], features: list[Feature]) -> None:
-    known = {item.name for feature in features for item in flags_of(feature.options)}
-    known |= {item.name for item in flags_of(LevelOptions)}
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.4)
-            hint = f"; closest: {', '.join(near)}" if near else ""
-            raise ConfigError(f"unknown option {name!r}{hint}")
 
 
 def _level_problems(

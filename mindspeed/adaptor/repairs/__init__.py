@@ -6,6 +6,9 @@ matters. A repair goes when upstream has fixed the defect: its ``versions`` rang
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
     dataset_helpers,
@@ -26,7 +29,7 @@ def repairs_for(device: str, te: str) -> tuple[Patch, ...]:
         te: ``substitute`` or ``native`` Transformer Engine; the local spec's modules are only
             replaced where the substitute serves both specs.
     """
-    patches = [*packed_batch.PATCHES, *rng_tracker.PATCHES]
+    patches = [*rng_tracker.PATCHES]
     if te == "substitute":
         patches += local_spec.PATCHES
     if device != "cuda":
@@ -34,6 +37,15 @@ def repairs_for(device: str, te: str) -> tuple[Patch, ...]:
     if device == "cpu":
         patches += [*pipeline_send.PATCHES, *process_groups.PATCHES]
     return tuple(patches)
+
+
+def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
+    """The repairs that only some of Megatron's options need.
+
+    Args:
+        values: Megatron's arguments.
+    """
+    return packed_batch.PATCHES if values.get("sft") else ()
 
 
 def all_repairs() -> tuple[Patch, ...]:

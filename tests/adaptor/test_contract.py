@@ -1,0 +1,78 @@
+"""Every patch target exists, with the promised signature, in every supported Megatron."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from mindspeed.adaptor.contract import check_contracts
+from mindspeed.adaptor.inventory import all_patches
+from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.versions import check_megatron_version, megatron_root, read_version
+from mindspeed.errors import VersionError
+
+
+def problems(root: Path, patches=None) -> list[str]:
+    return [f.problem for f in check_contracts(patches or all_patches(), root) if f.problem]
+
+
+def test_all_contracts_hold_in_the_installed_megatron():
+    assert read_version(megatron_root()) == Version("0.16.1")
+    assert problems(megatron_root()) == []
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.1"])
+def test_all_contracts_hold_in_the_neighbouring_releases(version, tmp_path):
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path)]
+    command += ["--only-binary=:all:", "--python-version", "3.12", f"megatron-core=={version}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        pytest.skip(f"the megatron-core {version} wheel can't be downloaded: {done.stderr[-200:]}")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    assert read_version(tmp_path / "unpacked") == Version(version)
+    assert problems(tmp_path / "unpacked") == []
+
+
+@pytest.fixture
+def small_megatron(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n")
+    (core / "layers.py").write_text(
+        "try:\n    class Layer:\n        def forward(self, x, *, mask=None, **kw): ...\n"
+        "except ImportError:\n    Layer = None\nlimit: int = 3\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("target", "expects", "problem"),
+    [
+        ("megatron.core.layers:Layer.forward", "(self, x, mask, **kw)", None),
+        ("megatron.core.layers:limit", None, None),
+        ("megatron.core.layers:Layer.forward", "(self, y, ...)", "expected (self, y, ...)"),
+        ("megatron.core.layers:Layer.backward", None, "is absent in megatron-core 0.16.1"),
+        ("megatron.core.gone:f", None, "module megatron.core.gone is absent"),
+        ("megatron.training.training:train", None, None),  # a wheel has no megatron.training
+    ],
+)
+def test_a_broken_contract_is_found_without_importing(small_megatron, target, expects, problem):
+    found = problems(small_megatron, [Patch(target, lambda f: f, "f", expects=expects)])
+    assert (found == []) if problem is None else (problem in found[0])
+
+
+def test_unsupported_megatron_is_refused_with_the_way_out(monkeypatch):
+    monkeypatch.delenv("MINDSPEED_ALLOW_UNTESTED", raising=False)
+    with pytest.raises(VersionError, match=r"0\.19\.0 is outside.*MINDSPEED_ALLOW_UNTESTED=1"):
+        check_megatron_version(Version("0.19.0"))
+    monkeypatch.setenv("MINDSPEED_ALLOW_UNTESTED", "1")
+    check_megatron_version(Version("0.19.0"))
+    with pytest.warns(UserWarning, match=r"0\.17\.1 is not tested"):
+        check_megatron_version(Version("0.17.1"))

@@ -1,0 +1,178 @@
+"""One import installs, configure attaches, undo restores: each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = "import os, sys, json, torch\n"
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    full = {**os.environ, "MINDSPEED_DEVICE": "cpu", "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + code],
+        env=full,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def result(code: str, **env: str):
+    done = python(code, **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_import_installs_without_importing_megatron():
+    loaded = result(
+        "import mindspeed.megatron_adaptor\n"
+        "print(json.dumps([m for m in sys.modules if m.split('.')[0] == 'megatron']))"
+    )
+    assert loaded == []
+
+
+def test_import_after_megatron_is_refused_with_the_right_order():
+    done = python("import megatron.core\nimport mindspeed.megatron_adaptor")
+    assert "import mindspeed.megatron_adaptor before megatron.core" in done.stderr
+
+
+def test_at_most_ten_targets_are_patched_with_no_feature_on():
+    targets = result(
+        "import mindspeed.megatron_adaptor\n"
+        "from mindspeed.adaptor import session\n"
+        "import mindspeed; mindspeed.configure()\n"
+        "print(json.dumps(sorted(session.current().engine.stacks())))"
+    )
+    assert 0 < len(targets) <= 10
+
+
+UNDO = """
+import importlib, pkgutil, types
+import torch.cuda.amp, torch.distributed, torch.distributed.device_mesh, torch.utils.checkpoint
+
+def snapshot():
+    import megatron.core.tensor_parallel.random, megatron.core.parallel_state
+    roots = [m for n, m in list(sys.modules.items())
+             if isinstance(m, types.ModuleType) and n.split('.')[0] in ('torch', 'megatron')]
+    holders = {m.__name__: m for m in roots}
+    for m in roots:
+        for k, v in list(vars(m).items()):
+            if isinstance(v, type) and getattr(v, '__module__', '').split('.')[0] in holders:
+                holders.setdefault(f'{v.__module__}.{v.__qualname__}', v)
+    holders['torch.Tensor'] = torch.Tensor
+    return {(h, k): v for h, o in holders.items() for k, v in list(vars(o).items())}
+
+def changed(before, after):
+    ignore = {'__warningregistry__', '__annotations_cache__', '__annotate_func__'}
+    return sorted(f'{h}.{k}' for (h, k), v in before.items()
+                  if k not in ignore and after.get((h, k), None) is not v)
+"""
+
+
+def test_undo_restores_every_object_of_torch_and_megatron():
+    """Megatron is imported before, natively, so that the adaptor patches and restores it."""
+    report = result(
+        UNDO + "os.environ['MINDSPEED_TE'] = 'native'\n"
+        "before = snapshot()\n"
+        "from mindspeed.adaptor import session\n"
+        "session.install()\n"
+        "patched = changed(before, snapshot())\n"
+        "import mindspeed; mindspeed.undo()\n"
+        "print(json.dumps([patched, changed(before, snapshot())]))"
+    )
+    patched, left = report
+    assert "megatron.core.parallel_state.destroy_model_parallel" in patched
+    assert any(name.startswith("torch.cuda.") for name in patched)
+    assert left == []
+
+
+def test_install_undo_install_again_works_in_one_process():
+    report = result(
+        "from mindspeed.adaptor import session\n"
+        "import mindspeed\n"
+        "first = session.install(); n = len(first.journal)\n"
+        "assert session.install() is first\n"
+        "mindspeed.undo(); assert session.current() is None\n"
+        "again = session.install()\n"
+        "print(json.dumps([n, len(again.journal)]))"
+    )
+    assert report[0] == report[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("mindspeed.configure(profil_level='level1')", "unknown option 'profil_level'; closest: "),
+        ("mindspeed.configure(profile_level='level9')", "--profile-level 'level9': choose one of"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(call, message):
+    done = python(f"import mindspeed\n{call}")
+    assert message in done.stderr
+
+
+def test_options_come_from_a_file_below_explicit_values(tmp_path):
+    config = tmp_path / "options.yaml"
+    config.write_text("profile-level: level2\nprofile-with-cpu: true\n")
+    values = result(
+        "import mindspeed\n"
+        "c = mindspeed.configure(profile_level='level1')\n"
+        "print(json.dumps(c.changed_values()))",
+        MINDSPEED_CONFIG=str(config),
+    )
+    assert values == {"profile_level": "level1", "profile_with_cpu": True}
+
+
+def test_options_do_not_depend_on_the_command_line():
+    values = result(
+        "sys.argv += ['--profile-level', 'level2']\n"
+        "import mindspeed\nprint(json.dumps(mindspeed.configure().changed_values()))"
+    )
+    assert values == {}
+
+
+RECONFIGURE = """
+import mindspeed.megatron_adaptor as adaptor, mindspeed
+from mindspeed.errors import ConfigError
+os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='0', RANK='0', WORLD_SIZE='1')
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
+from megatron.core import parallel_state
+mindspeed.configure(optimization_level=2)
+mindspeed.configure(optimization_level=1)
+parallel_state.initialize_model_parallel()
+mindspeed.configure(optimization_level=1)
+try:
+    mindspeed.configure(optimization_level=0)
+    error = ''
+except ConfigError as e:
+    error = str(e)
+level = adaptor.repatch({'optimization_level': 0, 'hidden_size': 8}).level
+print(json.dumps([error, level]))
+"""
+
+
+def test_options_are_frozen_once_the_groups_exist_until_repatch():
+    error, level = result(RECONFIGURE)
+    assert "--optimization-level" in error
+    assert level == 0
+
+
+def test_old_name_is_the_same_module_with_one_deprecation_warning():
+    same, warned = result(
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import ascendspeed.megatron_adaptor as old\n"
+        "import mindspeed.megatron_adaptor as new\n"
+        "print(json.dumps([old is new, [str(w.message) for w in caught "
+        "if w.category is DeprecationWarning and 'ascendspeed' in str(w.message)]]))"
+    )
+    assert same is True
+    assert len(warned) == 1

@@ -1,0 +1,61 @@
+"""The command line: help, unknown commands, listings, errors in one piece."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mindspeed.cli.main import COMMANDS, main
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name}" in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    try:
+        code = main([command, "--help"])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 0
+    assert len(capsys.readouterr().out) > 100
+
+
+def test_unknown_command_suggests_the_closest(capsys):
+    assert main(["pretrian"]) == 2
+    assert "closest: pretrain" in capsys.readouterr().err
+
+
+def test_features_as_json_and_dry_run(capsys):
+    assert main(["features", "--json"]) == 0
+    names = {feature["name"] for feature in json.loads(capsys.readouterr().out)}
+    assert {"profiling", "noop-layers"} <= names
+    assert main(["features", "--enabled", "--", "--noop-layers", "1", "--tensor-x", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "noop-layers" in text
+    assert "left to Megatron: --tensor-x 2" in text
+
+
+def test_explain_prints_flags_and_unknown_names_fail(capsys):
+    assert main(["features", "--explain", "profiling"]) == 0
+    assert "--profile-level" in capsys.readouterr().out
+    assert main(["features", "--explain", "profling"]) == 1
+    assert "no feature 'profling'" in capsys.readouterr().err
+
+
+def test_patches_check_accepts_the_installed_megatron(capsys):
+    assert main(["patches", "--check"]) == 0
+    assert "0 broken" in capsys.readouterr().out
+
+
+def test_doctor_reports_this_machine(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "megatron-core" in text
+    assert "cpu" in text

@@ -1,0 +1,80 @@
+"""Run an unmodified ``pretrain_gpt.py`` plus the one import line, and read its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ADAPTOR_LINE = "import mindspeed.megatron_adaptor\n"
+_LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)", re.S)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The printed losses and gradient norms of a run, from iteration 1; iteration 2 is left out.
+
+    Megatron-LM prints the mean of iterations 1 and 2 as iteration 2.
+    """
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    output: str
+
+
+def megatron_checkout() -> Path:
+    """The checkout named by MEGATRON_LM_PATH, or skip."""
+    path = os.environ.get("MEGATRON_LM_PATH")
+    if not path:
+        pytest.skip("set MEGATRON_LM_PATH to a Megatron-LM core_v0.16.1 checkout")
+    return Path(path)
+
+
+def script_with_adaptor(checkout: Path, directory: Path) -> Path:
+    """A copy of ``pretrain_gpt.py`` with our line after ``import torch``."""
+    lines = (checkout / "pretrain_gpt.py").read_text().splitlines(keepends=True)
+    lines.insert(lines.index("import torch\n") + 1, ADAPTOR_LINE)
+    script = directory / "pretrain_gpt.py"
+    script.write_text("".join(lines))
+    return script
+
+
+def pretrain(directory: Path, nproc: int, *flags: str, timeout: int = 300) -> Run:
+    """Train with ``nproc`` ranks on this machine.
+
+    Raises:
+        AssertionError: the run failed; carries the end of its output.
+    """
+    checkout = megatron_checkout()
+    script = script_with_adaptor(checkout, directory)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}", str(script), *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MINDSPEED_DEVICE": "cpu"}
+    env |= {"PYTHONPATH": str(checkout), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(
+        command, env=env, cwd=directory, capture_output=True, text=True, timeout=timeout
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return _read(output)
+
+
+def _read(output: str) -> Run:
+    rows = [
+        (int(number), float(loss), float(norm)) for number, loss, norm in _LOSS.findall(output)
+    ]
+    rows = [row for row in rows if row[0] != 2]
+    assert rows, output[-6000:]
+    return Run(tuple(r[1] for r in rows), tuple(r[2] for r in rows), output)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
