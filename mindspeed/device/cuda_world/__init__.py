@@ -3,8 +3,8 @@
 Megatron-LM writes ``torch.cuda`` for "the device". :func:`install` makes these names mean the CPU
 of this process, with gloo as the communication backend. One module per area: ``namespace`` (the
 functions of torch.cuda), ``factories`` (device arguments), ``tensors`` (what tensors say about
-themselves), ``streams``, ``rng``, ``memory``, ``compiling`` (autocast, torch.compile) and
-``collectives``; ``callers`` decides who may be told that there is a device.
+themselves), ``streams``, ``rng``, ``memory``, ``compiling`` (autocast, torch.compile),
+``groups`` and ``collectives``; ``callers`` decides who may be told that there is a device.
 
 Everything goes through a :class:`~mindspeed.journal.Journal`: undo restores the very objects that
 were there before.
@@ -12,7 +12,14 @@ were there before.
 
 from __future__ import annotations
 
-from mindspeed.device.cuda_world import collectives, compiling, factories, namespace, tensors
+from mindspeed.device.cuda_world import (
+    collectives,
+    compiling,
+    factories,
+    groups,
+    namespace,
+    tensors,
+)
 from mindspeed.journal import Journal
 
 
@@ -22,4 +29,5 @@ def install(journal: Journal) -> None:
     tensors.install(journal)
     namespace.install(journal)
     compiling.install(journal)
+    groups.install(journal)
     collectives.install(journal)

@@ -1,131 +1,211 @@
-"""torch.distributed as Megatron uses it, on gloo.
+"""The collectives that gloo refuses, made of those it has.
 
-Process groups asked for with ``nccl`` or ``hccl`` (or ``cpu:gloo,cuda:nccl``) become gloo groups;
-what only means something for an accelerator (``device_id``, ``pg_options``, ``device_ids``) is
-dropped. ``get_backend`` stays honest.
+* dtypes that gloo cannot name (float8, int16, unsigned 16/32/64 bit) move as bytes; reducing them
+  is refused with a message, as no byte-wise sum means anything;
+* ``PREMUL_SUM`` (sum of the inputs times a factor) multiplies first and sums then;
+* ``all_gather`` takes outputs of another shape with as many elements, as NCCL does;
+* ``gather`` of complex numbers moves pairs of reals.
+
+Everything else goes to torch unchanged; the wrappers cost one set look-up of the dtype.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import distributed_c10d
 
-from mindspeed.device.cuda_world.factories import on_host
 from mindspeed.journal import Journal
 
-_ACCELERATOR_BACKENDS = ("nccl", "hccl", "ucc", "xccl")
+AS_BYTES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("int16", "uint16", "uint32", "uint64"),
+    )
+    if hasattr(torch, name)
+)
+"""Dtypes that gloo cannot transport under their own name."""
 
 
-def gloo(backend: Any) -> Any:
-    """``"gloo"`` for every spelling of an accelerator's backend; others unchanged."""
-    if backend is None:
-        return None
-    parts = [part.rpartition(":")[2] for part in str(backend).lower().split(",")]
-    if any(part in _ACCELERATOR_BACKENDS for part in parts):
-        return "gloo"
-    return backend
+class PremulSum:
+    """The reduction ``sum(factor * input)``, what ``_make_nccl_premul_sum`` returns."""
+
+    def __init__(self, factor: float | torch.Tensor) -> None:
+        self.factor = factor
+
+    def __repr__(self) -> str:
+        return f"PremulSum({self.factor})"
 
 
-def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
+def _bytes(tensor: Any) -> Any:
+    """A view of ``tensor`` as bytes that keeps its first dimension (for split sizes)."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in AS_BYTES:
+        return tensor
+    wide = tensor if tensor.dim() else tensor.reshape(1)
+    return wide.unsqueeze(-1).view(torch.uint8)
+
+
+def _all_bytes(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_bytes(tensor) for tensor in value]
+    return _bytes(value)
+
+
+def _moved(original: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """A collective that only moves; its first ``tensors`` arguments are tensors or lists."""
+
     @functools.wraps(original)
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        kwargs.pop("pg_options", None)
-        return original(gloo(backend) or "gloo", *args, **kwargs)
+    def move(*args: Any, **kwargs: Any) -> Any:
+        args = (*map(_all_bytes, args[:tensors]), *args[tensors:])
+        for name in _TENSOR_KEYWORDS & kwargs.keys():
+            kwargs[name] = _all_bytes(kwargs[name])
+        return original(*args, **kwargs)
 
-    return init_process_group
+    return move
 
 
-def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+_TENSOR_KEYWORDS = {
+    *("tensor", "tensor_list", "gather_list", "scatter_list", "input", "output"),
+    *("input_tensor", "output_tensor", "input_tensor_list", "output_tensor_list"),
+}
+
+
+def _refuse_bytes(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype in AS_BYTES:
+            raise TypeError(
+                f"{name} cannot reduce {tensor.dtype} on gloo; cast to bfloat16 or float32 first "
+                "(moving it with all_gather, all_to_all, broadcast or send works)"
+            )
+
+
+def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def new_group(
-        ranks: Any = None,
-        timeout: Any = None,
-        backend: Any = None,
-        pg_options: Any = None,
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        _refuse_bytes(original.__name__, (tensor,))
+        if isinstance(op, PremulSum):
+            tensor.mul_(op.factor)
+            op = dist.ReduceOp.SUM
+        return original(tensor, op, group, async_op)
+
+    return all_reduce
+
+
+def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce(
+        tensor: torch.Tensor,
+        dst: Any = None,
+        op: Any = dist.ReduceOp.SUM,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        kwargs.pop("device_id", None)
-        kwargs.pop("backend_options", None)
-        return original(ranks, timeout, gloo(backend), None, *args, **kwargs)
+        _refuse_bytes("reduce", (tensor,))
+        if isinstance(op, PremulSum):
+            tensor.mul_(op.factor)
+            op = dist.ReduceOp.SUM
+        return original(tensor, dst, op, *args, **kwargs)
 
-    return new_group
+    return reduce
 
 
-def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``reduce_scatter(output, input_list)`` and ``reduce_scatter_tensor(output, input)``."""
+
     @functools.wraps(original)
-    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        return original(group, async_op)
+    def reduce_scatter(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = _ReduceScatter.of(*args, **kwargs)
+        inputs = call.input if isinstance(call.input, (list, tuple)) else (call.input,)
+        _refuse_bytes(original.__name__, inputs)
+        if not isinstance(call.op, PremulSum):
+            return original(output, call.input, call.op, call.group, call.async_op)
+        scaled = [tensor * call.op.factor for tensor in inputs]
+        whole = scaled if isinstance(call.input, (list, tuple)) else scaled[0]
+        return original(output, whole, dist.ReduceOp.SUM, call.group, call.async_op)
 
-    return barrier
+    return reduce_scatter
 
 
-def _coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
-        return original(group, None, async_ops)
+class _ReduceScatter(NamedTuple):
+    input: Any
+    op: Any = dist.ReduceOp.SUM
+    group: Any = None
+    async_op: bool = False
 
-    return coalescing_manager
+    @classmethod
+    def of(cls, *args: Any, input_list: Any = None, **kwargs: Any) -> _ReduceScatter:
+        return cls(*args, **kwargs) if input_list is None else cls(input_list, *args, **kwargs)
 
 
 def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         if isinstance(tensor, torch.Tensor) and any(
             out.shape != tensor.shape and out.numel() == tensor.numel() for out in tensor_list
         ):
             tensor_list = [out.view(tensor.shape) for out in tensor_list]
-        return original(tensor_list, tensor, group, async_op)
+        return original(_all_bytes(tensor_list), _bytes(tensor), group, async_op)
 
     return all_gather
 
 
-def _mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    move = _moved(original, 2)
+
     @functools.wraps(original)
-    def with_host_mesh(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(first, str):  # init_device_mesh(device_type, ...)
-            return original(_mesh_device(first), *args, **kwargs)
-        args = (_mesh_device(args[0]), *args[1:]) if args else args
-        if "device_type" in kwargs:
-            kwargs["device_type"] = _mesh_device(kwargs["device_type"])
-        return original(first, *args, **kwargs)
+    def gather(
+        tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, *args: Any, **kw: Any
+    ) -> Any:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+            gather_list = gather_list and [torch.view_as_real(out) for out in gather_list]
+        return move(tensor, gather_list, *args, **kw)
 
-    return with_host_mesh
-
-
-def _mesh_device(device: Any) -> str:
-    host = on_host(device)
-    return host.type if isinstance(host, torch.device) else host
+    return gather
 
 
 def install(journal: Journal) -> None:
-    """Route process groups, collectives and device meshes to gloo."""
+    """Complete gloo's collectives in torch.distributed."""
 
-    def wrap(name: str, wrapper: Callable[..., Any]) -> None:
-        value = wrapper(getattr(distributed_c10d, name))
+    def put(name: str, value: Any) -> None:
         for holder in (distributed_c10d, dist):
             if name in vars(holder):
                 journal.set(holder, name, value, owner="device")
 
-    wrap("init_process_group", _init_process_group)
-    wrap("new_group", _new_group)
-    wrap("_new_group_with_tag", _new_group)
-    wrap("barrier", _barrier)
-    wrap("_coalescing_manager", _coalescing_manager)
+    def wrap(name: str, wrapper: Callable[[Callable[..., Any]], Any]) -> None:
+        put(name, wrapper(getattr(distributed_c10d, name)))
+
+    put("_make_nccl_premul_sum", PremulSum)
+    for name, tensors in (("broadcast", 1), ("scatter", 2), ("all_to_all", 2)):
+        wrap(name, functools.partial(_moved, tensors=tensors))
+    wrap("all_to_all_single", functools.partial(_moved, tensors=2))
     wrap("all_gather", _all_gather)
-    mesh = device_mesh.DeviceMesh
-    journal.set(mesh, "__init__", _mesh(mesh.__init__), owner="device")
-    journal.set(mesh, "from_group", staticmethod(_mesh(mesh.from_group)), owner="device")
-    init_mesh = _mesh(device_mesh.init_device_mesh)
-    for holder in (device_mesh, dist):
-        journal.set(holder, "init_device_mesh", init_mesh, owner="device")
-    if "TORCH_GLOO_LAZY_INIT" not in os.environ:
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-        journal.call_on_undo(lambda: os.environ.pop("TORCH_GLOO_LAZY_INIT", None))
+    wrap("gather", _gather)
+    wrap("all_reduce", _all_reduce)
+    wrap("reduce", _reduce)
+    wrap("reduce_scatter", _reduce_scatter)
+    # Newer torch renamed the single-tensor collectives and warns at every use of the old names.
+    gathering = _newest("all_gather_single", "all_gather_into_tensor")
+    scattering = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+    for name in ("all_gather_into_tensor", "_all_gather_base", "all_gather_single"):
+        put(name, _moved(gathering, 2))
+    for name in ("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"):
+        put(name, _reduce_scatter(scattering))
+
+
+def _newest(*names: str) -> Callable[..., Any]:
+    return next(
+        getattr(distributed_c10d, name) for name in names if hasattr(distributed_c10d, name)
+    )
