@@ -1,0 +1,137 @@
+"""Random states: recomputed dropout masks differ from the forward's, and a CPU has one generator.
+
+Since 0.16 forks of ``CudaRNGStatesTracker`` nest: while ``fork(a)`` is open, the state of ``a``
+lives in the device's generator and ``states_[a]`` is stale until the fork ends. Activation
+recomputation saves the tracker's states inside an open fork (sequence parallelism opens one around
+the layer) and restores them where no fork is open. An inner fork of the same name (attention
+dropout) then starts from the stale state: its mask differs from the forward's and the gradients are
+wrong. The repair: ``get_states`` writes the live state back and carries the name of the open fork,
+``set_states`` restores both. Outside forks the result stays a plain dictionary, so checkpoints do
+not change.
+
+On the CPU ``fork`` itself differs, too. Operators on CPU tensors draw from torch's default
+generator, so a fork puts its state there for the body and puts the former state back, instead of
+setting the separate generator behind ``torch.cuda`` and complaining that the CPU's state changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from mindspeed import device
+from mindspeed.adaptor.patch import Patch
+
+OWNER = "repair:rng-tracker"
+_NO_FORK = "default-rng"
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+class OpenForkStates(dict[str, Any]):
+    """States taken inside a fork, with the name of that fork."""
+
+    def __init__(self, states: dict[str, Any], open_fork: str) -> None:
+        super().__init__(states)
+        self.open_fork = open_fork
+
+
+def get_states(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """``get_states`` that knows the live state of the fork it is called in."""
+
+    def get_states(self: Any) -> dict[str, Any]:
+        states, name = original(self), _open_fork(self)
+        if name == _NO_FORK or name not in states:
+            return states
+        states[name] = _live_state(self)
+        return OpenForkStates(states, name)
+
+    return get_states
+
+
+def set_states(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """``set_states`` that continues inside the fork in which the states were taken."""
+
+    def set_states(self: Any, states: dict[str, Any]) -> None:
+        original(self, dict(states))
+        self._current_state_name = getattr(states, "open_fork", _NO_FORK)
+
+    return set_states
+
+
+def fork(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``fork`` for the CPU; other devices keep Megatron's."""
+    return _host_fork if device.current().name == "cpu" else original
+
+
+@contextlib.contextmanager
+def _host_fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Draw from the state ``name`` in the body; nested forks of one name continue it."""
+    if name not in self.states_:
+        raise KeyError(f"random state {name!r} was never added; known are {sorted(self.states_)}")
+    outer, host = _open_fork(self), torch.get_rng_state()
+    if outer != _NO_FORK:
+        self.states_[outer] = _like(self.states_[outer], host)
+    torch.set_rng_state(_tensor(self.states_[name]))
+    self._current_state_name = name
+    try:
+        yield
+    finally:
+        self.states_[name] = _like(self.states_[name], torch.get_rng_state())
+        torch.set_rng_state(host if outer == _NO_FORK else _tensor(self.states_[outer]))
+        left, self._current_state_name = self._current_state_name, outer
+        if left != name:
+            raise RuntimeError(f"the fork of random state {name!r} ended inside that of {left!r}")
+
+
+def _open_fork(tracker: Any) -> str:
+    """Name of the innermost open fork; trackers before 0.16 do not keep it."""
+    return getattr(tracker, "_current_state_name", _NO_FORK)
+
+
+def _live_state(tracker: Any) -> Any:
+    if device.current().name == "cpu":
+        return _like(tracker.states_[tracker._current_state_name], torch.get_rng_state())
+    random = sys.modules[_RANDOM]
+    return random._get_cuda_rng_state(clone=True, graph_safe=tracker.use_cudagraphable_rng)
+
+
+def _tensor(state: Any) -> torch.Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
+def _like(example: Any, state: torch.Tensor) -> Any:
+    """``state`` as a new generator where the tracker holds generators."""
+    if not isinstance(example, torch.Generator):
+        return state
+    generator = example.clone_state()
+    generator.set_state(state)
+    return generator
+
+
+PATCHES = (
+    Patch(
+        f"{_RANDOM}:CudaRNGStatesTracker.get_states",
+        get_states,
+        OWNER,
+        "states taken inside a fork are stale for the fork that is open",
+        expects="(self)",
+    ),
+    Patch(
+        f"{_RANDOM}:CudaRNGStatesTracker.set_states",
+        set_states,
+        OWNER,
+        "recomputation must continue inside the fork in which the forward ran",
+        expects="(self, states)",
+    ),
+    Patch(
+        f"{_RANDOM}:CudaRNGStatesTracker.fork",
+        fork,
+        OWNER,
+        "CPU operators draw from torch's default generator",
+        expects="(self, name)",
+    ),
+)
