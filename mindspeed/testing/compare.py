@@ -37,16 +37,22 @@ def assert_close_with_grads(
         raise AssertionError(
             f"{len(outputs)} tensors were returned, {len(expected_outputs)} expected"
         )
-    named = [(f"output {i}", *pair) for i, pair in enumerate(zip(outputs, expected_outputs))]  # noqa: B905
     if gradients.keys() != expected_gradients.keys():
         raise AssertionError(
             f"gradients of {sorted(gradients)} exist, of {sorted(expected_gradients)} expected"
         )
-    named += [(name, gradients[name], expected_gradients[name]) for name in gradients]
-    for name, left, right in named:
-        torch.testing.assert_close(
-            left, right, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    for index, pair in enumerate(zip(outputs, expected_outputs, strict=True)):
+        _assert_close(f"output {index}", *pair, rtol, atol)
+    for name, gradient in gradients.items():
+        _assert_close(name, gradient, expected_gradients[name], rtol, atol)
+
+
+def _assert_close(
+    name: str, actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float
+) -> None:
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}"
+    )
 
 
 def _run(

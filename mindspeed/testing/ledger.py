@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -120,7 +120,9 @@ class CommLedger:
             calls[key] += 1
             payload[key] += event.payload
             wire[key] += event.wire
-        rows = [("operation", "group", "ranks", "phase", "calls", "payload", "wire")]
+        rows: list[tuple[str, ...]] = [
+            ("operation", "group", "ranks", "phase", "calls", "payload", "wire")
+        ]
         for key in calls:
             op, description, ranks, phase = key
             numbers = (f"{counter[key]:,}" for counter in (calls, payload, wire))
@@ -198,7 +200,7 @@ def current_phase() -> str:
         return "recompute"
     # Gradients are off in a backward, but also in the forward of a custom autograd function; the
     # innermost of autograd's two ways to call Python tells which of them is running.
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALLS_FORWARD:
             return "recompute"
@@ -208,7 +210,7 @@ def current_phase() -> str:
     return "backward"
 
 
-_CALLS_FORWARD = torch.autograd.Function.apply.__func__.__code__
+_CALLS_FORWARD = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CALLS_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 

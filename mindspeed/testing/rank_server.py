@@ -17,14 +17,11 @@ stays safe. It ends, with every rank, when its caller closes the connection or d
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import importlib
 import importlib.util
 import os
 import pickle
 import random
-import signal
 import socket
 import sys
 import tempfile
@@ -36,10 +33,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mindspeed.testing.processes import (
+    STACK_DUMP_SIGNAL,
+    exit_text,
+    free_port,
+    kill_child,
+    settle_child,
+    tail,
+)
+
 GRACE_SECONDS = 0.3  # after a first failure: time for the root cause to overtake its consequences
 OUTPUT_TAIL_BYTES = 20_000
-STACK_DUMP_SIGNAL = signal.SIGUSR1
-PR_SET_PDEATHSIG = 1
 # Imported before the first fork: the first optimizer or dispatch mode of a process imports dynamo.
 WARM_MODULES = ("torch.distributed", "torch._dynamo", "mindspeed.testing")
 
@@ -128,15 +132,10 @@ def _be_a_rank(
     rank: int, request: Request, port: int, folder: Path, connection: Connection
 ) -> None:
     """Body of a forked process; never returns."""
-    os.setpgid(0, 0)
-    _die_with_the_server()
-    _redirect_output(folder / f"output{rank}")
-    stacks = open(folder / f"stacks{rank}", "w")  # noqa: SIM115 (lives as long as the process)
-    faulthandler.enable(file=sys.__stderr__)
-    faulthandler.register(STACK_DUMP_SIGNAL, file=stacks, all_threads=True)
+    settle_child(folder / f"output{rank}", folder / f"stacks{rank}")
     try:
         result = _call(rank, request, port, folder)
-        message = ("result", pickle.dumps(result))
+        message: tuple[str, Any] = ("result", pickle.dumps(result))
     except BaseException as error:
         message = ("failure", (time.monotonic(), traceback.format_exc(), _pickled(error)))
     sys.stdout.flush()
@@ -184,23 +183,6 @@ def _pickled(error: BaseException) -> bytes | None:
     return None
 
 
-def _redirect_output(path: Path) -> None:
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def _die_with_the_server() -> None:
-    """Asks Linux to kill this process when the server goes, however it goes."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 # ------------------------------------------------------------------------------------- the server
 
 
@@ -226,7 +208,7 @@ class _Supervisor:
             self._end_all()
 
     def _fork_all(self) -> None:
-        port = _free_port()
+        port = free_port()
         for rank in range(self.request.world_size):
             ours, theirs = socket.socketpair()
             pid = os.fork()
@@ -248,7 +230,7 @@ class _Supervisor:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
-            by_connection = {rank.connection: rank for rank in pending}
+            by_connection: dict[Any, _Rank] = {rank.connection: rank for rank in pending}
             for ready in wait([self.control, *by_connection], remaining):
                 if ready is self.control:
                     raise EOFError("the caller has gone")  # it never speaks during a call
@@ -261,7 +243,8 @@ class _Supervisor:
             kind, content = pickle.loads(rank.connection.recv_bytes())
         except (EOFError, ConnectionError):
             _, status = os.waitpid(rank.pid, 0)
-            rank.failure = Failure(rank.rank, "died", _exit_text(status), self._output(rank))
+            text = f"{exit_text(status)} before returning a result"
+            rank.failure = Failure(rank.rank, "died", text, self._output(rank))
             return
         if kind == "result":
             rank.result = content
@@ -291,34 +274,13 @@ class _Supervisor:
         )
 
     def _output(self, rank: _Rank) -> str:
-        path = self.folder / f"output{rank.rank}"
-        if not path.exists():
-            return ""
-        return path.read_bytes()[-OUTPUT_TAIL_BYTES:].decode(errors="replace")
+        return tail(self.folder / f"output{rank.rank}", OUTPUT_TAIL_BYTES)
 
     def _end_all(self) -> None:
         """Kills each rank with everything it has started."""
         for rank in self.ranks:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(rank.pid, 0)
+            kill_child(rank.pid)
             rank.connection.close()
-
-
-def _exit_text(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        return f"killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"exited with code {code} before returning a result"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _serve(control: Connection, setup_failures: list[Failure]) -> None:

@@ -1,0 +1,74 @@
+"""What a forked test process needs: an own process group, an output file, stacks on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+STACK_DUMP_SIGNAL = signal.SIGUSR1
+PR_SET_PDEATHSIG = 1
+
+
+def settle_child(output: Path, stacks: Path) -> None:
+    """Makes a freshly forked child killable, quiet and able to say where it is.
+
+    The child leads its own process group, dies with its parent (on Linux), writes its output to
+    `output`, and on STACK_DUMP_SIGNAL writes the stacks of all its threads to `stacks`.
+    """
+    os.setpgid(0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _redirect_output(output)
+    stack_file = open(stacks, "w")  # noqa: SIM115 (lives as long as the process)
+    faulthandler.enable(file=2)
+    faulthandler.register(STACK_DUMP_SIGNAL, file=stack_file, all_threads=True)
+
+
+def _redirect_output(path: Path) -> None:
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def kill_child(pid: int) -> None:
+    """Kills a child and everything it has started, and waits for its end."""
+    for kill in (os.killpg, os.kill):  # it may not lead its group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def exit_text(status: int) -> str:
+    """Words for a wait status."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"exited with code {code}"
+
+
+def tail(path: Path, size: int) -> str:
+    """The last `size` bytes of a file as text; nothing if the file does not exist."""
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return file.read().decode(errors="replace")
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
