@@ -85,7 +85,8 @@ def _find(tree: ast.Module, qualname: str) -> ast.AST | None:
         found = [child for child in _definitions(node) if _defines(child, part)]
         if not found:
             return None
-        node = found[-1]
+        # `try: class X ... except ImportError: X = None` defines twice: the definition counts
+        node = next((child for child in found if not _is_assignment(child)), found[0])
     return node
 
 
@@ -95,6 +96,10 @@ def _definitions(node: ast.AST) -> Iterable[ast.AST]:
         yield child
         if isinstance(child, ast.If | ast.Try | ast.ExceptHandler):
             yield from _definitions(child)
+
+
+def _is_assignment(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign | ast.AnnAssign)
 
 
 def _defines(node: ast.AST, name: str) -> bool:

@@ -66,9 +66,7 @@ def pretrain(directory: Path, nproc: int, *flags: str, timeout: int = 300) -> Ru
 
 
 def _read(output: str) -> Run:
-    rows = [
-        (int(number), float(loss), float(norm)) for number, loss, norm in _LOSS.findall(output)
-    ]
+    rows = [(int(number), float(loss), float(norm)) for number, loss, norm in _LOSS.findall(output)]
     rows = [row for row in rows if row[0] != 2]
     assert rows, output[-6000:]
     return Run(tuple(r[1] for r in rows), tuple(r[2] for r in rows), output)

@@ -7,9 +7,11 @@ at 1e-3 (three printed decimals); bf16 losses at 1e-2.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.megatron_lm.launch import pretrain
+from tests.megatron_lm.launch import Run, pretrain
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
 
@@ -29,10 +31,11 @@ MLA = (
     "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
+LOCAL = f"{MODEL} --transformer-impl local"
 TRAINING = (
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --lr-decay-iters 10 "
     "--seed 1234 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --eval-iters 0 "
-    "--eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 2 --no-save-optim"
+    "--eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 2"
 )
 
 LAYOUTS = {
@@ -67,46 +70,64 @@ LAYOUTS = {
     ),
     "moe-expert-parallel": (2, MOE, "--expert-model-parallel-size 2"),
     "mla-tensor-parallel": (2, MLA, "--tensor-model-parallel-size 2"),
-    "local-spec": (2, MODEL, "--transformer-impl local --tensor-model-parallel-size 2"),
+    "local-spec": (2, LOCAL, "--tensor-model-parallel-size 2"),
     "local-spec-sequence-parallel": (
         2,
-        MODEL,
-        "--transformer-impl local --tensor-model-parallel-size 2 --sequence-parallel",
+        LOCAL,
+        "--tensor-model-parallel-size 2 --sequence-parallel",
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    """The reference run of a model, made once."""
-    runs = {}
+class Reference:
+    """A model's initial weights, saved by one rank, and the one-rank run that starts from them.
 
-    def get(model: str, extra: str = ""):
-        if (model, extra) not in runs:
-            flags = f"{model} {TRAINING} {extra}".split()
-            runs[model, extra] = pretrain(tmp_path_factory.mktemp("one_rank"), 1, *flags)
-        return runs[model, extra]
+    Every run loads the same weights: Megatron draws other initial weights for other layouts.
+    """
+
+    def __init__(self, directory: Path, model: str) -> None:
+        self.model = model
+        self.weights = directory / "weights"
+        save = f"--save {self.weights} --save-interval 1 --train-iters 1 --lr 0 --min-lr 0"
+        pretrain(directory, 1, *f"{model} {TRAINING} {save}".split())
+        self.run = self.train(directory, 1, "")
+
+    def train(self, directory: Path, nproc: int, flags: str) -> Run:
+        """Four iterations from the saved weights with ``flags`` on ``nproc`` ranks."""
+        load = f"--load {self.weights} --finetune --no-load-optim --no-load-rng"
+        return pretrain(directory, nproc, *f"{self.model} {TRAINING} {load} {flags}".split())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """``reference(model)``: made once for each model."""
+    made: dict[str, Reference] = {}
+
+    def get(model: str) -> Reference:
+        if model not in made:
+            made[model] = Reference(tmp_path_factory.mktemp("one_rank"), model)
+        return made[model]
 
     return get
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_equals_the_one_rank_run(layout, one_rank, tmp_path):
+def test_layout_equals_the_one_rank_run(layout, reference, tmp_path):
     nproc, model, flags = LAYOUTS[layout]
-    run = pretrain(tmp_path, nproc, *f"{model} {TRAINING} {flags}".split())
-    reference = one_rank(model)
+    one_rank = reference(model)
+    run = one_rank.train(tmp_path, nproc, flags)
     assert len(run.losses) == 3
-    assert run.losses == pytest.approx(reference.losses, rel=2e-6)
-    assert run.grad_norms == pytest.approx(reference.grad_norms, abs=2e-3)
+    assert run.losses == pytest.approx(one_rank.run.losses, rel=2e-6)
+    assert run.grad_norms == pytest.approx(one_rank.run.grad_norms, abs=2e-3)
 
 
-def test_bf16_tensor_parallel_follows_the_fp32_run(one_rank, tmp_path):
-    flags = f"{MODEL} {TRAINING} --bf16 --tensor-model-parallel-size 2".split()
-    run = pretrain(tmp_path, 2, *flags)
-    assert run.losses == pytest.approx(one_rank(MODEL).losses, rel=1e-2)
+def test_bf16_tensor_parallel_follows_the_fp32_run(reference, tmp_path):
+    one_rank = reference(MODEL)
+    run = one_rank.train(tmp_path, 2, "--bf16 --tensor-model-parallel-size 2")
+    assert run.losses == pytest.approx(one_rank.run.losses, rel=1e-2)
 
 
-def test_the_reference_can_fail_another_seed_gives_other_losses(one_rank, tmp_path):
-    flags = f"{MODEL} {TRAINING.replace('--seed 1234', '--seed 4321')}".split()
-    run = pretrain(tmp_path, 1, *flags)
-    assert run.losses != pytest.approx(one_rank(MODEL).losses, rel=2e-6)
+def test_the_comparison_can_fail_another_seed_gives_other_losses(reference, tmp_path):
+    one_rank = reference(MODEL)
+    run = one_rank.train(tmp_path, 1, "--seed 4321")
+    assert run.losses != pytest.approx(one_rank.run.losses, rel=2e-6)
