@@ -1,0 +1,15 @@
+"""The trainer on Megatron Core: ``mindspeed pretrain``.
+
+==================  ==============================================================
+options             the trainer's own flags, one dataclass per recipe section
+arguments, recipe   command line and YAML recipe -> namespace with Megatron-LM's names
+resolve             what follows from what, and every contradiction at once
+configs             namespace -> Megatron Core's configuration objects
+setup, model, data  process groups and seeds; model, optimizer, schedule; micro-batches
+step, loop          one step; the loop around it
+log, stopping       what is printed and recorded; SIGTERM and time limits
+guard, launch       one rank fails, all stop; local ranks without torchrun
+estimate            ``--dry-run``
+pretrain            puts the parts together
+==================  ==============================================================
+"""

@@ -1,0 +1,470 @@
+"""The command line of the trainer, generated from dataclasses.
+
+Megatron Core's own configuration classes declare most of Megatron-LM's flags: name, type, default,
+often the spelling (``argparse_meta``). :func:`build_parser` turns their fields into flags, adds the
+trainer's own (:mod:`mindspeed.training.options`), the tokenizer's and those of all features. What
+Megatron-LM spells or defaults differently from its library is in the tables ``SPELLING`` and
+``DEFAULT`` below; nothing else is written by hand.
+
+Each argparse group carries the title of its recipe section, which is how a recipe
+(:mod:`mindspeed.training.recipe`) knows where a key belongs. Every switch has both forms,
+``--swiglu`` and ``--no-swiglu``, so that a command line can take back what a recipe sets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import enum
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.flags import flags_of
+from mindspeed.training.options import SECTIONS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Field of a Megatron Core class -> (spelling on the command line, name in the namespace).
+SPELLING: dict[str, tuple[str, str]] = {
+    "num_moe_experts": ("--num-experts", "num_experts"),
+    "num_layers_in_first_pipeline_stage": (
+        "--decoder-first-pipeline-num-layers",
+        "decoder_first_pipeline_num_layers",
+    ),
+    "num_layers_in_last_pipeline_stage": (
+        "--decoder-last-pipeline-num-layers",
+        "decoder_last_pipeline_num_layers",
+    ),
+    "apply_rope_fusion": ("--rope-fusion", "apply_rope_fusion"),
+    "overlap_p2p_comm": ("--overlap-p2p-communication", "overlap_p2p_comm"),
+    "use_te_rng_tracker": ("--te-rng-tracker", "te_rng_tracker"),
+    "fp8_param": ("--fp8-param-gather", "fp8_param_gather"),
+    "bucket_size": ("--ddp-bucket-size", "ddp_bucket_size"),
+    "average_in_collective": ("--ddp-average-in-collective", "ddp_average_in_collective"),
+    "pad_buckets_for_high_nccl_busbw": (
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "ddp_pad_buckets_for_high_nccl_busbw",
+    ),
+    "reduce_scatter_with_fp32_accumulation": (
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "ddp_reduce_scatter_with_fp32_accumulation",
+    ),
+    "nccl_ub": ("--use-nccl-ub", "nccl_ub"),
+}
+
+# Name in the namespace -> Megatron-LM's default where it is not the library's.
+DEFAULT: dict[str, Any] = {
+    "gradient_accumulation_fusion": True,
+    "masked_softmax_fusion": True,
+    "persist_layer_norm": True,
+    "bias_dropout_fusion": True,
+    "apply_rope_fusion": True,
+    "overlap_p2p_comm": True,
+    "align_param_gather": True,
+    "attention_softmax_in_fp32": False,
+    "min_lr": 0.0,
+    "optimizer_offload_fraction": 1.0,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "rotary_scaling_factor": 1.0,
+    "cp_comm_type": ["p2p"],
+    "muon_momentum": 0.9,
+}
+
+# Accepted for old scripts: further spelling -> spelling of today.
+ALIASES = {
+    "--layernorm-epsilon": "--norm-epsilon",
+    "--no-add-bias-linear": "--disable-bias-linear",
+    "--local_rank": "--local-rank",
+}
+
+# Accepted and ignored with one warning: what they chose is the only way today.
+IGNORED: dict[str, int] = {
+    "--DDP-impl": 1,
+    "--data-impl": 1,
+    "--no-contiguous-buffers-in-local-ddp": 0,
+    "--use-mcore-models": 0,
+    "--use-flash-attn": 0,
+    "--no-create-attention-mask-in-dataloader": 0,
+    "--no-async-tensor-model-parallel-allreduce": 0,
+    "--use-dist-ckpt": 0,
+    "--auto-detect-ckpt-format": 0,
+    "--disable-msc": 0,
+    "--log-throughput": 0,
+    "--log-timers-to-tensorboard": 0,
+    "--log-validation-ppl-to-tensorboard": 0,
+    "--no-log-loss-scale-to-tensorboard": 0,
+    "--tensorboard-log-interval": 1,
+    "--tensorboard-queue-size": 1,
+    "--timing-log-level": 1,
+    "--timing-log-option": 1,
+    "--no-one-logger": 0,
+    "--no-scatter-gather-tensors-in-pipeline": 0,
+    "--tokenizer-hf-use-fast": 0,
+    "--tokenizer-not-use-fast": 0,
+    "--no-position-embedding": 0,
+}
+
+# Set from other values (mindspeed.training.configs), so they are no flags.
+DERIVED = {
+    "virtual_pipeline_model_parallel_size",
+    "params_dtype",
+    "pipeline_dtype",
+    "autocast_dtype",
+    "enable_autocast",
+    "variable_seq_lengths",
+    "batch_p2p_comm",
+    "deallocate_pipeline_outputs",
+    "gated_linear_unit",
+    "bias_activation_fusion",
+    "grad_reduce_in_fp32",
+    "check_for_nan_in_grad",
+    "use_custom_fsdp",
+    "inference_sampling_seed",
+    "moe_token_dropping",
+    "cuda_graph_scope",
+}
+
+
+class Switch(argparse.Action):
+    """A flag without value that has a positive and a negative spelling."""
+
+    def __init__(self, option_strings: Sequence[str], *, negative: Sequence[str], **kwargs: Any):
+        self.negative = frozenset(negative)
+        super().__init__([*option_strings, *negative], nargs=0, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        setattr(namespace, self.dest, option_string not in self.negative)
+
+
+class Ignored(argparse.Action):
+    """A flag of old scripts without a meaning today."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        namespace.ignored_flags = [*getattr(namespace, "ignored_flags", []), option_string]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises :class:`ConfigError` instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def build_parser(*, with_help: bool = False) -> Parser:
+    """All flags of ``mindspeed pretrain``.
+
+    Args:
+        with_help: read the help texts of Megatron's flags from its source too (slower).
+    """
+    from mindspeed.data.tokenizer import add_tokenizer_arguments
+    from mindspeed.features import registry
+
+    parser = Parser(
+        prog="mindspeed pretrain",
+        description="Pretrain a GPT-style model. Flags are Megatron-LM's; --config takes a recipe.",
+        allow_abbrev=False,
+        conflict_handler="error",
+    )
+    own = parser.add_argument_group("launching")
+    own.add_argument(
+        "--config", metavar="RECIPE.yaml", help="recipe; the command line wins over it"
+    )
+    own.add_argument("--nproc", type=int, help="processes on this machine (default: TP x PP x CP)")
+    own.add_argument("--dry-run", action="store_true", help="print what would run, then stop")
+    for name, options in SECTIONS.items():
+        group = parser.add_argument_group(name, inspect.cleandoc(options.__doc__ or ""))
+        for item in flags_of(options):
+            spellings = [item.option, *item.aliases]
+            _add_flag(parser, group, item.name, spellings, item.type, item.default, item.help)
+    for section, config_class in _megatron_sections():
+        group = parser.add_argument_group(f"{section}: {config_class.__name__}")
+        texts = _field_docstrings(config_class) if with_help else {}
+        for field in dataclasses.fields(config_class):
+            _add_megatron_field(parser, group, field, texts.get(field.name, ""))
+    add_tokenizer_arguments(parser)
+    parser.set_defaults(tokenizer_type=None)
+    registry.add_arguments(parser)
+    _add_old_spellings(parser)
+    return parser
+
+
+def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Namespace:
+    """Parse flags.
+
+    Raises:
+        ConfigError: a flag is unknown (the closest names are suggested) or a value is not allowed.
+    """
+    parser = parser or build_parser(with_help=bool({"-h", "--help"} & set(tokens)))
+    args, unknown = parser.parse_known_args(list(tokens))
+    if unknown:
+        raise ConfigError(_unknown_flags(parser, unknown))
+    return args
+
+
+def section_of(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.Action]]:
+    """Recipe key -> (section, flag); keys are names in the namespace."""
+    table: dict[str, tuple[str, argparse.Action]] = {}
+    for group in parser._action_groups:
+        title = (group.title or "").split(":")[0]
+        section = {"tokenizer": "data", "mindspeed": "features"}.get(title, title)
+        if section in SECTIONS or section == "features":
+            for action in group._group_actions:
+                if not isinstance(action, Ignored):
+                    table.setdefault(action.dest, (section, action))
+    return table
+
+
+def namespace_name(field: str) -> str:
+    """Name in the namespace of a field of a Megatron Core configuration class."""
+    return SPELLING[field][1] if field in SPELLING else field
+
+
+def _megatron_sections() -> Iterable[tuple[str, type]]:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    yield "parallel", ModelParallelConfig
+    yield "parallel", DistributedDataParallelConfig
+    yield "model", TransformerConfig
+    yield "model", MLATransformerConfig
+    yield "optimizer", OptimizerConfig
+
+
+def _add_megatron_field(
+    parser: Parser, group: argparse._ArgumentGroup, field: dataclasses.Field[Any], text: str
+) -> None:
+    if field.name in DERIVED or field.name.startswith("_") or not field.init:
+        return
+    meta = field.metadata.get("argparse_meta", {})
+    option, dest = SPELLING.get(field.name, ("--" + field.name.replace("_", "-"), field.name))
+    if field.default is not dataclasses.MISSING:
+        default = field.default
+    else:
+        default = field.default_factory()  # type: ignore[misc]
+    default = DEFAULT.get(dest, meta.get("default", default))
+    spellings = meta.get("arg_names", [option])
+    _add_flag(parser, group, dest, spellings, field.type, default, text)
+
+
+def _add_flag(
+    parser: Parser,
+    group: argparse._ArgumentGroup,
+    dest: str,
+    spellings: Sequence[str],
+    kind: Any,
+    default: Any,
+    text: str,
+) -> None:
+    """Add one flag unless its type has no spelling or an earlier class declared it."""
+    how = _argparse_type(kind)
+    known = parser._option_string_actions
+    if how is None or any(action.dest == dest for action in parser._actions):
+        return
+    text = text.replace("%", "%%") + ("" if default is None else f" (default: {_show(default)})")
+    if how.get("action") is not Switch:
+        fresh = [spelling for spelling in spellings if spelling not in known]
+        group.add_argument(*fresh, dest=dest, default=default, help=text, **how)
+        return
+    positive, negative = _both_forms(spellings, default, dest)
+    group.add_argument(
+        *[spelling for spelling in positive if spelling not in known],
+        action=Switch,
+        negative=[spelling for spelling in negative if spelling not in known],
+        dest=dest,
+        default=bool(default),
+        help=text,
+    )
+
+
+def _both_forms(spellings: Sequence[str], default: Any, dest: str) -> tuple[list[str], list[str]]:
+    """Positive and negative spellings of a switch.
+
+    Megatron gives a switch that is on by default the spelling that turns it off
+    (``--disable-bias-linear`` for ``add_bias_linear``).
+    """
+    plain = "--" + dest.replace("_", "-")
+    off = ("--no-", "--disable-")
+    turns_off = bool(default) and any(spelling.startswith(off) for spelling in spellings)
+    if turns_off:
+        return [plain], [*spellings, f"--no-{plain[2:]}"]
+    names = [spelling[2:] for spelling in spellings]
+    negative = [_negated(name) for name in names]
+    also = [f"disable-{name}" for name in names] if default else []
+    return list(spellings), [f"--{name}" for name in dict.fromkeys([*negative, *also])]
+
+
+def _negated(name: str) -> str:
+    if name.startswith("no-"):
+        return name[3:]
+    return name.replace("enable-", "disable-", 1) if name.startswith("enable-") else f"no-{name}"
+
+
+def _argparse_type(kind: Any) -> dict[str, Any] | None:
+    """Keyword arguments of ``add_argument`` for a type, or None if it has no spelling."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        parts = tuple(part for part in parts if part is not type(None))
+        return _argparse_type(parts[0]) if len(parts) == 1 else _union_type(parts)
+    if kind is bool:
+        return {"action": Switch}
+    if kind in (int, float, str):
+        return {"type": {int: _whole, float: float, str: str}[kind]}
+    if kind is torch.dtype:
+        return {"type": _dtype, "metavar": "{" + ",".join(DTYPES) + "}"}
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        names = "{" + ",".join(member.name for member in kind) + "}"
+        return {"type": lambda text: _member(kind, text), "metavar": names}
+    if origin is Literal:
+        return {"type": type(parts[0]), "choices": parts}
+    if origin in (list, tuple) and parts and parts[0] in (int, float, str):
+        if origin is tuple and parts == (int, int):
+            return {"type": _pair}
+        return {"type": parts[0], "nargs": "+"}
+    return None
+
+
+def _union_type(parts: tuple[Any, ...]) -> dict[str, Any] | None:
+    """A value or a list of values; a layer pattern for numbers."""
+    if parts[0] is int:
+        return {"type": layer_pattern}
+    if (
+        parts[0] in (float, str)
+        and typing.get_origin(parts[1]) is list
+        and typing.get_args(parts[1])
+    ):
+        return {"type": parts[0], "nargs": "+"}
+    return {"type": str} if parts[0] is str else None
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """Parse ``4`` or a list of ones and zeros such as ``([1]*3+[0])*2``."""
+    try:
+        return _evaluate(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError) as error:
+        message = f"{text!r} is neither a number nor a pattern such as ([1]*3+[0]*1)*2"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """The value of an expression made of integers, lists, ``+`` and ``*`` only."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluate(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        size = max((value for value in (left, right) if isinstance(value, int)), default=0)
+        if size > 10_000:
+            raise ValueError("pattern too long")
+        return left + right if isinstance(node.op, ast.Add) else left * right
+    raise ValueError("only lists of numbers, + and *")
+
+
+def _whole(text: str) -> int:
+    """``1000``, ``1_000`` or ``1e6``."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if number != int(number):
+            raise
+        return int(number)
+
+
+_whole.__name__ = "whole number"
+
+
+def _pair(text: str) -> tuple[int, int]:
+    left, right = text.strip("()").split(",")
+    return int(left), int(right)
+
+
+def _dtype(text: str) -> torch.dtype:
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+def _member(kind: type[enum.Enum], text: str) -> enum.Enum:
+    if text not in kind.__members__:
+        raise argparse.ArgumentTypeError(f"{text!r}: choose one of {', '.join(kind.__members__)}")
+    return kind[text]
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return names.get(value, str(value)) if isinstance(value, torch.dtype) else str(value)
+
+
+def _add_old_spellings(parser: Parser) -> None:
+    known = parser._option_string_actions
+    for old, new in ALIASES.items():
+        if new in known and old not in known:
+            known[old] = known[new]
+    group = parser.add_argument_group("accepted for old scripts, without effect")
+    for spelling, count in IGNORED.items():
+        if spelling not in known:
+            dest = spelling.strip("-").replace("-", "_").lower() + "_ignored"
+            group.add_argument(
+                spelling,
+                action=Ignored,
+                nargs=count,
+                dest=dest,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+    if "--local-rank" not in known:
+        group.add_argument(
+            "--local-rank", "--local_rank", type=int, default=0, help=argparse.SUPPRESS
+        )
+
+
+def _unknown_flags(parser: Parser, unknown: Sequence[str]) -> str:
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    lines = []
+    for token in unknown:
+        name = token.split("=")[0]
+        if name.startswith("-") and not _is_number(name):
+            closest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"; did you mean {', '.join(closest)}?" if closest else ""
+            lines.append(f"unknown flag {name}{hint}")
+    if not lines:
+        lines.append(f"unexpected argument {unknown[0]!r}: no flag takes it")
+    return "\n".join(lines)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _field_docstrings(config_class: type) -> dict[str, str]:
+    """The text below each field of a dataclass, first paragraph, on one line."""
+    texts: dict[str, str] = {}
+    for cls in reversed(config_class.__mro__):
+        if not dataclasses.is_dataclass(cls):
+            continue
+        (body,) = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                if isinstance(below.value, ast.Constant) and isinstance(field.target, ast.Name):
+                    paragraph = str(below.value.value).strip().split("\n\n")[0]
+                    texts[field.target.id] = " ".join(paragraph.split())
+    return texts

@@ -1,0 +1,89 @@
+"""From resolved flags to Megatron Core's configuration objects.
+
+Each builder copies the fields its class declares from the namespace and adds what Megatron-LM's
+training script derives: activation functions, data types, the pipeline's point-to-point mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig, SGDOptimizerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from mindspeed.training.arguments import namespace_name
+
+
+def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+    """The model's configuration."""
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = _fields_of(config_class, args)
+    values.update(_activation(args))
+    values["deallocate_pipeline_outputs"] = True
+    values["pipeline_dtype"] = args.params_dtype
+    values["batch_p2p_comm"] = not args.overlap_p2p_comm
+    values["inference_sampling_seed"] = args.seed
+    if not args.group_query_attention:
+        values["num_query_groups"] = None
+    if args.rope_type is None:
+        values.pop("rope_type", None)
+    if args.init_method_xavier_uniform:
+        values["init_method"] = torch.nn.init.xavier_uniform_
+    for name in ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        value = values[name]
+        if isinstance(value, list) and len(value) == 1:
+            values[name] = value[0]
+    return config_class(**values)
+
+
+def ddp_config(args: argparse.Namespace, num_parameters: int) -> DistributedDataParallelConfig:
+    """How gradients are reduced. Buckets matter only when the reduction is overlapped."""
+    values = _fields_of(DistributedDataParallelConfig, args)
+    values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32
+    if args.ddp_num_buckets is not None:
+        values["bucket_size"] = num_parameters // args.ddp_num_buckets
+    elif args.ddp_bucket_size is None:
+        # Large enough per rank of a wide data-parallel group to be bandwidth-bound.
+        values["bucket_size"] = max(40_000_000, 1_000_000 * args.data_parallel_size)
+    if not args.overlap_grad_reduce:
+        values["bucket_size"] = None
+    return DistributedDataParallelConfig(**values)
+
+
+def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+    """The optimizer's configuration."""
+    config_class = SGDOptimizerConfig if args.optimizer == "sgd" else AdamOptimizerConfig
+    return config_class(**_fields_of(config_class, args))
+
+
+def _fields_of(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
+    values = {}
+    for field in dataclasses.fields(config_class):
+        name = namespace_name(field.name)
+        if field.init and hasattr(args, name):
+            values[field.name] = getattr(args, name)
+    return values
+
+
+def _activation(args: argparse.Namespace) -> dict[str, Any]:
+    if args.swiglu:
+        return {
+            "activation_func": F.silu,
+            "gated_linear_unit": True,
+            "bias_activation_fusion": args.bias_swiglu_fusion,
+        }
+    values: dict[str, Any] = {"bias_activation_fusion": args.bias_gelu_fusion}
+    if args.squared_relu:
+        from megatron.core.activations import squared_relu
+
+        values["activation_func"] = squared_relu
+    elif args.quick_geglu:
+        values.update(activation_func=quick_gelu, gated_linear_unit=True)
+    return values

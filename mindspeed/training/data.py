@@ -1,0 +1,250 @@
+"""Data sets and micro-batches.
+
+Data sets are Megatron Core's: ``.bin``/``.idx`` files, blended, split and shuffled, with index files
+built once by rank 0 and cached. They exist on the ranks that feed a first or last pipeline stage and
+lead their tensor-parallel group; :class:`MicroBatches` hands each micro-batch on to the group in ONE
+broadcast of 8-byte words (Megatron-LM sends each tensor apart, and an s x s mask with them):
+
+    first stage   tokens                  b * s * 8 bytes
+    last stage    labels, loss mask       b * s * 16 bytes
+    only stage    all three               b * s * 24 bytes
+
+Position ids are counted on the rank itself and the causal mask belongs to the attention, unless
+``--reset-position-ids`` or ``--reset-attention-mask`` make them data.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from mindspeed import device
+from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
+from mindspeed.errors import DataError
+from mindspeed.files import check_path
+from mindspeed.training.samplers import CyclicSampler, Portion, SequentialSampler
+
+Batch = dict[str, torch.Tensor | None]
+_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """The three splits; None where this rank needs none of a split, or it has no samples."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
+    """Build the tokenizer and derive the padded vocabulary size from it."""
+    tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+    if args.vocab_size is None:
+        args.vocab_size = tokenizer.vocab_size
+    if args.padded_vocab_size is None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    return tokenizer
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Check that every data set exists, before any process group does.
+
+    Raises:
+        DataError: names the flag, the prefix and the file that is missing.
+    """
+    if args.data_args_path and not args.data_path:
+        args.data_path = tuple(check_path(args.data_args_path, "input").read_text().split())
+    for name in _FLAGS:
+        blend = get_blend_from_list(getattr(args, name) and list(getattr(args, name)))
+        for prefix in blend[0] if blend else ():
+            for suffix in (".idx", ".bin"):
+                if not Path(prefix + suffix).is_file():
+                    raise DataError(
+                        f"--{name.replace('_', '-')} {prefix}: there is no file {prefix}{suffix}; "
+                        "give the path without .bin or .idx (mindspeed preprocess writes both)"
+                    )
+                check_path(prefix + suffix, "input")
+
+
+def build_datasets(
+    args: argparse.Namespace, config: TransformerConfig, tokenizer: TextTokenizer
+) -> DataSets:
+    """Build the three splits; collective, rank 0 writes missing index files first."""
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    blends = [get_blend_from_list(list(paths)) if paths else None for paths in per_split]
+    dataset_config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=get_blend_from_list(list(args.data_path)) if args.data_path else None,
+        blend_per_split=blends if any(blends) else None,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,
+    )
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    reads = _reads_data(config)
+    built = BlendedMegatronDatasetBuilder(
+        kind, list(sample_counts(args)), lambda: reads, dataset_config
+    ).build()
+    return DataSets(*built)
+
+
+def sample_counts(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Samples of training, validation and test over the whole run."""
+    batch = args.global_batch_size
+    train = args.train_samples or args.train_iters * batch
+    if not args.eval_iters:
+        return train, 0, 0
+    iterations = args.train_iters or args.train_samples // batch
+    validations = iterations // args.eval_interval + 1
+    return train, validations * args.eval_iters * batch, args.eval_iters * batch
+
+
+class MicroBatches(Iterator[Batch]):
+    """The micro-batches of one pipeline stage on this rank, without end for a cyclic reader.
+
+    Args:
+        args: final values.
+        loader: yields collated samples on the leader of the tensor-parallel group, else None.
+        first: the stage embeds tokens.
+        last: the stage computes the loss.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, loader: Iterator[Any] | None, *, first: bool, last: bool
+    ) -> None:
+        self._shape = (args.micro_batch_size, args.seq_length)
+        self._loader = loader
+        self._positions_are_data = args.reset_position_ids
+        self._mask_is_data = args.reset_attention_mask
+        self._words = [*(["tokens"] if first else []), *(["labels", "loss_mask"] if last else [])]
+        if first and self._positions_are_data:
+            self._words.append("position_ids")
+        self._device = device.current().torch_device()
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._leader = parallel_state.get_tensor_model_parallel_src_rank()
+        counted = torch.arange(args.seq_length, device=self._device)
+        self._positions = counted.expand(self._shape).contiguous() if first else None
+
+    def __next__(self) -> Batch:
+        sample = next(self._loader) if self._loader is not None else None
+        packed = self._broadcast(self._pack(sample), (len(self._words), *self._shape), torch.int64)
+        batch: Batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"))
+        batch.update(zip(self._words, packed.unbind(), strict=True))
+        if batch["loss_mask"] is not None:
+            batch["loss_mask"] = batch["loss_mask"].to(torch.int32).view(torch.float32)
+        if not self._positions_are_data:
+            batch["position_ids"] = self._positions
+        batch["attention_mask"] = self._attention_mask(sample)
+        return get_batch_on_this_cp_rank(batch)
+
+    def _pack(self, sample: Any) -> torch.Tensor | None:
+        """All tensors as 8-byte words; the loss mask keeps its bits."""
+        if sample is None:
+            return None
+        words = [
+            sample[name].view(torch.int32) if name == "loss_mask" else sample[name]
+            for name in self._words
+        ]
+        return torch.stack([word.to(torch.int64) for word in words])
+
+    def _attention_mask(self, sample: Any) -> torch.Tensor | None:
+        if not self._mask_is_data:
+            return None
+        batch, seq = self._shape
+        mask = None if sample is None else sample["attention_mask"]
+        return self._broadcast(mask, (batch, 1, seq, seq), torch.bool)
+
+    def _broadcast(
+        self, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        if tensor is None:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        else:
+            tensor = tensor.to(self._device, non_blocking=True)
+        if self._group.size() > 1:
+            dist.broadcast(tensor, self._leader, group=self._group)
+        return tensor
+
+
+def micro_batches(
+    args: argparse.Namespace, config: TransformerConfig, dataset: Any, consumed: int
+) -> list[MicroBatches | None]:
+    """One reader per virtual pipeline stage of this rank, None where a stage needs no data."""
+    chunks = args.virtual_pipeline_model_parallel_size
+    readers: list[MicroBatches | None] = []
+    for vp_stage in range(chunks) if chunks else [None]:
+        where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
+        first = parallel_state.is_pipeline_first_stage(**where)
+        last = parallel_state.is_pipeline_last_stage(**where)
+        if args.mtp_num_layers and mtp_on_this_rank(config, **where):
+            first = last = True  # predicting further tokens needs the embedding and the labels
+        if not (first or last):
+            readers.append(None)
+            continue
+        loader = _loader(args, dataset, consumed) if _leads_tensor_group() else None
+        readers.append(MicroBatches(args, loader, first=first, last=last))
+    return readers
+
+
+def _loader(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Any]:
+    if dataset is None:
+        raise DataError("a data split is empty: check --split and the size of the data set")
+    portion = Portion(
+        total=len(dataset),
+        consumed=consumed,
+        micro_batch_size=args.micro_batch_size,
+        rank=parallel_state.get_data_parallel_rank(),
+        ranks=parallel_state.get_data_parallel_world_size(),
+    )
+    sampler: SequentialSampler | CyclicSampler = (
+        SequentialSampler(portion)
+        if args.dataloader_type == "single"
+        else CyclicSampler(portion, sharding=args.data_sharding)
+    )
+    here = device.current()
+    workers = args.num_workers
+    if workers is None:  # forked readers only compete with the computation on a CPU
+        workers = 0 if here.name == "cpu" else 2
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        pin_memory=here.has("pinned_memory"),
+        persistent_workers=workers > 0,
+        # Its own generator: only some ranks read, and the default one must stay equal on all.
+        generator=torch.Generator().manual_seed(args.seed),
+    )
+    return iter(loader)
+
+
+def _leads_tensor_group() -> bool:
+    return parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def _reads_data(config: TransformerConfig) -> bool:
+    edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    return (edge or mtp_on_this_rank(config)) and _leads_tensor_group()

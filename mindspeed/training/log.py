@@ -1,0 +1,361 @@
+"""What a run prints and records: one aligned line per log interval, JSON lines, TensorBoard.
+
+The last rank speaks, because the last pipeline stage knows the loss. Between log lines a step only
+appends a device tensor to a list; sums over data-parallel ranks and copies to the host happen once
+per interval.
+
+    iteration      10/    600 | consumed samples:      160 | lm loss: 7.621034E+00 | learning rate: ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+from mindspeed import device
+from mindspeed.errors import ConfigError
+from mindspeed.files import atomic_write_text, make_dirs, secure_open
+from mindspeed.training.flops import training_flops
+from mindspeed.training.model import TrainedModel
+from mindspeed.training.step import StepResult
+
+GIGA = 10**9
+
+
+class Log:
+    """Collects steps and reports them.
+
+    Args:
+        args: final values.
+        model: for learning rate, loss scale and the norm of the parameters.
+        iteration: iterations that are done already.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: TrainedModel, iteration: int) -> None:
+        self._args = args
+        self._model = model
+        self._speaks = dist.get_rank() == dist.get_world_size() - 1
+        self._sinks = _sinks(args, iteration) if self._speaks else []
+        self._losses: list[torch.Tensor] = []
+        self._grad_norm: float | None = None
+        self._skipped = 0
+        self._samples = 0
+        self._iterations = 0
+        self._last_loss: float | None = None
+        self._started = self._interval_start = time.perf_counter()
+        self._tokens = 0
+
+    def add(self, result: StepResult, samples: int) -> None:
+        """Note one step of ``samples`` sequences."""
+        self._iterations += 1
+        self._samples += samples
+        self._tokens += samples * self._args.seq_length
+        self._skipped += result.skipped
+        self._grad_norm = result.grad_norm
+        if result.losses is not None and not result.nonfinite:
+            self._losses.append(result.losses.sum(dim=0))
+        for sink in self._sinks:
+            sink.advance()
+
+    def report(self, iteration: int, extra: str = "") -> None:
+        """Print and record the steps since the last report."""
+        loss = mean_loss(self._losses)
+        auxiliary = _auxiliary_losses(self._args, self._iterations)
+        params_norm = _params_norm(self._model) if self._args.log_params_norm else None
+        elapsed = time.perf_counter() - self._interval_start
+        if self._speaks:
+            self._last_loss = loss
+            metrics = self._metrics(iteration, elapsed, loss) | auxiliary
+            if params_norm is not None:
+                metrics["params_norm"] = params_norm
+            line = _line(metrics, self._args.train_iters)
+            for sink in self._sinks:
+                sink.record(iteration, metrics, line + (f" {extra} |" if extra else ""))
+        self._losses.clear()
+        self._skipped = self._samples = self._iterations = 0
+        self._interval_start = time.perf_counter()
+
+    def report_validation(self, name: str, iteration: int, loss: float | None) -> None:
+        """Print and record a loss on held-out data."""
+        if not self._speaks or loss is None:
+            return
+        metrics = {"iteration": iteration, f"{name}_loss": loss}
+        perplexity = math.exp(min(20.0, loss))
+        line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        for sink in self._sinks:
+            sink.record(iteration, metrics, f"{line} lm loss PPL: {perplexity:.6E} |")
+
+    def message(self, text: str) -> None:
+        """Print a line without disturbing the progress bar."""
+        if self._speaks:
+            for sink in self._sinks:
+                sink.message(text)
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Time spent in this block (validation, saving) does not count as training."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._interval_start += time.perf_counter() - start
+
+    def close(self, iteration: int) -> None:
+        """Print the summary and what can be done next."""
+        if not self._speaks:
+            return
+        for sink in self._sinks:
+            sink.close()
+        print(
+            _summary(self._args, iteration, self._last_loss, self._tokens, self._started),
+            flush=True,
+        )
+
+    def _metrics(self, iteration: int, elapsed: float, loss: float | None) -> dict[str, Any]:
+        args, steps = self._args, max(1, self._iterations)
+        flops = training_flops(args, self._samples)
+        rate = get_canonical_lr_for_logging(self._model.optimizer.param_groups)
+        metrics: dict[str, Any] = {
+            "iteration": iteration,
+            "consumed_samples": args.consumed_train_samples,
+            "seconds_per_iteration": elapsed / steps,
+            "learning_rate": rate,
+            "global_batch_size": self._samples // steps,
+            "lm_loss": loss,
+            "grad_norm": self._grad_norm,
+            "tokens_per_second": self._samples * args.seq_length / elapsed,
+            "tflops_per_device": flops / elapsed / args.world_size / 1e12,
+            "memory_gb": device.current().memory_stats().peak / GIGA,
+            "skipped_iterations": self._skipped,
+            "eta_seconds": (args.train_iters - iteration) * elapsed / steps,
+        }
+        if args.fp16:
+            metrics["loss_scale"] = self._model.optimizer.get_loss_scale().item()
+        return metrics
+
+
+def mean_loss(losses: list[torch.Tensor]) -> float | None:
+    """Mean over iterations of (token loss sum / tokens) over all data-parallel ranks.
+
+    One all-reduce of 8 bytes per iteration among the ranks of the last stage; None elsewhere.
+    """
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True) or not losses:
+        return None
+    sums = torch.stack(losses)
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    per_iteration = (sums[:, 0] / sums[:, 1]).tolist()
+    # Added one by one in single precision, as Megatron-LM does: equal to the last digit.
+    return float(
+        reduce(lambda a, b: np.float32(a + np.float32(b)), per_iteration, np.float32(0))
+    ) / len(per_iteration)
+
+
+def _line(metrics: Mapping[str, Any], train_iters: int) -> str:
+    """One aligned line; loss and learning rate in Megatron-LM's digits."""
+    parts = [
+        f" iteration {metrics['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {metrics['consumed_samples']:12d}",
+    ]
+    if metrics["lm_loss"] is not None:
+        parts.append(f"lm loss: {metrics['lm_loss']:.6E}")
+    for key in ("load_balancing_loss", "z_loss", "mtp_loss", "params_norm"):
+        if key in metrics:
+            parts.append(f"{key.replace('_', ' ')}: {metrics[key]:.6E}")
+    if metrics["learning_rate"] is not None:
+        parts.append(f"learning rate: {np.float32(metrics['learning_rate']):.6E}")
+    if "loss_scale" in metrics:
+        parts.append(f"loss scale: {metrics['loss_scale']:.1f}")
+    if metrics["grad_norm"] is not None:
+        parts.append(f"grad norm: {metrics['grad_norm']:.3f}")
+    parts += [
+        f"ms/iteration: {1000 * metrics['seconds_per_iteration']:8.1f}",
+        f"tokens/s: {metrics['tokens_per_second']:9.0f}",
+        f"TFLOP/s/device: {metrics['tflops_per_device']:8.3f}",
+        f"memory GB: {metrics['memory_gb']:6.2f}",
+        f"skipped: {metrics['skipped_iterations']:3d}",
+        f"ETA {timedelta(seconds=int(metrics['eta_seconds']))}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+def _summary(
+    args: argparse.Namespace, iteration: int, loss: float | None, tokens: int, started: float
+) -> str:
+    elapsed = time.perf_counter() - started
+    lines = [
+        f"trained to iteration {iteration} of {args.train_iters} "
+        f"in {timedelta(seconds=int(elapsed))}, {tokens / elapsed:,.0f} tokens/s overall"
+        + (f", last loss {loss:.4f}" if loss is not None else "")
+    ]
+    if args.save:
+        lines += [
+            f"  continue   mindspeed pretrain ... --save {args.save} --auto-resume",
+            f"  generate   mindspeed generate --load {args.save}",
+            f"  draw       mindspeed plot {args.save}",
+        ]
+    return "\n".join(lines)
+
+
+def _params_norm(model: TrainedModel) -> float:
+    """Norm of all parameters: each counted once over tensor ranks, summed over stages."""
+    total = torch.zeros((), dtype=torch.float32, device=device.current().torch_device())
+    for chunk in model.chunks:
+        for parameter in chunk.parameters():
+            mine = getattr(parameter, "tensor_model_parallel", False)
+            if mine or parallel_state.get_tensor_model_parallel_rank() == 0:
+                total += parameter.detach().float().square().sum()
+    dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    return math.sqrt(total.item())
+
+
+def _auxiliary_losses(args: argparse.Namespace, iterations: int) -> dict[str, float]:
+    """Mean load-balancing, z and multi-token losses of the interval; collective for such models."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    scale = 1 / (get_num_microbatches() * max(1, iterations))
+    found: dict[str, Any] = {}
+    if args.num_experts:
+        from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+
+        kinds = args.moe_router_load_balancing_type
+        names = ["load_balancing_loss"] if "aux_loss" in kinds else []
+        names += ["z_loss"] if args.moe_z_loss_coeff is not None else []
+        track_moe_metrics(
+            loss_scale=scale,
+            iteration=0,
+            writer=None,
+            total_loss_dict=found,
+            force_initialize=True,
+            track_names=names,
+            num_layers=args.num_layers,
+            moe_layer_freq=args.moe_layer_freq,
+            mtp_num_layers=args.mtp_num_layers,
+        )
+    if args.mtp_num_layers:
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        MTPLossLoggingHelper.track_mtp_metrics(scale, 0, None, None, found)
+    return {name.replace(" ", "_"): float(value) for name, value in found.items()}
+
+
+class _Console:
+    """Log lines on standard output."""
+
+    def record(self, iteration: int, metrics: Mapping[str, Any], line: str) -> None:
+        print(line, flush=True)
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def advance(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _ProgressBar(_Console):
+    """Log lines above a progress bar, on a terminal."""
+
+    def __init__(self, done: int, total: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(initial=done, total=total, unit="it", dynamic_ncols=True, leave=False)
+
+    def record(self, iteration: int, metrics: Mapping[str, Any], line: str) -> None:
+        self._bar.write(line)
+        if metrics.get("lm_loss") is not None:
+            self._bar.set_postfix_str(f"loss {metrics['lm_loss']:.3f}", refresh=False)
+
+    def message(self, text: str) -> None:
+        self._bar.write(text)
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _JsonLines(_Console):
+    """One JSON object per report; a run that resumes drops what the lost iterations wrote."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        make_dirs(path.parent)
+        if path.exists():
+            lines = path.read_text("utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if _iteration_of(line) <= done]
+            if len(kept) < len(lines):
+                atomic_write_text(path, "".join(kept))
+        self._file = secure_open(path, "a")
+
+    def record(self, iteration: int, metrics: Mapping[str, Any], line: str) -> None:
+        finite = {k: v if _is_finite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps({**finite, "time": time.time()}) + "\n")
+        self._file.flush()
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoard(_Console):
+    """One curve per metric."""
+
+    def __init__(self, directory: str, memory: bool) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "--tensorboard-dir needs the package: pip install tensorboard"
+            ) from error
+        make_dirs(directory)
+        self._writer = SummaryWriter(directory)
+        self._left_out = {"iteration", "eta_seconds"} | (set() if memory else {"memory_gb"})
+
+    def record(self, iteration: int, metrics: Mapping[str, Any], line: str) -> None:
+        for name, value in metrics.items():
+            if value is not None and name not in self._left_out:
+                self._writer.add_scalar(name.replace("_", "-"), value, iteration)
+        self._writer.flush()
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _sinks(args: argparse.Namespace, done: int) -> list[_Console]:
+    on_terminal = args.progress_bar and sys.stderr.isatty()
+    sinks: list[_Console] = [_ProgressBar(done, args.train_iters) if on_terminal else _Console()]
+    path = args.metrics_file or (args.save and str(Path(args.save) / "metrics.jsonl"))
+    if path:
+        sinks.append(_JsonLines(Path(path), done))
+    if args.tensorboard_dir:
+        sinks.append(_TensorBoard(args.tensorboard_dir, args.log_memory_to_tensorboard))
+    return sinks
+
+
+def _iteration_of(line: str) -> float:
+    try:
+        return json.loads(line)["iteration"]
+    except (ValueError, KeyError, TypeError):  # a line that a killed run left half-written
+        return math.inf
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

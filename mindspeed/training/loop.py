@@ -1,0 +1,188 @@
+"""The training loop: steps, log, validation, checkpoints, and the reasons to stop."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+
+from mindspeed.adaptor import session
+from mindspeed.training.data import MicroBatches
+from mindspeed.training.log import Log, mean_loss
+from mindspeed.training.model import TrainedModel
+from mindspeed.training.step import Trainer
+from mindspeed.training.stopping import Stopping
+
+Save = Callable[[int], Any]
+
+
+def train(
+    args: argparse.Namespace,
+    model: TrainedModel,
+    readers: Sequence[MicroBatches | None],
+    validation: Sequence[MicroBatches | None] | None,
+    iteration: int,
+    save: Save,
+) -> int:
+    """Train from ``iteration`` to the end or an early stop.
+
+    Args:
+        args: final values; the counters of consumed samples in it move on.
+        model: what is trained.
+        readers: training micro-batches per pipeline stage of this rank.
+        validation: the same for validation, or None.
+        iteration: iterations done.
+        save: writes a checkpoint of the given iteration.
+
+    Returns:
+        The last iteration done.
+    """
+    trainer = Trainer(args, model)
+    log = Log(args, model, iteration)
+    gathering = _ParameterGathering(args, model)
+    for chunk in model.chunks:
+        chunk.train()
+    if args.manual_gc:
+        gc.disable()
+    stopping = Stopping(on_signal=args.exit_signal_handler, minutes=args.exit_duration_in_mins)
+    seams = session.install().seams
+    saved = iteration
+    reason = None
+    with seams.train.around(), stopping:
+        while iteration < args.train_iters and reason is None:
+            _grow_batch(args, iteration, saved, save, log)
+            with seams.step.around(iteration + 1):
+                result = trainer.step(readers, iteration + 1)
+            iteration += 1
+            gathering.after_step(result.skipped)
+            samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
+            args.consumed_train_samples += samples
+            log.add(result, samples)
+            if iteration % args.log_interval == 0 or iteration == args.train_iters:
+                log.report(iteration, " | ".join(filter(None, seams.log.run_all(iteration))))
+            if validation and iteration % args.eval_interval == 0:
+                with log.not_counted(), gathering.paused():
+                    log.report_validation(
+                        "validation", iteration, evaluate(args, model, trainer, validation)
+                    )
+            _collect_garbage(args, iteration)
+            reason = stopping.reason() or _exit_interval(args, iteration)
+            if args.save_interval and iteration % args.save_interval == 0:
+                with log.not_counted(), gathering.paused():
+                    save(iteration)
+                saved = iteration
+    gathering.stop()
+    if args.save and saved != iteration:
+        save(iteration)
+    if reason:
+        log.message(f"stopping after iteration {iteration}: {reason}")
+    log.close(iteration)
+    return iteration
+
+
+def evaluate(
+    args: argparse.Namespace,
+    model: TrainedModel,
+    trainer: Trainer,
+    readers: Sequence[MicroBatches | None],
+) -> float | None:
+    """Mean loss over ``--eval-iters`` global batches; None on ranks without the last stage."""
+    for chunk in model.chunks:
+        chunk.eval()
+    # All validation batches have the full size, also while the training batch still grows.
+    full = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    sums = None
+    for _ in range(args.eval_iters):
+        losses = trainer.evaluate(readers, full)
+        if losses is not None:
+            total = losses.sum(dim=0)
+            sums = total if sums is None else sums + total
+        args.consumed_valid_samples += args.global_batch_size
+    for chunk in model.chunks:
+        chunk.train()
+    return mean_loss([] if sums is None else [sums])
+
+
+class _ParameterGathering:
+    """Switches the overlapped parameter all-gather (``--overlap-param-gather``) on and off.
+
+    It starts with the second step, because the first one finds its parameters complete, and rests
+    while something else reads the parameters.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: TrainedModel) -> None:
+        self._model = model
+        self._wanted = args.use_distributed_optimizer and args.overlap_param_gather
+        self._on = False
+        if self._wanted:
+            self._param_sync_func = model.config.param_sync_func
+            model.config.param_sync_func = None
+            for chunk in model.chunks:
+                chunk.disable_forward_pre_hook(param_sync=False)
+
+    def after_step(self, skipped: bool) -> None:
+        """Switch on after the first step that changed the parameters."""
+        if self._wanted and not self._on and not skipped:
+            self._start()
+
+    def stop(self) -> None:
+        """Switch off and complete the parameters."""
+        if self._on:
+            for chunk in self._model.chunks:
+                chunk.disable_forward_pre_hook()
+            self._model.config.param_sync_func = None
+            self._on = False
+
+    def paused(self) -> Any:
+        """Context manager: off inside, as before afterwards."""
+        return _Paused(self)
+
+    def _start(self) -> None:
+        for chunk in self._model.chunks:
+            chunk.enable_forward_pre_hook()
+        self._model.config.param_sync_func = self._param_sync_func
+        self._on = True
+
+
+class _Paused:
+    def __init__(self, gathering: _ParameterGathering) -> None:
+        self._gathering = gathering
+        self._was_on = gathering._on
+
+    def __enter__(self) -> None:
+        self._gathering.stop()
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on:
+            self._gathering._start()
+
+
+def _grow_batch(args: argparse.Namespace, iteration: int, saved: int, save: Save, log: Log) -> None:
+    """Batch ramp-up: take the size for the samples consumed so far; save before it changes."""
+    before = get_num_microbatches()
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    if get_num_microbatches() != before and iteration > 0:
+        log.message(f"global batch size is now {get_current_global_batch_size()}")
+        if args.save and saved != iteration:
+            with log.not_counted():
+                save(iteration)
+    update_num_microbatches(args.consumed_train_samples, consistency_check=True)
+
+
+def _collect_garbage(args: argparse.Namespace, iteration: int) -> None:
+    interval = args.manual_gc_interval
+    if args.manual_gc and interval and iteration % interval == 0:
+        gc.collect()
+
+
+def _exit_interval(args: argparse.Namespace, iteration: int) -> str | None:
+    if args.exit_interval and iteration % args.exit_interval == 0:
+        return f"--exit-interval {args.exit_interval}"
+    return None

@@ -1,0 +1,240 @@
+"""Model, optimizer and schedule, built from Megatron Core's parts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from mindspeed import device
+from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
+
+ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
+
+
+@dataclass
+class TrainedModel:
+    """What a training step changes: one wrapped module per virtual pipeline stage, and its optimizer."""
+
+    config: TransformerConfig
+    chunks: list[Any]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+    @property
+    def modules(self) -> list[Any]:
+        """The chunks without data-parallel and precision wrappers."""
+        return [_bare(chunk) for chunk in self.chunks]
+
+
+def gpt_model(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> GPTModel:
+    """One pipeline stage of a GPT; the default model provider."""
+    spec = layer_spec(args, config, vp_stage)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=_mtp_spec(args, config, spec, vp_stage),
+        vp_stage=vp_stage,
+    )
+
+
+def layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
+    """Which module plays which part; features change it (seam ``layer_spec``)."""
+    engine = args.transformer_impl == "transformer_engine"
+    if args.num_experts:
+        return get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=engine,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    shared: dict[str, Any] = {
+        "qk_layernorm": args.qk_layernorm,
+        "multi_latent_attention": args.multi_latent_attention,
+        "qk_l2_norm": args.qk_l2_norm,
+    }
+    if engine:
+        return get_gpt_layer_with_transformer_engine_spec(**shared)
+    return get_gpt_layer_local_spec(normalization=args.normalization, **shared)
+
+
+def _mtp_spec(
+    args: argparse.Namespace, config: TransformerConfig, spec: Any, vp_stage: int | None
+) -> Any:
+    if not args.mtp_num_layers:
+        return None
+    engine = args.transformer_impl == "transformer_engine"
+    if args.num_experts:
+        spec = get_gpt_decoder_layer_specs(
+            config,
+            use_transformer_engine=engine,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+        )[-1]
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
+
+
+def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> TrainedModel:
+    """Build this rank's stages, wrap them for data parallelism and create their optimizer."""
+    config = transformer_config(args)
+    modules = build_modules(args, config, provider)
+    num_parameters = sum(p.numel() for module in modules for p in module.parameters())
+    ddp = ddp_config(args, num_parameters)
+    chunks = [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=ddp,
+            module=module,
+            # Later chunks communicate while earlier ones compute: buckets would only split that.
+            disable_bucketing=index > 0 or args.overlap_param_gather_with_optimizer_step,
+        )
+        for index, module in enumerate(modules)
+    ]
+    if args.data_parallel_random_init:
+        for chunk in chunks:
+            chunk.broadcast_params()
+    optimizer = build_optimizer(args, chunks)
+    _connect(args, config, chunks, optimizer)
+    return TrainedModel(config, chunks, optimizer, learning_rate_schedule(args, optimizer))
+
+
+def build_modules(
+    args: argparse.Namespace, config: TransformerConfig, provider: ModelProvider
+) -> list[Any]:
+    """This rank's stages, on its device and in its precision, without data parallelism."""
+    chunks = args.virtual_pipeline_model_parallel_size
+    modules = []
+    for vp_stage in range(chunks) if chunks else [None]:
+        where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
+        module = provider(
+            args,
+            config,
+            parallel_state.is_pipeline_first_stage(**where),
+            parallel_state.is_pipeline_last_stage(**where),
+            vp_stage,
+        )
+        module.model_type = ModelType.encoder_or_decoder
+        module.vp_stage = vp_stage
+        modules.append(module)
+    for module in modules:
+        for parameter in module.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module.to(device.current().torch_device())
+    if args.fp16 or args.bf16:
+        modules = [Float16Module(config, module) for module in modules]
+    return modules
+
+
+def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> MegatronOptimizer:
+    """Megatron's optimizer; features wrap or replace it (seam ``optimizer``)."""
+    config = optimizer_config(args)
+    return get_megatron_optimizer(
+        config,
+        chunks,
+        config_overrides=get_standard_config_overrides(config=config),
+        use_gloo_process_groups=args.enable_gloo_process_groups,
+    )
+
+
+def learning_rate_schedule(
+    args: argparse.Namespace, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
+    """Learning rate and weight decay over samples."""
+    batch = args.global_batch_size
+    if args.train_iters and args.train_samples is None:
+        total = args.train_iters * batch
+        decay = (args.lr_decay_iters or args.train_iters) * batch
+        warmup, last = args.lr_warmup_iters * batch, args.lr_wsd_decay_iters
+        last = last * batch if last is not None else None
+    else:
+        total = args.train_samples
+        decay = args.lr_decay_samples or total
+        warmup, last = args.lr_warmup_samples, args.lr_wsd_decay_samples
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=args.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wsd_decay_steps=last,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def _connect(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    chunks: list[Any],
+    optimizer: MegatronOptimizer,
+) -> None:
+    """Tell the schedule when to scale the loss, reduce gradients and gather parameters."""
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    single = partial(_one_or_all, len(chunks) == 1)
+    if args.overlap_grad_reduce:
+        config.no_sync_func = single([chunk.no_sync for chunk in chunks])
+        if args.align_grad_reduce:
+            config.grad_sync_func = single([chunk.start_grad_sync for chunk in chunks])
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = single([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_all(single: bool, functions: list[Any]) -> Any:
+    return functions[0] if single else functions
+
+
+def _bare(module: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(module, DistributedDataParallel | Float16Module):
+        module = module.module
+    return module

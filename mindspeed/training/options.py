@@ -1,0 +1,238 @@
+"""The trainer's own flags, one dataclass per recipe section.
+
+Names and meanings are Megatron-LM's, defaults too where no line below says otherwise. Flags that Megatron Core declares itself (model,
+parallel, optimizer) come from its own dataclasses, see :mod:`mindspeed.training.arguments`; here are
+those that belong to a training script rather than to the library.
+
+====================== ===================================================
+section of a recipe     dataclass here
+====================== ===================================================
+``model``               :class:`ModelOptions`
+``parallel``            :class:`ParallelOptions`
+``optimizer``           :class:`OptimizerOptions`
+``data``                :class:`DataOptions`
+``training``            :class:`TrainingOptions`
+``checkpoint``          :class:`CheckpointOptions`
+``logging``             :class:`LoggingOptions`
+====================== ===================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mindspeed.features.flags import flag
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Shape of the model, as far as Megatron Core's configuration does not hold it."""
+
+    max_position_embeddings: int | None = flag(None, "longest sequence (default: --seq-length)")
+    position_embedding_type: Literal["learned_absolute", "rope", "mrope", "none"] = flag(
+        "learned_absolute", "how positions enter the model"
+    )
+    use_rotary_position_embeddings: bool = flag(False, "old name of --position-embedding-type rope")
+    rotary_base: int = flag(10000, "base of the rotary embedding")
+    rotary_percent: float = flag(1.0, "part of each head that is rotated")
+    rotary_seq_len_interpolation_factor: int | None = flag(None, "stretch positions by this factor")
+    use_rope_scaling: bool = flag(False, "rotary scaling of Llama 3.1")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    rope_type: Literal["rope", "yarn"] | None = flag(None, "default: yarn with MLA, else rope")
+    group_query_attention: bool = flag(False, "grouped-query attention with --num-query-groups")
+    num_query_groups: int | None = flag(None, "key/value heads; turns on grouped-query attention")
+    swiglu: bool = flag(False, "gated linear unit with SiLU instead of GeLU")
+    squared_relu: bool = flag(False, "squared ReLU instead of GeLU")
+    quick_geglu: bool = flag(False, "gated linear unit with quick GeLU")
+    bias_gelu_fusion: bool = flag(True, "fuse bias and GeLU")
+    bias_swiglu_fusion: bool = flag(True, "fuse bias and SwiGLU")
+    untie_embeddings_and_output_weights: bool = flag(False, "separate output layer weights")
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this times TP"
+    )
+    padded_vocab_size: int | None = flag(None, "padded vocabulary size, instead of computing it")
+    fp16_lm_cross_entropy: bool = flag(False, "unreduced loss in fp16")
+    init_method_xavier_uniform: bool = flag(False, "Xavier uniform initialisation")
+    recompute_activations: bool = flag(
+        False,
+        "same as --recompute-granularity selective",
+    )
+    checkpoint_activations: bool = flag(False, "old name of full recompute, one layer at a time")
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the model is cut over the ranks."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "layers of one virtual pipeline stage (interleaved schedule)"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "virtual pipeline stages of one rank (interleaved schedule)"
+    )
+    ddp_num_buckets: int | None = flag(None, "number of gradient buckets")
+    align_grad_reduce: bool = flag(True, "all pipeline stages reduce gradients at the same time")
+    use_tp_pp_dp_mapping: bool = flag(False, "order ranks tp-cp-ep-pp-dp, not tp-cp-ep-dp-pp")
+    distributed_backend: Literal["auto", "nccl", "hccl", "gloo"] = flag(
+        "auto", "communication library; auto, nccl and hccl take what fits the device"
+    )
+    distributed_timeout_minutes: int = flag(10, "time-out of a collective")
+    enable_gloo_process_groups: bool = flag(True, "additional gloo groups on accelerators")
+    create_all_gather_group: bool = flag(False, "separate group for parameter all-gather")
+    nccl_communicator_config_path: str | None = flag(None, "YAML file with NCCL settings")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Learning rate, weight decay and precision of the gradients."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
+        "linear", "shape of the learning rate schedule"
+    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", "shape of the last phase of WSD"
+    )
+    lr_decay_iters: int | None = flag(None, "iterations of the decay (default: --train-iters)")
+    lr_decay_samples: int | None = flag(None, "samples of the decay (default: --train-samples)")
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD")
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the last phase of WSD")
+    lr_warmup_fraction: float | None = flag(None, "part of the decay spent warming up")
+    lr_warmup_iters: int = flag(0, "iterations of warm-up")
+    lr_warmup_samples: int = flag(0, "samples of warm-up")
+    lr_warmup_init: float = flag(0.0, "learning rate the warm-up starts from")
+    start_weight_decay: float | None = flag(None, "weight decay at the start")
+    end_weight_decay: float | None = flag(None, "weight decay at the end")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
+        "constant", "shape of the weight decay schedule"
+    )
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "schedule from the command line, not from the checkpoint",
+        aliases=("--override-opt_param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "schedule from the checkpoint, not from the command line",
+        aliases=("--use-checkpoint-opt_param-scheduler",),
+    )
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "accumulate and reduce gradients in fp32 (default with --bf16)"
+    )
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What is read, and in which order."""
+
+    seq_length: int | None = flag(None, "tokens of one sample")
+    data_path: tuple[str, ...] | None = flag(
+        None, "data set prefix, several prefixes, or weight prefix pairs"
+    )
+    train_data_path: tuple[str, ...] | None = flag(None, "the same, for training only")
+    valid_data_path: tuple[str, ...] | None = flag(None, "the same, for validation only")
+    test_data_path: tuple[str, ...] | None = flag(None, "the same, for the final test only")
+    data_args_path: str | None = flag(None, "file with the value of --data-path")
+    split: str | None = flag(None, "parts for training, validation, test (default 969, 30, 1)")
+    mock_data: bool = flag(False, "invented tokens instead of a data set")
+    data_cache_path: str | None = flag(None, "directory for index files (default: beside the data)")
+    mmap_bin_files: bool = flag(True, "map .bin files into memory")
+    dataloader_type: Literal["single", "cyclic"] = flag(
+        "single", "read in order, or shuffled anew in every epoch"
+    )
+    data_sharding: bool = flag(True, "cyclic: each data-parallel rank shuffles its own part")
+    num_workers: int | None = flag(None, "reader processes per rank (default: 2; on CPU 0)")
+    reset_position_ids: bool = flag(False, "positions start again after each document")
+    reset_attention_mask: bool = flag(False, "no attention across documents")
+    eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+    mid_level_dataset_surplus: float = flag(0.005, "samples built beyond what is needed")
+    num_dataset_builder_threads: int = flag(1, "threads that build index files")
+    allow_ambiguous_pad_tokens: bool = flag(False, "treat every token equal to pad as padding")
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How long and in which portions."""
+
+    micro_batch_size: int = flag(1, "samples per forward pass and data-parallel rank")
+    global_batch_size: int | None = flag(
+        None, "samples per optimizer step (default: --micro-batch-size x data-parallel size)"
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, "START INCREMENT SAMPLES: grow the global batch over so many samples"
+    )
+    decrease_batch_size_if_needed: bool = flag(False, "round the global batch down to what divides")
+    train_iters: int | None = flag(None, "optimizer steps, over all runs")
+    train_samples: int | None = flag(None, "samples, over all runs (instead of --train-iters)")
+    eval_interval: int | None = flag(None, "iterations between validations")
+    eval_iters: int = flag(100, "batches of one validation; 0 for none")
+    exit_interval: int | None = flag(None, "stop at the first iteration divisible by this")
+    exit_duration_in_mins: float | None = flag(None, "save and stop after this time")
+    exit_signal_handler: bool = flag(True, "on SIGTERM save, then stop with exit status 0")
+    seed: int = flag(1234, "random seed")
+    data_parallel_random_init: bool = flag(False, "another seed on each data-parallel rank")
+    check_for_nan_in_loss_and_grad: bool = flag(True, "stop when a loss or gradient is not finite")
+    max_skipped_nan_iterations: int = flag(
+        0, "leave out the update of so many iterations with a loss or gradient that is not finite"
+    )
+    manual_gc: bool = flag(False, "run the garbage collector at the same iteration on all ranks")
+    manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc")
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """What is saved and loaded."""
+
+    save: str | None = flag(None, "directory to save to")
+    save_interval: int | None = flag(
+        None,
+        "iterations between saves (default: only at the end)",
+        aliases=("--persistent-save-interval",),
+    )
+    load: str | None = flag(None, "directory to load from; without a checkpoint start fresh")
+    auto_resume: bool = flag(False, "load from --save")
+    exit_on_missing_checkpoint: bool = flag(False, "--load without a checkpoint is an error")
+    keep_last: int | None = flag(None, "delete all but the newest N checkpoints")
+    save_retain_interval: int | None = flag(
+        None, "with --keep-last: never delete iterations divisible by this"
+    )
+    async_save: bool = flag(False, "write in the background while training goes on")
+    ckpt_format: Literal["torch_dist"] = flag("torch_dist", "file format")
+    ckpt_step: int | None = flag(None, "iteration to load (default: the latest)")
+    finetune: bool = flag(False, "load the weights only and start at iteration 0")
+    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
+    no_save_optim: bool = flag(False, "leave the optimizer out")
+    no_save_rng: bool = flag(False, "leave the random number generators out")
+    no_load_optim: bool = flag(False, "do not load the optimizer")
+    no_load_rng: bool = flag(False, "do not load the random number generators")
+    ckpt_fully_parallel_save: bool = flag(True, "data-parallel ranks share the writing")
+    dist_ckpt_optim_fully_reshardable: bool = flag(
+        False, "distributed optimizer state that any TP, PP and DP can load"
+    )
+    dist_ckpt_strictness: str = flag(
+        "assume_ok_unexpected", "what happens with keys that do not match"
+    )
+
+
+@dataclass(frozen=True)
+class LoggingOptions:
+    """What is printed and recorded."""
+
+    log_interval: int = flag(10, "iterations between log lines")
+    tensorboard_dir: str | None = flag(None, "directory for TensorBoard")
+    metrics_file: str | None = flag(None, "JSON lines file (default: SAVE/metrics.jsonl)")
+    progress_bar: bool = flag(True, "progress bar when the output is a terminal")
+    log_params_norm: bool = flag(False, "log the norm of the parameters")
+    log_memory_to_tensorboard: bool = flag(False, "memory curve in TensorBoard")
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelOptions,
+    "parallel": ParallelOptions,
+    "optimizer": OptimizerOptions,
+    "data": DataOptions,
+    "training": TrainingOptions,
+    "checkpoint": CheckpointOptions,
+    "logging": LoggingOptions,
+}

@@ -1,0 +1,73 @@
+"""Pretraining from final values to the last checkpoint: puts the parts together.
+
+Every joint of the run is one visible call here or in :mod:`mindspeed.training.loop`: parallel
+groups (``initialize``), layer spec, optimizer (``model.build``), batch (``data``), schedule and step
+(``loop.train``), checkpoint (``load``, ``save``).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    init_num_microbatches_calculator,
+    update_num_microbatches,
+)
+
+from mindspeed.training import data, loop, setup
+from mindspeed.training.model import ModelProvider, build, gpt_model
+from mindspeed.training.resolve import Settings
+
+
+def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
+    """Train a model.
+
+    Args:
+        settings: final values (:func:`mindspeed.training.resolve.resolve`).
+        provider: builds one pipeline stage.
+
+    Returns:
+        The last iteration done.
+    """
+    args = settings.args
+    setup.initialize(args)
+    tokenizer = data.load_tokenizer(args)
+    count_batches(args)
+    model = build(args, provider)
+    iteration = 0
+    sets = data.build_datasets(args, model.config, tokenizer)
+    readers = data.micro_batches(args, model.config, sets.train, args.consumed_train_samples)
+    validation = None
+    if args.eval_iters:
+        validation = data.micro_batches(args, model.config, sets.valid, args.consumed_valid_samples)
+    iteration = loop.train(args, model, readers, validation, iteration, save=lambda i: None)
+    dist.barrier()
+    return iteration
+
+
+def count_batches(args: argparse.Namespace) -> None:
+    """Set up the number of micro-batches per step, and of iterations for ``--train-samples``."""
+    init_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        args.decrease_batch_size_if_needed,
+    )
+    if args.train_iters is None:
+        args.train_iters = iterations_of(args)
+
+
+def iterations_of(args: argparse.Namespace) -> int:
+    """Iterations that ``--train-samples`` make, with batch ramp-up."""
+    iterations = consumed = 0
+    ramp = args.rampup_batch_size[2] if args.rampup_batch_size else -1
+    while consumed <= min(ramp, args.train_samples):
+        update_num_microbatches(consumed, consistency_check=False)
+        consumed += get_current_global_batch_size()
+        iterations += 1
+    update_num_microbatches(0, consistency_check=False)
+    return iterations + max(0, args.train_samples - consumed) // args.global_batch_size

@@ -1,0 +1,156 @@
+"""Recipes: a YAML file with the flags of a run, grouped in sections.
+
+    model:
+      num_layers: 4
+      swiglu: true
+    parallel:
+      tensor_model_parallel_size: 2
+    training:
+      micro_batch_size: 2
+
+Keys are flag names with underscores. A recipe is turned into command line words and put in front of
+the real ones, so that the same parser checks both and the command line wins.
+:func:`dump` writes the resolved values of a run as a recipe that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import enum
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from mindspeed.errors import ConfigError
+from mindspeed.files import check_path
+from mindspeed.training.arguments import DTYPES, Parser, Switch, parse, section_of
+from mindspeed.training.options import SECTIONS
+
+ALL_SECTIONS = (*SECTIONS, "features")
+
+
+def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespace:
+    """Parse flags, with those of ``--config`` below them.
+
+    Raises:
+        ConfigError: the recipe cannot be read, a key is unknown or in the wrong section, or a flag
+            is wrong.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path = finder.parse_known_args(list(tokens))[0].config
+    if path is None:
+        return parse(tokens, parser)
+    return parse([*recipe_words(read(path), parser, path), *tokens], parser)
+
+
+def read(path: str) -> Mapping[str, Any]:
+    """Read a recipe file as a mapping of sections.
+
+    Raises:
+        ConfigError: there is no such file or it is no YAML mapping.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"--config {path}: there is no such file")
+    try:
+        recipe = yaml.safe_load(check_path(path, "input").read_text("utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is no valid YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ConfigError(f"--config {path}: sections are expected ({', '.join(ALL_SECTIONS)})")
+    return recipe
+
+
+def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe") -> list[str]:
+    """The command line that says the same as ``recipe``.
+
+    Raises:
+        ConfigError: names every section and key that is unknown or misplaced.
+    """
+    table = section_of(parser)
+    words: list[str] = []
+    problems: list[str] = []
+    for section, values in recipe.items():
+        if section not in ALL_SECTIONS:
+            problems.append(_unknown_section(str(section), table))
+            continue
+        for key, value in (values or {}).items():
+            home, action = table.get(key, (None, None))
+            if action is None:
+                problems.append(f"{section}.{key}: unknown key{_closest(key, table)}")
+            elif home != section:
+                problems.append(f"{section}.{key}: this key belongs in section '{home}'")
+            else:
+                words += _words(action, value)
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    return words
+
+
+def dump(args: argparse.Namespace, parser: Parser) -> str:
+    """The values of a run as a recipe; sections and keys sorted as in ``--help``."""
+    recipe: dict[str, dict[str, Any]] = {section: {} for section in ALL_SECTIONS}
+    for key, (section, action) in section_of(parser).items():
+        value = getattr(args, key, None)
+        if value is not None and (value != action.default or _always_shown(key)):
+            recipe[section][key] = _plain(value)
+    return yaml.safe_dump({k: v for k, v in recipe.items() if v}, sort_keys=False)
+
+
+def _always_shown(key: str) -> bool:
+    return key in ("seed", "micro_batch_size", "global_batch_size", "transformer_impl")
+
+
+def _words(action: argparse.Action, value: Any) -> list[str]:
+    """Command line words that give ``action`` this value."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return _switch_words(action, value)
+    option = next(name for name in action.option_strings if name.startswith("--"))
+    if isinstance(value, list | tuple) and action.nargs is not None:
+        return [option, *map(str, value)]
+    if isinstance(value, list | tuple):  # a layer pattern or a pair: one word
+        return [
+            f"{option}={','.join(map(str, value))}" if _is_pair(action) else f"{option}={value}"
+        ]
+    if action.nargs is not None and action.nargs != 0:
+        return [option, str(value)]
+    return [f"{option}={value}"]
+
+
+def _switch_words(action: argparse.Action, value: bool) -> list[str]:
+    if isinstance(action, Switch):
+        return [next(n for n in action.option_strings if (n not in action.negative) == value)]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return [next(n for n in action.option_strings if n.startswith("--no-") != value)]
+    if action.nargs == 0:  # store_true
+        return [action.option_strings[0]] if value else []
+    raise ConfigError(f"{action.option_strings[0]} takes a value, not {str(value).lower()}")
+
+
+def _is_pair(action: argparse.Action) -> bool:
+    return getattr(action.type, "__name__", "") == "_pair"
+
+
+def _unknown_section(section: str, table: Mapping[str, Any]) -> str:
+    if section in table:
+        return f"'{section}' is a key of section '{table[section][0]}'"
+    return f"unknown section '{section}'; sections are {', '.join(ALL_SECTIONS)}"
+
+
+def _closest(key: str, table: Mapping[str, Any]) -> str:
+    names = difflib.get_close_matches(str(key), table, n=3, cutoff=0.5)
+    return f"; did you mean {', '.join(names)}?" if names else ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return next(name for name, dtype in DTYPES.items() if dtype == value)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,304 @@
+"""From parsed flags to final values: what follows from what, and what cannot be.
+
+:func:`resolve` fills in everything that Megatron-LM derives (data-parallel size, feed-forward size,
+virtual pipeline size, data types, batch sizes ...) under Megatron-LM's names, and collects every
+contradiction before any process group exists. The namespace it completes is also what a checkpoint
+stores, so Megatron-LM finds the names it looks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from mindspeed.errors import ConfigError
+from mindspeed.training.options import (
+    CheckpointOptions,
+    DataOptions,
+    LoggingOptions,
+    OptimizerOptions,
+    TrainingOptions,
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Final values: the trainer's own sections typed, and the whole namespace for Megatron."""
+
+    training: TrainingOptions
+    data: DataOptions
+    optimizer: OptimizerOptions
+    checkpoint: CheckpointOptions
+    logging: LoggingOptions
+    args: argparse.Namespace
+
+
+def model_parallel_size(args: argparse.Namespace) -> int:
+    """Ranks that hold one copy of the model."""
+    return (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+
+
+def resolve(args: argparse.Namespace, world_size: int) -> Settings:
+    """Complete ``args`` in place and check them.
+
+    Args:
+        args: parsed flags (:func:`mindspeed.training.arguments.parse`).
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: one line per problem, each naming the flags and what to change.
+    """
+    problems = [*_required(args), *_parallel(args, world_size)]
+    if not problems:
+        _shape(args)
+        _precision(args)
+        problems = [*_batch(args), *_model(args), *_duration(args), *_output(args), *_data(args)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Settings(
+        training=_typed(TrainingOptions, args),
+        data=_typed(DataOptions, args),
+        optimizer=_typed(OptimizerOptions, args),
+        checkpoint=_typed(CheckpointOptions, args),
+        logging=_typed(LoggingOptions, args),
+        args=args,
+    )
+
+
+def _typed(options: type, args: argparse.Namespace) -> Any:
+    return options(**{field.name: getattr(args, field.name) for field in fields(options)})
+
+
+def _required(args: argparse.Namespace) -> Iterator[str]:
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr"):
+        if getattr(args, name) is None:
+            yield f"--{name.replace('_', '-')} is missing"
+    if (args.train_iters is None) == (args.train_samples is None):
+        yield "give one of --train-iters and --train-samples"
+
+
+def _parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    size = model_parallel_size(args)
+    args.world_size = world_size
+    args.data_parallel_size = max(1, world_size // size)
+    if world_size % size:
+        yield (
+            f"{world_size} ranks cannot be divided by tensor {tp} x pipeline {pp} x context {cp} "
+            f"= {size} parallel ranks: start a multiple of {size} processes or change "
+            "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size"
+        )
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = tp
+    if ep > 1 and not args.num_experts:
+        yield "--expert-model-parallel-size needs --num-experts"
+    elif ep > 1 and args.num_experts % ep:
+        yield f"--num-experts {args.num_experts} is not divisible by expert parallel size {ep}"
+    expert_size = args.expert_tensor_parallel_size * pp * ep
+    if args.num_experts and world_size % expert_size:
+        yield (
+            f"{world_size} ranks cannot be divided by expert tensor "
+            f"{args.expert_tensor_parallel_size} x expert {ep} x pipeline {pp} = {expert_size}"
+        )
+    if tp == 1:
+        args.sequence_parallel = False
+    if args.overlap_param_gather and not args.use_distributed_optimizer:
+        yield "--overlap-param-gather needs --use-distributed-optimizer"
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce"
+    yield from _pipeline(args)
+
+
+def _pipeline(args: argparse.Namespace) -> Iterator[str]:
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers or 0
+    per_stage = args.num_layers_per_virtual_pipeline_stage
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    layout = args.pipeline_model_parallel_layout
+    if sum(value is not None for value in (per_stage, chunks, layout)) > 1:
+        yield (
+            "give one of --num-layers-per-virtual-pipeline-stage, "
+            "--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout"
+        )
+    if layout is not None:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout as Layout,
+        )
+
+        stages = Layout.get_num_stages_from_str(layout)
+        if stages % pp:
+            yield f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of {pp}"
+        chunks = stages // pp
+    counted = layers + args.account_for_embedding_in_pipeline_split
+    counted += args.account_for_loss_in_pipeline_split
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if layout is None and first is None and last is None and counted % pp:
+        yield f"{counted} layers cannot be divided by --pipeline-model-parallel-size {pp}"
+    if per_stage is not None:
+        if counted // pp % per_stage:
+            yield f"{counted // pp} layers per stage are not divisible by {per_stage}"
+        chunks = counted // pp // per_stage
+    args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
+    if args.virtual_pipeline_model_parallel_size is None:
+        args.overlap_p2p_comm = args.align_param_gather = False
+    elif pp == 1:
+        yield "the interleaved schedule needs --pipeline-model-parallel-size of at least 2"
+
+
+def _shape(args: argparse.Namespace) -> None:
+    """Sizes that follow from others; Megatron-LM's rules."""
+    if args.num_query_groups is not None:
+        args.group_query_attention = True
+    args.num_query_groups = args.num_query_groups or 1
+    if args.ffn_hidden_size is None:
+        gated = args.swiglu
+        args.ffn_hidden_size = (
+            int(4 * args.hidden_size * 2 / 3 / 64) * 64 if gated else 4 * args.hidden_size
+        )
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads == 0:
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.num_experts and args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    if args.position_embedding_type != "rope":
+        args.apply_rope_fusion = False
+    args.add_position_embedding = True
+    if args.add_bias_linear:
+        args.add_qkv_bias = True
+    else:
+        args.bias_gelu_fusion = False
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    if args.checkpoint_activations:
+        args.recompute_granularity, args.recompute_method = "full", "uniform"
+        args.recompute_num_layers = args.recompute_num_layers or 1
+    if args.apply_query_key_layer_scaling:
+        args.attention_softmax_in_fp32 = True
+
+
+def _precision(args: argparse.Namespace) -> None:
+    args.params_dtype = torch.float32
+    if args.fp16:
+        args.params_dtype = torch.float16
+        if not args.loss_scale:  # a loss that is not finite is how dynamic scaling works
+            args.check_for_nan_in_loss_and_grad = False
+    if args.bf16:
+        args.params_dtype = torch.bfloat16
+        args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
+    if args.weight_decay_incr_style == "constant":
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+
+
+def _batch(args: argparse.Namespace) -> Iterator[str]:
+    micro, dp = args.micro_batch_size, args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = micro * dp
+    per_step = micro * dp
+    if args.global_batch_size % per_step and not args.decrease_batch_size_if_needed:
+        yield (
+            f"--global-batch-size {args.global_batch_size} is not divisible by "
+            f"--micro-batch-size {micro} x data-parallel size {dp} = {per_step}"
+        )
+    ramp = args.rampup_batch_size
+    if ramp is not None:
+        ramp = args.rampup_batch_size = [int(value) for value in ramp]
+        if len(ramp) != 3:
+            yield "--rampup-batch-size takes START INCREMENT SAMPLES"
+        elif ramp[0] % per_step or ramp[1] % per_step:
+            yield f"--rampup-batch-size {ramp[0]} {ramp[1]}: both must be divisible by {per_step}"
+        elif (args.global_batch_size - ramp[0]) % ramp[1]:
+            yield f"--rampup-batch-size: {ramp[0]} + n x {ramp[1]} never is {args.global_batch_size}"
+        if args.train_samples is None:
+            yield "--rampup-batch-size needs --train-samples instead of --train-iters"
+
+
+def _model(args: argparse.Namespace) -> Iterator[str]:
+    tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
+    if args.fp16 and args.bf16:
+        yield "--fp16 and --bf16 exclude each other"
+    if args.kv_channels is None:
+        yield (
+            f"--hidden-size {args.hidden_size} is not divisible by "
+            f"--num-attention-heads {heads}; set --kv-channels"
+        )
+    if heads % tp:
+        yield f"--num-attention-heads {heads} is not divisible by tensor parallel size {tp}"
+    groups = args.num_query_groups
+    if args.group_query_attention and groups % tp and tp % groups:
+        yield f"--num-query-groups {groups} and tensor parallel size {tp}: one must divide the other"
+    if args.multi_latent_attention and args.group_query_attention:
+        yield "--multi-latent-attention and --num-query-groups exclude each other"
+    cp = args.context_parallel_size
+    if cp > 1 and args.seq_length % (2 * cp):
+        yield f"--seq-length {args.seq_length} is not divisible by 2 x context parallel size {cp}"
+    if args.sequence_parallel and args.seq_length % tp:
+        yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
+    if args.max_position_embeddings < args.seq_length:
+        yield f"--max-position-embeddings is smaller than --seq-length {args.seq_length}"
+    if sum((args.swiglu, args.squared_relu, args.quick_geglu)) > 1:
+        yield "give one of --swiglu, --squared-relu and --quick-geglu"
+
+
+def _duration(args: argparse.Namespace) -> Iterator[str]:
+    if args.train_iters is not None:
+        for name in ("lr_decay_samples", "lr_warmup_samples"):
+            if getattr(args, name):
+                yield f"--{name.replace('_', '-')} needs --train-samples, not --train-iters"
+    else:
+        for name in ("lr_decay_iters", "lr_warmup_iters"):
+            if getattr(args, name):
+                yield f"--{name.replace('_', '-')} needs --train-iters, not --train-samples"
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        yield "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples"
+    if args.min_lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} is larger than --lr {args.lr}"
+    if args.weight_decay_incr_style != "constant" and args.start_weight_decay is None:
+        yield "--weight-decay-incr-style needs --start-weight-decay and --end-weight-decay"
+    if args.eval_interval is None:
+        args.eval_iters = 0
+    if args.log_interval < 1:
+        yield f"--log-interval {args.log_interval} must be at least 1"
+
+
+def _output(args: argparse.Namespace) -> Iterator[str]:
+    if args.auto_resume:
+        if args.save is None:
+            yield "--auto-resume needs --save"
+        elif args.load is None:
+            args.load = args.save
+    if args.save_interval is not None and args.save is None:
+        yield "--save-interval needs --save"
+    if args.keep_last is not None and args.keep_last < 1:
+        yield f"--keep-last {args.keep_last} must be at least 1"
+    if args.use_checkpoint_args and args.load is None:
+        yield "--use-checkpoint-args needs --load"
+    args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
+
+
+def _data(args: argparse.Namespace) -> Iterator[str]:
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    sources = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--data-args-path": args.data_args_path,
+        "--train-data-path": any(per_split),
+    }
+    given = [name for name, value in sources.items() if value]
+    if len(given) != 1:
+        chosen = f"not {' and '.join(given)}" if given else "none is given"
+        yield f"give one of {', '.join(sources)}; {chosen}"
+    if args.split is None and not any(per_split):
+        args.split = "969, 30, 1"
+    if args.tokenizer_type is None:
+        yield "--tokenizer-type is missing (HuggingFaceTokenizer, NullTokenizer, ...)"

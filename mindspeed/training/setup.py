@@ -1,0 +1,70 @@
+"""Process groups and seeds: everything that must exist before the model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from mindspeed import device
+
+
+def initialize(args: argparse.Namespace) -> None:
+    """Join the job, create Megatron's parallel groups and seed all generators."""
+    join_job(args.distributed_backend, args.distributed_timeout_minutes)
+    args.rank = dist.get_rank()
+    parallel_groups(args)
+    seed_everything(args)
+
+
+def join_job(backend: str = "auto", timeout_minutes: int = 10) -> None:
+    """Initialise torch.distributed from torchrun's environment; alone without one."""
+    here = device.current()
+    if here.count() > 1:
+        here.set_index(int(os.environ.get("LOCAL_RANK", "0")) % here.count())
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    chosen = "gloo" if backend == "gloo" else here.backend
+    dist.init_process_group(chosen, timeout=timedelta(minutes=timeout_minutes))
+
+
+def parallel_groups(args: argparse.Namespace) -> None:
+    """Create Megatron's groups; features add theirs behind it (seam ``parallel_groups``)."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_comm_backend=args.pipeline_model_parallel_comm_backend,
+        context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        nccl_communicator_config_path=args.nccl_communicator_config_path,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=args.enable_gloo_process_groups,
+        create_all_gather_group=args.create_all_gather_group,
+    )
+
+
+def seed_everything(args: argparse.Namespace) -> None:
+    """Seed host and device generators; pipeline stages (and replicas, if asked) differ."""
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if args.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(
+        seed, args.te_rng_tracker, args.inference_rng_tracker, args.cuda_graph_impl != "none"
+    )
