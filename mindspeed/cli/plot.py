@@ -29,12 +29,12 @@ HELP = "draw loss, learning rate, throughput and memory of one or more runs"
 METRICS_FILE = "metrics.jsonl"
 FORMATS = (".png", ".svg", ".pdf")
 
-LOSS, VALIDATION_LOSS = "loss", "validation_loss"
-# Panel below the loss -> (key in the metrics file, factor to the unit shown, is it noisy).
-PANELS: Mapping[str, tuple[str, float, bool]] = {
-    "learning rate": ("learning_rate", 1.0, False),
-    "tokens/s": ("tokens_per_second", 1.0, True),
-    "memory [MiB]": ("memory_bytes", 1 / 2**20, False),
+LOSS, VALIDATION_LOSS = "lm_loss", "validation_loss"
+# Panel below the loss -> (key in the metrics file, is it noisy).
+PANELS: Mapping[str, tuple[str, bool]] = {
+    "learning rate": ("learning_rate", False),
+    "tokens/s": ("tokens_per_second", True),
+    "memory per device [GB]": ("memory_gb", False),
 }
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
 GREY = "#475569"
@@ -176,7 +176,7 @@ def draw(
     if output.suffix not in FORMATS:
         raise ConfigError(f"--output {output}: the file must end in {', '.join(FORMATS)}")
     figure_class = _figure_class()
-    panels = [name for name, (key, _, _) in PANELS.items() if any(run.curve(key) for run in runs)]
+    panels = [name for name, (key, _) in PANELS.items() if any(run.curve(key) for run in runs)]
     figure = figure_class(figsize=(10, 7.2 if panels else 5), layout="constrained")
     grid = figure.add_gridspec(
         2 if panels else 1, max(len(panels), 1), height_ratios=[2.4, 1][: 1 + bool(panels)]
@@ -226,10 +226,10 @@ def _draw_loss(axes: Any, runs: Sequence[Run], smooth: float | None) -> None:
 
 
 def _draw_panel(axes: Any, runs: Sequence[Run], name: str) -> None:
-    key, factor, noisy = PANELS[name]
+    key, noisy = PANELS[name]
     highest = 0.0
     for index, run_ in enumerate(runs):
-        curve = {iteration: value * factor for iteration, value in run_.curve(key).items()}
+        curve = run_.curve(key)
         if curve:
             _draw_curve(axes, curve, COLORS[index % len(COLORS)], None if noisy else 0.0)
             highest = max(highest, *curve.values())

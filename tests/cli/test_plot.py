@@ -18,10 +18,10 @@ def write_run(directory, count=50, offset=0.0):
     lines = [
         {
             "iteration": i,
-            "loss": 7.6 - 0.05 * i + offset,
+            "lm_loss": 7.6 - 0.05 * i + offset,
             "learning_rate": 1e-3,
             "tokens_per_second": 9000.0 + i,
-            "memory_bytes": 2**28,
+            "memory_gb": 0.3,
         }
         for i in range(1, count + 1)
     ]
@@ -74,11 +74,11 @@ def test_two_runs_are_named_in_the_legend_with_their_last_losses(monkeypatch, tm
     assert labels[1::2] == ["a: validation 5.50", "b: validation 6.50"]
     assert labels[0].startswith("a: training 5.1")
     titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["loss", "learning rate", "tokens/s", "memory [MiB]"]
+    assert titles == ["loss", "learning rate", "tokens/s", "memory per device [GB]"]
 
 
 def test_panels_without_data_are_left_out(monkeypatch, tmp_path):
-    curves = {"loss": {1: 2.0, 2: 1.0}, "learning_rate": {1: 0.1, 2: 0.2}}
+    curves = {"lm_loss": {1: 2.0, 2: 1.0}, "learning_rate": {1: 0.1, 2: 0.2}}
     figure = drawn_figure(monkeypatch, [plot.Run("a", curves)], tmp_path)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss", "learning rate"]
 
@@ -86,11 +86,11 @@ def test_panels_without_data_are_left_out(monkeypatch, tmp_path):
 def test_after_a_resume_the_later_line_of_an_iteration_counts(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(
-        '{"iteration": 1, "loss": 3.0}\n{"iteration": 2, "loss": 9.0}\n{"iteration": 3, "lo\n'
-        '{"iteration": 2, "loss": 2.0}\n[]\n'
+        '{"iteration": 1, "lm_loss": 3.0}\n{"iteration": 2, "lm_loss": 9.0}\n{"iteration": 3, "lo\n'
+        '{"iteration": 2, "lm_loss": 2.0}\n[]\n'
     )
     run = plot.read_run(file, "a")
-    assert run.curve("loss") == {1: 3.0, 2: 2.0}
+    assert run.curve("lm_loss") == {1: 3.0, 2: 2.0}
     assert run.unreadable_lines == 2
 
 
@@ -114,7 +114,7 @@ def test_what_is_no_run_is_named_with_a_hint(tmp_path):
     with pytest.raises(DataError, match=r"has no metrics\.jsonl; there is .*below"):
         plot.metrics_file(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match="no line with 'iteration' and 'loss'"):
+    with pytest.raises(DataError, match="no line with 'iteration' and 'lm_loss'"):
         plot.read_run(tmp_path / "metrics.jsonl", "a")
 
 
