@@ -1,0 +1,143 @@
+"""Generation under TP and PP against full forward passes of the unsplit model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_gpt
+
+from mindspeed.inference.generate import ModelRanks, generate, stream
+from mindspeed.inference.sampling import SamplingOptions
+
+SETUP = "mindspeed.megatron_adaptor"
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
+NEW_TOKENS = 12
+
+
+def generated(tp, pp, implementation, prompts, options, eod=None):
+    model = tiny_gpt.build(tp, pp, implementation)
+    ranks = ModelRanks.of_megatron()
+    return generate(model, prompts, options, ranks=ranks, vocab_size=tiny_gpt.VOCAB, eod=eod)
+
+
+def greedy_by_full_passes(prompts, new_tokens):
+    """Argmax over a full forward pass for every token, and how clear each decision was."""
+    model = tiny_gpt.build(1, 1, "local")
+    output, margins = [], []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(new_tokens):
+            logits = tiny_gpt.logits_of_full_pass(model, torch.tensor([tokens]))[0, -1]
+            best = logits.topk(2).values
+            margins.append(float(best[0] - best[1]))
+            tokens.append(int(logits.argmax()))
+        output.append(tokens[len(prompt) :])
+    return output, min(margins)
+
+
+@pytest.fixture(scope="module")
+def truth(rank_pool):
+    output, margin = rank_pool.run(1, greedy_by_full_passes, PROMPTS, NEW_TOKENS, setup=SETUP)[0]
+    assert margin > 1e-4  # otherwise rounding could decide and equality would prove nothing
+    return output
+
+
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+def test_greedy_equals_argmax_of_full_passes(ranks, truth, tp, pp, implementation):
+    options = SamplingOptions(max_new_tokens=NEW_TOKENS, greedy=True)
+    results = ranks(tp * pp, generated, tp, pp, implementation, PROMPTS, options, setup=SETUP)
+    assert all(result == truth for result in results)  # every rank has the text
+
+
+def test_replicas_of_the_model_generate_the_same(ranks, truth):
+    options = SamplingOptions(max_new_tokens=NEW_TOKENS, greedy=True)
+    results = ranks(4, generated, 1, 2, "local", PROMPTS, options, setup=SETUP)
+    assert all(result == truth for result in results)
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone(ranks, truth):
+    options = SamplingOptions(max_new_tokens=NEW_TOKENS, greedy=True)
+    for prompt, expected in zip(PROMPTS, truth, strict=True):
+        assert ranks(1, generated, 1, 1, "local", [prompt], options, setup=SETUP)[0] == [expected]
+
+
+def test_sampled_text_depends_on_the_seed_and_not_on_the_layout(ranks):
+    def run(tp, pp, seed):
+        options = SamplingOptions(NEW_TOKENS, temperature=0.9, top_k=40, top_p=0.95, seed=seed)
+        return ranks(tp * pp, generated, tp, pp, "local", PROMPTS, options, setup=SETUP)
+
+    expected = run(1, 1, seed=3)[0]
+    assert run(2, 2, seed=3) == [expected] * 4
+    assert run(1, 1, seed=4)[0] != expected
+
+
+def test_the_end_token_stops_its_row_only_and_is_not_returned(ranks, truth):
+    eod = truth[1][3]
+    options = SamplingOptions(max_new_tokens=NEW_TOKENS, greedy=True)
+    result = ranks(2, generated, 1, 2, "local", PROMPTS, options, eod, setup=SETUP)[0]
+    assert result == [row[: row.index(eod)] if eod in row else row for row in truth]
+    assert len(result[1]) <= 3
+
+
+def streamed(prompts, options):
+    model = tiny_gpt.build(1, 1, "local")
+    ranks = ModelRanks.of_megatron()
+    return list(stream(model, prompts, options, ranks=ranks, vocab_size=tiny_gpt.VOCAB))
+
+
+def test_stream_yields_each_token_once_and_longer_prompts_start_later(ranks, truth):
+    options = SamplingOptions(max_new_tokens=NEW_TOKENS, greedy=True)
+    steps = ranks(1, streamed, PROMPTS, options, setup=SETUP)[0]
+    assert list(steps[0]) == [1]  # the shortest prompt begins
+    rows = [[step[row] for step in steps if row in step] for row in range(len(PROMPTS))]
+    assert rows == truth
+
+
+def padded_model_output():
+    """Sampling must never choose a padded vocabulary entry, however likely the model finds it."""
+    model = tiny_gpt.build(1, 1, "local")
+    with torch.no_grad():
+        model.output_layer.weight[tiny_gpt.VOCAB :] = 100 * model.output_layer.weight[0]
+        model.output_layer.weight[tiny_gpt.VOCAB + 1 :] *= -1
+    ranks = ModelRanks.of_megatron()
+    options = SamplingOptions(20, temperature=5.0)
+    return generate(model, PROMPTS, options, ranks=ranks, vocab_size=tiny_gpt.VOCAB)
+
+
+def test_padded_vocabulary_entries_are_never_chosen(ranks):
+    output = ranks(1, padded_model_output, setup=SETUP)[0]
+    assert max(map(max, output)) < tiny_gpt.VOCAB
+
+
+def refused(prompts):
+    model = tiny_gpt.build(1, 1, "local")
+    model.position_embedding_type = "learned_absolute"
+    options = SamplingOptions(max_new_tokens=tiny_gpt.MAX_LENGTH - 2)
+    ranks = ModelRanks.of_megatron()
+    try:
+        generate(model, prompts, options, ranks=ranks, vocab_size=tiny_gpt.VOCAB)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "every prompt needs at least one token"),
+        ([[1], []], "every prompt needs at least one token"),
+        ([[tiny_gpt.VOCAB]], "outside the vocabulary of 90"),
+        ([[1, 2, 3]], "49 tokens long, the model has 48 learned positions"),
+        ([[1, 2]], "accepted"),
+    ],
+)
+def test_bad_prompts_are_refused_before_the_model_runs(ranks, prompts, message):
+    assert message in ranks(1, refused, prompts, setup=SETUP)[0]
