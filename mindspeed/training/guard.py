@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mindspeed.errors import MindSpeedError
 
 _KEY = "mindspeed/first_failure"
+_SECONDS_BETWEEN_LOOKS = 1.0
 _MARKS_OF_A_LOST_PEER = ("gloo", "Connection", "NCCL", "HCCL", "Socket", "recv", "store")
 
 
@@ -51,58 +52,46 @@ def stop_together(command: str) -> Iterator[None]:
 
 
 class _Watch:
-    """The store key that names the rank that failed first."""
+    """The store key that names the rank that failed first, looked at once a second."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._over = threading.Event()
-        self._store = _connect()
-        if self._store is not None:
-            threading.Thread(target=self._run, name="failure-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="failure-watch", daemon=True)
+        self._thread.start()
 
     def tell(self) -> int:
         """Report a failure of this rank; returns the rank that failed first."""
-        store = _connect(timeout=2)
-        if store is None:
-            return self._rank
+        self._over.set()
         try:
-            return int(store.compare_set(_KEY, "", str(self._rank)).decode())
+            return int(_connect(seconds=2).compare_set(_KEY, "", str(self._rank)).decode())
         except (dist.DistError, RuntimeError):
             return self._rank
 
     def end(self) -> None:
         """The body is over; from now on the end of other ranks is no failure."""
         self._over.set()
+        self._thread.join(timeout=_SECONDS_BETWEEN_LOOKS)
 
     def _run(self) -> None:
-        assert self._store is not None
-        while not self._over.is_set():
-            try:
-                self._store.wait([_KEY], timedelta(seconds=5))
-            except dist.DistStoreError:  # nobody failed in these seconds
-                continue
-            except (dist.DistError, RuntimeError):  # the store is gone: so is its rank
-                return
-            if not self._over.is_set() and self._store.get(_KEY).decode() != str(self._rank):
-                _leave(1)
+        try:
+            store = _connect(seconds=600)  # rank 0 may open the store only when it joins
+            while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
+                if store.check([_KEY]) and not self._over.is_set():
+                    _leave(1)
+        except (dist.DistError, RuntimeError):  # the store is gone: so is its rank
+            return
 
 
-def _connect(timeout: float = 60) -> dist.Store | None:
+def _connect(seconds: float) -> dist.Store:
     """A connection of our own: the process group's may be busy in a blocking call."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port or port == "0":
-        return None
-    hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not hosts_store and not dist.is_initialized():
-        return None
-    try:
-        store = dist.TCPStore(
-            address, int(port), is_master=False, timeout=timedelta(seconds=timeout)
-        )
-    except (dist.DistError, RuntimeError):
-        return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}", store)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=seconds),
+    )
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _describe(command: str, rank: int, error: BaseException) -> str:
