@@ -22,7 +22,7 @@ from typing import Literal
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
 
-VERSION = "2.2.0"
+VERSION = "2.9.0"
 """The version of transformer_engine whose interface is offered."""
 
 Choice = Literal["native", "substitute"]

@@ -1,7 +1,7 @@
 """What every substituted module shares: parameter creation, tensor-parallel group, extra state.
 
 A parameter is drawn inside ``get_rng_state_tracker().fork(rng_tracker_name)`` so that the ranks of
-a tensor-parallel group draw different slices and replicas draw the same values. The attributes a
+a tensor-parallel group draw different slices, and replicas draw the same values. The attributes a
 trainer reads from a parameter (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``,
 ``sequence_parallel``) are set here as well.
 
@@ -76,7 +76,7 @@ def divide(total: int, parts: int, what: str) -> int:
 
 
 def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
-    """Say that ``parameter`` is a slice along ``dim`` of a weight split over tensor-parallel ranks."""
+    """Say that ``parameter`` is this rank's slice, along ``dim``, of a tensor-parallel weight."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim = dim  # type: ignore[attr-defined]
     parameter.partition_stride = 1  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Cross entropy over a vocabulary that may be split over tensor-parallel ranks.
 
-``logits [s, b, v/p]``, ``target [s, b]`` with global token ids; the loss is fp32. Each rank computes
+``logits [s, b, v/p]``, ``target [s, b]`` with global token ids; the loss is fp32. Each rank takes
 its own maximum, sum of exponentials and target logit; three all_reduces of ``[s, b]`` fp32 join
 them (MAX, SUM, SUM; the sum of all logits once more with label smoothing). Saved for backward: the
 probabilities of this rank's slice, written over one fp32 copy of the logits.

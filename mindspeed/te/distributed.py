@@ -81,7 +81,7 @@ def get_all_rng_states() -> dict[str, torch.Tensor]:
     return _trackers[-1].get_states() if _trackers else {}
 
 
-class activation_recompute_forward(contextlib.AbstractContextManager):  # type: ignore[type-arg] # noqa: N801
+class activation_recompute_forward(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     """Marks the two forward passes of recomputation; only fp8 scaling needs to know."""
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:

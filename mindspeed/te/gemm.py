@@ -1,8 +1,8 @@
 """Matrix multiplications behind the linear layers, one call site each.
 
 * :func:`accumulate_wgrad` adds a weight gradient into ``main_grad`` without a temporary result
-  (Megatron's gradient accumulation fusion). It is also the module ``fused_weight_gradient_mlp_cuda``
-  that Megatron's own linear layers import.
+  (Megatron's gradient accumulation fusion). Megatron's own linear layers get it from the module
+  ``fused_weight_gradient_mlp_cuda``.
 * :func:`general_gemm` is the multiplication the MoE router asks for with an output dtype.
 
 A low-precision gradient is multiplied in the precision of ``main_grad``: summing rounded products

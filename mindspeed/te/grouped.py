@@ -101,6 +101,45 @@ def _weight_gradients(
     return [None] * len(weights)
 
 
+class _GroupedMatmul(torch.autograd.Function):
+    """Rows of each group times that group's slice of one stacked weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, splits: list[int], trans_b: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.splits, ctx.trans_b = splits, trans_b
+        return grouped_matmul(x, weight.unbind(0), splits, transposed=trans_b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad, (x, weight), splits = grads[0].contiguous(), ctx.saved_tensors, ctx.splits
+        dgrad = wgrad = None
+        if ctx.needs_input_grad[0]:
+            dgrad = grouped_matmul(grad, weight.unbind(0), splits, transposed=not ctx.trans_b)
+        if ctx.needs_input_grad[1]:
+            wgrad = torch.empty_like(weight)
+            for out, rows, g in zip(wgrad, x.split(splits), grad.split(splits), strict=True):
+                left, right = (g, rows) if ctx.trans_b else (rows, g)
+                torch.mm(left.t(), right, out=out)
+        return dgrad, wgrad, None, None
+
+
+def gmm(
+    a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False
+) -> torch.Tensor:
+    """Multiply group i of the rows of ``a [t, k]`` with ``b[i]``, the grouped_gemm package's call.
+
+    Args:
+        a: Rows sorted by group.
+        b: ``[groups, k, n]``, or ``[groups, n, k]`` with ``trans_b``.
+        batch_sizes: Rows of each group.
+        trans_b: Multiply with the transposed matrices.
+    """
+    return _GroupedMatmul.apply(a, b, batch_sizes.tolist(), trans_b)  # type: ignore[no-any-return]
+
+
 class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
     """Several linear layers of one shape, applied to consecutive groups of rows.
 

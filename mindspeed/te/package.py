@@ -41,7 +41,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "LayerNorm": "norm:LayerNorm",
         "RMSNorm": "norm:RMSNorm",
         "GroupedLinear": "grouped:GroupedLinear",
-        "DotProductAttention": "attention:DotProductAttention",
+        "DotProductAttention": "dot_product:DotProductAttention",
         "CudaRNGStatesTracker": "distributed:CudaRNGStatesTracker",
         "checkpoint": "distributed:checkpoint",
         "fp8_autocast": "fp8:fp8_autocast",
@@ -52,6 +52,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "moe_sort_chunks_by_index": "permutation:moe_sort_chunks_by_index",
         "moe_sort_chunks_by_index_with_probs": "permutation:moe_sort_chunks_by_index_with_probs",
         "parallel_cross_entropy": "cross_entropy:parallel_cross_entropy",
+        "get_cpu_offload_context": "cpu_offload:get_cpu_offload_context",
     },
     f"{PT}.fp8": {
         "FP8GlobalStateManager": "fp8:FP8GlobalStateManager",
@@ -112,15 +113,33 @@ MODULES: Mapping[str, Mapping[str, str]] = {
             "moe_sort_chunks_by_index_with_probs",
         )
     },
+    f"{PT}.optimizers": {
+        "FusedAdam": "optimizers:FusedAdam",
+        "FusedSGD": "optimizers:FusedSGD",
+        "multi_tensor_applier": "multi_tensor:multi_tensor_applier",
+        "multi_tensor_l2norm": "multi_tensor:multi_tensor_l2norm",
+        "multi_tensor_scale": "multi_tensor:multi_tensor_scale",
+    },
+    f"{PT}.router": {
+        name: f"router:{name}"
+        for name in (
+            "fused_topk_with_score_function",
+            "fused_compute_score_for_moe_aux_loss",
+            "fused_moe_aux_loss",
+        )
+    },
+    f"{PT}.cpu_offload": {"get_cpu_offload_context": "cpu_offload:get_cpu_offload_context"},
     f"{PT}.cross_entropy": {"parallel_cross_entropy": "cross_entropy:parallel_cross_entropy"},
     f"{PT}.attention": {
-        "DotProductAttention": "attention:DotProductAttention",
+        "DotProductAttention": "dot_product:DotProductAttention",
         "apply_rotary_pos_emb": "rope:apply_rotary_pos_emb",
     },
     f"{PT}.attention.rope": {
         "apply_rotary_pos_emb": "rope:apply_rotary_pos_emb",
         "apply_fused_qkv_rotary_pos_emb": "rope:apply_fused_qkv_rotary_pos_emb",
     },
+    "grouped_gemm": {},
+    "grouped_gemm.ops": {"gmm": "grouped:gmm"},
     "fused_weight_gradient_mlp_cuda": {
         "wgrad_gemm_accum_fp32": "gemm:wgrad_gemm_accum_fp32",
         "wgrad_gemm_accum_fp16": "gemm:wgrad_gemm_accum_fp16",

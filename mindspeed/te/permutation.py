@@ -92,7 +92,7 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(
     inp: torch.Tensor, split_sizes: torch.Tensor | Sequence[int], sorted_index: Any
 ) -> torch.Tensor:
-    """Cut ``inp`` into chunks of ``split_sizes`` rows and put them in the order ``sorted_index``."""
+    """Cut ``inp`` into chunks of ``split_sizes`` rows and order them by ``sorted_index``."""
     sizes, order = _as_list(split_sizes), _as_list(sorted_index)
     chunks = inp.split(sizes)
     return torch.cat([chunks[i] for i in order])

@@ -1,0 +1,247 @@
+"""``DotProductAttention``: the attention module, for all layouts Megatron uses.
+
+    sbhd  [s, b, h, d]     bshd  [b, s, h, d]     thd  [t, h, d] with cu_seqlens (packed documents)
+
+The output has heads and head size merged. The arithmetic is in :mod:`mindspeed.te.attention`, the
+masks are in :mod:`mindspeed.te.masks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import Parameter
+
+from mindspeed.te.attention import Documents, attend, attend_packed, max_logit
+from mindspeed.te.base import TransformerEngineBaseModule, place
+from mindspeed.te.masks import Mask, Visibility, Window, visibility
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    """Attention between already projected queries, keys and values.
+
+    Args:
+        num_attention_heads: Query heads of the whole model.
+        kv_channels: Head size, or ``(key size, value size)``.
+        num_gqa_groups: Key/value heads of the whole model.
+        attention_dropout: Dropout on the probabilities.
+        qkv_format: Default layout.
+        attn_mask_type: Default mask type.
+        window_size: Default sliding window.
+        sequence_parallel: The trainer already runs the layer in the model-parallel RNG stream.
+        tp_size: Tensor-parallel size.
+        get_rng_state_tracker: Tracker whose stream dropout draws from.
+        tp_group: Tensor-parallel group.
+        layer_number: Number of the layer.
+        attention_type: ``"self"`` or ``"cross"``.
+        cp_group: Context-parallel group.
+        cp_global_ranks: Global ranks of that group.
+        cp_stream: Stream for its communication.
+        cp_comm_type: How context parallelism communicates.
+        softmax_scale: Factor on the scores; default ``1 / sqrt(key size)``.
+        softmax_type: One of :data:`SOFTMAX_TYPES`.
+        return_max_logit: Also return the largest score of each head.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+    ) -> None:
+        super().__init__()
+        if softmax_type not in SOFTMAX_TYPES:
+            raise ValueError(f"softmax_type {softmax_type!r} is not one of {SOFTMAX_TYPES}")
+        if window_size is not None and not isinstance(window_size, (tuple, list)):
+            raise TypeError(f"window_size must be a pair (left, right), not {window_size!r}")
+        channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.attention_type, self.layer_number = attention_type, layer_number
+        self.tp_size, self.tp_group = tp_size, tp_group
+        self.sequence_parallel = sequence_parallel
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.softmax_scale = channels[0] ** -0.5 if softmax_scale is None else softmax_scale
+        self.softmax_type, self.return_max_logit = softmax_type, return_max_logit
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.softmax_offset: torch.Tensor | None = None
+        if softmax_type == "learnable":
+            shape = (1, num_attention_heads // tp_size, 1, 1)
+            self.softmax_offset = Parameter(torch.zeros(shape, device=place()))
+        self.register_load_state_dict_post_hook(_forgive_missing_extra_state)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Give the module its context-parallel group."""
+        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
+        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: Mask = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> Any:
+        """Attend and return ``[s, b, h * d_v]`` (or the like for the other layouts)."""
+        self._refuse(checkpoint_core_attention)
+        layout = qkv_format or self.qkv_format
+        mask_type = attn_mask_type or self.attn_mask_type
+        window = self.window_size if window_size is None else window_size
+        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+        if layout == "thd":
+            if cu_seqlens_q is None or cu_seqlens_kv is None or bias is not None:
+                raise ValueError("qkv_format 'thd' needs cu_seqlens_q/_kv and takes no bias")
+            documents = Documents(
+                cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
+            )
+            qkv = (query_layer, key_layer, value_layer)
+            return self._packed(qkv, documents, mask_type, window)
+        order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}.get(layout)
+        if order is None:
+            raise ValueError(f"qkv_format {layout!r} is not one of sbhd, bshd, thd")
+        q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
+        seen = visibility(
+            mask_type,
+            q.shape[2],
+            k.shape[2],
+            window=window,
+            attention_mask=attention_mask,
+            key_lengths=None if cu_seqlens_kv is None else cu_seqlens_kv.diff(),
+            query_lengths=None if cu_seqlens_q is None else cu_seqlens_q.diff(),
+            device=q.device,
+        )
+        with self._dropout_stream():
+            out = self._attend(q, k, v, seen, bias)
+        out = out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
+        if not self.return_max_logit:
+            return out
+        return out, max_logit(q, k, seen, scale=self.softmax_scale, bias=bias)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        seen: Visibility,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return attend(
+            q,
+            k,
+            v,
+            seen,
+            scale=self.softmax_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+            bias=bias,
+            sink=self._sink(q),
+        )
+
+    def _packed(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        documents: Documents,
+        mask_type: str,
+        window: Window,
+    ) -> Any:
+        logits: list[torch.Tensor] = []
+
+        def one(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visibility
+        ) -> torch.Tensor:
+            if self.return_max_logit and q.shape[2] and k.shape[2]:
+                logits.append(max_logit(q, k, seen, scale=self.softmax_scale))
+            return self._attend(q, k, v, seen)
+
+        with self._dropout_stream():
+            out = attend_packed(*qkv, documents, mask_type, one, window)
+        return (out, torch.stack(logits).amax(0)) if self.return_max_logit else out
+
+    def _dropout_stream(self) -> Any:
+        quiet = self.sequence_parallel or self.get_rng_state_tracker is None
+        if quiet or not (self.training and self.attention_dropout):
+            return contextlib.nullcontext()
+        return self.get_rng_state_tracker().fork()  # type: ignore[misc]
+
+    def _sink(self, query: torch.Tensor) -> torch.Tensor | None:
+        if self.softmax_type == "vanilla":
+            return None
+        if self.softmax_offset is None:
+            return query.new_zeros(query.shape[1])
+        return self.softmax_offset.flatten()
+
+    def _bias(
+        self, kind: str, bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if kind == "no_bias":
+            return None
+        if kind == "post_scale_bias":
+            return bias
+        if kind == "pre_scale_bias" and bias is not None:
+            return bias * self.softmax_scale
+        raise NotImplementedError(
+            f"core_attention_bias_type {kind!r} is not one of no_bias, pre_scale_bias, "
+            f"post_scale_bias (alibi_slopes {'given' if alibi_slopes is not None else 'not given'})"
+        )
+
+    def _refuse(self, checkpoint_core_attention: bool) -> None:
+        groups = self.cp_group if isinstance(self.cp_group, list) else [self.cp_group]
+        size = 1
+        for group in groups:
+            size *= 1 if group is None else group.size()
+        if size > 1:
+            raise NotImplementedError(
+                f"--context-parallel-size {size} (--cp-comm-type {self.cp_comm_type}): "
+                "attention over a split sequence is provided by the context-parallel feature, which is not "
+                "active; use --context-parallel-size 1"
+            )
+        if checkpoint_core_attention:
+            raise NotImplementedError(
+                "checkpoint_core_attention: use --recompute-granularity selective instead"
+            )
+
+
+def _forgive_missing_extra_state(module: torch.nn.Module, incompatible: Any) -> None:
+    """Checkpoints written without a fused attention module have no extra state for it."""
+    for name in list(incompatible.missing_keys):
+        if name.endswith("core_attention._extra_state"):
+            incompatible.missing_keys.remove(name)

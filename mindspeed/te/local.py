@@ -1,0 +1,210 @@
+"""The local layer spec from the same parts: norms, core attention.
+
+Megatron's own modules for ``--transformer-impl local`` refuse sequence parallelism, persistent
+layer norm and zero-centered gamma in the norm, and packed documents, attention bias and different
+key and value head sizes in the attention. These replacements keep Megatron's parameter names and
+its class objects (only methods are replaced), and do all of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed.errors import ConfigError
+from mindspeed.te.attention import Documents, attend, attend_packed
+from mindspeed.te.masks import Visibility, Window, visibility
+from mindspeed.te.norm import normalize
+
+
+class _Affine:
+    """What both local norms add to torch's: zero-centered gamma and the sequence-parallel mark."""
+
+    weight: torch.nn.Parameter
+    zero_centered_gamma = False
+
+    def _mark(self, zero_centered_gamma: bool, sequence_parallel: bool) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        if zero_centered_gamma:
+            torch.nn.init.zeros_(self.weight)
+        for parameter in self.parameters():  # type: ignore[attr-defined]
+            parameter.sequence_parallel = sequence_parallel
+
+
+class LayerNorm(_Affine, torch.nn.LayerNorm):
+    """torch's LayerNorm with Megatron's options."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        return normalize(
+            x,
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            rms=False,
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
+
+
+class RMSNorm(_Affine, torch.nn.RMSNorm):
+    """torch's RMSNorm with Megatron's options."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        return normalize(
+            x,
+            self.weight,
+            None,
+            eps=self.eps,  # type: ignore[arg-type]
+            rms=True,
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
+
+
+def new_norm(
+    cls: type,
+    config: Any,
+    hidden_size: int,
+    eps: float = 1e-5,
+    persist_layer_norm: bool = False,
+    zero_centered_gamma: bool = False,
+    normalization: str = "LayerNorm",
+) -> torch.nn.Module:
+    """Build the norm ``config`` asks for; stands in for ``WrappedTorchNorm.__new__``.
+
+    Args:
+        cls: The class that is being called.
+        config: Megatron's transformer configuration, which decides.
+        hidden_size: Size of the last dimension.
+        eps: Added to the variance.
+        persist_layer_norm: Without effect: there is one kernel.
+        zero_centered_gamma: Not read; ``config.layernorm_zero_centered_gamma`` is.
+        normalization: Not read; ``config.normalization`` is.
+    """
+    if config.memory_efficient_layer_norm:
+        raise ConfigError(
+            "--memory-efficient-layer-norm is not available with --transformer-impl local; use "
+            "--recompute-granularity selective --recompute-modules layernorm"
+        )
+    kinds = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if config.normalization not in kinds:
+        raise ConfigError(f"--normalization {config.normalization} is not one of {list(kinds)}")
+    norm = kinds[config.normalization](hidden_size, eps=eps)
+    norm._mark(config.layernorm_zero_centered_gamma, config.sequence_parallel)
+    return norm
+
+
+def accept_head_sizes(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``DotProductAttention.__init__``: accept the head sizes of keys and values."""
+
+    @functools.wraps(init)
+    def wrapped(
+        self: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if softmax_scale is None and k_channels is not None:
+            softmax_scale = k_channels**-0.5
+        init(self, *args, softmax_scale=softmax_scale, **kwargs)
+
+    return wrapped
+
+
+def core_attention_forward(
+    self: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    attn_mask_type: Any = None,
+    attention_bias: torch.Tensor | None = None,
+    packed_seq_params: Any = None,
+) -> torch.Tensor:
+    """Attend; stands in for ``DotProductAttention.forward``.
+
+    A given mask decides alone what is masked (it may separate documents); without one the module's
+    mask type does.
+
+    Args:
+        self: Megatron's attention module.
+        query: ``[s, b, h, d]``, or ``[t, h, d]`` when packed.
+        key: Keys.
+        value: Values.
+        attention_mask: ``[b, 1, s, s]``, True is masked.
+        attn_mask_type: Not read, like upstream: the module's own type counts.
+        attention_bias: Added to the scaled scores.
+        packed_seq_params: Borders of packed documents.
+    """
+    window = _window(self)
+    causal = "causal" in self.attn_mask_type.name
+    scale = self.softmax_scale
+    if self.config.apply_query_key_layer_scaling:
+        scale *= self.layer_number
+    one = functools.partial(_attend, self, scale)
+    with _dropout_stream(self):
+        if packed_seq_params is not None:
+            kind = "causal" if causal else "no_mask"
+            return attend_packed(
+                query, key, value, _documents(packed_seq_params), kind, one, window
+            )
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        seen = _seen(q, k, causal, attention_mask, window)
+        out = one(q, k, v, seen, attention_bias)
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _seen(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, mask: torch.Tensor | None, window: Window
+) -> Visibility:
+    len_q, len_k = q.shape[2], k.shape[2]
+    if mask is not None and window is None:
+        return Visibility(causal=False, keep=~mask.bool())
+    kind = "causal_bottom_right" if causal else "no_mask"
+    seen = visibility(kind, len_q, len_k, window=window, device=q.device)
+    if mask is None:
+        return seen
+    keep = ~mask.bool()
+    return Visibility(causal=False, keep=keep if seen.keep is None else seen.keep & keep)
+
+
+def _attend(
+    module: Any,
+    scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: Visibility,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    dropout = module.attention_dropout.p if module.training else 0.0
+    sink = module.softmax_offset
+    return attend(q, k, v, seen, scale=scale, dropout=dropout, bias=bias, sink=sink)
+
+
+def _window(module: Any) -> Window:
+    return getattr(module.scale_mask_softmax, "window_size", None)
+
+
+def _documents(packed: Any) -> Documents:
+    return Documents(
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.cu_seqlens_q_padded,
+        packed.cu_seqlens_kv_padded,
+    )
+
+
+def _dropout_stream(module: Any) -> Any:
+    dropping = module.training and module.attention_dropout.p
+    if module.config.sequence_parallel or not dropping:
+        return contextlib.nullcontext()
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker().fork()

@@ -1,0 +1,52 @@
+"""Operations on lists of tensors in the calling convention of ``multi_tensor_applier``.
+
+    multi_tensor_applier(operation, overflow, [list, list], *arguments)
+
+calls ``operation(chunk size, overflow, lists, *arguments)``. ``overflow`` is an integer tensor that
+is set to 1 when a value is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Lists = Sequence[Sequence[torch.Tensor]]
+
+CHUNK = 2048 * 32
+
+
+def multi_tensor_applier(
+    operation: Callable[..., Any], overflow: torch.Tensor, lists: Lists, *arguments: Any
+) -> Any:
+    """Apply ``operation`` to lists of tensors."""
+    return operation(CHUNK, overflow, lists, *arguments)
+
+
+def multi_tensor_l2norm(
+    chunk: int, overflow: torch.Tensor, lists: Lists, per_tensor: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the fp32 L2 norm of all tensors together, and that of each with ``per_tensor``."""
+    tensors = list(lists[0])
+    if not tensors:
+        nothing = torch.zeros(1, dtype=torch.float32, device=overflow.device)
+        return nothing, nothing[:0] if per_tensor else None
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    return torch.linalg.vector_norm(norms).unsqueeze(0), norms if per_tensor else None
+
+
+def multi_tensor_scale(chunk: int, overflow: torch.Tensor, lists: Lists, scale: Any) -> None:
+    """Write ``source * scale`` into each destination."""
+    pairs = [(a, b) for a, b in zip(lists[0], lists[1], strict=True) if b.numel()]
+    sources, destinations = [a for a, _ in pairs], [b for _, b in pairs]
+    if not sources:
+        return
+    factor = float(scale) if not isinstance(scale, torch.Tensor) else scale
+    if all(a is b for a, b in zip(sources, destinations, strict=True)):
+        torch._foreach_mul_(destinations, factor)
+    else:
+        torch._foreach_copy_(destinations, torch._foreach_mul(sources, factor))
+    peaks = torch.stack(torch._foreach_norm(destinations, float("inf"), dtype=torch.float32))
+    overflow.logical_or_(~torch.isfinite(peaks).all())
