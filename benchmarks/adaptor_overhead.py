@@ -37,6 +37,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
+{seed}
 torch.manual_seed(0)
 config = TransformerConfig(
     num_layers=4, hidden_size=128, num_attention_heads=4, use_cpu_initialization=True,
@@ -63,6 +64,10 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
 """
 ADAPTOR = "import mindspeed.megatron_adaptor"
+SEED = """
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+model_parallel_cuda_manual_seed(0)
+"""
 
 
 def main() -> None:
@@ -93,8 +98,8 @@ def alternate(program: str, without: str, repeats: int, **values: int) -> tuple[
     """The median of what the program prints, without and with the adaptor, in turn."""
     bare, adapted = [], []
     for _ in range(repeats):
-        bare.append(run(program.format(adaptor=without, **values)))
-        adapted.append(run(program.format(adaptor=ADAPTOR, **values)))
+        bare.append(run(program.format(adaptor=without, seed="", **values)))
+        adapted.append(run(program.format(adaptor=ADAPTOR, seed=SEED, **values)))
     return statistics.median(bare), statistics.median(adapted)
 
 

@@ -205,7 +205,7 @@ class PatchEngine:
         if signature is not None:
             check_signature(patch.owner, patch.target, signature, original, self._version)
         new = patch.make(original)
-        if inspect.isfunction(new) and inspect.isfunction(original):
+        if patch.kind == "wrap" and inspect.isfunction(new) and inspect.isfunction(original):
             functools.update_wrapper(new, original)
         return descriptor(new) if descriptor else new
 

@@ -23,9 +23,8 @@ def _megatron_random(repaired: bool = True):
 
     if repaired:
         for patch in rng_tracker.PATCHES:
-            name = patch.qualname.rpartition(".")[2]
-            holder = random.CudaRNGStatesTracker
-            journal.set(holder, name, patch.make(getattr(holder, name)), owner=patch.owner)
+            original = getattr(random, patch.qualname)
+            journal.set(random, patch.qualname, patch.make(original), owner=patch.owner)
     random.initialize_rng_tracker(force_reset=True)
     tracker = random.get_cuda_rng_tracker()
     tracker.add("model-parallel-rng", 1234)
