@@ -14,6 +14,7 @@ from __future__ import annotations
 from mindspeed.device.base import CAPABILITIES, Device, MemoryStats, Properties
 from mindspeed.device.cuda_world.callers import treat_as_megatron
 from mindspeed.device.detect import current, named
+from mindspeed.device.determinism import make_deterministic
 from mindspeed.device.tracker import MemoryTracker, track_memory
 from mindspeed.journal import Journal
 
@@ -25,6 +26,7 @@ __all__ = [
     "Properties",
     "current",
     "install",
+    "make_deterministic",
     "named",
     "track_memory",
     "treat_as_megatron",

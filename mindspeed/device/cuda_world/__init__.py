@@ -18,6 +18,7 @@ from mindspeed.device.cuda_world import (
     factories,
     groups,
     namespace,
+    rng,
     tensors,
 )
 from mindspeed.journal import Journal
@@ -28,6 +29,7 @@ def install(journal: Journal) -> None:
     factories.install(journal)
     tensors.install(journal)
     namespace.install(journal)
+    rng.install(journal)
     compiling.install(journal)
     groups.install(journal)
     collectives.install(journal)

@@ -73,6 +73,22 @@ def _constructors() -> Iterator[tuple[Any, str, Any]]:
         yield torch, name, getattr(torch, name)
 
 
+def _keep_scriptable(
+    journal: Journal, function: Callable[..., Any], wrapped: Callable[..., Any]
+) -> None:
+    """Let ``torch.jit.script`` know ``wrapped`` as the operator that ``function`` is.
+
+    The table is keyed by identity; ``wrapped`` lives as long as its entry, in the journal.
+    """
+    from torch.jit import _builtins
+
+    table = _builtins._get_builtin_table()
+    operator = table.get(id(function))
+    if operator is not None:
+        table[id(wrapped)] = operator
+        journal.call_on_undo(lambda: table.pop(id(wrapped), None))
+
+
 def _move(method: Callable[..., Any]) -> Callable[..., Any]:
     """``Tensor.to``; asked by Megatron, a move to the host is a copy, as it is from a GPU."""
 
@@ -155,7 +171,9 @@ def install(journal: Journal) -> None:
         journal.set(holder, name, wrapper(getattr(holder, name)), owner="device")
 
     for holder, name, function in list(_constructors()):
-        journal.set(holder, name, _with_device(function), owner="device")
+        wrapped = _with_device(function)
+        _keep_scriptable(journal, function, wrapped)
+        journal.set(holder, name, wrapped, owner="device")
     for name in _NEW:
         wrap(torch.Tensor, name, _with_device)
     wrap(torch.Tensor, "to", _move)

@@ -6,15 +6,23 @@ the device would reseed host-side initialisation, and every ``fork`` of a tracke
 accidental draw from the host generator. So the device generator is a separate object.
 
 Operators on CPU tensors draw from the host generator. A tracker that wants dropout to use one of
-its states must therefore put that state into the host generator for the duration of the body.
+its states must therefore put that state into the host generator for the duration of the body. And
+Megatron's data loaders get a generator of their own: an iterator takes its base seed from the host
+generator, and only the ranks that own data have one, so dropout masks would diverge between ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
+
+from mindspeed.device.cuda_world.callers import asked_by_megatron
+from mindspeed.journal import Journal
 
 _HostGenerator = torch.Generator
 
@@ -102,3 +110,18 @@ FUNCTIONS = {
     "seed_all": seed,
     "initial_seed": initial_seed,
 }
+
+
+def _own_generator(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("generator") is None and asked_by_megatron(sys._getframe(1).f_globals):
+            kwargs["generator"] = _HostGenerator().manual_seed(torch.initial_seed())
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def install(journal: Journal) -> None:
+    """Keep Megatron's data loaders from drawing from the host generator."""
+    journal.set(DataLoader, "__init__", _own_generator(DataLoader.__init__), owner="device")

@@ -59,7 +59,7 @@ def _type(method: Callable[..., Any]) -> Callable[..., Any]:
         if dtype is not None:
             return method(self, dtype, *args, **kwargs)
         name = method(self)
-        if self.device.type == "cpu" and asked_by_megatron(sys._getframe(1).f_globals):
+        if asked_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu":
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
@@ -67,13 +67,13 @@ def _type(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_cuda(self: torch.Tensor) -> bool:
-    return self.device.type == "cpu" and asked_by_megatron(sys._getframe(1).f_globals)
+    return asked_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu"
 
 
 def _get_device(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def get_device(self: torch.Tensor) -> int:
-        if self.device.type == "cpu" and asked_by_megatron(sys._getframe(1).f_globals):
+        if asked_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu":
             return torch.cuda.current_device()
         return method(self)
 
