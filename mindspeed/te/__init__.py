@@ -85,7 +85,7 @@ def install(journal: Journal, device_name: str | None = None) -> Choice:
             "megatron.core.extensions.transformer_engine is already loaded without Transformer "
             "Engine"
         )
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if "transformer_engine" in sys.modules or _installed():
         _log.info("transformer_engine is replaced by mindspeed.te: %s", reason)
     package.install(journal, VERSION)
     return choice
@@ -106,6 +106,10 @@ def _native_problem() -> str | None:
     except Exception as error:  # a broken build raises anything while it loads its libraries
         return f"transformer_engine is broken on this machine ({type(error).__name__}: {error})"
     return None
+
+
+def _installed() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _native_version() -> str:

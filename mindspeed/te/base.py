@@ -13,6 +13,7 @@ state is never unpickled.
 from __future__ import annotations
 
 import contextlib
+import enum
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +52,21 @@ def get_dummy_wgrad(
 def get_workspace() -> torch.Tensor:
     """Return the scratch memory a matrix multiplication may use: none is needed here."""
     return torch.empty(0, dtype=torch.uint8, device=place())
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    """Formats a userbuffer may hold."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def initialize_ub(*args: Any, **kwargs: Any) -> None:
+    """Refuse: userbuffers are GPU memory that peers write into directly."""
+    raise NotImplementedError(
+        "--tp-comm-overlap needs the userbuffers of NVIDIA's Transformer Engine on CUDA; drop the "
+        "flag, or run with MINDSPEED_TE=native on a GPU"
+    )
 
 
 def place(where: Any = None) -> torch.device:

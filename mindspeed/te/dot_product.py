@@ -230,9 +230,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             size *= 1 if group is None else group.size()
         if size > 1:
             raise NotImplementedError(
-                f"--context-parallel-size {size} (--cp-comm-type {self.cp_comm_type}): "
-                "attention over a split sequence is provided by the context-parallel feature, which is not "
-                "active; use --context-parallel-size 1"
+                f"--context-parallel-size {size} (--cp-comm-type {self.cp_comm_type}): attention "
+                "over a split sequence is the context-parallel feature's, which is not active; "
+                "use --context-parallel-size 1"
             )
         if checkpoint_core_attention:
             raise NotImplementedError(

@@ -133,7 +133,9 @@ class FusedAdam(torch.optim.Optimizer):
         """Allocate one state in its storage dtype."""
         codec = self._codec(param, state_name)
         make = torch.zeros_like if zero_buffer else torch.empty_like
-        self.state[param][state_name] = make(param, dtype=codec.dtype, requires_grad=False)
+        exact = codec.dtype == torch.float32 and param.dtype == torch.float64
+        dtype = param.dtype if exact else codec.dtype
+        self.state[param][state_name] = make(param, dtype=dtype, requires_grad=False)
         if codec.scaled:
             scales = self._scales.setdefault(param, {})
             scales[state_name] = torch.ones(1, dtype=torch.float32, device=param.device)
@@ -190,9 +192,9 @@ class FusedAdam(torch.optim.Optimizer):
         for number, param in self._numbered(state_dict["param_groups"]).items():
             for name, value in (states.get(number) or {}).items():
                 if isinstance(value, torch.Tensor):
-                    keep = value.dtype == torch.int16
-                    value = value.to(param.device)
-                    self.set_scaled_state(param, name, value if keep else value.float())
+                    wide = torch.promote_types(value.dtype, torch.float32)
+                    dtype = torch.int16 if value.dtype == torch.int16 else wide
+                    self.set_scaled_state(param, name, value.to(param.device, dtype))
 
     def _numbered(self, groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
         numbers = [n for group in groups for n in group["params"]]

@@ -38,6 +38,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     PT: {
         "Linear": "linear:Linear",
         "LayerNormLinear": "linear:LayerNormLinear",
+        "LayerNormMLP": "layernorm_mlp:LayerNormMLP",
         "LayerNorm": "norm:LayerNorm",
         "RMSNorm": "norm:RMSNorm",
         "GroupedLinear": "grouped:GroupedLinear",
@@ -74,6 +75,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     f"{PT}.module": {
         "Linear": "linear:Linear",
         "LayerNormLinear": "linear:LayerNormLinear",
+        "LayerNormMLP": "layernorm_mlp:LayerNormMLP",
         "GroupedLinear": "grouped:GroupedLinear",
         "LayerNorm": "norm:LayerNorm",
         "RMSNorm": "norm:RMSNorm",
@@ -82,6 +84,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "TransformerEngineBaseModule": "base:TransformerEngineBaseModule",
         "get_workspace": "base:get_workspace",
         "get_dummy_wgrad": "base:get_dummy_wgrad",
+        "UserBufferQuantizationMode": "base:UserBufferQuantizationMode",
+        "initialize_ub": "base:initialize_ub",
     },
     f"{PT}.ops": {
         name: f"ops:{name}"

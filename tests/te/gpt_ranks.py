@@ -47,7 +47,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 _RENAMES = (
-    (r"(self_attention\.linear_qkv|self_attention\.linear_q_proj)\.layer_norm_", "input_layernorm."),
+    (
+        r"(self_attention\.linear_qkv|self_attention\.linear_q_proj)\.layer_norm_",
+        "input_layernorm.",
+    ),
     (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
     (r"self_attention\.linear_q_up_proj\.layer_norm_", "self_attention.q_layernorm."),
     (r"self_attention\.linear_kv_up_proj\.layer_norm_", "self_attention.kv_layernorm."),
@@ -75,17 +78,74 @@ def config(name: str, **overrides: Any) -> Any:
 
 
 def build(cfg: Any, spec: str) -> torch.nn.Module:
-    """Build a GPT model with the ``"te"`` or ``"local"`` spec and give it the seeded weights."""
+    """Build a GPT model from a spec (te, local or reference) and give it the seeded weights."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     layers = get_gpt_decoder_block_spec(cfg, use_transformer_engine=spec == "te")
+    if spec == "reference":
+        _use_reference_modules(layers)
     model = GPTModel(
         cfg, layers, VOCABULARY, SEQUENCE, position_embedding_type="rope", parallel_output=True
     )
     for name, parameter in weights_of(model).items():
         parameter.data.copy_(_slice(parameter, name))
     return model
+
+
+class ReferenceNorm(torch.nn.Module):
+    """LayerNorm or RMSNorm by the formula."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.config, self.eps = config, eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight + 1 if self.config.layernorm_zero_centered_gamma else self.weight
+        if self.config.normalization == "RMSNorm":
+            return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * weight
+        x = x - x.mean(-1, keepdim=True)
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * weight + self.bias
+
+
+class ReferenceAttention(torch.nn.Module):
+    """Causal attention with an explicit softmax."""
+
+    def __init__(
+        self, config: Any, softmax_scale: float | None = None, k_channels: int = 0, **unused: Any
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any, **options: Any
+    ) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2)) * self.scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _use_reference_modules(block: Any) -> None:
+    """Put plain modules where the local spec has norms and core attention."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    def replace(submodules: Any, *names: str) -> None:
+        for name in names:
+            if getattr(submodules, name, IdentityOp) is not IdentityOp:
+                setattr(submodules, name, ReferenceNorm)
+
+    block.layer_norm = ReferenceNorm
+    for layer in block.layer_specs:
+        replace(layer.submodules, "input_layernorm", "pre_mlp_layernorm")
+        attention = layer.submodules.self_attention.submodules
+        replace(attention, "q_layernorm", "k_layernorm", "kv_layernorm")
+        attention.core_attention = ReferenceAttention
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -116,9 +176,21 @@ def _slice(parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
         whole = whole + 1
     if not split:
         return whole
-    parts = 2 if "linear_fc1" in name and shape[0] > 128 else 1
-    pieces = [p.chunk(size, parameter.partition_dim)[rank] for p in whole.chunk(parts, 0)]
-    return torch.cat(pieces, 0)
+    halves = whole.chunk(_halves(name, shape), 0)
+    return torch.cat([half.chunk(size, parameter.partition_dim)[rank] for half in halves], 0)
+
+
+def _halves(name: str, shape: list[int]) -> int:
+    """Return 2 for a gated first layer, whose two halves are split one by one."""
+    return 2 if "linear_fc1" in name and shape[0] == 8 * 32 else 1
+
+
+def join_parts(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Join what :func:`_slice` cut."""
+    rows = parts[0].shape[0] * (len(parts) if dim == 0 else 1)
+    count = _halves(name, [rows])
+    halves = zip(*(part.chunk(count, 0) for part in parts), strict=True)
+    return torch.cat([torch.cat(half, dim) for half in halves], 0)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,40 +201,69 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous()
 
 
-def mask() -> torch.Tensor:
-    """Return Megatron's causal mask: True is masked."""
-    return torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-
-
 def start(tensor_parallel: int = 1) -> None:
     """Initialise Megatron's groups and random streams."""
-    from megatron.core import parallel_state, tensor_parallel as tp
+    from megatron.core import parallel_state
+    from megatron.core import tensor_parallel as tp
 
     parallel_state.initialize_model_parallel(tensor_parallel)
     tp.model_parallel_cuda_manual_seed(123)
 
 
-def run(model: torch.nn.Module, attention_mask: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return loss per token and the gradient of every parameter, as numpy arrays."""
+def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the loss of each token and the gradient of every parameter."""
     tokens, positions, labels = batch()
-    loss = model(tokens, positions, attention_mask, labels=labels)
+    loss = model(tokens, positions, None, labels=labels)
     loss.sum().backward()
-    grads = {n: None if p.grad is None else p.grad for n, p in weights_of(model).items()}
-    return {"loss": loss.detach(), **{n: g for n, g in grads.items() if g is not None}}
+    grads = {name: p.grad for name, p in weights_of(model).items() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
 
 
-def te_and_local(name: str) -> list[tuple[str, float, float]]:
-    """Return ``(tensor, largest difference, largest value)`` between the two specs."""
+def te_and_reference(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the results of the Transformer Engine spec and of the reference."""
     start()
-    cfg = config(name)
-    te = run(build(cfg, "te"))
-    local = run(build(config(name, **_local_options(name)), "local"), mask())
-    assert te.keys() == local.keys(), set(te) ^ set(local)
-    return [
-        (key, (te[key] - local[key]).abs().max().item(), local[key].abs().max().item())
-        for key in te
-    ]
+    plain = {"moe_grouped_gemm": False} if "moe" in name else {}
+    return run(build(config(name), "te")), run(build(config(name, **plain), "reference"))
 
 
-def _local_options(name: str) -> dict[str, Any]:
-    return {"moe_grouped_gemm": False} if name == "moe-grouped" else {}
+def te_and_local(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the results of the two specs of Megatron."""
+    start()
+    return run(build(config(name), "te")), run(build(config(name), "local"))
+
+
+def te_on_ranks(name: str, **overrides: Any) -> dict[str, torch.Tensor]:
+    """Return loss and gradients of the whole model, gathered over tensor-parallel ranks."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    size = dist.get_world_size()
+    start(size)
+    cfg = config(name, tensor_model_parallel_size=size, **overrides)
+    model = build(cfg, "te")
+    result = run(model)
+    group = parallel_state.get_tensor_model_parallel_group()
+    for key, parameter in weights_of(model).items():
+        if key not in result or size == 1:
+            continue
+        grad = result[key].contiguous()
+        if getattr(parameter, "tensor_model_parallel", False):
+            parts = [torch.empty_like(grad) for _ in range(size)]
+            dist.all_gather(parts, grad, group=group)
+            result[key] = join_parts(key, parts, parameter.partition_dim)
+        elif getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grad, group=group)
+            result[key] = grad
+    return result
+
+
+def state_dict_keys(name: str) -> list[str]:
+    """Return the keys of the sharded state dict: those of a checkpoint."""
+    start()
+    sharded = build(config(name), "te").sharded_state_dict()
+    return sorted({value.key for value in sharded.values()})
+
+
+def te_on_ranks_sp(name: str) -> dict[str, torch.Tensor]:
+    """Like :func:`te_on_ranks`, with sequence parallelism."""
+    return te_on_ranks(name, sequence_parallel=True)

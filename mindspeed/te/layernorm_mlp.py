@@ -1,0 +1,138 @@
+"""``LayerNormMLP``: norm, first linear layer, activation, second linear layer as one module.
+
+Megatron does not use it; libraries that look for the linear layers of Transformer Engine do (peft
+names the class). The parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight``,
+``fc1_bias``, ``fc2_weight`` and ``fc2_bias``; the first layer is column-parallel, the second
+row-parallel with ``set_parallel_mode``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed.te import comm, ops
+from mindspeed.te.base import (
+    GetTracker,
+    Init,
+    TransformerEngineBaseModule,
+    divide,
+    mark_tensor_parallel,
+)
+from mindspeed.te.linear import Plan, linear
+from mindspeed.te.norm import normalize
+
+ACTIVATIONS: dict[str, type[ops._Activation]] = {
+    "gelu": ops.GELU,
+    "relu": ops.ReLU,
+    "silu": ops.SiLU,
+    "geglu": ops.GEGLU,
+    "reglu": ops.ReGLU,
+    "swiglu": ops.SwiGLU,
+}
+
+
+class LayerNormMLP(TransformerEngineBaseModule):
+    """A normalised two-layer perceptron.
+
+    Args:
+        hidden_size: Size of input and output.
+        ffn_hidden_size: Size between the layers.
+        eps: Added to the variance.
+        sequence_parallel: Split the sequence outside the parallel region.
+        return_bias: Return ``(output, second bias)`` without adding it.
+        fuse_wgrad_accumulation: Add weight gradients into ``main_grad``.
+        tp_group: Tensor-parallel group.
+        tp_size: Tensor-parallel size.
+        get_rng_state_tracker: Function that returns the RNG tracker.
+        init_method: Initialises the first weight.
+        output_layer_init_method: Initialises the second weight.
+        bias: Whether there are biases.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: One of :data:`ACTIVATIONS`.
+        params_dtype: Dtype of the parameters.
+        set_parallel_mode: Split the layers over the group.
+        zero_centered_gamma: The stored norm weight is the deviation from one.
+        device: Where the parameters live.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: GetTracker | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        output_layer_init_method: Init | None = None,
+        params_dtype: torch.dtype | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.tp_group = tp_group if set_parallel_mode else None
+        self.tp_size = tp_size if set_parallel_mode else 1
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.eps, self.rms = eps, normalization == "RMSNorm"
+        self.zero_centered_gamma = zero_centered_gamma
+        self.use_bias, self.return_bias = bias, return_bias
+        self.activation = ACTIVATIONS[activation]()
+        inner = divide(ffn_hidden_size, self.tp_size, "ffn_hidden_size")
+        wide = inner * (2 if self.activation.gated else 1)
+        options = {"dtype": params_dtype, "device": device}
+        one = 0.0 if zero_centered_gamma else 1.0
+        self.layer_norm_weight = self.new_vector(hidden_size, one, **options)
+        self.layer_norm_bias = None if self.rms else self.new_vector(hidden_size, 0.0, **options)
+        random = {"get_rng_state_tracker": get_rng_state_tracker, "rng_tracker_name": None}
+        self.fc1_weight = self.new_weight((wide, hidden_size), init_method, **options, **random)
+        self.fc2_weight = self.new_weight(
+            (hidden_size, inner), output_layer_init_method, **options, **random
+        )
+        self.fc1_bias = self.new_vector(wide, 0.0, **options) if bias else None
+        self.fc2_bias = self.new_vector(hidden_size, 0.0, **options) if bias else None
+        self._mark()
+
+    def _mark(self) -> None:
+        if self.tp_size > 1:
+            mark_tensor_parallel(self.fc1_weight, 0)
+            mark_tensor_parallel(self.fc2_weight, 1)
+            if self.fc1_bias is not None:
+                mark_tensor_parallel(self.fc1_bias, 0)
+        for replica in (self.layer_norm_weight, self.layer_norm_bias, self.fc2_bias):
+            if replica is not None:
+                replica.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Return the output, or ``(output, bias)`` with ``return_bias``."""
+        split = comm.group_size(self.tp_group) > 1
+        first = Plan(
+            group=self.tp_group,
+            gather_input=split and self.sequence_parallel,
+            reduce_dgrad=split and not self.sequence_parallel,
+            fuse_wgrad=self.fuse_wgrad_accumulation,
+        )
+        x = normalize(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            eps=self.eps,
+            rms=self.rms,
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
+        x = self.activation(linear(x, self.fc1_weight, self.fc1_bias, first))
+        second = Plan(fuse_wgrad=self.fuse_wgrad_accumulation)
+        out = linear(x, self.fc2_weight, None, second)
+        out = comm.reduce_output(out, self.tp_group, self.sequence_parallel)
+        if self.return_bias:
+            return out, self.fc2_bias
+        return out if self.fc2_bias is None else out + self.fc2_bias.to(out.dtype)

@@ -1,0 +1,156 @@
+"""Registration: what is importable, who must not notice, how it is taken back."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed import te
+from mindspeed.errors import ConfigError
+from mindspeed.journal import Journal
+from mindspeed.te import package
+
+
+@pytest.fixture
+def clean_modules(monkeypatch):
+    """Run as if neither Megatron nor any transformer_engine had been imported."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("transformer_engine", "megatron", "grouped_gemm"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "fused_weight_gradient_mlp_cuda", raising=False)
+    monkeypatch.delenv("MINDSPEED_TE", raising=False)
+
+
+def test_every_listed_name_is_importable_and_undo_removes_all(clean_modules):
+    before = dict(sys.modules)
+    journal = Journal()
+    assert te.install(journal, "cpu") == "substitute"
+    assert te.is_substitute()
+    for name, exports in package.MODULES.items():
+        module = importlib.import_module(name)
+        assert importlib.util.find_spec(name) is module.__spec__
+        assert all(hasattr(module, export) for export in exports)
+    journal.undo()
+    left = {n for n in sys.modules if n not in before and not n.startswith("mindspeed.")}
+    assert not left
+    assert not te.is_substitute()
+
+
+def test_a_missing_piece_is_an_import_error(clean_modules):
+    journal = Journal()
+    te.install(journal, "cpu")
+    try:
+        with pytest.raises(ImportError):
+            importlib.import_module("transformer_engine.pytorch.float8_tensor")
+        with pytest.raises(ImportError):
+            from transformer_engine.pytorch.attention import _SplitAlongDim  # noqa: F401
+    finally:
+        journal.undo()
+
+
+def test_a_broken_native_package_is_put_aside_and_comes_back_on_undo(clean_modules, monkeypatch):
+    broken = type(sys)("transformer_engine")
+    part = type(sys)("transformer_engine.debug")
+    monkeypatch.setitem(sys.modules, "transformer_engine", broken)
+    monkeypatch.setitem(sys.modules, "transformer_engine.debug", part)
+    journal = Journal()
+    te.install(journal, "cpu")
+    assert sys.modules["transformer_engine"] is not broken
+    assert "transformer_engine.debug" not in sys.modules
+    journal.undo()
+    assert sys.modules["transformer_engine"] is broken
+    assert sys.modules["transformer_engine.debug"] is part
+
+
+def test_installing_twice_changes_nothing(clean_modules):
+    journal = Journal()
+    te.install(journal, "cpu")
+    count = len(journal)
+    te.install(journal, "cpu")
+    assert len(journal) == count
+    journal.undo()
+
+
+def test_too_late_after_megatron_has_decided(clean_modules, monkeypatch):
+    decided = type(sys)("megatron.core.extensions.transformer_engine")
+    decided.HAVE_TE = False
+    monkeypatch.setitem(sys.modules, decided.__name__, decided)
+    with pytest.raises(ImportError, match=r"before megatron\.core"):
+        te.install(Journal(), "cpu")
+
+
+@pytest.mark.parametrize("device_name", ["cpu", "npu"])
+def test_auto_takes_the_substitute_where_nvidia_does_not_run(clean_modules, device_name):
+    assert te.choose(device_name) == (
+        "substitute",
+        f"NVIDIA's package does not run on {device_name}",
+    )
+
+
+def test_auto_takes_the_native_package_when_it_imports_on_cuda(clean_modules, monkeypatch):
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        module = type(sys)(name)
+        module.__version__ = "2.9.0"
+        monkeypatch.setitem(sys.modules, name, module)
+    assert te.choose("cuda") == ("native", "transformer_engine 2.9.0 imports on CUDA")
+    monkeypatch.setenv("MINDSPEED_TE", "substitute")
+    assert te.choose("cuda")[0] == "substitute"
+
+
+def test_native_is_refused_where_it_cannot_work(clean_modules, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_TE", "native")
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        te.choose("cpu")
+    with pytest.raises(ConfigError, match="does not import"):
+        te.choose("cuda")
+
+
+def test_unknown_policy_is_named(clean_modules, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_TE", "maybe")
+    with pytest.raises(ConfigError, match="'maybe' is not one of auto, substitute, native"):
+        te.choose("cpu")
+
+
+_NEIGHBOURS = """
+import importlib.metadata
+import mindspeed.megatron_adaptor
+import megatron.core
+from megatron.core.extensions.transformer_engine import HAVE_TE
+assert HAVE_TE
+import accelerate, peft, torch, transformers
+from accelerate.utils import is_transformer_engine_available
+try:
+    importlib.metadata.version("transformer_engine")
+except importlib.metadata.PackageNotFoundError:
+    pass
+else:
+    raise AssertionError("a version of transformer_engine is visible")
+config = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, vocab_size=32)
+model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(
+    target_modules=["q_proj"], r=2))
+accelerator = accelerate.Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+tokens = torch.randint(32, (2, 8))
+loss = model(input_ids=tokens, labels=tokens).loss
+accelerator.backward(loss)
+optimizer.step()
+assert loss.device.type == "cpu" and torch.isfinite(loss)
+print("neighbours fine", is_transformer_engine_available())
+"""
+
+
+def test_transformers_accelerate_and_peft_work_in_the_same_process():
+    for name in ("transformers", "accelerate", "peft", "megatron.core"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    result = subprocess.run(
+        [sys.executable, "-c", _NEIGHBOURS], capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "neighbours fine" in result.stdout
