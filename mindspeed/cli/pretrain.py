@@ -11,6 +11,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mindspeed.training.resolve import Settings
 
 HELP = "pretrain a model"
 PASS_THROUGH = True
@@ -24,52 +28,53 @@ def run(argv: Sequence[str]) -> int:
     from mindspeed.training.launch import inside_a_job, run_ranks
 
     tighten_umask()
-    warn_if_root()
     if inside_a_job():
         with stop_together("pretrain"):
-            return _train(_parse(argv), int(os.environ["WORLD_SIZE"]))
-    args = _parse(argv)
-    ranks = args.nproc or _ranks_needed(args)
-    if args.dry_run or ranks == 1:
-        return _train(args, ranks)
-    _check(args, ranks)
-    return run_ranks([sys.executable, "-m", "mindspeed", "pretrain", *argv], ranks)
+            return _train(_prepare(argv, ranks=int(os.environ["WORLD_SIZE"])))
+    warn_if_root()
+    settings = _prepare(argv)
+    args = settings.args
+    if args.dry_run:
+        from mindspeed.training.estimate import describe
+
+        print(describe(settings))
+        return 0
+    if args.world_size == 1:
+        return _train(settings)
+    command = [sys.executable, "-m", "mindspeed", "pretrain", *argv]
+    return run_ranks(command, args.world_size)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _prepare(argv: Sequence[str], ranks: int | None = None) -> Settings:
+    """Flags to final values. Everything that can be wrong is said here, before a group exists."""
+    from mindspeed.adaptor import session
+    from mindspeed.checkpoint.load import saved_args, take_architecture
     from mindspeed.training.arguments import build_parser
-    from mindspeed.training.recipe import parse_with_recipe
+    from mindspeed.training.data import check_files, load_tokenizer
+    from mindspeed.training.recipe import dump, parse_with_recipe
+    from mindspeed.training.resolve import model_parallel_size, resolve
 
     parser = build_parser(with_help=bool({"-h", "--help"} & set(argv)))
-    return parse_with_recipe(argv, parser)
+    args = parse_with_recipe(argv, parser)
+    _warn_of_ignored(args)
+    recipe = dump(args, parser)
+    if args.use_checkpoint_args and args.load:
+        take_architecture(args, saved_args(args.load, args.ckpt_step))
+    settings = resolve(args, ranks or args.nproc or model_parallel_size(args), recipe)
+    session.install().configure(vars(args))
+    check_files(args)
+    load_tokenizer(args)
+    return settings
 
 
-def _ranks_needed(args: argparse.Namespace) -> int:
-    from mindspeed.training.resolve import model_parallel_size
-
-    return model_parallel_size(args)
-
-
-def _check(args: argparse.Namespace, ranks: int) -> None:
-    """Find what is wrong before any rank starts, so that it is said once."""
-    from mindspeed.adaptor import session
-    from mindspeed.training.data import check_files, load_tokenizer
-    from mindspeed.training.resolve import resolve
-
-    settings = resolve(args, ranks)
-    session.install().configure(vars(settings.args))
-    check_files(settings.args)
-    load_tokenizer(settings.args)
-
-
-def _train(args: argparse.Namespace, ranks: int) -> int:
-    from mindspeed.adaptor import session
-    from mindspeed.training.data import check_files
+def _train(settings: Settings) -> int:
     from mindspeed.training.pretrain import pretrain
-    from mindspeed.training.resolve import resolve
 
-    settings = resolve(args, ranks)
-    session.install().configure(vars(settings.args))
-    check_files(settings.args)
     pretrain(settings)
     return 0
+
+
+def _warn_of_ignored(args: argparse.Namespace) -> None:
+    ignored = getattr(args, "ignored_flags", [])
+    if ignored and os.environ.get("RANK", "0") == "0":
+        print(f" without effect today: {' '.join(ignored)}", file=sys.stderr)

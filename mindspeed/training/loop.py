@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import (
@@ -14,13 +14,12 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from mindspeed.adaptor import session
+from mindspeed.checkpoint.save import Saver
 from mindspeed.training.data import MicroBatches
 from mindspeed.training.log import Log, mean_loss
 from mindspeed.training.model import TrainedModel
 from mindspeed.training.step import Trainer
 from mindspeed.training.stopping import Stopping
-
-Save = Callable[[int], Any]
 
 
 def train(
@@ -29,7 +28,7 @@ def train(
     readers: Sequence[MicroBatches | None],
     validation: Sequence[MicroBatches | None] | None,
     iteration: int,
-    save: Save,
+    saver: Saver | None,
 ) -> int:
     """Train from ``iteration`` to the end or an early stop.
 
@@ -39,7 +38,7 @@ def train(
         readers: training micro-batches per pipeline stage of this rank.
         validation: the same for validation, or None.
         iteration: iterations done.
-        save: writes a checkpoint of the given iteration.
+        saver: writes checkpoints, or None.
 
     Returns:
         The last iteration done.
@@ -53,11 +52,10 @@ def train(
         gc.disable()
     stopping = Stopping(on_signal=args.exit_signal_handler, minutes=args.exit_duration_in_mins)
     seams = session.install().seams
-    saved = iteration
     reason = None
     with seams.train.around(), stopping:
         while iteration < args.train_iters and reason is None:
-            _grow_batch(args, iteration, saved, save, log)
+            _grow_batch(args, iteration, saver, gathering, log)
             with seams.step.around(iteration + 1):
                 result = trainer.step(readers, iteration + 1)
             iteration += 1
@@ -74,13 +72,14 @@ def train(
                     )
             _collect_garbage(args, iteration)
             reason = stopping.reason() or _exit_interval(args, iteration)
-            if args.save_interval and iteration % args.save_interval == 0:
-                with log.not_counted(), gathering.paused():
-                    save(iteration)
-                saved = iteration
+            if saver is not None:
+                saver.poll()
+                if args.save_interval and iteration % args.save_interval == 0:
+                    _save(saver, iteration, gathering, log)
     gathering.stop()
-    if args.save and saved != iteration:
-        save(iteration)
+    if saver is not None and saver.last_saved != iteration:
+        seams.before_save.run_all(iteration)
+        saver.save(iteration, last=True)
     if reason:
         log.message(f"stopping after iteration {iteration}: {reason}")
     log.close(iteration)
@@ -164,15 +163,26 @@ class _Paused:
             self._gathering._start()
 
 
-def _grow_batch(args: argparse.Namespace, iteration: int, saved: int, save: Save, log: Log) -> None:
+def _save(saver: Saver, iteration: int, gathering: _ParameterGathering, log: Log) -> None:
+    session.install().seams.before_save.run_all(iteration)
+    with log.not_counted(), gathering.paused():
+        saver.save(iteration)
+
+
+def _grow_batch(
+    args: argparse.Namespace,
+    iteration: int,
+    saver: Saver | None,
+    gathering: _ParameterGathering,
+    log: Log,
+) -> None:
     """Batch ramp-up: take the size for the samples consumed so far; save before it changes."""
     before = get_num_microbatches()
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     if get_num_microbatches() != before and iteration > 0:
-        log.message(f"global batch size is now {get_current_global_batch_size()}")
-        if args.save and saved != iteration:
-            with log.not_counted():
-                save(iteration)
+        log.message(f" global batch size is now {get_current_global_batch_size()}")
+        if saver is not None and saver.last_saved != iteration:
+            _save(saver, iteration, gathering, log)
     update_num_microbatches(args.consumed_train_samples, consistency_check=True)
 
 

@@ -208,7 +208,7 @@ class CheckpointOptions:
     no_load_rng: bool = flag(False, "do not load the random number generators")
     ckpt_fully_parallel_save: bool = flag(True, "data-parallel ranks share the writing")
     dist_ckpt_optim_fully_reshardable: bool = flag(
-        False, "distributed optimizer state that any TP, PP and DP can load"
+        True, "distributed optimizer state that any TP, PP and DP can load"
     )
     dist_ckpt_strictness: str = flag(
         "assume_ok_unexpected", "what happens with keys that do not match"

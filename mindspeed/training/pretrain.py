@@ -16,8 +16,12 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 
+from mindspeed.adaptor import session
+from mindspeed.checkpoint.load import load
+from mindspeed.checkpoint.save import Saver
 from mindspeed.training import data, loop, setup
-from mindspeed.training.model import ModelProvider, build, gpt_model
+from mindspeed.training.flops import training_flops
+from mindspeed.training.model import ModelProvider, TrainedModel, build, gpt_model
 from mindspeed.training.resolve import Settings
 
 
@@ -36,15 +40,30 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
     tokenizer = data.load_tokenizer(args)
     count_batches(args)
     model = build(args, provider)
-    iteration = 0
+    iteration = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer)
     readers = data.micro_batches(args, model.config, sets.train, args.consumed_train_samples)
     validation = None
     if args.eval_iters:
         validation = data.micro_batches(args, model.config, sets.valid, args.consumed_valid_samples)
-    iteration = loop.train(args, model, readers, validation, iteration, save=lambda i: None)
+    saver = None
+    if args.save:
+        saver = Saver(args, model, settings.recipe, training_flops(args, 1))
+        saver.last_saved = iteration if args.load == args.save else None
+    iteration = loop.train(args, model, readers, validation, iteration, saver)
     dist.barrier()
+    dist.destroy_process_group()
     return iteration
+
+
+def resume(args: argparse.Namespace, model: TrainedModel) -> int:
+    """Load what ``--load`` names; returns the iterations done."""
+    loaded = load(args, model) if args.load else None
+    if loaded is None:
+        return 0
+    session.install().seams.after_load.run_all(loaded.iteration)
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    return loaded.iteration
 
 
 def count_batches(args: argparse.Namespace) -> None:

@@ -35,6 +35,7 @@ class Settings:
     checkpoint: CheckpointOptions
     logging: LoggingOptions
     args: argparse.Namespace
+    recipe: str
 
 
 def model_parallel_size(args: argparse.Namespace) -> int:
@@ -46,12 +47,13 @@ def model_parallel_size(args: argparse.Namespace) -> int:
     )
 
 
-def resolve(args: argparse.Namespace, world_size: int) -> Settings:
+def resolve(args: argparse.Namespace, world_size: int, recipe: str = "") -> Settings:
     """Complete ``args`` in place and check them.
 
     Args:
         args: parsed flags (:func:`mindspeed.training.arguments.parse`).
         world_size: number of ranks.
+        recipe: the same values as a recipe, kept beside checkpoints.
 
     Raises:
         ConfigError: one line per problem, each naming the flags and what to change.
@@ -70,6 +72,7 @@ def resolve(args: argparse.Namespace, world_size: int) -> Settings:
         checkpoint=_typed(CheckpointOptions, args),
         logging=_typed(LoggingOptions, args),
         args=args,
+        recipe=recipe,
     )
 
 

@@ -1,0 +1,12 @@
+"""Checkpoints in Megatron's ``torch_dist`` format, interchangeable with Megatron-LM.
+
+    SAVE/
+      latest_checkpointed_iteration.txt     which one to load
+      iter_0000100/
+        common.pt, .metadata, metadata.json, __0_0.distcp ...   Megatron's files
+        config.yaml                         recipe that repeats the run
+        mindspeed.json                      sizes of all files, versions, position in the data
+
+``directory`` knows names, validity and retention, ``state`` what a checkpoint holds, ``writer`` how
+files are written without starting processes, ``save`` and ``load`` put them together.
+"""

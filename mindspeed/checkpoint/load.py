@@ -1,0 +1,208 @@
+"""Loading: the latest good checkpoint, whatever layout and trainer wrote it.
+
+Names and sizes are checked before anything is read; a checkpoint that turns out damaged while it is
+read is given up by all ranks together, and the one before it is taken, with a warning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mindspeed.checkpoint import directory
+from mindspeed.checkpoint.state import (
+    ARCHITECTURE,
+    DETAILS,
+    check_architecture,
+    model_key,
+    restore_rng,
+    sharding_metadata,
+    state_dict,
+)
+from mindspeed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mindspeed.training.model import TrainedModel
+
+_DAMAGE = (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, ValueError)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where training continues."""
+
+    path: Path
+    iteration: int
+
+
+def load(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
+    """Load the latest good checkpoint of ``--load``. Collective.
+
+    Sets the counters of consumed samples in ``args``.
+
+    Returns:
+        Where training continues; None if there is no checkpoint yet.
+
+    Raises:
+        CheckpointError: checkpoints exist, but none can be loaded, or they hold another model.
+    """
+    tried: dict[Path, str] = {}
+    for path in _agreed_candidates(args):
+        reason = directory.problem_with(path)
+        if reason is None:
+            try:
+                return _load_one(args, model, path)
+            except CheckpointError:
+                raise
+            except _DAMAGE as error:
+                reason = f"damaged: {str(error).strip().splitlines()[0][:200]}"
+        tried[path] = reason
+        if dist.get_rank() == 0:
+            print(f" WARNING {path} cannot be loaded ({reason}); trying the one before", flush=True)
+    directory.require_some(args.load, tried)
+    if args.exit_on_missing_checkpoint or args.ckpt_step is not None:
+        raise CheckpointError(f"--load {args.load}: there is no checkpoint")
+    if dist.get_rank() == 0 and args.load != args.save:
+        print(f" WARNING --load {args.load}: there is no checkpoint, starting fresh", flush=True)
+    return None
+
+
+def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
+    """The values of the run that wrote the latest good checkpoint. Reads one file, on any rank.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    tried = {}
+    for path in directory.candidates(root, step):
+        reason = directory.problem_with(path)
+        if reason is None:
+            return _common(path)["args"]
+        tried[path] = reason
+    directory.require_some(root, tried)
+    raise CheckpointError(f"--load {root}: there is no checkpoint")
+
+
+def take_architecture(args: argparse.Namespace, saved: argparse.Namespace) -> None:
+    """Give ``args`` the model's shape of a checkpoint (``--use-checkpoint-args``)."""
+    for name in (*ARCHITECTURE, *DETAILS):
+        if hasattr(saved, name):
+            setattr(args, name, getattr(saved, name))
+    if not getattr(saved, "group_query_attention", False):
+        args.num_query_groups = None
+    for name in ("tokenizer_type", "tokenizer_model", "vocab_size"):
+        if getattr(args, name, None) is None:
+            setattr(args, name, getattr(saved, name, None))
+
+
+def _agreed_candidates(args: argparse.Namespace) -> list[Path]:
+    """What rank 0 sees, so that all ranks try the same ones."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        found = [[str(path) for path in directory.candidates(args.load, args.ckpt_step)]]
+    dist.broadcast_object_list(found, src=0)
+    return [Path(path) for path in found[0]]
+
+
+def _common(path: Path) -> dict[str, Any]:
+    return dist_checkpointing.load_common_state_dict(str(path))
+
+
+def _load_one(args: argparse.Namespace, model: TrainedModel, path: Path) -> Loaded:
+    common = _common(path)
+    saved = common.get("args", argparse.Namespace())
+    check_architecture(args, saved, str(path))
+    weights_only = args.finetune or path.name == directory.RELEASE
+    with_optimizer = not (
+        weights_only or args.no_load_optim or getattr(saved, "no_save_optim", False)
+    )
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    metadata = sharding_metadata(args) if metadata is None else metadata
+    same_layout = _same_layout(args, saved)
+    if with_optimizer:
+        _check_optimizer(args, metadata, same_layout, path)
+    with_rng = same_layout and not (
+        weights_only or args.no_load_rng or getattr(saved, "no_save_rng", False)
+    )
+    wanted = state_dict(
+        args, model, metadata, optimizer=with_optimizer, rng=with_rng, is_loading=True
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        state = dist_checkpointing.load(wanted, str(path), strict=args.dist_ckpt_strictness)
+    _apply(args, model, state, with_optimizer, path)
+    if with_rng:
+        restore_rng(state["rng_state"])
+    iteration = 0 if weights_only else int(state["iteration"])
+    if not weights_only:
+        args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
+        args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+    _say(path, iteration, with_optimizer, same_layout)
+    return Loaded(path, iteration)
+
+
+def _apply(
+    args: argparse.Namespace,
+    model: TrainedModel,
+    state: dict[str, Any],
+    optimizer: bool,
+    path: Path,
+) -> None:
+    modules = model.modules
+    for index, module in enumerate(modules):
+        key = model_key(index, len(modules))
+        if key in state:  # a stage without layers has no entry
+            module.load_state_dict(state[key], strict=False)
+    if not optimizer:
+        if args.fp16 or args.bf16:
+            model.optimizer.reload_model_params()
+        return
+    if not model.optimizer.is_stub_optimizer:
+        model.optimizer.load_state_dict(state["optimizer"])
+    try:
+        model.schedule.load_state_dict(state["opt_param_scheduler"])
+    except AssertionError as error:
+        raise CheckpointError(
+            f"{path}: the learning rate schedule differs ({error}); take the new one with "
+            "--override-opt-param-scheduler, or the old one with --use-checkpoint-opt-param-scheduler"
+        ) from error
+
+
+def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
+    """Generators belong to positions in the model, so tensor and pipeline sizes must be equal."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    return all(getattr(saved, name, 1) == getattr(args, name) for name in names)
+
+
+def _check_optimizer(
+    args: argparse.Namespace, metadata: dict[str, Any], same_layout: bool, path: Path
+) -> None:
+    kind = metadata.get("distrib_optim_sharding_type")
+    reshardable = DistributedOptimizer.checkpoint_fully_reshardable_formats
+    if args.use_distributed_optimizer and not same_layout and kind not in reshardable:
+        raise CheckpointError(
+            f"{path}: its optimizer ({kind}) cannot be loaded at another tensor or pipeline "
+            "parallel size; save it with --dist-ckpt-optim-fully-reshardable, or load without it "
+            "(--no-load-optim)"
+        )
+
+
+def _say(path: Path, iteration: int, optimizer: bool, same_layout: bool) -> None:
+    if dist.get_rank() != 0:
+        return
+    notes = [] if optimizer else ["without optimizer"]
+    if not same_layout:
+        notes.append("other parallel sizes: random number generators are seeded afresh")
+    print(
+        f" loaded {path} at iteration {iteration}" + (f" ({', '.join(notes)})" if notes else ""),
+        flush=True,
+    )

@@ -1,0 +1,209 @@
+"""Saving: plan, write, index, rename, tracker, delete old ones.
+
+A save that fails (disk full, no permission) leaves the checkpoints before it as they are. During
+training it is reported and training goes on, with the next save as next try; at the end of a run it
+is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+
+import mindspeed
+from mindspeed import device
+from mindspeed.checkpoint import directory
+from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
+from mindspeed.checkpoint.writer import Writing, queue_in_this_process
+from mindspeed.errors import CheckpointError
+from mindspeed.files import make_dirs
+
+if TYPE_CHECKING:
+    from mindspeed.training.model import TrainedModel
+
+_RESERVE_BYTES = 1 << 20
+
+
+class Saver:
+    """Writes checkpoints of one run.
+
+    Args:
+        args: final values; the counters of consumed samples in it are saved too.
+        model: what is saved.
+        config: recipe of the run, put beside each checkpoint.
+        flops_per_sample: for the count of operations so far.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, model: TrainedModel, config: str, flops_per_sample: float
+    ) -> None:
+        self._args = args
+        self._model = model
+        self._config = config
+        self._flops = flops_per_sample
+        self._pending: tuple[int, Writing, dict[str, Any], float] | None = None
+        self.last_saved: int | None = None
+        self._failure: CheckpointError | None = None
+
+    def save(self, iteration: int, *, last: bool = False) -> None:
+        """Save; with ``--async-save`` only begin to. Collective.
+
+        Args:
+            iteration: iterations done.
+            last: the run ends here: wait, and let a failure be an error.
+
+        Raises:
+            CheckpointError: ``last`` and the checkpoint could not be written.
+        """
+        self._complete()
+        started = time.perf_counter()
+        try:
+            writing = self._begin(iteration)
+        except CheckpointError as error:
+            self._report_failure(iteration, error)
+        else:
+            self._pending = (iteration, writing, self._position(), started)
+            if last or not self._args.async_save:
+                self._complete()
+        if last and self._failure is not None:
+            raise self._failure
+
+    def poll(self) -> None:
+        """Complete a background save if all ranks have written. Collective while one is running."""
+        if self._pending is not None and self._pending[1].done_everywhere():
+            self._complete()
+
+    def _begin(self, iteration: int) -> Writing:
+        args, root = self._args, self._args.save
+        path = directory.unfinished_path_of(root, iteration)
+        metadata = sharding_metadata(args)
+        state = state_dict(
+            args,
+            self._model,
+            metadata,
+            optimizer=not args.no_save_optim,
+            rng=not args.no_save_rng,
+        )
+        self._prepare(path, _bytes_to_write(state))
+        state.update(
+            args=stored_args(args),
+            checkpoint_version=3.0,
+            iteration=iteration,
+            num_floating_point_operations_so_far=self._flops * args.consumed_train_samples,
+        )
+        strategy = get_default_save_sharded_strategy(args.ckpt_format)
+        if args.ckpt_fully_parallel_save:
+            strategy = FullyParallelSaveStrategyWrapper(
+                strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
+        with queue_in_this_process():
+            request = dist_checkpointing.save(
+                state, str(path), strategy, async_sharded_save=True, content_metadata=metadata
+            )
+        return Writing(request, in_background=args.async_save)
+
+    def _prepare(self, path: Path, size: int) -> None:
+        """Make the directory and see that there is room, on rank 0; all ranks learn the outcome.
+
+        Raises:
+            CheckpointError: on all ranks, if there is no room or no permission.
+        """
+        where = device.current().torch_device()
+        needed = torch.tensor(size, dtype=torch.float32, device=where)
+        dist.all_reduce(needed)
+        answer: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            answer = [_make_room(path, needed.item())]
+        dist.broadcast_object_list(answer, src=0)
+        if answer[0] is not None:
+            raise CheckpointError(answer[0])
+
+    def _complete(self) -> None:
+        if self._pending is None:
+            return
+        iteration, writing, position, started = self._pending
+        self._pending = None
+        try:
+            writing.finish()
+        except CheckpointError as error:
+            self._report_failure(iteration, error)
+            return
+        if dist.get_rank() == 0:
+            args = self._args
+            directory.publish(args.save, iteration, position, self._config)
+            deleted = directory.remove_old(args.save, args.keep_last, args.save_retain_interval)
+            directory.remove_leftovers(args.save)
+            seconds = time.perf_counter() - started
+            print(
+                f" saved iteration {iteration} to {args.save} in {seconds:.1f} s"
+                + (f", deleted {', '.join(map(str, deleted))}" if deleted else ""),
+                flush=True,
+            )
+        dist.barrier()
+        self.last_saved, self._failure = iteration, None
+
+    def _report_failure(self, iteration: int, error: CheckpointError) -> None:
+        root = self._args.save
+        good = directory.tracked(root)
+        intact = f"the checkpoint of iteration {good} is intact" if good else "there is none yet"
+        self._failure = CheckpointError(f"iteration {iteration} was not saved: {error}; {intact}")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory.unfinished_path_of(root, iteration), ignore_errors=True)
+            print(f" WARNING {self._failure}; training goes on", flush=True)
+
+    def _position(self) -> dict[str, Any]:
+        args = self._args
+        return {
+            "mindspeed": mindspeed.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "consumed_train_samples": args.consumed_train_samples,
+            "consumed_valid_samples": args.consumed_valid_samples,
+            "layout": {
+                "world_size": args.world_size,
+                "tensor": args.tensor_model_parallel_size,
+                "pipeline": args.pipeline_model_parallel_size,
+                "context": args.context_parallel_size,
+                "expert": args.expert_model_parallel_size,
+                "data": args.data_parallel_size,
+            },
+        }
+
+
+def _make_room(path: Path, needed: float) -> str | None:
+    """Create an empty directory for ``needed`` bytes; returns what went wrong."""
+    try:
+        make_dirs(path.parent)
+        directory.remove_leftovers(path.parent)
+        make_dirs(path)
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        return str(error)
+    if free < needed + _RESERVE_BYTES:
+        return f"No space left on device: {needed:.2e} bytes are needed, {free:.2e} are free"
+    return None
+
+
+def _bytes_to_write(state: dict[str, Any]) -> int:
+    """Bytes of the tensors that this rank, as the main holder, contributes."""
+    total = 0
+    for part in nested_values(state):
+        data = getattr(part, "data", None)
+        if isinstance(data, torch.Tensor) and is_main_replica(getattr(part, "replica_id", 0)):
+            total += data.numel() * data.element_size()
+    return total

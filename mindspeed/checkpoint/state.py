@@ -1,0 +1,187 @@
+"""What a checkpoint holds, in the names and types Megatron-LM uses.
+
+``model`` (``model0`` ... with virtual stages), ``optimizer``, ``opt_param_scheduler``, ``rng_state``,
+``args`` (a namespace), ``iteration``, ``checkpoint_version`` and the operations so far. Only types
+that ``torch.load(weights_only=True)`` accepts are stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from mindspeed import device
+from mindspeed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mindspeed.training.model import TrainedModel
+
+# Fields that make a model the same model; Megatron-LM's names.
+ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "swiglu",
+    "squared_relu",
+    "normalization",
+    "position_embedding_type",
+    "untie_embeddings_and_output_weights",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "multi_latent_attention",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+)
+# Also taken from a checkpoint with --use-checkpoint-args.
+DETAILS = (
+    "seq_length",
+    "max_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "layernorm_epsilon",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
+
+
+def sharding_metadata(args: argparse.Namespace) -> dict[str, Any]:
+    """How the optimizer is cut up; stored in the checkpoint."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.use_distributed_optimizer:
+        whole = args.dist_ckpt_optim_fully_reshardable
+        kind = "fully_reshardable" if whole else "dp_reshardable"
+        metadata["distrib_optim_sharding_type"] = kind
+        if whole:
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def state_dict(
+    args: argparse.Namespace,
+    model: TrainedModel,
+    metadata: dict[str, Any],
+    *,
+    optimizer: bool,
+    rng: bool,
+    is_loading: bool = False,
+) -> dict[str, Any]:
+    """The sharded state of this rank, with the parts asked for."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {**metadata, "dp_cp_group": group}
+    modules = model.modules
+    state: dict[str, Any] = {
+        model_key(index, len(modules)): module.sharded_state_dict(metadata=metadata)
+        for index, module in enumerate(modules)
+    }
+    if optimizer:
+        if not model.optimizer.is_stub_optimizer:
+            state["optimizer"] = model.optimizer.sharded_state_dict(
+                state, is_loading=is_loading, metadata=metadata
+            )
+        state["opt_param_scheduler"] = model.schedule.state_dict()
+    if rng:
+        state["rng_state"] = _sharded_rng_state(args)
+    return state
+
+
+def model_key(index: int, count: int) -> str:
+    """``model``, or ``model0``, ``model1`` ... with virtual pipeline stages."""
+    return "model" if count == 1 else f"model{index}"
+
+
+def stored_args(args: argparse.Namespace) -> argparse.Namespace:
+    """The values of a run, reduced to types that load without running code."""
+    plain = {name: value for name, value in vars(args).items() if _is_plain(value)}
+    return argparse.Namespace(**plain, no_persist_layer_norm=not args.persist_layer_norm)
+
+
+def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, where: str) -> None:
+    """Compare the model of a checkpoint with the one to be trained.
+
+    Raises:
+        CheckpointError: lists every field that differs.
+    """
+    differing = []
+    for name in ARCHITECTURE:
+        ours, theirs = getattr(args, name, None), getattr(saved, name, None)
+        if name == "num_query_groups" and not args.group_query_attention:
+            continue
+        if hasattr(saved, name) and ours != theirs:
+            differing.append(
+                f"  --{name.replace('_', '-')}: {theirs} in the checkpoint, now {ours}"
+            )
+    if differing:
+        raise CheckpointError(
+            f"{where} holds another model:\n" + "\n".join(differing) + "\n"
+            "change these flags, or take them from the checkpoint with --use-checkpoint-args"
+        )
+
+
+def restore_rng(state: Any) -> None:
+    """Set all generators of this rank to a saved state."""
+    mine = state[0] if len(state) == 1 else state[parallel_state.get_data_parallel_rank()]
+    random.setstate(mine["random_rng_state"])
+    np.random.set_state(mine["np_rng_state"])
+    torch.set_rng_state(mine["torch_rng_state"])
+    device.current().generator().set_state(mine["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(mine["rng_tracker_states"])
+
+
+def _sharded_rng_state(args: argparse.Namespace) -> ShardedObject:
+    """The generators of this rank; one entry per (pipeline, tensor) position, as Megatron-LM has."""
+    mine = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": device.current().generator().get_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+    states: list[Any] = [mine]
+    if args.data_parallel_random_init:
+        states = [None] * parallel_state.get_data_parallel_world_size()
+        dist.all_gather_object(states, mine, group=parallel_state.get_data_parallel_group())
+    pp, tp = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    sizes = (args.pipeline_model_parallel_size, args.tensor_model_parallel_size)
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if args.expert_model_parallel_size > 1:  # experts differ between data-parallel ranks
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return ShardedObject(
+            "rng_state", states, (*sizes, replicas), (pp, tp, replica), replica_id=0
+        )
+    return ShardedObject("rng_state", states, sizes, (pp, tp), replica_id=replica)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, enum.Enum):
+        return type(value).__module__.startswith("megatron.core")
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)

@@ -1,0 +1,68 @@
+"""Faults put into a rank before it trains."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from typing import Any
+
+
+def disk_full_at(save: int, rank: int) -> None:
+    """The n-th save of one rank meets a full disk in the middle of its file."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from mindspeed.checkpoint.writer import Writing
+
+    if int(os.environ["RANK"]) != rank:
+        return
+    count = 0
+    start, write = Writing.__init__, filesystem_async._write_item
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        start(self, *args, **kwargs)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if count == save:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*args, **kwargs)
+
+    Writing.__init__ = counted
+    filesystem_async._write_item = fails
+
+
+def signal_in_step(step: int, rank: int) -> None:
+    """One rank gets SIGTERM while it runs a step."""
+    from mindspeed.training.step import Trainer
+
+    run = Trainer.step
+
+    def with_signal(self: Any, readers: Any, iteration: int) -> Any:
+        if iteration == step and int(os.environ["RANK"]) == rank:
+            signal.raise_signal(signal.SIGTERM)
+        return run(self, readers, iteration)
+
+    Trainer.step = with_signal
+
+
+def bad_loss_in_step(step: int, micro_batch: int) -> None:
+    """The loss of one micro-batch is not a number."""
+    from mindspeed.training import step as module
+    from mindspeed.training.step import Trainer
+
+    run, losses = Trainer.step, module.token_losses
+    state = {"iteration": 0, "micro_batch": 0}
+
+    def counted(self: Any, readers: Any, iteration: int) -> Any:
+        state.update(iteration=iteration, micro_batch=-1)
+        return run(self, readers, iteration)
+
+    def bad(loss_mask: Any, output: Any) -> Any:
+        state["micro_batch"] += 1
+        if (state["iteration"], state["micro_batch"]) == (step, micro_batch):
+            output = output * float("nan")
+        return losses(loss_mask, output)
+
+    Trainer.step, module.token_losses = counted, bad

@@ -1,0 +1,119 @@
+"""A run that stops and resumes is the run that did not stop."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import fault
+import pytest
+from trainer_job import SETUP, metrics, printed, train
+
+DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+TP2 = ["--tensor-model-parallel-size", "2"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+
+
+def run(ranks, world_size: int, flags: list[str], *fault_and_args):
+    results = ranks(
+        world_size, train, flags, *fault_and_args, setup=SETUP, backend=None, timeout=240
+    )
+    assert {result["error"] for result in results} == {None}, results[0]["error"]
+    return results
+
+
+def only(source: Path, iteration: int, target: Path) -> Path:
+    """A checkpoint directory with one iteration of another."""
+    target.mkdir()
+    name = f"iter_{iteration:07d}"
+    shutil.copytree(source / name, target / name)
+    (target / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return target
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[*TP2, *DROPOUT], ["--use-distributed-optimizer", *DROPOUT, "--dataloader-type", "cyclic"]],
+    ids=["tensor-2", "data-2-distributed-optimizer-cyclic-data"],
+)
+def test_resumed_training_is_bit_equal_to_uninterrupted_training(flags, ranks, tmp_path):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    flags = [*flags, "--train-iters", "4"]
+    straight = run(ranks, 2, [*flags, "--save", str(whole), "--save-interval", "2"])
+    only(whole, 2, part)
+    resumed = run(ranks, 2, [*flags, "--save", str(part), "--auto-resume"])
+    assert [r["digest"] for r in resumed] == [r["digest"] for r in straight]
+    assert len({r["digest"] for r in straight}) == (2 if "--use-distributed-optimizer" not in flags else 1)
+    exact = [(r["lm_loss"], r["grad_norm"]) for r in metrics(whole / "metrics.jsonl")]
+    assert [(r["lm_loss"], r["grad_norm"]) for r in metrics(part / "metrics.jsonl")] == exact[2:]
+    assert (part / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
+def test_a_checkpoint_continues_at_other_parallel_sizes(optimizer, ranks, tmp_path):
+    """Losses of iterations 4 to 6 are Megatron-LM's for a run that began with tensor parallelism."""
+    file = tmp_path / "metrics.jsonl"
+    save = ["--save", str(tmp_path / "c"), "--exit-interval", "3"]
+    run(ranks, 2, [*TP2, *optimizer, *save])
+    run(ranks, 2, [*PP2, *optimizer, "--load", str(tmp_path / "c"), "--metrics-file", str(file)])
+    assert [loss for loss, _, _ in printed(file)] == ["6.822842E+00", "6.743383E+00", "6.693486E+00"]
+
+
+def test_background_saves_and_a_full_disk_lose_nothing(ranks, tmp_path):
+    """The second of three saves fails on one rank; the third succeeds; old ones are deleted."""
+    save = tmp_path / "c"
+    flags = ["--save", str(save), "--save-interval", "1", "--async-save", "--keep-last", "2"]
+    run(ranks, 2, [*TP2, *flags, "--train-iters", "3"], fault.disk_full_at, 2, 1)
+    kept = sorted(path.name for path in save.glob("iter_*"))
+    assert kept == ["iter_0000001", "iter_0000003"]
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "3"
+    results = run(ranks, 2, [*TP2, "--load", str(save), "--train-iters", "3", *OVERRIDE])
+    assert results[0]["iteration"] == 3
+
+
+OVERRIDE = ["--override-opt-param-scheduler"]
+
+
+def test_a_full_disk_at_the_last_save_is_an_error_that_names_what_is_intact(ranks, tmp_path):
+    flags = ["--save", str(tmp_path), "--save-interval", "1", "--train-iters", "2", *TP2]
+    results = ranks(
+        2, train, flags, fault.disk_full_at, 2, 1, setup=SETUP, backend=None, timeout=240
+    )
+    for result in results:
+        assert "iteration 2 was not saved" in result["error"]
+        assert "the checkpoint of iteration 1 is intact" in result["error"]
+    assert "No space left on device" in results[1]["error"]
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
+
+
+def test_a_damaged_last_checkpoint_is_given_up_for_the_one_before(ranks, tmp_path):
+    save = tmp_path / "c"
+    flags = [*TP2, "--save", str(save), "--save-interval", "1"]
+    run(ranks, 2, [*flags, "--exit-interval", "2"])
+    shard = next((save / "iter_0000002").glob("__*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[: len(content) // 2] = bytes(len(content) // 2)  # right size, wrong content
+    shard.write_bytes(content)
+    file = tmp_path / "metrics.jsonl"
+    run(ranks, 2, [*TP2, "--load", str(save), "--exit-interval", "2", "--metrics-file", str(file)])
+    assert [record["iteration"] for record in metrics(file)] == [2]
+    assert printed(file)[0][0] == "6.933730E+00"
+
+
+def test_another_model_is_refused_with_the_fields_that_differ(ranks, tmp_path):
+    save = ["--save", str(tmp_path), "--exit-interval", "1"]
+    run(ranks, 1, save)
+    other = ["--load", str(tmp_path), "--num-layers", "2", "--normalization", "LayerNorm"]
+    (result,) = ranks(1, train, other, setup=SETUP, backend=None, timeout=240)
+    assert "--num-layers: 4 in the checkpoint, now 2" in result["error"]
+    assert "--normalization: RMSNorm in the checkpoint, now LayerNorm" in result["error"]
+    (result,) = run(ranks, 1, [*other, "--use-checkpoint-args", "--train-iters", "6"])
+    assert result["iteration"] == 6
+
+
+def test_sigterm_on_one_rank_saves_on_all_and_ends_without_error(ranks, tmp_path):
+    flags = ["--save", str(tmp_path), *PP2]
+    results = run(ranks, 2, flags, fault.signal_in_step, 3, 1)
+    stopped = {result["iteration"] for result in results}
+    assert len(stopped) == 1 and 3 <= stopped.pop() < 6 + 1
+    assert (tmp_path / "latest_checkpointed_iteration.txt").exists()

@@ -1,0 +1,86 @@
+"""Runs the trainer on the ranks of a :class:`mindspeed.testing.RankPool`, and says what it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SETUP = "trainer_warm"
+
+# A LLaMA with 0.3 million parameters on invented tokens.
+TINY = """
+    --num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 8
+    --num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear --hidden-dropout 0
+    --attention-dropout 0 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3
+    --lr-decay-style linear --train-iters 6 --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 1000 --transformer-impl local --log-interval 1
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+""".split()
+
+
+def train(
+    flags: Sequence[str], before: Callable[..., None] | None = None, *args: Any
+) -> dict[str, Any]:
+    """Train on this rank.
+
+    Args:
+        flags: added to :data:`TINY`; later flags win.
+        before: called with ``args`` first, to prepare faults.
+
+    Returns:
+        ``iteration`` (last done), ``digest`` of this rank's parameters, ``error`` if one was raised.
+    """
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.errors import MindSpeedError
+    from mindspeed.training.model import gpt_model
+    from mindspeed.training.pretrain import pretrain
+
+    if before is not None:
+        before(*args)
+    modules = []
+
+    def provider(*given: Any) -> Any:
+        modules.append(gpt_model(*given))
+        return modules[-1]
+
+    try:
+        settings = _prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"]))
+        iteration = pretrain(settings, provider)
+    except MindSpeedError as error:
+        return {"error": f"{type(error).__name__}: {error}", "digest": digest(modules)}
+    return {"iteration": iteration, "digest": digest(modules), "error": None}
+
+
+def digest(modules: Sequence[Any]) -> str:
+    """Hash of all parameters, bit for bit."""
+    total = hashlib.sha256()
+    for module in modules:
+        for parameter in module.parameters():
+            total.update(parameter.detach().float().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """The training records of a run."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if "lm_loss" in record]
+
+
+def printed(path: Path) -> list[tuple[str, str, str]]:
+    """Loss, gradient norm and learning rate of every iteration in Megatron-LM's digits."""
+    import numpy as np
+
+    return [
+        (
+            f"{record['lm_loss']:.6E}",
+            f"{record['grad_norm']:.3f}",
+            f"{np.float32(record['learning_rate']):.6E}",
+        )
+        for record in metrics(path)
+    ]
