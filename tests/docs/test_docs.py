@@ -1,0 +1,103 @@
+"""Promises of the documents: tables are up to date, links lead somewhere, commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+CHINESE = ROOT / "README.zh.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of the headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", path.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    broken = []
+    for target in _LINK.findall(_FENCE.sub("", page.read_text("utf-8"))):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_the_feature_and_version_tables_are_up_to_date_and_their_tests_exist() -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("tools/feature_table.py needs tomllib of Python 3.11")
+    command = [sys.executable, "tools/feature_table.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_ticked_feature_without_its_test_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tomllib")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import feature_table
+
+    here = "tests/docs/test_docs.py"
+    assert feature_table.node_exists(f"{here}::{test_links_are_found.__name__}")
+    assert feature_table.node_exists("tests/security/test_files.py::TestModes")
+    for missing in (f"{here}::test_no_such", "tests/no_such.py", f"{here}::TestNo::test_x"):
+        assert not feature_table.node_exists(missing)
+    row = {"en": "x", "zh": "y", "flag": "f", "test": "tests/no_such.py"}
+    monkeypatch.setattr(feature_table, "features", lambda: [row])
+    assert feature_table.problems() == ["x: there is no test tests/no_such.py"]
+
+
+def test_both_readmes_have_the_same_shape() -> None:
+    """Same headings by level, same tables, same code, same links, in the same order."""
+
+    def shape(path: Path) -> list[str]:
+        text = path.read_text("utf-8")
+        links = [link for link in _LINK.findall(text) if not link.startswith("README")]
+        code = [re.sub(r"#.*", "", line).rstrip() for line in _FENCE.findall(text)]
+        rows = re.findall(r"^(?:#+ |\|)", text, re.MULTILINE)
+        return [*rows, *links, *code]
+
+    assert shape(README) == shape(CHINESE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_named_subcommand_exists(page: Path) -> None:
+    """Only the feature tables may name what does not exist yet."""
+    from mindspeed.cli.main import COMMANDS
+
+    text = re.sub(
+        r"<!-- features -->.*?<!-- /features -->", "", page.read_text("utf-8"), flags=re.S
+    )
+    named = set(re.findall(r"(?:^|`)mindspeed ([a-z][a-z-]+)", text, re.MULTILINE))
+    assert named - set(COMMANDS) == set()
+
+
+def test_the_floors_in_the_documentation_are_those_of_the_package() -> None:
+    """Every package is on a floor of docs/architecture.md."""
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
+    packages = {path.parent.name for path in (ROOT / "mindspeed").glob("*/__init__.py")}
+    assert {package for package in packages if f"{package}/" not in text} == set()
+
+
+def test_links_are_found() -> None:
+    assert _LINK.findall("see [a](b.md#c) and ![d](e.png) or [f](https://g)") == [
+        "b.md#c",
+        "https://g",
+    ]

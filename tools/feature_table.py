@@ -1,0 +1,187 @@
+"""Keep the tables of the README files and of the documentation equal to docs/*.toml, and honest.
+
+    python tools/feature_table.py            write the tables between their markers
+    python tools/feature_table.py --check    fail where a table is out of date, a ticked feature
+                                             names a test that does not exist, or a page is missing
+
+A table stands between ``<!-- name -->`` and ``<!-- /name -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Language:
+    """The words of one language around the tables."""
+
+    code: str
+    columns: tuple[str, str, str]
+    total: str
+    versions: tuple[str, ...]
+    tested: tuple[str, str]
+
+
+ENGLISH = Language(
+    "en",
+    ("Feature", "Flag or entry", "Test"),
+    "{ticked} of {total} features have a test.",
+    ("mindspeed", "Megatron", "PyTorch", "torch_npu", "CANN", "Python", "Tested"),
+    ("yes", "no"),
+)
+CHINESE = Language(
+    "zh",
+    ("特性", "参数或入口", "测试"),
+    "{total} 项特性中已有 {ticked} 项具备测试。",
+    ("mindspeed", "Megatron", "PyTorch", "torch_npu", "CANN", "Python", "已测试"),
+    ("是", "否"),
+)
+
+
+def load(name: str) -> dict[str, Any]:
+    """Read one of the TOML files in docs/."""
+    with open(ROOT / "docs" / name, "rb") as file:
+        return tomllib.load(file)
+
+
+def features() -> list[dict[str, str]]:
+    """All features of all areas."""
+    return [feature for area in load("features.toml")["area"] for feature in area["features"]]
+
+
+def feature_table(language: Language, page: Callable[[str], str], tests: str | None) -> str:
+    """One folding table per area; ``tests`` is the way to the root, None where none leads there."""
+    everything = features()
+    ticked = sum(bool(feature["test"]) for feature in everything)
+    lines = [language.total.format(ticked=ticked, total=len(everything)), ""]
+    for area in load("features.toml")["area"]:
+        done = sum(bool(feature["test"]) for feature in area["features"])
+        title = f"{area[language.code]} ({done}/{len(area['features'])})"
+        lines += [f"<details markdown><summary>{title}</summary>", ""]
+        lines += ["| | " + " | ".join(language.columns) + " |", "|---|---|---|---|"]
+        lines += [_row(feature, language, page, tests) for feature in area["features"]]
+        lines += ["", "</details>", ""]
+    return "\n".join(lines)
+
+
+def _row(
+    feature: dict[str, str], language: Language, page: Callable[[str], str], tests: str | None
+) -> str:
+    name = feature[language.code]
+    if "page" in feature:
+        name = f"[{name}]({page(feature['page'])})"
+    flag = feature["flag"]
+    flag = flag if flag.startswith("(") else f"`{flag}`"
+    test = feature["test"]
+    label = f"`{test.removeprefix('tests/')}`"
+    if not test:
+        link = ""
+    elif tests is None:
+        link = label
+    else:
+        link = f"[{label}]({tests}{test.split('::')[0]})"
+    return f"| {'✅' if test else '☐'} | {name} | {flag} | {link} |"
+
+
+def version_table(language: Language) -> str:
+    """What was tested here, and what the earlier projects named."""
+    data = load("versions.toml")
+    keys = ("mindspeed", "megatron", "torch", "torch_npu", "cann", "python")
+    lines = ["| " + " | ".join(language.versions) + " |", "|---" * len(language.versions) + "|"]
+    for version in (*data["version"], *data["history"]):
+        tested = language.tested[0 if version.get("tested") else 1]
+        lines.append("| " + " | ".join([*(version[key] for key in keys), tested]) + " |")
+    return "\n".join(lines)
+
+
+def tables() -> dict[Path, dict[str, str]]:
+    """Content of every generated table, by file and marker."""
+    result: dict[Path, dict[str, str]] = {}
+    for file, language in (("README.md", ENGLISH), ("README.zh.md", CHINESE)):
+        result[ROOT / file] = {
+            "features": feature_table(language, lambda page: f"docs/{page}", ""),
+            "versions": version_table(language),
+        }
+    result[ROOT / "docs/features/index.md"] = {
+        "features": feature_table(ENGLISH, lambda page: f"../{page}", None)
+    }
+    result[ROOT / "docs/installation.md"] = {"versions": version_table(ENGLISH)}
+    return result
+
+
+def insert(text: str, marker: str, table: str) -> str:
+    """``text`` with ``table`` between the comments named ``marker``."""
+    pattern = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", re.DOTALL)
+    text, count = pattern.subn(lambda match: f"{match[1]}\n{table.strip()}\n\n{match[2]}", text)
+    if count != 1:
+        raise SystemExit(f"expected the marker <!-- {marker} --> once, found it {count} times")
+    return text
+
+
+def node_exists(node: str) -> bool:
+    """Whether ``tests/file.py[::Class][::function]`` is there."""
+    file, *names = node.split("::")
+    if not (ROOT / file).is_file():
+        return (ROOT / file).is_dir() and not names
+    body: list[ast.stmt] = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    for name in (name.split("[")[0] for name in names):
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return True
+
+
+def problems() -> list[str]:
+    """What is wrong with the data."""
+    result = []
+    for feature in features():
+        name = feature["en"]
+        if feature["test"] and not node_exists(feature["test"]):
+            result.append(f"{name}: there is no test {feature['test']}")
+        if "page" in feature and not (ROOT / "docs" / feature["page"]).is_file():
+            result.append(f"{name}: there is no page docs/{feature['page']}")
+    for code in ("en", "zh"):
+        names = [feature[code] for feature in features()]
+        result += [
+            f"listed twice: {name}" for name in sorted({n for n in names if names.count(n) > 1})
+        ]
+    return result
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
+    check = parser.parse_args(arguments).check
+    found = problems()
+    for path, contents in tables().items():
+        before = after = path.read_text(encoding="utf-8")
+        for marker, table in contents.items():
+            after = insert(after, marker, table)
+        if after != before and check:
+            found.append(f"{path.relative_to(ROOT)} is out of date: python tools/feature_table.py")
+        elif after != before:
+            path.write_text(after, encoding="utf-8")
+    for line in found:
+        print(line, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
