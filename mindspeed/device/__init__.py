@@ -15,6 +15,7 @@ from mindspeed.device.base import CAPABILITIES, Device, MemoryStats, Properties
 from mindspeed.device.cuda_world.callers import treat_as_megatron
 from mindspeed.device.detect import current, named
 from mindspeed.device.determinism import make_deterministic
+from mindspeed.device.npu import NpuDevice
 from mindspeed.device.tracker import MemoryTracker, track_memory
 from mindspeed.journal import Journal
 
@@ -48,8 +49,8 @@ def install(journal: Journal, device: Device | None = None) -> Device:
         from mindspeed.device import cuda_world
 
         cuda_world.install(journal)
-    elif device.name == "npu":
+    elif isinstance(device, NpuDevice):
         from mindspeed.device import npu_world
 
-        npu_world.install(journal)
+        npu_world.install(journal, device)
     return device

@@ -5,19 +5,22 @@
     print(memory.peak, memory.current)
 
 Every operator's results are looked at; a storage counts once, however many tensors view it, from
-the moment it is first seen until it is freed or resized. Tensors that existed before count from the
+the moment it is first seen until it is freed; ``resize_`` changes its size at once. Tensors that existed before count from the
 first operator that touches them, or at once when they are passed to :func:`track_memory`.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mindspeed.journal import Journal
 
 _active: list[MemoryTracker] = []
 
@@ -33,6 +36,7 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.current = self.peak = self.storages = self.peak_storages = 0
+        self._journal = Journal()
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in existing:
@@ -44,6 +48,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak, self.peak_storages = self.current, self.storages
 
     def __enter__(self) -> MemoryTracker:
+        self._journal.set(torch.UntypedStorage, "resize_", self._resize(), owner="tracker")
         _active.append(self)
         super().__enter__()
         return self
@@ -51,6 +56,19 @@ class MemoryTracker(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         _active.remove(self)
+        self._journal.undo()
+
+    def _resize(self) -> Callable[..., Any]:
+        """``UntypedStorage.resize_``, which no dispatch mode sees."""
+        original = torch.UntypedStorage.resize_
+
+        @functools.wraps(original)
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self._count(storage)
+            return result
+
+        return resize_
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -64,6 +82,9 @@ class MemoryTracker(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # sparse tensors and wrapper subclasses have no storage of their own
+        self._count(storage)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "meta":
             return
         key, size = storage._cdata, storage.nbytes()

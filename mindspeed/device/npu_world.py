@@ -1,0 +1,183 @@
+"""Megatron's torch.cuda-shaped world on an NPU: torch_npu's own transfer layer, and what it lacks.
+
+``torch_npu.contrib.transfer_to_npu`` maps torch.cuda, device arguments, process groups and more to
+the NPU, and is maintained with torch_npu. On top of it come only
+
+* the type strings that Megatron compares (``torch.npu.HalfTensor`` -> ``torch.cuda.HalfTensor``);
+* nvtx ranges, which become mstx ranges while a profiler wants them and no-ops otherwise;
+* the names of torch.cuda that torch_npu has not (``cudart``, ``check_error``, clocks and sensors);
+* all_reduce of float64, which HCCL has not: summed in float32;
+* Megatron's torch.compile, which returns the function itself (``MINDSPEED_COMPILE=1`` keeps it).
+
+torch_npu's own transfer layer cannot be undone; the journal takes back what is added here.
+
+Verified with a stand-in for torch_npu; the transfer layer itself needs the real package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mindspeed.device.cuda_world.callers import asked_by_megatron
+from mindspeed.device.cuda_world.compiling import compile_eagerly
+from mindspeed.device.npu import NpuDevice
+from mindspeed.journal import Journal
+
+
+def install(journal: Journal, device: NpuDevice) -> None:
+    """Install torch_npu's transfer layer and complete it."""
+    importlib.import_module(f"{device.torch_npu.__name__}.contrib.transfer_to_npu")
+
+    def put(holder: Any, name: str, value: Any) -> None:
+        journal.set(holder, name, value, owner="device")
+
+    put(torch.Tensor, "type", _type(torch.Tensor.type))
+    put(torch, "compile", compile_eagerly(torch.compile))
+    for name, value in _missing_names(device.torch_npu).items():
+        if not _usable(torch.cuda, name):
+            put(torch.cuda, name, value)
+    for name, value in _nvtx(device.torch_npu).items():
+        put(torch.cuda.nvtx, name, value)
+    reduce = _all_reduce(distributed_c10d.all_reduce)
+    for holder in (distributed_c10d, dist):
+        put(holder, "all_reduce", reduce)
+
+
+def process_group_options(
+    torch_npu: ModuleType, name: str | None = None, buffer_mib: int | None = None
+) -> Any:
+    """HCCL options of a process group.
+
+    Args:
+        torch_npu: the package.
+        name: the group's name in traces.
+        buffer_mib: size of the group's communication buffer.
+    """
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    config: dict[str, Any] = {}
+    if name:
+        config["group_name"] = name
+    if buffer_mib:
+        config["hccl_buffer_size"] = buffer_mib
+    options.hccl_config = config
+    return options
+
+
+def _type(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.npu.")
+        if dtype is not None:
+            return method(self, dtype, *args, **kwargs)
+        name = method(self)
+        if asked_by_megatron(sys._getframe(1).f_globals):
+            return name.replace("torch.npu.", "torch.cuda.", 1)
+        return name
+
+    return type_
+
+
+def _usable(module: ModuleType, name: str) -> bool:
+    """Whether a name exists and does not come from a torch build without CUDA."""
+    value = getattr(module, name, None)
+    return value is not None and getattr(value, "__module__", "").startswith("torch_npu")
+
+
+def _missing_names(torch_npu: ModuleType) -> dict[str, Any]:
+    def success(*_: Any, **__: Any) -> int:
+        return 0
+
+    cudart = SimpleNamespace(
+        cudaProfilerStart=success,
+        cudaProfilerStop=success,
+        cudaHostRegister=success,
+        cudaHostUnregister=success,
+    )
+    return {
+        "cudart": lambda: cudart,
+        "check_error": lambda code: None,
+        "OutOfMemoryError": torch.OutOfMemoryError,
+        "clock_rate": success,
+        "power_draw": success,
+        "temperature": success,
+        "device_memory_used": torch_npu.npu.memory_allocated,
+    }
+
+
+def _nvtx(torch_npu: ModuleType) -> dict[str, Any]:
+    """nvtx on mstx; ranges are a stack, mstx ranges have an id."""
+    mstx = getattr(torch_npu.npu, "mstx", None)
+    if mstx is None:
+        nothing = _nothing
+        return {
+            **dict.fromkeys(("range_push", "range_pop", "mark"), nothing),
+            "range": lambda *_, **__: contextlib.nullcontext(),
+        }
+    open_ranges: list[int] = []
+
+    def range_push(message: str, *_: Any, **__: Any) -> int:
+        open_ranges.append(mstx.range_start(message))
+        return len(open_ranges) - 1
+
+    def range_pop() -> int:
+        if open_ranges:
+            mstx.range_end(open_ranges.pop())
+        return len(open_ranges)
+
+    @contextlib.contextmanager
+    def range_(message: str, *_: Any, **__: Any) -> Any:
+        range_push(message)
+        try:
+            yield
+        finally:
+            range_pop()
+
+    return {"range_push": range_push, "range_pop": range_pop, "mark": mstx.mark, "range": range_}
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """No profiler listens."""
+
+
+def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if tensor.dtype != torch.float64 or tensor.device.type != "npu":
+            return original(tensor, op, group, async_op)
+        narrow = tensor.float()
+        work = original(narrow, op, group, async_op)
+        if not async_op:
+            tensor.copy_(narrow)
+            return work
+        return _CopyBack(work, narrow, tensor)
+
+    return all_reduce
+
+
+class _CopyBack:
+    """A work handle whose ``wait`` also copies the narrow result to where it belongs."""
+
+    def __init__(self, work: Any, narrow: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._work, self._narrow, self._tensor = work, narrow, tensor
+
+    def wait(self, *args: Any) -> bool:
+        """Wait, then copy."""
+        done = self._work.wait(*args)
+        self._tensor.copy_(self._narrow)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
