@@ -53,8 +53,8 @@ def tracked(root: str | Path) -> int | str | None:
 def candidates(root: str | Path, step: int | None = None) -> Iterator[Path]:
     """Checkpoints to try, best first: the tracked one, then older ones, newest first.
 
-    An untracked newer one (a run killed between rename and tracker) is complete, but only tried when
-    the tracked one is not: Megatron-LM would not load it either.
+    An untracked newer one (a run killed between rename and tracker) is complete, but only tried
+    when the tracked one is not: Megatron-LM would not load it either.
     """
     if step is not None:
         yield path_of(root, step)

@@ -173,7 +173,7 @@ def _apply(
     except AssertionError as error:
         raise CheckpointError(
             f"{path}: the learning rate schedule differs ({error}); take the new one with "
-            "--override-opt-param-scheduler, or the old one with --use-checkpoint-opt-param-scheduler"
+            "--override-opt-param-scheduler, the old one with --use-checkpoint-opt-param-scheduler"
         ) from error
 
 

@@ -1,8 +1,8 @@
 """What a checkpoint holds, in the names and types Megatron-LM uses.
 
-``model`` (``model0`` ... with virtual stages), ``optimizer``, ``opt_param_scheduler``, ``rng_state``,
-``args`` (a namespace), ``iteration``, ``checkpoint_version`` and the operations so far. Only types
-that ``torch.load(weights_only=True)`` accepts are stored.
+``model`` (``model0`` ... with virtual stages), ``optimizer``, ``opt_param_scheduler``,
+``rng_state``, ``args`` (a namespace), ``iteration``, ``checkpoint_version`` and the operations so
+far. Only types that ``torch.load(weights_only=True)`` accepts are stored.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def restore_rng(state: Any) -> None:
 
 
 def _sharded_rng_state(args: argparse.Namespace) -> ShardedObject:
-    """The generators of this rank; one entry per (pipeline, tensor) position, as Megatron-LM has."""
+    """The generators of this rank; one entry per (pipeline, tensor) position, as Megatron-LM."""
     mine = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),

@@ -248,10 +248,8 @@ def _add_megatron_field(
         return
     meta = field.metadata.get("argparse_meta", {})
     option, dest = SPELLING.get(field.name, ("--" + field.name.replace("_", "-"), field.name))
-    if field.default is not dataclasses.MISSING:
-        default = field.default
-    else:
-        default = field.default_factory()  # type: ignore[misc]
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
     default = DEFAULT.get(dest, meta.get("default", default))
     spellings = meta.get("arg_names", [option])
     _add_flag(parser, group, dest, spellings, field.type, default, text)
@@ -463,8 +461,10 @@ def _field_docstrings(config_class: type) -> dict[str, str]:
         (body,) = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body
         assert isinstance(body, ast.ClassDef)
         for field, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                if isinstance(below.value, ast.Constant) and isinstance(field.target, ast.Name):
-                    paragraph = str(below.value.value).strip().split("\n\n")[0]
-                    texts[field.target.id] = " ".join(paragraph.split())
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.strip().split("\n\n")[0].split())
     return texts

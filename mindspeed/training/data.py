@@ -1,9 +1,9 @@
 """Data sets and micro-batches.
 
-Data sets are Megatron Core's: ``.bin``/``.idx`` files, blended, split and shuffled, with index files
-built once by rank 0 and cached. They exist on the ranks that feed a first or last pipeline stage and
-lead their tensor-parallel group; :class:`MicroBatches` hands each micro-batch on to the group in ONE
-broadcast of 8-byte words (Megatron-LM sends each tensor apart, and an s x s mask with them):
+Data sets are Megatron Core's: ``.bin``/``.idx`` files, blended, split and shuffled, with index
+files built once by rank 0 and cached. They exist on the ranks that feed a first or last pipeline
+stage and lead their tensor-parallel group; :class:`MicroBatches` hands each micro-batch on to the
+group in ONE broadcast of 8-byte words (Megatron-LM sends each tensor apart, and an s x s mask):
 
     first stage   tokens                  b * s * 8 bytes
     last stage    labels, loss mask       b * s * 16 bytes

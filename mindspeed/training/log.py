@@ -4,7 +4,7 @@ The last rank speaks, because the last pipeline stage knows the loss. Between lo
 appends a device tensor to a list; sums over data-parallel ranks and copies to the host happen once
 per interval.
 
-    iteration      10/    600 | consumed samples:      160 | lm loss: 7.621034E+00 | learning rate: ...
+    iteration     10/   600 | consumed samples:     160 | lm loss: 7.621034E+00 | grad norm: ...
 """
 
 from __future__ import annotations

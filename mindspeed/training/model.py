@@ -35,7 +35,7 @@ ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int
 
 @dataclass
 class TrainedModel:
-    """What a training step changes: one wrapped module per virtual pipeline stage, and its optimizer."""
+    """What a step changes: a wrapped module per virtual stage, the optimizer, the schedule."""
 
     config: TransformerConfig
     chunks: list[Any]

@@ -1,8 +1,8 @@
 """The trainer's own flags, one dataclass per recipe section.
 
-Names and meanings are Megatron-LM's, defaults too where no line below says otherwise. Flags that Megatron Core declares itself (model,
-parallel, optimizer) come from its own dataclasses, see :mod:`mindspeed.training.arguments`; here are
-those that belong to a training script rather than to the library.
+Names and meanings are Megatron-LM's, defaults mostly too. Flags that Megatron Core declares itself
+(model, parallel, optimizer) come from its own dataclasses, see :mod:`mindspeed.training.arguments`;
+here are those that belong to a training script rather than to the library.
 
 ====================== ===================================================
 section of a recipe     dataclass here

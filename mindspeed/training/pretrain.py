@@ -1,8 +1,8 @@
 """Pretraining from final values to the last checkpoint: puts the parts together.
 
 Every joint of the run is one visible call here or in :mod:`mindspeed.training.loop`: parallel
-groups (``initialize``), layer spec, optimizer (``model.build``), batch (``data``), schedule and step
-(``loop.train``), checkpoint (``load``, ``save``).
+groups (``initialize``), layer spec, optimizer (``model.build``), batch (``data``), schedule and
+step (``loop.train``), checkpoint (``load``, ``save``).
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def _batch(args: argparse.Namespace) -> Iterator[str]:
         elif ramp[0] % per_step or ramp[1] % per_step:
             yield f"--rampup-batch-size {ramp[0]} {ramp[1]}: both must be divisible by {per_step}"
         elif (args.global_batch_size - ramp[0]) % ramp[1]:
-            yield f"--rampup-batch-size: {ramp[0]} + n x {ramp[1]} never is {args.global_batch_size}"
+            yield f"--rampup-batch-size: {ramp[0]} + n x {ramp[1]} never is --global-batch-size"
         if args.train_samples is None:
             yield "--rampup-batch-size needs --train-samples instead of --train-iters"
 
@@ -239,7 +239,7 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         yield f"--num-attention-heads {heads} is not divisible by tensor parallel size {tp}"
     groups = args.num_query_groups
     if args.group_query_attention and groups % tp and tp % groups:
-        yield f"--num-query-groups {groups} and tensor parallel size {tp}: one must divide the other"
+        yield f"--num-query-groups {groups}, tensor parallel size {tp}: one must divide the other"
     if args.multi_latent_attention and args.group_query_attention:
         yield "--multi-latent-attention and --num-query-groups exclude each other"
     cp = args.context_parallel_size

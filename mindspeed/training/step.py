@@ -176,7 +176,7 @@ def check_losses(losses: torch.Tensor | None, iteration: int) -> None:
     index = int(torch.nonzero(~finite)[0])
     raise TrainingError(
         f"iteration {iteration}, rank {dist.get_rank()}, micro-batch {index}: the loss is "
-        f"{losses[index, 0].item() / losses[index, 1].item()}; check the data and the learning rate, "
+        f"{losses[index, 0].item() / losses[index, 1].item()}; check data and learning rate, "
         "--max-skipped-nan-iterations N leaves such steps out"
     )
 

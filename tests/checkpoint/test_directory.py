@@ -92,7 +92,9 @@ def test_damage_that_sizes_show_is_found_before_loading(tmp_path, damage, reason
 
 def test_the_error_names_every_checkpoint_tried(tmp_path):
     with pytest.raises(CheckpointError, match=r"iter_2: gone\n.*iter_1: short"):
-        directory.require_some(tmp_path, {tmp_path / "iter_2": "gone", tmp_path / "iter_1": "short"})
+        directory.require_some(
+            tmp_path, {tmp_path / "iter_2": "gone", tmp_path / "iter_1": "short"}
+        )
 
 
 def test_only_the_newest_are_kept_and_every_retained_interval(tmp_path):

@@ -43,20 +43,25 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(flags, ranks, t
     only(whole, 2, part)
     resumed = run(ranks, 2, [*flags, "--save", str(part), "--auto-resume"])
     assert [r["digest"] for r in resumed] == [r["digest"] for r in straight]
-    assert len({r["digest"] for r in straight}) == (2 if "--use-distributed-optimizer" not in flags else 1)
     exact = [(r["lm_loss"], r["grad_norm"]) for r in metrics(whole / "metrics.jsonl")]
     assert [(r["lm_loss"], r["grad_norm"]) for r in metrics(part / "metrics.jsonl")] == exact[2:]
     assert (part / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
-@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"]
+)
 def test_a_checkpoint_continues_at_other_parallel_sizes(optimizer, ranks, tmp_path):
-    """Losses of iterations 4 to 6 are Megatron-LM's for a run that began with tensor parallelism."""
+    """Iterations 4 to 6 lose what Megatron-LM loses in a run that began with tensor parallelism."""
     file = tmp_path / "metrics.jsonl"
     save = ["--save", str(tmp_path / "c"), "--exit-interval", "3"]
     run(ranks, 2, [*TP2, *optimizer, *save])
     run(ranks, 2, [*PP2, *optimizer, "--load", str(tmp_path / "c"), "--metrics-file", str(file)])
-    assert [loss for loss, _, _ in printed(file)] == ["6.822842E+00", "6.743383E+00", "6.693486E+00"]
+    assert [loss for loss, _, _ in printed(file)] == [
+        "6.822842E+00",
+        "6.743383E+00",
+        "6.693486E+00",
+    ]
 
 
 def test_background_saves_and_a_full_disk_lose_nothing(ranks, tmp_path):

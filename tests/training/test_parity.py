@@ -1,8 +1,8 @@
 """The trainer prints what Megatron-LM's ``pretrain_gpt.py`` prints, digit for digit.
 
-The figures below were printed by ``pretrain_gpt.py`` of Megatron-LM core_v0.16.1 with the same flags
-and ``import mindspeed.megatron_adaptor`` added. Its second line is the mean of iterations 1 and 2 (the
-first print does not reset its sum), so that one is compared as a mean.
+The figures below were printed by ``pretrain_gpt.py`` of Megatron-LM core_v0.16.1 with the same
+flags and ``import mindspeed.megatron_adaptor`` added. Its second line is the mean of iterations 1
+and 2 (the first print does not reset its sum), so that one is compared as a mean.
 """
 
 from __future__ import annotations
@@ -64,7 +64,12 @@ def test_loss_gradient_norm_and_rate_equal_megatron_lm_digit_for_digit(layout, r
     world_size, flags, losses, norms = LAYOUTS[layout]
     file = tmp_path / "metrics.jsonl"
     results = ranks(
-        world_size, train, [*flags, "--metrics-file", str(file)], setup=SETUP, backend=None, timeout=240
+        world_size,
+        train,
+        [*flags, "--metrics-file", str(file)],
+        setup=SETUP,
+        backend=None,
+        timeout=240,
     )
     assert [result["error"] for result in results] == [None] * world_size
     assert_printed(file, losses.split(), norms.split(), [*RATES, "0.000000E+00"])

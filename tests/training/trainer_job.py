@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 SETUP = "trainer_warm"
 
 # A LLaMA with 0.3 million parameters on invented tokens.
-TINY = """
+TINY = shlex.split("""
     --num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 8
     --num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope
     --untie-embeddings-and-output-weights --disable-bias-linear --hidden-dropout 0
@@ -21,7 +22,7 @@ TINY = """
     --vocab-size 1000 --transformer-impl local --log-interval 1
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
     --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
-""".split()
+""")
 
 
 def train(
@@ -34,7 +35,7 @@ def train(
         before: called with ``args`` first, to prepare faults.
 
     Returns:
-        ``iteration`` (last done), ``digest`` of this rank's parameters, ``error`` if one was raised.
+        ``iteration`` (last done), ``digest`` of this rank's parameters, ``error``.
     """
     from mindspeed.cli.pretrain import _prepare
     from mindspeed.errors import MindSpeedError
