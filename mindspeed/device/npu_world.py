@@ -4,14 +4,15 @@
 the NPU, and is maintained with torch_npu. On top of it come only
 
 * the type strings that Megatron compares (``torch.npu.HalfTensor`` -> ``torch.cuda.HalfTensor``);
-* nvtx ranges, which become mstx ranges while a profiler wants them and no-ops otherwise;
+* nvtx ranges, which become mstx ranges;
 * the names of torch.cuda that torch_npu has not (``cudart``, ``check_error``, clocks and sensors);
 * all_reduce of float64, which HCCL has not: summed in float32;
 * Megatron's torch.compile, which returns the function itself (``MINDSPEED_COMPILE=1`` keeps it).
 
 torch_npu's own transfer layer cannot be undone; the journal takes back what is added here.
 
-Verified with a stand-in for torch_npu; the transfer layer itself needs the real package.
+Verified with a stand-in for torch_npu, and by name against the sources of torch_npu 2.13.0; the
+transfer layer itself needs an Ascend machine or an emulation of one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -116,38 +117,26 @@ def _missing_names(torch_npu: ModuleType) -> dict[str, Any]:
 
 
 def _nvtx(torch_npu: ModuleType) -> dict[str, Any]:
-    """nvtx on mstx; ranges are a stack, mstx ranges have an id."""
-    mstx = getattr(torch_npu.npu, "mstx", None)
-    if mstx is None:
-        nothing = _nothing
-        return {
-            **dict.fromkeys(("range_push", "range_pop", "mark"), nothing),
-            "range": lambda *_, **__: contextlib.nullcontext(),
-        }
-    open_ranges: list[int] = []
+    """nvtx by way of mstx, which does nothing itself while no profiler listens."""
+    mstx = torch_npu.npu.mstx
 
-    def range_push(message: str, *_: Any, **__: Any) -> int:
-        open_ranges.append(mstx.range_start(message))
-        return len(open_ranges) - 1
-
-    def range_pop() -> int:
-        if open_ranges:
-            mstx.range_end(open_ranges.pop())
-        return len(open_ranges)
+    def range_push(message: str, *_: Any, **__: Any) -> Any:
+        return mstx.range_push(message)
 
     @contextlib.contextmanager
-    def range_(message: str, *_: Any, **__: Any) -> Any:
-        range_push(message)
+    def range_(message: str, *_: Any, **__: Any) -> Iterator[None]:
+        mstx.range_push(message)
         try:
             yield
         finally:
-            range_pop()
+            mstx.range_pop()
 
-    return {"range_push": range_push, "range_pop": range_pop, "mark": mstx.mark, "range": range_}
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """No profiler listens."""
+    return {
+        "range_push": range_push,
+        "range_pop": lambda: mstx.range_pop(),
+        "mark": lambda message: mstx.mark(message),
+        "range": range_,
+    }
 
 
 def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,8 +5,9 @@
     print(memory.peak, memory.current)
 
 Every operator's results are looked at; a storage counts once, however many tensors view it, from
-the moment it is first seen until it is freed; ``resize_`` changes its size at once. Tensors that existed before count from the
-first operator that touches them, or at once when they are passed to :func:`track_memory`.
+the moment it is first seen until it is freed; ``resize_`` changes its size at once. Tensors that
+existed before count from the first operator that touches them, or at once when they are passed to
+:func:`track_memory`.
 """
 
 from __future__ import annotations

@@ -20,14 +20,13 @@ class _Mstx:
     def __init__(self):
         self.log = []
 
-    def range_start(self, message):
-        self.log.append(f"start {message}")
-        return len(self.log)
+    def range_push(self, message, stream=None, domain="default"):
+        self.log.append(f"push {message}")
 
-    def range_end(self, range_id):
-        self.log.append(f"end {range_id}")
+    def range_pop(self, domain="default"):
+        self.log.append("pop")
 
-    def mark(self, message):
+    def mark(self, message, stream=None, domain="default"):
         self.log.append(f"mark {message}")
 
 
@@ -86,7 +85,7 @@ def test_install_completes_the_transfer_layer_and_is_taken_back(torch_npu):
     with torch.cuda.nvtx.range("inner"):
         pass
     torch.cuda.nvtx.range_pop()
-    assert torch_npu.npu.mstx.log == ["start outer", "start inner", "end 2", "end 1"]
+    assert torch_npu.npu.mstx.log == ["push outer", "push inner", "pop", "pop"]
     journal.undo()
     assert {name: vars(torch.cuda).get(name) for name in before} == before
     assert torch.cuda.nvtx.range_push is nvtx
