@@ -5,7 +5,8 @@ when the first function arrives, and calls all functions in the order in which t
 
 | seam            | a function gets                         | and returns                     |
 | --------------- | --------------------------------------- | ------------------------------- |
-| layer_spec      | spec, config                            | spec                            |
+| layer_spec      | block, config, first_layer              | block                           |
+| computing_layers| list: is this layer's MLP an MoE?       | the list of layers that compute |
 | parallel_groups | (nothing; right after the groups exist) | -                               |
 | batch           | batch: dict of tensors on this rank     | batch                           |
 | schedule        | forward_backward_func                   | forward_backward_func           |
@@ -16,20 +17,30 @@ when the first function arrives, and calls all functions in the order in which t
 | before_save     | iteration                               | -                               |
 | after_load      | iteration                               | -                               |
 
-The first five are in ``megatron.core`` and so reach Megatron-LM, frameworks and our own trainer
+``block`` holds one spec per layer of the model chunk that is being built, ``first_layer`` is the
+index of its first layer in the whole model (both from 0). ``computing_layers`` is what Megatron's
+FLOPs formula and its means over layers count.
+
+The first six are in ``megatron.core`` and so reach Megatron-LM, frameworks and our own trainer
 alike. The others belong to a training loop: Megatron-LM's reaches them through patches of
 ``megatron.training``, our trainer calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
+
+What a feature must change outside Megatron (environment, torch's flags) it changes through
+``seams.journal``, and it is restored when the feature is detached.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
+from mindspeed.journal import Journal
 
 
 class Seam:
@@ -77,6 +88,7 @@ class Seams:
 
     def __init__(self, engine: PatchEngine) -> None:
         self._all = {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
+        self.journal = Journal()
 
     def __getattr__(self, name: str) -> Seam:
         try:
@@ -87,10 +99,15 @@ class Seams:
     def __iter__(self) -> Iterator[Seam]:
         return iter(self._all.values())
 
+    def while_training(self, *, owner: str, **values: Any) -> None:
+        """Let Megatron-LM's loop see other values of its arguments than the user gave."""
+        self.train.add(lambda: _arguments_changed(values), owner=owner)
+
     def clear(self) -> None:
         """Detach everything from every seam."""
         for seam in self._all.values():
             seam.clear()
+        self.journal.undo()
 
 
 def owner_of(seam: str) -> str:
@@ -102,9 +119,9 @@ def _layer_spec(seams: Seams) -> tuple[Patch, ...]:
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             given = bind(original, (self, *args), kwargs)
-            spec = seams.layer_spec.pipe(given["transformer_layer_spec"], given["config"])
+            block = seams.layer_spec.pipe(*_block_of(given))
             given.pop("self")
-            original(self, **(given | {"transformer_layer_spec": spec}))
+            original(self, **(given | {"transformer_layer_spec": block}))
 
         return __init__
 
@@ -115,6 +132,63 @@ def _layer_spec(seams: Seams) -> tuple[Patch, ...]:
             owner_of("layer_spec"),
             "features transform the layer spec",
             expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
+        ),
+    )
+
+
+def _block_of(given: Mapping[str, Any]) -> tuple[Any, Any, int]:
+    """The specs of the layers in this model chunk, the config, and the chunk's first layer."""
+    from megatron.core.transformer.transformer_block import _get_block_submodules
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.utils import get_pg_rank
+
+    config, vp_stage, groups = given["config"], given.get("vp_stage"), given.get("pg_collection")
+    pp_rank = None if groups is None else get_pg_rank(groups.pp)
+    block = _get_block_submodules(config, given["transformer_layer_spec"], vp_stage, pp_rank)
+    return block, config, get_transformer_layer_offset(config, vp_stage, pp_rank)
+
+
+def _computing_layers(seams: Seams) -> tuple[Patch, ...]:
+    def layers_of(values: Mapping[str, Any]) -> list[bool]:
+        from mindspeed.profiling.model_flops import moe_pattern
+
+        return seams.computing_layers.pipe(moe_pattern(values))
+
+    def formula(original: Callable[..., Any]) -> Callable[..., Any]:
+        def num_floating_point_operations(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            layers = layers_of(vars(args))
+            seen = copy.copy(args)
+            seen.num_layers = len(layers)
+            seen.moe_layer_freq = [int(moe) for moe in layers]
+            return original(seen, *rest, **kwargs)
+
+        return num_floating_point_operations
+
+    def means(original: Callable[..., Any]) -> Callable[..., Any]:
+        def track_moe_metrics(*args: Any, **kwargs: Any) -> Any:
+            given = bind(original, args, kwargs)
+            if given["num_layers"] is not None:
+                layers = layers_of({**given, "num_experts": 1})
+                given["moe_layer_freq"] = [int(moe) for moe in layers]
+            return original(**given)
+
+        return track_moe_metrics
+
+    owner = owner_of("computing_layers")
+    return (
+        Patch(
+            "megatron.training.training:num_floating_point_operations",
+            formula,
+            owner,
+            "layers that do not compute are not counted",
+            expects="(args, batch_size)",
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_utils:track_moe_metrics",
+            means,
+            owner,
+            "means over layers leave out those that do not compute",
+            expects="(loss_scale, iteration, ...)",
         ),
     )
 
@@ -258,6 +332,22 @@ def _after_load(seams: Seams) -> tuple[Patch, ...]:
     )
 
 
+@contextlib.contextmanager
+def _arguments_changed(values: Mapping[str, Any]) -> Iterator[None]:
+    """Other values in Megatron-LM's global arguments; nothing to do where there are none."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    if global_vars is None or global_vars._GLOBAL_ARGS is None:
+        yield
+        return
+    args = global_vars.get_args()
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
+
+
 def _print_on_last_rank(text: str) -> None:
     import torch.distributed as dist
 
@@ -267,6 +357,7 @@ def _print_on_last_rank(text: str) -> None:
 
 _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
     "layer_spec": _layer_spec,
+    "computing_layers": _computing_layers,
     "parallel_groups": _parallel_groups,
     "batch": _pipe_result(
         "batch",

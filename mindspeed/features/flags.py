@@ -132,9 +132,17 @@ def check_value(item: Flag, value: Any) -> Any:
     if value is None:
         return None
     if many:
-        parts = value.split(",") if isinstance(value, str) else list(value)
-        return tuple(_check_one(item, kind, part) for part in parts)
+        return tuple(_check_one(item, kind, part) for part in _parts(value))
     return _check_one(item, kind, value)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The elements of ``[1, 2]``, of ``"1,2"`` and of ``["1,2", "3"]``."""
+    for part in [value] if isinstance(value, str) else value:
+        if isinstance(part, str):
+            yield from (piece.strip() for piece in part.split(",") if piece.strip())
+        else:
+            yield part
 
 
 def _check_one(item: Flag, kind: Any, value: Any) -> Any:
@@ -176,7 +184,8 @@ def _argparse_type(item: Flag) -> dict[str, Any]:
         choices = typing.get_args(kind)
         return {"choices": choices, "type": type(choices[0])}
     convert: Callable[[str], Any] = kind
-    return {"type": convert, "nargs": "+"} if many else {"type": convert}
+    # `--layers 1 2` and `--layers 1,2`: check_value separates and converts the elements.
+    return {"type": str, "nargs": "+"} if many else {"type": convert}
 
 
 def _parse_one(kind: Any, text: str) -> Any:

@@ -1,0 +1,87 @@
+"""Log the FLOPs that operators really execute: ``--op-cal-tflops``.
+
+Adds to each log line the throughput of one device without and with recomputation (numerators of
+MFU and HFU), and the throughput by Megatron's formula for comparison. Steps are counted when their
+shape is new; the others cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+
+@dataclass(frozen=True)
+class OpFlopsOptions:
+    """One switch."""
+
+    op_cal_tflops: bool = flag(False, "log executed TFLOP/s with and without recomputation")
+
+
+def _validate(options: OpFlopsOptions, megatron: Megatron) -> list[Problem]:
+    problems = []
+    graphs = megatron.get("cuda_graph_impl")
+    if graphs not in (None, "none"):
+        problems.append(
+            Problem(
+                "--op-cal-tflops",
+                f"cannot see operators inside replayed CUDA graphs (--cuda-graph-impl {graphs})",
+                "use --cuda-graph-impl none while counting",
+            )
+        )
+    return problems
+
+
+def _attach(seams: Seams, options: OpFlopsOptions, megatron: Megatron) -> None:
+    from mindspeed.profiling.model_flops import ModelShape, moe_pattern
+    from mindspeed.profiling.throughput import ThroughputMeter, describe
+
+    meter = ThroughputMeter(_signature_of(megatron))
+
+    def text(iteration: int) -> str:
+        if iteration % (megatron.get("log_interval") or 1):
+            return ""
+        layers = seams.computing_layers.pipe(moe_pattern(megatron))
+        return describe(meter.read(), ModelShape.from_megatron(megatron, layers))
+
+    seams.step.add(lambda iteration: meter.step(_global_batch_size()), owner=FEATURE.name)
+    seams.log.add(text, owner=FEATURE.name)
+
+
+def _signature_of(megatron: Megatron) -> Callable[[], Hashable]:
+    """What the FLOPs of a step depend on, besides values that never change in a run.
+
+    Routing of an MoE moves work between ranks but doesn't change the mean, unless tokens are
+    dropped; sequences of varying length change it in every step. Such steps are all counted.
+    """
+    drops_tokens = megatron.get("moe_expert_capacity_factor") is not None and not megatron.get(
+        "moe_pad_expert_input_to_capacity"
+    )
+    if drops_tokens or megatron.get("variable_seq_lengths") or megatron.get("sft"):
+        return lambda: None
+    return _global_batch_size
+
+
+def _global_batch_size() -> int:
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+    return get_current_global_batch_size()
+
+
+FEATURE = Feature(
+    name="op-flops",
+    summary="executed and model TFLOP/s per device in the log",
+    level=0,
+    options=OpFlopsOptions,
+    enabled=lambda options, megatron: options.op_cal_tflops,
+    validate=_validate,
+    attach=_attach,
+    seams=("step", "log"),
+)

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: which layers stand where, and in which order micro-batches pass them."""

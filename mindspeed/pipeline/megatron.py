@@ -1,0 +1,96 @@
+"""No-op layers in Megatron's transformer blocks (:mod:`mindspeed.pipeline.noop_layers`)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+from mindspeed.errors import ConfigError
+from mindspeed.pipeline.noop_layers import problem_of
+
+
+class NoopTransformerLayer(MegatronModule, BaseTransformerLayer):
+    """Returns its input; no parameters, nothing in a checkpoint.
+
+    Args:
+        config: of the model.
+        global_layer_number: number in the whole model, from 1, as other layers have it too.
+        copies: the output is a copy. A pipeline stage without any computation needs that: the
+            schedule frees outputs after sending them, and the input must survive.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, global_layer_number: int, copies: bool, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = global_layer_number
+        self._copies = copies
+
+    def forward(
+        self, hidden_states: torch.Tensor, *_: Any, context: Any = None, **__: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Hidden states ``[s, b, h]`` and cross-attention context, as they came."""
+        return (hidden_states.clone() if self._copies else hidden_states), context
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"layer_number={self.layer_number}"
+
+
+def with_noop_layers(
+    block: TransformerBlockSubmodules,
+    config: TransformerConfig,
+    first_layer: int,
+    noop_layers: Collection[int],
+) -> TransformerBlockSubmodules:
+    """Replace the specs of no-op layers in one model chunk.
+
+    ``config`` is adjusted to the layers that compute: the standard deviation of Megatron's default
+    initialisation of output projections, and checkpoints with a name per layer (the other format
+    stacks all layers in one tensor, where a layer can't be missing).
+
+    Args:
+        block: the specs of the chunk's layers.
+        config: of the whole model.
+        first_layer: index of the chunk's first layer in the model.
+        noop_layers: indices in the model.
+    """
+    problem = problem_of(noop_layers, config.num_layers)
+    if problem:
+        raise ConfigError(f"--noop-layers {problem}")
+    config.hetereogenous_dist_checkpoint = True
+    _initialise_for(config.num_layers - len(noop_layers), config)
+    indices = range(first_layer, first_layer + len(block.layer_specs))
+    copies = all(index in noop_layers for index in indices)
+    specs = [
+        _noop_spec(index, copies) if index in noop_layers else spec
+        for index, spec in zip(indices, block.layer_specs, strict=True)
+    ]
+    return replace(block, layer_specs=specs)
+
+
+def _noop_spec(index: int, copies: bool) -> ModuleSpec:
+    params = {"global_layer_number": index + 1, "copies": copies}
+    return ModuleSpec(module=NoopTransformerLayer, params=params)
+
+
+def _initialise_for(num_layers: int, config: TransformerConfig) -> None:
+    method = config.output_layer_init_method
+    default = config.init_method_std / math.sqrt(2.0 * config.num_layers)
+    if (
+        isinstance(method, functools.partial)
+        and method.func is torch.nn.init.normal_
+        and method.keywords.get("std") == default
+    ):
+        std = config.init_method_std / math.sqrt(2.0 * num_layers)
+        config.output_layer_init_method = functools.partial(method.func, mean=0.0, std=std)

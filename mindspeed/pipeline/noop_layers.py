@@ -1,0 +1,28 @@
+"""Layers that do nothing, to balance the stages of a pipeline.
+
+Megatron gives every stage the same number of layers. Where that number doesn't divide, or where the
+embedding or the output layer makes a stage slow, some layers are declared no-op: they keep their
+place in the numbering and compute nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def problem_of(noop_layers: Collection[int], num_layers: int) -> str:
+    """What is wrong with these indices, or an empty text."""
+    wrong = sorted(index for index in noop_layers if not 0 <= index < num_layers)
+    if wrong:
+        return f"names layer {wrong[0]}; the {num_layers} layers are 0 to {num_layers - 1}"
+    twice = sorted({index for index in noop_layers if list(noop_layers).count(index) > 1})
+    if twice:
+        return f"names layer {twice[0]} twice"
+    if len(noop_layers) == num_layers:
+        return f"names all {num_layers} layers; at least one must compute"
+    return ""
+
+
+def without_noop(layers: Sequence[bool], noop_layers: Collection[int]) -> list[bool]:
+    """The entries of a list over all layers that belong to layers which compute."""
+    return [layer for index, layer in enumerate(layers) if index not in noop_layers]

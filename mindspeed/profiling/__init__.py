@@ -1,0 +1,14 @@
+"""Where time and floating point operations go: traces, executed FLOPs, model FLOPs.
+
+* :func:`profile`: a Chrome trace and a table of a window of steps, on chosen ranks.
+* :class:`FlopCounter`: what a block of code really executes, with and without recomputation.
+* :func:`model_flops`: what the model needs by formula.
+"""
+
+from __future__ import annotations
+
+from mindspeed.profiling.flops import FlopCount, FlopCounter
+from mindspeed.profiling.model_flops import ModelShape, model_flops
+from mindspeed.profiling.profiler import ProfileOptions, profile
+
+__all__ = ["FlopCount", "FlopCounter", "ModelShape", "ProfileOptions", "model_flops", "profile"]

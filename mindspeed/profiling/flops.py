@@ -1,0 +1,160 @@
+"""Counts the FLOPs a block of code really executes, with and without recomputation.
+
+    with FlopCounter() as counter:
+        loss = model(batch)
+        loss.backward()
+    counter.count.total                  # everything: numerator of the hardware utilisation (HFU)
+    counter.count.without_recompute      # numerator of the model utilisation (MFU)
+
+A ``TorchDispatchMode`` sees every operator of forward and backward, whoever calls it, and adds its
+formula. Nothing of Megatron is touched: recomputation is recognised by what it is, a forward pass
+under ``enable_grad`` inside a backward pass. So every kind of activation checkpoint counts right,
+and the backward of recomputed layers stays what it is, backward. The scores that a fused attention
+kernel computes again in its backward count as recomputation too.
+
+Not seen: kernels that are launched without an operator (they call :func:`add`) and replayed graphs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed.journal import Journal
+from mindspeed.profiling.flop_formulas import formula_of, repeated_in
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Floating point operations of one rank."""
+
+    total: int = 0
+    recompute: int = 0
+
+    @property
+    def without_recompute(self) -> int:
+        """What the model needs: forward once and backward."""
+        return self.total - self.recompute
+
+    def __add__(self, other: FlopCount) -> FlopCount:
+        return FlopCount(self.total + other.total, self.recompute + other.recompute)
+
+
+class FlopCounter:
+    """Context manager that counts; ``count`` is readable at any time, counters may nest."""
+
+    def __init__(self) -> None:
+        self.count = FlopCount()
+        self._mode = _Mode(self._add)
+        self._regions = _RecomputeRegions()
+
+    def __enter__(self) -> FlopCounter:
+        self._regions.start()
+        self._mode.__enter__()
+        _active.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _active.remove(self)
+        self._mode.__exit__(kind, error, trace)
+        self._regions.stop()
+
+    def _add(self, flops: int, repeated: int) -> None:
+        if self._regions.inside():
+            repeated = flops
+        self.count += FlopCount(flops, repeated)
+
+
+def add(flops: int) -> None:
+    """Tell all running counters of work that no operator shows, such as a raw Triton launch."""
+    for counter in _active:
+        counter._add(flops, 0)
+
+
+_active: list[FlopCounter] = []
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True  # flex_attention
+
+    def __init__(self, add: Callable[[int, int], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = getattr(func, "_overloadpacket", func)
+        formula = formula_of(operator)
+        if formula is None and torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            with self:  # composite operators arrive whole in this mode
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if formula is not None:
+            flops = formula(*args, **kwargs, out_val=result)
+            self._add(flops, repeated_in(operator, args, flops))
+        return result
+
+
+class _RecomputeRegions:
+    """Knows whether the running code repeats a forward pass.
+
+    Every activation checkpoint repeats its forward under ``torch.enable_grad()`` inside a backward
+    pass. The grad mode alone doesn't tell: the forward of a ``torch.autograd.Function`` runs with
+    it switched off. So the regions of ``enable_grad`` are followed while the counter runs.
+    """
+
+    def __init__(self) -> None:
+        self._journal = Journal()
+        self._local = threading.local()
+
+    def start(self) -> None:
+        enter, leave = torch.enable_grad.__enter__, torch.enable_grad.__exit__
+
+        def __enter__(context: Any) -> None:
+            enter(context)
+            self._stack().append(_backward_pass())
+
+        def __exit__(context: Any, *error: Any) -> None:
+            if self._stack():  # empty when the region was entered before the counter
+                self._stack().pop()
+            leave(context, *error)
+
+        self._journal.set(torch.enable_grad, "__enter__", __enter__, owner="flops")
+        self._journal.set(torch.enable_grad, "__exit__", __exit__, owner="flops")
+
+    def stop(self) -> None:
+        self._journal.undo()
+
+    def inside(self) -> bool:
+        running = _backward_pass()
+        if running == _NO_BACKWARD:
+            return False
+        stack = self._stack()
+        return torch.is_grad_enabled() or bool(stack and stack[-1] == running)
+
+    def _stack(self) -> list[int]:
+        # The backward of a GPU runs in a thread of its own.
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        return self._local.stack
+
+
+_NO_BACKWARD = -1
+
+
+def _backward_pass() -> int:
+    """Number of the innermost backward pass this thread works for."""
+    return torch._C._current_graph_task_id()

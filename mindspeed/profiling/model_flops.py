@@ -1,0 +1,168 @@
+"""FLOPs of one training step from the shape of the model: Megatron's convention.
+
+    3 (forward, two in backward) x 2 (multiply, add) x weights used by a token
+    + attention scores and weighted sum, halved for the causal mask
+
+Embedding look-ups, norms and the optimizer are left out. With ``causal=False`` the attention terms
+count whole, which is what :class:`mindspeed.profiling.flops.FlopCounter` measures on kernels that
+compute masked blocks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_PASSES_TIMES_FMA = 6
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-latent attention (MLA); without ``q_rank`` queries aren't compressed."""
+
+    q_rank: int | None
+    kv_rank: int
+    qk_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the FLOPs of a transformer depend on.
+
+    Attributes:
+        moe_layers: for each layer whether its MLP is a mixture of experts; its length is the
+            number of layers that compute.
+        vocab_size: rows of the output layer, padding included.
+        gated: SwiGLU and the like: three matrices in an MLP instead of two.
+        output_gate: the attention has a gate of the size of the queries.
+        mtp_layers: multi-token prediction layers; each is one more layer of the last kind.
+    """
+
+    moe_layers: tuple[bool, ...]
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    seq_length: int
+    vocab_size: int
+    gated: bool = False
+    moe_topk: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_size: int = 0
+    mtp_layers: int = 0
+    latent: LatentAttention | None = None
+    output_gate: bool = False
+
+    @classmethod
+    def from_megatron(
+        cls, args: Mapping[str, Any], moe_layers: Sequence[bool] | None = None
+    ) -> ModelShape | None:
+        """The shape described by Megatron's arguments; None for models that aren't plain GPTs.
+
+        Args:
+            args: Megatron's arguments by name.
+            moe_layers: the layers that compute, by default all that ``args`` describe.
+        """
+        unknown = ("is_hybrid_model", "experimental_attention_variant", "moe_latent_size")
+        if any(args.get(name) for name in (*unknown, "heterogeneous_layers_config_path")):
+            return None
+        heads = args["num_attention_heads"]
+        return cls(
+            moe_layers=tuple(moe_pattern(args) if moe_layers is None else moe_layers),
+            hidden_size=args["hidden_size"],
+            num_attention_heads=heads,
+            num_query_groups=args["num_query_groups"]
+            if args.get("group_query_attention")
+            else heads,
+            kv_channels=args.get("kv_channels") or args["hidden_size"] // heads,
+            ffn_hidden_size=args["ffn_hidden_size"],
+            seq_length=args["seq_length"],
+            vocab_size=args["padded_vocab_size"],
+            gated=bool(args.get("swiglu")),
+            moe_topk=args.get("moe_router_topk") or 0,
+            moe_ffn_hidden_size=args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"],
+            shared_expert_size=args.get("moe_shared_expert_intermediate_size") or 0,
+            mtp_layers=args.get("mtp_num_layers") or 0,
+            latent=_latent(args),
+            output_gate=bool(args.get("attention_output_gate")),
+        )
+
+
+def moe_pattern(args: Mapping[str, Any]) -> list[bool]:
+    """For each layer whether Megatron's arguments make it a mixture of experts."""
+    layers, frequency = args["num_layers"], args.get("moe_layer_freq") or 1
+    if args.get("num_experts") is None:
+        return [False] * layers
+    if isinstance(frequency, int):
+        return [i % frequency == 0 for i in range(layers)]
+    return [bool(moe) for moe in frequency]
+
+
+def model_flops(shape: ModelShape, sequences: int, *, causal: bool = True) -> int:
+    """FLOPs of forward and backward of ``sequences`` sequences, on all ranks together.
+
+    Args:
+        shape: the model.
+        sequences: the global batch size.
+        causal: count half of the attention matrix, as Megatron does.
+    """
+    kinds = [*shape.moe_layers, *shape.moe_layers[-1:] * shape.mtp_layers]
+    attention = _attention(shape, shape.seq_length / 2 if causal else shape.seq_length)
+    per_token = (
+        sum(attention + (_experts(shape) if moe else _dense(shape)) for moe in kinds)
+        + shape.mtp_layers * (2 * shape.hidden_size + 3) * shape.hidden_size
+        + (1 + shape.mtp_layers) * shape.hidden_size * shape.vocab_size
+    )
+    return round(_PASSES_TIMES_FMA * sequences * shape.seq_length * per_token)
+
+
+def _dense(shape: ModelShape) -> int:
+    return _mlp(shape, shape.ffn_hidden_size)
+
+
+def _experts(shape: ModelShape) -> int:
+    return _mlp(shape, shape.moe_topk * shape.moe_ffn_hidden_size + shape.shared_expert_size)
+
+
+def _mlp(shape: ModelShape, ffn_hidden_size: int) -> int:
+    return (3 if shape.gated else 2) * shape.hidden_size * ffn_hidden_size
+
+
+def _attention(shape: ModelShape, keys: float) -> float:
+    """Multiplications of one token in one attention, which looks at ``keys`` keys."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    if shape.latent is not None:
+        return _latent_attention(shape.latent, hidden, heads, keys)
+    queries = heads * shape.kv_channels
+    keys_and_values = 2 * shape.num_query_groups * shape.kv_channels
+    gate = queries if shape.output_gate else 0
+    return hidden * (2 * queries + keys_and_values + gate) + 2 * queries * keys
+
+
+def _latent_attention(latent: LatentAttention, hidden: int, heads: int, keys: float) -> float:
+    """The ``+ 1`` is the norm of a compressed vector, as Megatron counts it."""
+    query_dim = latent.qk_head_dim + latent.rope_head_dim
+    query = (
+        hidden * heads * query_dim
+        if latent.q_rank is None
+        else latent.q_rank * (hidden + heads * query_dim + 1)
+    )
+    key_and_value = latent.kv_rank * (hidden + heads * (latent.qk_head_dim + latent.v_head_dim) + 1)
+    rope_and_output = hidden * latent.rope_head_dim + heads * latent.v_head_dim * hidden
+    return query + key_and_value + rope_and_output + heads * (query_dim + latent.v_head_dim) * keys
+
+
+def _latent(args: Mapping[str, Any]) -> LatentAttention | None:
+    if not args.get("multi_latent_attention"):
+        return None
+    return LatentAttention(
+        q_rank=args.get("q_lora_rank"),
+        kv_rank=args["kv_lora_rank"],
+        qk_head_dim=args["qk_head_dim"],
+        rope_head_dim=args["qk_pos_emb_head_dim"],
+        v_head_dim=args["v_head_dim"],
+    )

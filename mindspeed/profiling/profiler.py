@@ -1,0 +1,214 @@
+"""Profiles a window of training steps and writes one trace per chosen rank.
+
+    options = ProfileOptions(step_start=10, step_end=12, save_path="traces")
+    with profile(options) as p:
+        for batch in batches:
+            train_step(batch)
+            p.step()
+
+Steps count from 1 and the window is ``[step_start, step_end)``. torch.profiler records on CPU and
+CUDA and gives a Chrome trace (chrome://tracing, https://ui.perfetto.dev, TensorBoard);
+torch_npu.profiler records on NPU and gives what MindStudio Insight and Perfetto open. After the
+window a table of the most expensive operators is printed. Outside the window nothing is recorded
+and nothing costs time; ranks that were not chosen never load a profiler.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from mindspeed import device, files
+from mindspeed.profiling.backends import Recorder, recorder_for
+
+Level = Literal["level0", "level1", "level2"]
+logger = logging.getLogger("mindspeed")
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What to profile and how much of it.
+
+    Attributes:
+        step_start: first profiled step, counted from 1.
+        step_end: first step that isn't profiled any more.
+        ranks: global ranks to profile; -1 stands for all.
+        level: level0 device work (on the CPU: operators), level1 also the host side with
+            collectives and their groups (NPU: pipe utilisation), level2 also FLOPs and modules
+            (NPU: all the profiler has).
+        with_cpu: record operators on the host.
+        with_stack: record Python stacks.
+        with_memory: record allocations; needs with_cpu.
+        record_shapes: record the shapes of operator inputs.
+        save_path: directory of the traces.
+        export_type: ``text`` or, NPU only, ``db``.
+        data_simplification: NPU only: delete raw data after it was analysed.
+    """
+
+    step_start: int = 10
+    step_end: int = 12
+    ranks: tuple[int, ...] = (0,)
+    level: Level = "level0"
+    with_cpu: bool = False
+    with_stack: bool = False
+    with_memory: bool = False
+    record_shapes: bool = False
+    save_path: str = "./profile_dir"
+    export_type: Literal["text", "db"] = "text"
+    data_simplification: bool = False
+
+    def problems(self, device_name: str, world_size: int) -> Iterator[tuple[str, str]]:
+        """Everything that is wrong with these options: (field, message)."""
+        if self.step_start < 1:
+            yield "step_start", f"is {self.step_start}, but the first step is 1"
+        if self.step_end <= self.step_start:
+            yield (
+                "step_end",
+                f"is {self.step_end} and step_start is {self.step_start}: the window is empty; "
+                "step_end must be larger",
+            )
+        if self.with_memory and not self.with_cpu:
+            yield (
+                "with_memory",
+                "needs profile with_cpu: allocations belong to operators of the host",
+            )
+        for rank in self.ranks:
+            if not -1 <= rank < world_size:
+                yield "ranks", f"names rank {rank}, there are ranks 0 to {world_size - 1} (-1: all)"
+        if self.export_type == "db" and device_name != "npu":
+            yield "export_type", f"db exists on npu only, on {device_name} use text"
+        problem = _not_writable(Path(self.save_path))
+        if problem:
+            yield "save_path", problem
+
+    def covers(self, rank: int) -> bool:
+        """Whether ``rank`` is to be profiled."""
+        return rank in self.ranks or -1 in self.ranks
+
+
+class StepProfiler:
+    """Starts and stops the recorder of this rank at the right steps."""
+
+    def __init__(self, options: ProfileOptions, rank: int | None = None) -> None:
+        self._options = options
+        self._rank = rank
+        self._recorder: Recorder | None = None
+        self._running = False
+
+    def begin(self, step: int) -> None:
+        """Step ``step`` starts now."""
+        if not self._running:
+            self._running = True
+            self._warn_if_over(step)
+        options = self._options
+        # One step earlier the recorder can warm up; the first step of a run has none before it.
+        due = options.step_start - 1 <= step < options.step_end
+        if due and self._recorder is None and options.covers(self.rank):
+            files.make_dirs(options.save_path)
+            self._recorder = recorder_for(device.current().name, options, self.rank)
+            self._recorder.start(step, max(options.step_start, step))
+
+    def end(self, step: int) -> None:
+        """Step ``step`` is complete."""
+        if self._recorder is None:
+            return
+        if step + 1 < self._options.step_end:
+            self._recorder.step()
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace now if the window is still open."""
+        if self._recorder is not None:
+            recorder, self._recorder = self._recorder, None
+            recorder.stop()
+            print(f"[rank {self.rank}] {recorder.summary()}", flush=True)
+
+    def _warn_if_over(self, step: int) -> None:
+        options = self._options
+        if step >= options.step_end and self.rank == 0:
+            logger.warning(
+                "nothing is profiled: the run goes on at step %d, the window was [%d, %d)",
+                step,
+                options.step_start,
+                options.step_end,
+            )
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        if self._rank is None:
+            initialized = dist.is_available() and dist.is_initialized()
+            self._rank = dist.get_rank() if initialized else int(os.environ.get("RANK", "0"))
+        return self._rank
+
+    @contextmanager
+    def around_step(self, step: int) -> Iterator[None]:
+        """Context manager form of :meth:`begin` and :meth:`end`."""
+        self.begin(step)
+        yield
+        self.end(step)
+
+    @contextmanager
+    def around_training(self) -> Iterator[None]:
+        """Leaves no recorder running when training ends, however it ends."""
+        try:
+            yield
+        finally:
+            self.close()
+
+
+class Steps:
+    """What :func:`profile` gives to the training loop."""
+
+    def __init__(self, profiler: StepProfiler) -> None:
+        self._profiler = profiler
+        self._step = 1
+
+    def step(self) -> None:
+        """A step is complete, the next one begins."""
+        self._profiler.end(self._step)
+        self._step += 1
+        self._profiler.begin(self._step)
+
+
+@contextmanager
+def profile(options: ProfileOptions) -> Iterator[Steps]:
+    """Profile a training loop of your own; call ``step()`` on the result after each step.
+
+    Raises:
+        ValueError: options that cannot work, all of them named.
+    """
+    initialized = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
+    problems = list(options.problems(device.current().name, world_size))
+    if problems:
+        raise ValueError("\n".join(f"{field} {message}" for field, message in problems))
+    profiler = StepProfiler(options)
+    with profiler.around_training():
+        profiler.begin(1)
+        yield Steps(profiler)
+
+
+def options_from(values: Mapping[str, Any]) -> ProfileOptions:
+    """Options from flags by name, ``profile_with_cpu`` for ``with_cpu``."""
+    names = ProfileOptions.__dataclass_fields__
+    return ProfileOptions(**{name: values[f"profile_{name}"] for name in names})
+
+
+def _not_writable(path: Path) -> str:
+    existing = path
+    while not existing.exists() and existing.parent != existing:
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{path} cannot be created: {existing} is not a directory"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{path} cannot be written: no permission in {existing}"
+    return ""
