@@ -1,9 +1,9 @@
-"""``destroy_model_parallel`` forgets its process groups instead of destroying them.
+"""``destroy_model_parallel`` forgets most of its process groups instead of destroying them.
 
 About forty groups are made by one ``initialize_model_parallel``. On gloo each keeps its sockets and
 threads, so a process that sets up parallelism several times (tests, tuning, reinforcement learning)
-runs out of both. The repair destroys exactly the groups that Megatron made: those that appeared
-between the two calls and are not the world.
+runs out of both. The repair destroys the groups that Megatron's parallel state refers to, except
+the world.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def destroy_groups(original: Callable[[], None]) -> Callable[[], None]:
         groups = _groups_of(original.__globals__) if dist.is_initialized() else []
         original()
         for group in groups:
-            dist.destroy_process_group(group)
+            if group in dist.distributed_c10d._world.pg_map:  # Megatron destroys a few itself
+                dist.destroy_process_group(group)
 
     return destroy_model_parallel
 
 
 def _groups_of(state: dict[str, Any]) -> list[dist.ProcessGroup]:
-    """The distinct, still living groups that the module's globals hold, without the world group."""
-    alive = dist.distributed_c10d._world.pg_map
+    """The distinct groups that the module's globals hold, without the world."""
     found: dict[int, dist.ProcessGroup] = {}
     for value in list(state.values()):
         for group in value if isinstance(value, list | tuple) else [value]:
             is_group = isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD
-            if is_group and group in alive:
+            if is_group:
                 found[id(group)] = group
     return list(found.values())
 

@@ -1,0 +1,131 @@
+"""Each upstream repair: the defect without it, the right result with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.repairs import absent_triton, dataset_helpers
+from mindspeed.errors import DataError
+from mindspeed.testing import RankError
+from tests.adaptor import repair_ranks
+
+
+def test_without_the_repair_gloo_sends_from_memory_that_is_freed(ranks):
+    freed, _ = ranks(2, repair_ranks.send_freed_activation, False, timeout=120)
+    assert freed
+
+
+def test_activation_lives_until_gloo_has_sent_it(ranks):
+    freed, received = ranks(2, repair_ranks.send_freed_activation, True, timeout=120)
+    assert not freed
+    assert received == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_destroy_model_parallel_leaves_only_the_world(ranks, repaired):
+    for with_state, left in ranks(2, repair_ranks.groups_left_after_destroy, repaired, timeout=120):
+        assert with_state > 20
+        assert (left == 1) is repaired
+
+
+def check_packed(batch):
+    assert batch["tokens"].tolist() == [list(range(8))]
+    assert batch["cu_seqlens"].tolist() == [[0, 3, 8]]
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["max_seqlen"].tolist() == [5]
+
+
+def test_packed_documents_reach_every_tensor_parallel_rank(ranks):
+    for batch in ranks(2, repair_ranks.broadcast_of_packed_documents, timeout=120):
+        check_packed(batch)
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.slow
+def test_packed_documents_through_megatron_lm(ranks, megatron_lm):
+    env = {"PYTHONPATH": f"{megatron_lm}{os.pathsep}{Path.cwd()}"}
+    function = repair_ranks.megatron_broadcast_of_packed_documents
+    with pytest.raises(RankError):
+        ranks(2, function, False, timeout=60, env=env)
+    for batch in ranks(2, function, True, timeout=120, env=env):
+        check_packed(batch)
+        assert batch["labels"].tolist() == [list(range(1, 9))]
+
+
+@pytest.fixture
+def helper_directory(tmp_path, monkeypatch):
+    """A copy of Megatron's helper source, and a ``compile_helpers`` that lives beside it."""
+    spec = importlib.util.find_spec("megatron.core.datasets")
+    source = Path(spec.origin).parent / "helpers.cpp"
+    shutil.copy(source, tmp_path)
+    original = compile("def compile_helpers(): ...", str(tmp_path / "utils.py"), "exec")
+    namespace = {}
+    exec(original, namespace)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name.endswith("helpers_cpp") else real(name, *a),
+    )
+    return tmp_path, dataset_helpers.build_for_this_python(namespace["compile_helpers"])
+
+
+@pytest.mark.slow
+def test_dataset_helper_is_built_for_the_running_python(helper_directory):
+    directory, build = helper_directory
+    build()
+    library = directory / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    spec = importlib.util.spec_from_file_location("helpers_cpp", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert hasattr(module, "build_sample_idx_int32")
+    assert [path.name for path in directory.glob("*helpers_cpp*")] == [library.name]
+
+
+def test_missing_compiler_is_one_clear_message(helper_directory, monkeypatch):
+    _, build = helper_directory
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        DataError, match=r"helpers_cpp is not built and a C\+\+ compiler is missing"
+    ):
+        build()
+
+
+def test_dataset_helper_is_not_compiled_when_it_is_there(monkeypatch):
+    monkeypatch.setattr(dataset_helpers, "_build", lambda directory: pytest.fail("compiled"))
+    dataset_helpers.build_for_this_python(lambda: None)()
+
+
+def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, monkeypatch):
+    (tmp_path / "kernels_of_triton.py").write_text(
+        "import triton\nimport triton.language as tl\n"
+        "@triton.jit\ndef plain(x, N: tl.constexpr): ...\n"
+        "@triton.jit(launch_metadata=None)\ndef called(x): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {name: sys.modules.get(name) for name in ("triton", "triton.language")}
+    monkeypatch.setattr(absent_triton, "MODULES", ("kernels_of_triton",))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    hooks = PostImportHooks()
+    hooks.install()
+    try:
+        absent_triton.install(hooks)
+        import kernels_of_triton
+    finally:
+        hooks.uninstall()
+        sys.modules.pop("kernels_of_triton", None)
+    assert {name: sys.modules.get(name) for name in before} == before
+    for kernel, name in ((kernels_of_triton.plain, "plain"), (kernels_of_triton.called, "called")):
+        with pytest.raises(RuntimeError, match=f"kernel {name} needs Triton"):
+            kernel[(1,)](torch.ones(1))
+    assert isinstance(kernels_of_triton, types.ModuleType)
