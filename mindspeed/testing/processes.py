@@ -18,16 +18,21 @@ PR_SET_PDEATHSIG = 1
 def settle_child(output: Path, stacks: Path) -> None:
     """Makes a freshly forked child killable, quiet and able to say where it is.
 
-    The child leads its own process group, dies with its parent (on Linux), writes its output to
+    The child leads its own process group, dies with its parent, writes its output to
     `output`, and on STACK_DUMP_SIGNAL writes the stacks of all its threads to `stacks`.
     """
     os.setpgid(0, 0)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     _redirect_output(output)
     stack_file = open(stacks, "w")  # noqa: SIM115 (lives as long as the process)
     faulthandler.enable(file=2)
     faulthandler.register(STACK_DUMP_SIGNAL, file=stack_file, all_threads=True)
+
+
+def die_with_parent() -> None:
+    """Asks Linux to kill this process when its parent goes, however it goes."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _redirect_output(path: Path) -> None:
