@@ -26,10 +26,10 @@ from mindspeed.journal import Journal
 
 def install(journal: Journal) -> None:
     """Install the CPU's answer to torch.cuda; every change is recorded in ``journal``."""
-    factories.install(journal)
+    wrapped = factories.install(journal)
     tensors.install(journal)
     namespace.install(journal)
     rng.install(journal)
-    compiling.install(journal)
+    compiling.install(journal, wrapped)
     groups.install(journal)
     collectives.install(journal)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,20 @@ def _by_megatron(depth: int = 2) -> bool:
     return asked_by_megatron(sys._getframe(depth).f_globals)
 
 
-def compile_eagerly(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` that hands Megatron its function back."""
+def compile_eagerly(
+    original: Callable[..., Any], prepare: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    """``torch.compile`` that hands Megatron its function back.
+
+    Args:
+        original: ``torch.compile``.
+        prepare: called before something is really compiled.
+    """
 
     @functools.wraps(original)
     def compile(model: Any = None, **kwargs: Any) -> Any:
         if not _by_megatron() or os.environ.get("MINDSPEED_COMPILE") == "1":
+            prepare()
             return original(model, **kwargs)
         return (lambda function: function) if model is None else model
 
@@ -68,8 +76,30 @@ def _query(original: Callable[..., Any]) -> Callable[..., Any]:
     return query
 
 
-def install(journal: Journal) -> None:
-    """Let autocast and compilation do on the CPU what Megatron means by them."""
+def _traceable(journal: Journal, factories: Sequence[Callable[..., Any]]) -> Callable[[], None]:
+    """A function that makes the compiler take the wrapped factories as single operators.
+
+    It imports the compiler, so it waits until somebody compiles.
+    """
+
+    @functools.cache
+    def register() -> None:
+        import torch._dynamo as dynamo
+
+        for factory in factories:
+            dynamo.allow_in_graph(factory)
+            journal.call_on_undo(functools.partial(dynamo.disallow_in_graph, factory))
+
+    return register
+
+
+def install(journal: Journal, factories: Sequence[Callable[..., Any]] = ()) -> None:
+    """Let autocast and compilation do on the CPU what Megatron means by them.
+
+    Args:
+        journal: records the changes.
+        factories: wrapped torch functions that other libraries' compiled code may call.
+    """
 
     def put(holder: Any, name: str, value: Any) -> None:
         journal.set(holder, name, value, owner="device")
@@ -83,4 +113,4 @@ def install(journal: Journal) -> None:
     put(torch, "get_autocast_dtype", dtype)
     put(torch, "get_autocast_gpu_dtype", _query(torch.get_autocast_dtype))
     put(torch, "is_autocast_enabled", _query(torch.is_autocast_enabled))
-    put(torch, "compile", compile_eagerly(torch.compile))
+    put(torch, "compile", compile_eagerly(torch.compile, _traceable(journal, factories)))

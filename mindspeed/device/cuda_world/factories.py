@@ -163,17 +163,19 @@ def _device_context(method: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def install(journal: Journal) -> None:
-    """Make the device arguments of torch accept CUDA."""
+def install(journal: Journal) -> list[Callable[..., Any]]:
+    """Make the device arguments of torch accept CUDA; return the wrapped factories."""
     from torch.utils._device import DeviceContext
 
     def wrap(holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
         journal.set(holder, name, wrapper(getattr(holder, name)), owner="device")
 
+    factories = []
     for holder, name, function in list(_constructors()):
         wrapped = _with_device(function)
         _keep_scriptable(journal, function, wrapped)
         journal.set(holder, name, wrapped, owner="device")
+        factories.append(wrapped)
     for name in _NEW:
         wrap(torch.Tensor, name, _with_device)
     wrap(torch.Tensor, "to", _move)
@@ -182,3 +184,4 @@ def install(journal: Journal) -> None:
     wrap(torch.serialization, "load", _load)
     wrap(DeviceContext, "__init__", _device_context)
     journal.set(torch, "Generator", Generator, owner="device")
+    return factories
