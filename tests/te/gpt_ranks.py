@@ -168,8 +168,9 @@ def _slice(parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
     )
     shape = list(parameter.shape)
     split = getattr(parameter, "tensor_model_parallel", False) and size > 1
+    dim = _split_dim(name, parameter)
     if split:
-        shape[parameter.partition_dim] *= size
+        shape[dim] *= size
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     whole = torch.randn(shape, generator=generator) * 0.2
     if re.search(r"norm\w*\.weight", name):
@@ -177,7 +178,12 @@ def _slice(parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
     if not split:
         return whole
     halves = whole.chunk(_halves(name, shape), 0)
-    return torch.cat([half.chunk(size, parameter.partition_dim)[rank] for half in halves], 0)
+    return torch.cat([half.chunk(size, dim)[rank] for half in halves], 0)
+
+
+def _split_dim(name: str, parameter: torch.nn.Parameter) -> int:
+    """Return the split dimension; an expert layer does not tell its own that it is a row layer."""
+    return 1 if "experts.linear_fc2" in name else getattr(parameter, "partition_dim", 0)
 
 
 def _halves(name: str, shape: list[int]) -> int:
@@ -250,7 +256,7 @@ def te_on_ranks(name: str, **overrides: Any) -> dict[str, torch.Tensor]:
         if getattr(parameter, "tensor_model_parallel", False):
             parts = [torch.empty_like(grad) for _ in range(size)]
             dist.all_gather(parts, grad, group=group)
-            result[key] = join_parts(key, parts, parameter.partition_dim)
+            result[key] = join_parts(key, parts, _split_dim(key, parameter))
         elif getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(grad, group=group)
             result[key] = grad

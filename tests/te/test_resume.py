@@ -1,0 +1,26 @@
+"""A distributed-optimizer checkpoint resumes exactly, without Transformer Engine or apex."""
+
+from __future__ import annotations
+
+import checkpoint_ranks
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+
+@pytest.mark.parametrize("name", checkpoint_ranks.OPTIONS)
+@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
+def test_training_goes_on_identically_after_a_restart(ranks, tmp_path, name, sharding):
+    results = ranks(
+        2,
+        checkpoint_ranks.resume,
+        checkpoint_ranks.OPTIONS[name],
+        str(tmp_path),
+        sharding,
+        setup="mindspeed.megatron_adaptor",
+        timeout=240,
+    )
+    for result in results:
+        assert result["actual"] == result["expected"]
+        assert set(result["steps"]) == {5}
+        assert all(result["equal"])
