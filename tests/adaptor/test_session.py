@@ -176,3 +176,42 @@ def test_old_name_is_the_same_module_with_one_deprecation_warning():
     )
     assert same is True
     assert len(warned) == 1
+
+
+SUBCLASSED = """
+import copy, dataclasses
+import mindspeed
+import mindspeed.megatron_adaptor as adaptor
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+@dataclasses.dataclass
+class FrameworkConfig(TransformerConfig):
+    framework_field: int = 7
+
+def parameters(**options):
+    adaptor.repatch(options)
+    config = FrameworkConfig(num_layers=4, hidden_size=8, num_attention_heads=2)
+    config = copy.deepcopy(config)
+    assert config.framework_field == 7
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=16, max_sequence_length=4)
+    return sum(p.numel() for p in model.parameters())
+
+parallel_state.initialize_model_parallel()
+model_parallel_cuda_manual_seed(1)
+counts = [parameters(), parameters(noop_layers=(1,)), parameters(noop_layers=(0, 3)), parameters()]
+print(json.dumps(counts))
+"""
+
+
+def test_features_survive_subclassed_and_copied_configs_and_apply_again():
+    all_layers, three, two, again = result(SUBCLASSED)
+    layer = all_layers - three
+    assert layer > 0
+    assert all_layers - two == 2 * layer
+    assert again == all_layers

@@ -1,0 +1,25 @@
+"""One rank of the layout matrix: our trainer with Megatron's default flags."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+
+MODEL = shlex.split("""
+    --num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 8 --swiglu
+    --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+    --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 64
+""")
+TRAINING = shlex.split("""
+    --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 3 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 1000 --log-interval 1 --eval-iters 0
+""")
+
+
+def train(flags: Sequence[str]) -> None:
+    """Train on this rank; later flags win."""
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.training.pretrain import pretrain
+
+    pretrain(_prepare([*MODEL, *TRAINING, *flags], int(os.environ["WORLD_SIZE"])))

@@ -1,0 +1,124 @@
+"""Every parallel layout and memory option trains like one rank, from the same initial weights.
+
+Megatron's default flags: Transformer Engine spec, fused gradient accumulation, persistent layer
+norm. Tolerances: fp32 losses 1e-6 relative, gradient norms 1e-4 relative, bf16 losses 1e-2. The
+same matrix runs through Megatron-LM's own script in ``tests/megatron_lm``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matrix_job import train
+from trainer_job import SETUP, metrics
+
+GQA = "--group-query-attention --num-query-groups 4"
+MOE = (
+    f"{GQA} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+)
+MLA = (
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16"
+)
+LOCAL = f"{GQA} --transformer-impl local"
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+DISTRIBUTED = "--use-distributed-optimizer"
+
+LAYOUTS = {
+    "data-parallel": (2, GQA, ""),
+    "tensor-parallel": (2, GQA, TP),
+    "sequence-parallel": (2, GQA, f"{TP} --sequence-parallel"),
+    "pipeline": (2, GQA, PP),
+    "virtual-pipeline": (2, GQA, f"{PP} --num-layers-per-virtual-pipeline-stage 1"),
+    "distributed-optimizer": (2, GQA, DISTRIBUTED),
+    "overlap-grad-reduce": (2, GQA, "--overlap-grad-reduce"),
+    "overlap-param-gather": (
+        2,
+        GQA,
+        f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "full-recompute": (
+        2,
+        GQA,
+        f"{TP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "selective-recompute": (2, GQA, f"{TP} --recompute-granularity selective"),
+    "tensor-pipeline-sequence": (4, GQA, f"{TP} {PP} --sequence-parallel {DISTRIBUTED}"),
+    "moe-expert-parallel": (2, MOE, "--expert-model-parallel-size 2"),
+    "moe-expert-tensor": (
+        4,
+        MOE,
+        f"{TP} --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
+    ),
+    "mla-tensor-parallel": (2, MLA, TP),
+    "mla-pipeline": (2, MLA, PP),
+    "local-tensor-parallel": (2, LOCAL, TP),
+    "local-sequence-parallel": (2, LOCAL, f"{TP} --sequence-parallel"),
+}
+
+
+class OneRank:
+    """The initial weights of a model, saved by one rank, and that rank's losses from there."""
+
+    def __init__(self, ranks, directory: Path, model: str) -> None:
+        self.ranks = ranks
+        self.directory = directory
+        self.model = model.split()
+        save = ["--save", str(directory / "weights"), "--lr", "0", "--train-iters", "1"]
+        self._run(1, save)
+        self.records = self.train(1, "")
+
+    def train(self, world_size: int, flags: str) -> list[dict]:
+        """Three iterations from the saved weights."""
+        file = self.directory / "metrics.jsonl"
+        file.unlink(missing_ok=True)
+        load = ["--load", str(self.directory / "weights"), "--finetune", "--no-load-optim"]
+        self._run(world_size, [*load, "--no-load-rng", "--metrics-file", str(file), *flags.split()])
+        return metrics(file)
+
+    def _run(self, world_size: int, flags: list[str]) -> None:
+        self.ranks(world_size, train, [*self.model, *flags], setup=SETUP, backend=None, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, tmp_path_factory):
+    """``one_rank(model)``: made once for each model."""
+    made: dict[str, OneRank] = {}
+
+    def get(model: str) -> OneRank:
+        if model not in made:
+            made[model] = OneRank(rank_pool.run, tmp_path_factory.mktemp("one_rank"), model)
+        return made[model]
+
+    return get
+
+
+def column(records: list[dict], name: str) -> list[float]:
+    return [record[name] for record in records]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_trains_like_one_rank(layout, one_rank):
+    world_size, model, flags = LAYOUTS[layout]
+    reference = one_rank(model)
+    records = reference.train(world_size, flags)
+    assert len(records) == 3
+    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+        expected = pytest.approx(column(reference.records, name), rel=tolerance)
+        assert column(records, name) == expected
+
+
+def test_bf16_follows_fp32(one_rank):
+    reference = one_rank(GQA)
+    records = reference.train(2, f"--bf16 {TP} --sequence-parallel")
+    expected = column(reference.records, "lm_loss")
+    assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-2)
+
+
+def test_the_comparison_can_fail(one_rank):
+    reference = one_rank(GQA)
+    records = reference.train(1, "--seed 4321")
+    expected = column(reference.records, "lm_loss")
+    assert column(records, "lm_loss") != pytest.approx(expected, rel=1e-6)
