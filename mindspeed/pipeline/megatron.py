@@ -25,8 +25,9 @@ class NoopTransformerLayer(MegatronModule, BaseTransformerLayer):
     Args:
         config: of the model.
         global_layer_number: number in the whole model, from 1, as other layers have it too.
-        copies: the output is a copy. A pipeline stage without any computation needs that: the
-            schedule frees outputs after sending them, and the input must survive.
+        copies: the output is a copy. The last layer of a model chunk needs that: the schedule
+            frees outputs after sending them and refuses views, and an activation checkpoint makes
+            a view of an output that is its input.
     """
 
     def __init__(
@@ -71,9 +72,8 @@ def with_noop_layers(
     config.hetereogenous_dist_checkpoint = True
     _initialise_for(config.num_layers - len(noop_layers), config)
     indices = range(first_layer, first_layer + len(block.layer_specs))
-    copies = all(index in noop_layers for index in indices)
     specs = [
-        _noop_spec(index, copies) if index in noop_layers else spec
+        _noop_spec(index, copies=index == indices[-1]) if index in noop_layers else spec
         for index, spec in zip(indices, block.layer_specs, strict=True)
     ]
     return replace(block, layer_specs=specs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import torch
@@ -17,10 +19,35 @@ FULL = {
 
 def start(tensor_parallel: int = 1, **sizes: int) -> None:
     """Model parallel groups and random state."""
-    from megatron.core import parallel_state, tensor_parallel as tp
+    from megatron.core import parallel_state
+    from megatron.core import tensor_parallel as tp
 
     parallel_state.initialize_model_parallel(tensor_parallel, **sizes)
     tp.model_parallel_cuda_manual_seed(1)
+
+
+class UnfusedAttention(torch.nn.Module):
+    """Scores, softmax and weighted sum one after the other; the backward repeats nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> torch.Tensor:
+        """``[s, b, n, d]`` to ``[s, b, n * d]``."""
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        scores = torch.einsum("sbnd,tbnd->bnst", q, k).masked_fill(mask, -1e4)
+        return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), v).flatten(2)
+
+
+def megatron_formula(checkout: str, variants: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """What Megatron-LM's own formula says for a batch of three."""
+    sys.path.append(checkout)
+    from megatron.training.training import num_floating_point_operations
+
+    return {
+        name: num_floating_point_operations(types.SimpleNamespace(**values), 3)
+        for name, values in variants.items()
+    }
 
 
 def model(spec: str, **overrides: Any) -> torch.nn.Module:
@@ -28,7 +55,6 @@ def model(spec: str, **overrides: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     options: dict[str, Any] = {
         "num_layers": LAYERS,
@@ -51,7 +77,7 @@ def model(spec: str, **overrides: Any) -> torch.nn.Module:
     layers = get_gpt_decoder_block_spec(config, use_transformer_engine=spec == "te")
     if spec == "unfused":
         for layer in layers.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+            layer.submodules.self_attention.submodules.core_attention = UnfusedAttention
     return GPTModel(
         config,
         layers,

@@ -305,21 +305,9 @@ VARIANTS = {
 }
 
 
-def megatron_formula(variants):
-    import types
-
-    import mindspeed.megatron_adaptor  # noqa: F401
-    from megatron.training.training import num_floating_point_operations
-
-    return {
-        name: num_floating_point_operations(types.SimpleNamespace(**{**MEGATRON, **changes}), 3)
-        for name, changes in variants.items()
-    }
-
-
-def test_model_flops_equal_megatrons_formula(ranks, megatron_lm, monkeypatch):
-    monkeypatch.syspath_prepend(str(megatron_lm))
-    ((expected),) = ranks(1, megatron_formula, VARIANTS, backend=None)
+def test_model_flops_equal_megatrons_formula(ranks, megatron_lm):
+    variants = {name: {**MEGATRON, **changes} for name, changes in VARIANTS.items()}
+    (expected,) = ranks(1, gpt.megatron_formula, str(megatron_lm), variants, setup=SETUP)
     ours = {
         name: model_flops(ModelShape.from_megatron({**MEGATRON, **changes}), 3)
         for name, changes in VARIANTS.items()

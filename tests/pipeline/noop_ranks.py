@@ -1,0 +1,158 @@
+"""Trains one step of a GPT with no-op layers inside rank processes."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+VOCABULARY, SEQUENCE, BATCH, MICRO_BATCHES = 32, 8, 2, 4
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_grouped_gemm": True,
+    "moe_layer_freq": [0, 1, 0, 1],
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and its place in a pipeline."""
+
+    noop_layers: tuple[int, ...]
+    spec: str = "te"
+    num_layers: int = 4
+    pipeline: int = 1
+    chunks: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Losses of the micro-batches (last stage only), gradients by layer index without no-ops."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    checkpoint_keys: list[str]
+    projection_std: float
+
+
+def run_all(cases: dict[str, Case]) -> dict[str, Step]:
+    """One step of each case."""
+    return {name: run(case) for name, case in cases.items()}
+
+
+def run(case: Case) -> Step:
+    """Build the model, give it weights that depend on their names only, run one step."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mindspeed.megatron_adaptor import repatch
+
+    parallel_state.destroy_model_parallel()
+    repatch({"noop_layers": case.noop_layers, "num_layers": case.num_layers})
+    parallel_state.initialize_model_parallel(1, case.pipeline, case.chunks)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    models = [_model(case, stage) for stage in (range(case.chunks) if case.chunks else [None])]
+    named = {}
+    for model in models:
+        named |= {_name(model, case, name): p for name, p in model.named_parameters()}
+    for name, parameter in named.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.data.normal_(0, 0.2, generator=generator)
+        parameter.data += "norm" in name and name.endswith("weight")
+    losses = get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=[iter(_batches()) for _ in models] if case.chunks else iter(_batches()),
+        model=models if case.chunks else models[0],
+        num_microbatches=MICRO_BATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return Step(
+        losses=[float(loss) for loss in losses],
+        gradients={name: p.grad.clone() for name, p in named.items()},
+        checkpoint_keys=sorted(key for m in models for key in m.sharded_state_dict()),
+        projection_std=models[0].config.output_layer_init_method.keywords["std"],
+    )
+
+
+def _model(case: Case, stage: int | None) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=16,
+        num_attention_heads=2,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        pipeline_model_parallel_size=case.pipeline,
+        virtual_pipeline_model_parallel_size=case.chunks,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        **case.config,
+    )
+    if config.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(config, case.spec == "te", vp_stage=stage)
+    elif case.spec == "te":
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    ends = {"ignore_virtual": False, "vp_stage": stage}
+    return GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        vp_stage=stage,
+    )
+
+
+def _name(model: torch.nn.Module, case: Case, name: str) -> str:
+    """The parameter's name in the model without no-op layers."""
+
+    def real_index(match: re.Match[str]) -> str:
+        index = model.decoder.layers[int(match[1])].layer_number - 1
+        return f"decoder.layers.{index - sum(i < index for i in case.noop_layers)}."
+
+    return re.sub(r"^decoder\.layers\.(\d+)\.", real_index, name)
+
+
+def _batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shape = (MICRO_BATCHES, BATCH, SEQUENCE)
+    return list(torch.randint(VOCABULARY, shape, generator=generator))
+
+
+def _forward(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    output = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+    return output, partial(_loss)
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = output.mean()
+    return loss, loss.detach()
