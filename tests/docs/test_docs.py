@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import importlib
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -101,3 +107,66 @@ def test_links_are_found() -> None:
         "b.md#c",
         "https://g",
     ]
+
+
+def _code(language: str) -> list[tuple[str, str]]:
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    return [
+        (f"{name(page)}-{number}", block)
+        for page in PAGES
+        for number, block in enumerate(pattern.findall(page.read_text("utf-8")), 1)
+    ]
+
+
+def _parse_bash(block: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("block", "parse"),
+    [
+        pytest.param(block, parse, id=place)
+        for language, parse in (
+            ("python", ast.parse),
+            ("yaml", yaml.safe_load),
+            ("json", json.loads),
+            ("bash", _parse_bash),
+        )
+        for place, block in _code(language)
+    ],
+)
+def test_every_example_is_well_formed(block: str, parse: Callable[[str], object]) -> None:
+    parse(block)
+
+
+def _commands() -> list[str]:
+    """Every ``mindspeed ...`` (also behind torchrun) in the bash examples, one line each."""
+    lines = [
+        line.split(" # ")[0]
+        for _, block in _code("bash")
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines()
+    ]
+    found = (re.search(r"(?:^|-m )mindspeed ([a-z].*)", line) for line in lines)
+    return sorted({match[1] for match in found if match})
+
+
+def _options_of(command: str) -> set[str]:
+    module = importlib.import_module(f"mindspeed.cli.{command}")
+    if getattr(module, "PASS_THROUGH", False):
+        pytest.importorskip("megatron.core")
+        from mindspeed.training.arguments import build_parser
+
+        return set(build_parser()._option_string_actions)
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return set(parser._option_string_actions)
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_every_flag_of_an_example_exists(command: str) -> None:
+    name, *words = command.rstrip("'").split()
+    if "--" in words:
+        words = words[: words.index("--")]
+    flags = {word.split("=")[0] for word in words if word.startswith("--")}
+    assert flags - _options_of(name) == set()
