@@ -24,6 +24,12 @@ MIN_ELEMENTS = 1 << 14
 """Tensors smaller than this are not worth a transfer."""
 
 
+def worth_moving(x: torch.Tensor) -> bool:
+    """Say whether a saved tensor is a large activation in device memory."""
+    weight = isinstance(x, torch.nn.Parameter)
+    return x.device.type != "cpu" and not weight and x.numel() >= MIN_ELEMENTS
+
+
 class _Offload:
     """A re-enterable context that counts layers."""
 
@@ -46,11 +52,9 @@ class _Offload:
         return x
 
     def _pack(self, x: torch.Tensor) -> Any:
-        here = device.current()
-        stays = x.device.type == "cpu" or isinstance(x, torch.nn.Parameter)
-        if stays or self.layer >= self.num_layers or x.numel() < MIN_ELEMENTS:
+        if self.layer >= self.num_layers or not worth_moving(x):
             return x
-        pinned = here.has("pinned_memory")
+        pinned = device.current().has("pinned_memory")
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned)
         host.copy_(x, non_blocking=pinned)
         return x.device, host
