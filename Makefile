@@ -42,7 +42,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/feature_table.py --check
 
 docs: $(VENV)/.lint
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf "$(VENV)" build site *.egg-info
