@@ -89,5 +89,5 @@ class NpuDevice(Device):
     def properties(self) -> Properties:
         """Name, memory and AI cores; the peak rate is not something the driver tells."""
         known = self.npu.get_device_properties(self.index())
-        cores = getattr(known, "cube_core_num", None) or getattr(known, "multi_processor_count", 0)
-        return Properties(known.name, known.total_memory, cores)
+        cores = getattr(known, "cube_core_num", 0) or getattr(known, "multi_processor_count", 0)
+        return Properties(known.name, known.total_memory, int(cores))

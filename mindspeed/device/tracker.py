@@ -91,7 +91,7 @@ class MemoryTracker(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
-            self._refs[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._refs[key] = weakref.ref(storage, functools.partial(self._forget, key))
             self.storages += 1
             self.peak_storages = max(self.peak_storages, self.storages)
         if known != size:
@@ -99,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
             self.current += size - (known or 0)
             self.peak = max(self.peak, self.current)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: Any = None) -> None:
         self._refs.pop(key, None)
         size = self._sizes.pop(key, None)
         if size is not None:
