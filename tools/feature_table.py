@@ -130,12 +130,16 @@ def insert(text: str, marker: str, table: str) -> str:
 
 
 def node_exists(node: str) -> bool:
-    """Whether ``tests/file.py[::Class][::function]`` is there."""
+    """Whether ``tests/file.py[::Class][::function][parameter]`` is there."""
+    node, _, parameter = node.removesuffix("]").partition("[")
     file, *names = node.split("::")
     if not (ROOT / file).is_file():
         return (ROOT / file).is_dir() and not names
-    body: list[ast.stmt] = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
-    for name in (name.split("[")[0] for name in names):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if parameter and f'"{parameter}"' not in text:
+        return False
+    body: list[ast.stmt] = ast.parse(text).body
+    for name in names:
         found = [
             node
             for node in body

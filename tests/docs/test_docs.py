@@ -63,7 +63,10 @@ def test_a_ticked_feature_without_its_test_is_found(monkeypatch: pytest.MonkeyPa
     here = "tests/docs/test_docs.py"
     assert feature_table.node_exists(f"{here}::{test_links_are_found.__name__}")
     assert feature_table.node_exists("tests/security/test_files.py::TestModes")
-    for missing in (f"{here}::test_no_such", "tests/no_such.py", f"{here}::TestNo::test_x"):
+    parametrized = "tests/security/test_source.py::test_every_module_keeps"
+    assert feature_table.node_exists(f"{parametrized}[no pickle]")
+    absent = (f"{here}::test_no_such", "tests/no_such.py", f"{here}::TestNo::test_x")
+    for missing in (*absent, f"{parametrized}[no such rule]"):
         assert not feature_table.node_exists(missing)
     row = {"en": "x", "zh": "y", "flag": "f", "test": "tests/no_such.py"}
     monkeypatch.setattr(feature_table, "features", lambda: [row])
