@@ -74,18 +74,20 @@ class Saver:
         try:
             writing = self._begin(iteration)
         except CheckpointError as error:
-            self._report_failure(iteration, error)
+            self._note_failure(iteration, error)
         else:
             self._pending = (iteration, writing, self._position(), started)
             if last or not self._args.async_save:
                 self._complete()
         if last and self._failure is not None:
             raise self._failure
+        self._say_failure()
 
     def poll(self) -> None:
         """Complete a background save if all ranks have written. Collective while one is running."""
         if self._pending is not None and self._pending[1].done_everywhere():
             self._complete()
+            self._say_failure()
 
     def _begin(self, iteration: int) -> Writing:
         args, root = self._args, self._args.save
@@ -140,7 +142,7 @@ class Saver:
         try:
             writing.finish()
         except CheckpointError as error:
-            self._report_failure(iteration, error)
+            self._note_failure(iteration, error)
             return
         if dist.get_rank() == 0:
             args = self._args
@@ -156,7 +158,7 @@ class Saver:
         dist.barrier()
         self.last_saved, self._failure = iteration, None
 
-    def _report_failure(self, iteration: int, error: CheckpointError) -> None:
+    def _note_failure(self, iteration: int, error: CheckpointError) -> None:
         root = self._args.save
         good = directory.tracked(root)
         intact = f"the checkpoint of iteration {good} is intact" if good else "there is none yet"
@@ -164,7 +166,11 @@ class Saver:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(directory.unfinished_path_of(root, iteration), ignore_errors=True)
+
+    def _say_failure(self) -> None:
+        if self._failure is not None and dist.get_rank() == 0:
             print(f" WARNING {self._failure}; training goes on", flush=True)
+        self._failure = None
 
     def _position(self) -> dict[str, Any]:
         args = self._args

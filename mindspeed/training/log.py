@@ -67,7 +67,7 @@ class Log:
         self._tokens += samples * self._args.seq_length
         self._skipped += result.skipped
         self._grad_norm = result.grad_norm
-        if result.losses is not None and not result.nonfinite:
+        if result.losses is not None and not result.skipped:
             self._losses.append(result.losses.sum(dim=0))
         for sink in self._sinks:
             sink.advance()
@@ -90,7 +90,7 @@ class Log:
         self._skipped = self._samples = self._iterations = 0
         self._interval_start = time.perf_counter()
 
-    def report_validation(self, name: str, iteration: int, loss: float | None) -> None:
+    def report_held_out(self, name: str, iteration: int, loss: float | None) -> None:
         """Print and record a loss on held-out data."""
         if not self._speaks or loss is None:
             return

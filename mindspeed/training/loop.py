@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import (
@@ -26,7 +26,7 @@ def train(
     args: argparse.Namespace,
     model: TrainedModel,
     readers: Sequence[MicroBatches | None],
-    validation: Sequence[MicroBatches | None] | None,
+    held_out: Mapping[str, Sequence[MicroBatches | None]],
     iteration: int,
     saver: Saver | None,
 ) -> int:
@@ -36,7 +36,7 @@ def train(
         args: final values; the counters of consumed samples in it move on.
         model: what is trained.
         readers: training micro-batches per pipeline stage of this rank.
-        validation: the same for validation, or None.
+        held_out: the same for ``validation`` (used during training) and ``test`` (at the end).
         iteration: iterations done.
         saver: writes checkpoints, or None.
 
@@ -65,11 +65,10 @@ def train(
             log.add(result, samples)
             if iteration % args.log_interval == 0 or iteration == args.train_iters:
                 log.report(iteration, " | ".join(filter(None, seams.log.run_all(iteration))))
-            if validation and iteration % args.eval_interval == 0:
+            if "validation" in held_out and iteration % args.eval_interval == 0:
                 with log.not_counted(), gathering.paused():
-                    log.report_validation(
-                        "validation", iteration, evaluate(args, model, trainer, validation)
-                    )
+                    loss = evaluate(args, model, trainer, held_out["validation"])
+                    log.report_held_out("validation", iteration, loss)
             _collect_garbage(args, iteration)
             reason = stopping.reason() or _exit_interval(args, iteration)
             if saver is not None:
@@ -77,6 +76,9 @@ def train(
                 if args.save_interval and iteration % args.save_interval == 0:
                     _save(saver, iteration, gathering, log)
     gathering.stop()
+    if "test" in held_out and reason is None:
+        loss = evaluate(args, model, trainer, held_out["test"])
+        log.report_held_out("test", iteration, loss)
     if saver is not None and saver.last_saved != iteration:
         seams.before_save.run_all(iteration)
         saver.save(iteration, last=True)

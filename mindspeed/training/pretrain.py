@@ -43,14 +43,16 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
     iteration = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer)
     readers = data.micro_batches(args, model.config, sets.train, args.consumed_train_samples)
-    validation = None
+    held_out = {}
     if args.eval_iters:
-        validation = data.micro_batches(args, model.config, sets.valid, args.consumed_valid_samples)
+        consumed = args.consumed_valid_samples
+        held_out["validation"] = data.micro_batches(args, model.config, sets.valid, consumed)
+        held_out["test"] = data.micro_batches(args, model.config, sets.test, 0)
     saver = None
     if args.save:
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
         saver.last_saved = iteration if args.load == args.save else None
-    iteration = loop.train(args, model, readers, validation, iteration, saver)
+    iteration = loop.train(args, model, readers, held_out, iteration, saver)
     dist.barrier()
     dist.destroy_process_group()
     return iteration

@@ -34,13 +34,11 @@ class StepResult:
         losses: [micro-batches, 2]: sum of the token losses and number of tokens; last stage only.
         grad_norm: norm of the gradients before clipping; None without parameters on this rank.
         skipped: the parameters were not changed.
-        nonfinite: the step was left out because a loss or gradient was not finite.
     """
 
     losses: torch.Tensor | None
     grad_norm: float | None
     skipped: bool
-    nonfinite: bool = False
 
 
 class Trainer:
@@ -69,7 +67,7 @@ class Trainer:
         model.optimizer.zero_grad()
         losses = self._run_schedule(readers, get_num_microbatches(), forward_only=False)
         if args.max_skipped_nan_iterations and self._must_skip(losses, iteration):
-            return StepResult(losses, None, skipped=True, nonfinite=True)
+            return StepResult(losses, None, skipped=True)
         if args.check_for_nan_in_loss_and_grad:
             check_losses(losses, iteration)
         updated, grad_norm, _ = model.optimizer.step()

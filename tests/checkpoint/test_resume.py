@@ -68,7 +68,7 @@ def test_background_saves_and_a_full_disk_lose_nothing(ranks, tmp_path):
     """The second of three saves fails on one rank; the third succeeds; old ones are deleted."""
     save = tmp_path / "c"
     flags = ["--save", str(save), "--save-interval", "1", "--async-save", "--keep-last", "2"]
-    run(ranks, 2, [*TP2, *flags, "--train-iters", "3"], fault.disk_full_at, 2, 1)
+    run(ranks, 2, [*TP2, *flags, "--train-iters", "3"], fault.disk_full_at, (2,), 1)
     kept = sorted(path.name for path in save.glob("iter_*"))
     assert kept == ["iter_0000001", "iter_0000003"]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "3"
@@ -82,7 +82,7 @@ OVERRIDE = ["--override-opt-param-scheduler"]
 def test_a_full_disk_at_the_last_save_is_an_error_that_names_what_is_intact(ranks, tmp_path):
     flags = ["--save", str(tmp_path), "--save-interval", "1", "--train-iters", "2", *TP2]
     results = ranks(
-        2, train, flags, fault.disk_full_at, 2, 1, setup=SETUP, backend=None, timeout=240
+        2, train, flags, fault.disk_full_at, (2, 3), 1, setup=SETUP, backend=None, timeout=240
     )
     for result in results:
         assert "iteration 2 was not saved" in result["error"]
@@ -114,11 +114,3 @@ def test_another_model_is_refused_with_the_fields_that_differ(ranks, tmp_path):
     assert "--normalization: RMSNorm in the checkpoint, now LayerNorm" in result["error"]
     (result,) = run(ranks, 1, [*other, "--use-checkpoint-args", "--train-iters", "6"])
     assert result["iteration"] == 6
-
-
-def test_sigterm_on_one_rank_saves_on_all_and_ends_without_error(ranks, tmp_path):
-    flags = ["--save", str(tmp_path), *PP2]
-    results = run(ranks, 2, flags, fault.signal_in_step, 3, 1)
-    stopped = {result["iteration"] for result in results}
-    assert len(stopped) == 1 and 3 <= stopped.pop() < 6 + 1
-    assert (tmp_path / "latest_checkpointed_iteration.txt").exists()

@@ -7,6 +7,7 @@ and 2 (the first print does not reset its sum), so that one is compared as a mea
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,24 @@ LAYOUTS = {
         ["--tensor-model-parallel-size", "2"],
         "6.956708 6.945219 6.792150 6.822842 6.743383 6.693486",
         "0.724 0.733 0.787 0.766 0.750 0.715",
+    ),
+    "tensor-2-sequence-parallel-transformer-engine": (
+        2,
+        [
+            "--tensor-model-parallel-size",
+            "2",
+            "--sequence-parallel",
+            "--transformer-impl",
+            "transformer_engine",
+        ],
+        "6.956708 6.945219 6.792150 6.822842 6.743383 6.693486",
+        "0.724 0.733 0.787 0.766 0.750 0.715",
+    ),
+    "tensor-2-bf16": (
+        2,
+        ["--tensor-model-parallel-size", "2", "--bf16"],
+        "6.956770 6.945436 6.792099 6.823083 6.743729 6.693812",
+        "0.725 0.734 0.790 0.766 0.751 0.714",
     ),
     "pipeline-2": (
         2,
@@ -73,6 +92,49 @@ def test_loss_gradient_norm_and_rate_equal_megatron_lm_digit_for_digit(layout, r
     )
     assert [result["error"] for result in results] == [None] * world_size
     assert_printed(file, losses.split(), norms.split(), [*RATES, "0.000000E+00"])
+
+
+def test_validation_and_test_losses_equal_megatron_lm(ranks, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    flags = ["--tensor-model-parallel-size", "2", "--eval-interval", "3", "--eval-iters", "2"]
+    ranks(2, train, [*flags, "--metrics-file", str(file)], setup=SETUP, backend=None, timeout=240)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    validation = [r["validation_loss"] for r in records if "validation_loss" in r]
+    assert [f"{loss:.6E}" for loss in validation] == ["6.801507E+00", "6.726351E+00"]
+    (test,) = [r["test_loss"] for r in records if "test_loss" in r]
+    assert 6.6 < test < 6.8  # Megatron-LM validates once more before, which moves nothing here
+    assert printed(file)[-1][0] == "6.693486E+00"
+
+
+# Iteration -> loss, gradient norm, loss scale; the iterations between are skipped: overflow.
+FP16 = {
+    13: ("6.945987E+00", "0.719", 2097152.0),
+    14: ("6.882636E+00", "0.748", 4194304.0),
+    17: ("6.848951E+00", "0.631", 2097152.0),
+    18: ("6.780656E+00", "0.846", 4194304.0),
+    21: ("6.748514E+00", "0.728", 2097152.0),
+}
+
+
+def test_dynamic_loss_scaling_skips_and_grows_as_megatron_lm(ranks, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    flags = [
+        "--tensor-model-parallel-size",
+        "2",
+        "--fp16",
+        "--train-iters",
+        "24",
+        "--loss-scale-window",
+        "2",
+    ]
+    flags += ["--exit-interval", "21", "--metrics-file", str(file)]
+    ranks(2, train, flags, setup=SETUP, backend=None, timeout=240)
+    ours = {
+        r["iteration"]: (f"{r['lm_loss']:.6E}", f"{r['grad_norm']:.3f}", r["loss_scale"])
+        for r in metrics(file)
+        if not r["skipped_iterations"]
+    }
+    assert ours == FP16
 
 
 def assert_printed(file: Path, losses: list[str], norms: list[str], rates: list[str]) -> None:

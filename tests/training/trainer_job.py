@@ -51,11 +51,19 @@ def train(
         return modules[-1]
 
     try:
-        settings = _prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"]))
+        settings = _prepare(command(flags), int(os.environ["WORLD_SIZE"]))
         iteration = pretrain(settings, provider)
     except MindSpeedError as error:
         return {"error": f"{type(error).__name__}: {error}", "digest": digest(modules)}
     return {"iteration": iteration, "digest": digest(modules), "error": None}
+
+
+def command(flags: Sequence[str]) -> list[str]:
+    """:data:`TINY` and further flags; --train-samples takes the place of --train-iters."""
+    if "--train-samples" not in flags:
+        return [*TINY, *flags]
+    at = TINY.index("--train-iters")
+    return [*TINY[:at], *TINY[at + 2 :], *flags]
 
 
 def digest(modules: Sequence[Any]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 from typing import Any
 
 
-def disk_full_at(save: int, rank: int) -> None:
-    """The n-th save of one rank meets a full disk in the middle of its file."""
+def disk_full_at(saves: tuple[int, ...], rank: int) -> None:
+    """Some saves (1, 2, ...) of one rank meet a full disk in the middle of its file."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from mindspeed.checkpoint.writer import Writing
@@ -24,8 +25,9 @@ def disk_full_at(save: int, rank: int) -> None:
         count += 1
         start(self, *args, **kwargs)
 
+    @functools.wraps(write)
     def fails(*args: Any, **kwargs: Any) -> Any:
-        if count == save:
+        if count in saves:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(*args, **kwargs)
 

@@ -1,0 +1,132 @@
+"""Flags and recipes: same names, same checks, the command line wins; errors say what to change."""
+
+from __future__ import annotations
+
+import pytest
+from command_line import parse_all
+from trainer_job import SETUP, TINY
+
+MODEL = """
+model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, swiglu: true}
+optimizer: {lr: 0.001}
+data: {seq_length: 32, mock_data: true, tokenizer_type: NullTokenizer, vocab_size: 100}
+training: {train_iters: 10, micro_batch_size: 2}
+"""
+
+WRONG = {
+    "unknown flag": (
+        [*TINY, "--num-layer", "2"],
+        "unknown flag --num-layer; did you mean --num-layers",
+    ),
+    "word without flag": ([*TINY, "stray"], "unexpected argument 'stray'"),
+    "not a choice": ([*TINY, "--normalization", "BatchNorm"], "invalid choice: 'BatchNorm'"),
+    "not a number": ([*TINY, "--num-layers", "many"], "invalid whole number value: 'many'"),
+    "code in a pattern": (
+        [*TINY, "--moe-layer-freq", "__import__('os')"],
+        "neither a number nor a pattern",
+    ),
+    "no duration": ([w for w in TINY if w not in ("--train-iters", "6")], "--train-iters"),
+    "two durations": ([*TINY, "--train-samples", "10"], "give one of --train-iters and --train-"),
+    "world size": ([*TINY, "--tensor-model-parallel-size", "2"], "a multiple of 2 processes", 3),
+    "batch": ([*TINY, "--global-batch-size", "7"], "7 is not divisible by --micro-batch-size 2"),
+    "layers": ([*TINY, "--pipeline-model-parallel-size", "3"], "4 layers cannot be divided", 3),
+    "heads": ([*TINY, "--tensor-model-parallel-size", "16"], "--num-attention-heads 8", 16),
+    "head size": ([*TINY, "--hidden-size", "60"], "--hidden-size 60 is not divisible by"),
+    "precision": ([*TINY, "--fp16", "--bf16"], "--fp16 and --bf16 exclude each other"),
+    "two data sources": ([*TINY, "--data-path", "x"], "not --mock-data and --data-path"),
+    "ramp-up": ([*TINY, "--rampup-batch-size", "2", "2", "9"], "needs --train-samples instead"),
+    "resume from nowhere": ([*TINY, "--auto-resume"], "--auto-resume needs --save"),
+    "gathering": ([*TINY, "--overlap-param-gather"], "needs --use-distributed-optimizer"),
+    "experts": ([*TINY, "--expert-model-parallel-size", "2"], "needs --num-experts", 2),
+}
+WRONG_RECIPES = {
+    "section": ("modell: {num_layers: 2}", "unknown section 'modell'"),
+    "key": ("model: {num_layer: 2}", "model.num_layer: unknown key; did you mean num_layers"),
+    "place": ("training: {swiglu: true}", "training.swiglu: this key belongs in section 'model'"),
+    "key as section": ("lr: 0.1", "'lr' is a key of section 'optimizer'"),
+    "kind": ("model: {num_layers: true}", "--num-layers takes a value, not true"),
+    "syntax": ("model: {", "is no valid YAML"),
+    "file of a list": ("[1, 2]", "sections are expected"),
+}
+GOOD = {
+    "recipe": ([], MODEL),
+    "command line wins": (["--num-layers", "4", "--no-swiglu"], MODEL),
+    "groups imply grouped queries": (TINY,),
+    "old names": (
+        [*TINY, "--layernorm-epsilon", "1e-6", "--DDP-impl", "local", "--checkpoint-activations"],
+    ),
+    "big numbers": ([*TINY, "--rotary-base", "1e6"],),
+    "pattern": ([*TINY, "--num-experts", "4", "--moe-layer-freq", "([1]*1+[0]*1)*2"],),
+    "virtual stages": (
+        [
+            *TINY,
+            *[
+                "--pipeline-model-parallel-size",
+                "2",
+                "--num-layers-per-virtual-pipeline-stage",
+                "1",
+            ],
+        ],
+        None,
+        2,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def results(rank_pool):
+    cases = [(flags, None, *rest) for flags, _, *rest in WRONG.values()]
+    cases += [([], recipe) for recipe, _ in WRONG_RECIPES.values()]
+    cases += list(GOOD.values())
+    (answers,) = rank_pool.run(1, parse_all, cases, setup=SETUP, backend=None, timeout=240)
+    return dict(zip([*WRONG, *WRONG_RECIPES, *GOOD], answers, strict=True))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_command_line_says_what_to_change(case, results):
+    assert WRONG[case][1] in (results[case]["error"] or "no error")
+
+
+@pytest.mark.parametrize("case", WRONG_RECIPES)
+def test_a_wrong_recipe_says_where_the_key_belongs(case, results):
+    assert WRONG_RECIPES[case][1] in (results[case]["error"] or "no error")
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_a_good_command_line_has_no_error(case, results):
+    assert results[case]["error"] is None
+
+
+def test_a_recipe_sets_values_and_the_command_line_wins(results):
+    plain, changed = results["recipe"]["values"], results["command line wins"]["values"]
+    assert (plain["num_layers"], plain["swiglu"], plain["lr"]) == (2, True, 0.001)
+    assert (changed["num_layers"], changed["swiglu"]) == (4, False)
+
+
+def test_sizes_that_follow_from_others_are_megatron_lms(results):
+    values = results["recipe"]["values"]
+    assert values["ffn_hidden_size"] == 128  # 4 h 2/3, down to a multiple of 64
+    assert values["kv_channels"] == 16
+    assert (values["data_parallel_size"], values["global_batch_size"]) == (1, 2)
+    assert values["start_weight_decay"] == values["end_weight_decay"] == 0.01
+    assert results["groups imply grouped queries"]["values"]["group_query_attention"] is True
+    assert results["virtual stages"]["values"]["virtual_pipeline_model_parallel_size"] == 2
+    assert results["pattern"]["values"]["moe_layer_freq"] == [1, 0, 1, 0]
+    assert results["big numbers"]["values"]["rotary_base"] == 1_000_000
+
+
+def test_old_names_mean_what_they_meant(results):
+    values = results["old names"]["values"]
+    assert values["layernorm_epsilon"] == 1e-6
+    assert (values["recompute_granularity"], values["recompute_num_layers"]) == ("full", 1)
+    assert values["ignored_flags"] == ["--DDP-impl"]
+
+
+def test_a_dumped_recipe_repeats_the_run(results, ranks):
+    names = [name for name in GOOD if name not in ("old names", "virtual stages")]
+    cases = [([], results[name]["recipe"]) for name in names]
+    (again,) = ranks(1, parse_all, cases, setup=SETUP, backend=None, timeout=240)
+    for name, second in zip(names, again, strict=True):
+        assert second["error"] is None
+        first = dict(results[name]["values"], config=None)
+        assert dict(second["values"], config=None) == first

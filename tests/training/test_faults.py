@@ -1,0 +1,60 @@
+"""A loss that is not finite, and the reasons to stop early."""
+
+from __future__ import annotations
+
+import fault
+import pytest
+from trainer_job import SETUP, metrics, train
+
+PP2 = ["--pipeline-model-parallel-size", "2"]
+
+
+def run(ranks, flags, *fault_and_args):
+    return ranks(2, train, flags, *fault_and_args, setup=SETUP, backend=None, timeout=240)
+
+
+def test_a_loss_that_is_not_finite_names_iteration_rank_and_micro_batch(ranks):
+    (result,) = ranks(
+        1, train, [], fault.bad_loss_in_step, 3, 2, setup=SETUP, backend=None, timeout=240
+    )
+    assert "iteration 3, rank 0, micro-batch 2: the loss is nan" in result["error"]
+
+
+def test_a_step_with_such_a_loss_can_be_left_out_but_not_too_often(ranks, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    flags = [*PP2, "--max-skipped-nan-iterations", "1", "--metrics-file", str(file)]
+    results = run(ranks, flags, fault.bad_loss_in_step, 2, 0)
+    assert [result["error"] for result in results] == [None, None]
+    records = metrics(file)
+    assert [r["skipped_iterations"] for r in records] == [0, 1, 0, 0, 0, 0]
+    assert [r["iteration"] for r in records if r["lm_loss"] is None] == [2]
+    assert records[0]["learning_rate"] == records[1]["learning_rate"]
+
+
+def test_sigterm_on_one_rank_saves_on_all_and_ends_without_error(ranks, tmp_path):
+    results = run(ranks, [*PP2, "--save", str(tmp_path)], fault.signal_in_step, 1, 1)
+    assert [result["error"] for result in results] == [None, None]
+    (stopped,) = {result["iteration"] for result in results}
+    assert 1 <= stopped < 6
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(stopped)
+
+
+@pytest.mark.parametrize(
+    "flags, last", [(["--exit-interval", "4"], 4), (["--exit-duration-in-mins", "0"], 1)]
+)
+def test_training_stops_at_an_interval_and_when_time_is_up(flags, last, ranks, tmp_path):
+    (result,) = ranks(
+        1, train, [*flags, "--save", str(tmp_path)], setup=SETUP, backend=None, timeout=240
+    )
+    assert result["iteration"] == last
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
+
+
+def test_the_batch_grows_with_the_samples_consumed(ranks, tmp_path):
+    """2 more after every 4 samples, 8 from sample 12 on; an incomplete last batch is left out."""
+    file = tmp_path / "metrics.jsonl"
+    flags = ["--train-samples", "48", "--rampup-batch-size", "2", "2", "12", "--metrics-file"]
+    flags.append(str(file))
+    (result,) = ranks(1, train, flags, setup=SETUP, backend=None, timeout=240)
+    assert result["error"] is None
+    assert [r["global_batch_size"] for r in metrics(file)] == [2, 2, 4, 6, 8, 8, 8, 8]

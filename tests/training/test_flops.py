@@ -1,0 +1,68 @@
+"""Model FLOPs by hand, layer for layer."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from mindspeed.training.flops import training_flops
+
+
+def shape(**changes: Any) -> argparse.Namespace:
+    values = {
+        "num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 704, "num_attention_heads": 8,
+        "num_query_groups": 2, "group_query_attention": True, "kv_channels": 32, "seq_length": 128,
+        "padded_vocab_size": 1024, "swiglu": True, "quick_geglu": False, "num_experts": None,
+        "mtp_num_layers": None, "multi_latent_attention": False, "attention_output_gate": False,
+    }  # fmt: skip
+    return argparse.Namespace(**(values | changes))
+
+
+def matmul(m: int, k: int, n: int) -> int:
+    return 2 * m * k * n
+
+
+def test_dense_model_with_grouped_queries_and_swiglu():
+    s, h, ffn, vocab = 128, 256, 704, 1024
+    qkv = matmul(s, h, 256 + 2 * 64)
+    scores_and_values = 2 * matmul(s, 256, s) // 2  # causal: half of the square
+    layer = qkv + scores_and_values + matmul(s, 256, h) + 2 * matmul(s, h, ffn) + matmul(s, ffn, h)
+    forward = 4 * layer + matmul(s, h, vocab)
+    assert training_flops(shape(), 3) == 3 * 3 * forward
+
+
+def test_plain_mlp_has_two_matrices_and_every_head_its_key():
+    args = shape(swiglu=False, group_query_attention=False)
+    s, h = 128, 256
+    layer = matmul(s, h, 3 * h) + matmul(s, h, s) + matmul(s, h, h) + 2 * matmul(s, h, 704)
+    assert training_flops(args, 1) == 3 * (4 * layer + matmul(s, h, 1024))
+
+
+@pytest.mark.parametrize("frequency, sparse", [(1, 4), (2, 2), ([0, 1, 1, 1], 3)])
+def test_experts_count_as_often_as_tokens_visit_them(frequency, sparse):
+    moe = {
+        "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128,
+        "moe_shared_expert_intermediate_size": 64, "moe_layer_freq": frequency,
+    }  # fmt: skip
+    s, h = 128, 256
+    dense = 3 * matmul(s, h, 704)
+    routed = 3 * (2 * matmul(s, h, 128) + matmul(s, h, 64))
+    difference = training_flops(shape(**moe), 1) - training_flops(shape(), 1)
+    assert difference == 3 * sparse * (routed - dense)
+
+
+def test_latent_attention_counts_its_low_rank_projections():
+    mla = {
+        "multi_latent_attention": True, "group_query_attention": False, "q_lora_rank": 48,
+        "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
+    s, h, heads = 128, 256, 8
+    query = matmul(s, h, 48) + matmul(s, 48, heads * 24) + 2 * s * 48
+    latent = matmul(s, h, 32) + matmul(s, 32, heads * 32) + 2 * s * 32
+    core = (matmul(s, heads * 24, s) + matmul(s, heads * 16, s)) // 2
+    layer = (
+        query + latent + matmul(s, h, 8) + core + matmul(s, heads * 16, h) + 3 * matmul(s, h, 704)
+    )
+    assert training_flops(shape(**mla), 1) == 3 * (4 * layer + matmul(s, h, 1024))

@@ -1,0 +1,98 @@
+"""Samplers read in Megatron-LM's order, and continue where a stopped run was."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from mindspeed.errors import DataError
+from mindspeed.training.samplers import CyclicSampler, Portion, SequentialSampler
+
+
+def portion(rank: int = 0, consumed: int = 0, total: int = 22) -> Portion:
+    return Portion(total=total, consumed=consumed, micro_batch_size=2, rank=rank, ranks=2)
+
+
+def test_sequential_ranks_take_turns_and_drop_the_incomplete_end():
+    assert list(SequentialSampler(portion(0, total=11))) == [[0, 1], [4, 5]]
+    assert list(SequentialSampler(portion(1, total=11))) == [[2, 3], [6, 7]]
+
+
+def test_sequential_continues_after_the_consumed_samples():
+    whole = list(SequentialSampler(portion(1)))
+    assert list(SequentialSampler(portion(1, consumed=8))) == whole[2:]
+
+
+@pytest.mark.parametrize("consumed, total", [(20, 22), (0, 3)])
+def test_sequential_without_a_whole_micro_batch_left_is_an_error(consumed, total):
+    with pytest.raises(DataError, match="less than one micro-batch"):
+        SequentialSampler(portion(consumed=consumed, total=total))
+
+
+# Recorded from MegatronPretrainingRandomSampler of Megatron-LM core_v0.16.1, 22 samples, 2 ranks.
+RECORDED = {
+    (True, 0): [[4, 1], [7, 5], [3, 9], [0, 8], [6, 2], [5, 6], [1, 2], [0, 8], [9, 3], [7, 4]],
+    (True, 1): [
+        [14, 11],
+        [17, 15],
+        [13, 19],
+        [10, 18],
+        [16, 12],
+        [15, 16],
+        [11, 12],
+        [10, 18],
+        [19, 13],
+        [17, 14],
+    ],
+    (False, 0): [
+        [10, 15],
+        [11, 9],
+        [19, 2],
+        [18, 7],
+        [6, 17],
+        [11, 6],
+        [3, 17],
+        [15, 9],
+        [10, 19],
+        [16, 8],
+    ],
+    (False, 1): [
+        [4, 3],
+        [5, 20],
+        [13, 0],
+        [16, 8],
+        [14, 1],
+        [18, 0],
+        [12, 1],
+        [7, 5],
+        [21, 20],
+        [4, 2],
+    ],
+}
+
+
+@pytest.mark.parametrize("sharding", [True, False])
+def test_cyclic_reads_each_sample_at_most_once_per_epoch(sharding):
+    per_epoch = 22 // 4
+    for epoch in range(3):
+        seen = []
+        for rank in range(2):
+            batches = CyclicSampler(portion(rank, consumed=20 * epoch), sharding=sharding)
+            seen += [index for batch in islice(batches, per_epoch) for index in batch]
+        assert len(seen) == len(set(seen)) == 20
+        assert set(seen) <= set(range(22))
+
+
+@pytest.mark.parametrize("sharding", [True, False])
+@pytest.mark.parametrize("steps", [1, 4, 5, 7])
+def test_cyclic_continues_after_the_consumed_samples_across_epochs(sharding, steps):
+    straight = list(islice(CyclicSampler(portion(1), sharding=sharding), 12))
+    resumed = CyclicSampler(portion(1, consumed=4 * steps), sharding=sharding)
+    assert list(islice(resumed, 12 - steps)) == straight[steps:]
+
+
+@pytest.mark.parametrize("sharding, rank", RECORDED)
+def test_cyclic_order_is_megatron_lms(sharding, rank):
+    sampler = CyclicSampler(portion(rank), sharding=sharding)
+    assert list(islice(sampler, 10)) == RECORDED[sharding, rank]
