@@ -2,13 +2,14 @@
 
 One line of JSON per request on standard input, one per finished test on standard output:
 
-    request  {"file", "world_size", "skip", "excluded", "timeout", "patience"}
+    request  {"file", "world_size", "skip", "excluded", "expected_errors", "timeout", "patience"}
     answers  {"nodeid", "outcome", "error", "where", "rank", "seconds", ...} ... {"done": file}
 
 A test passes if it passes on every rank. Ranks are started anew, without the tests already done,
 when a test hangs (longer than `timeout`), when a rank dies, and when ranks disagree about a test,
 because the process groups of the survivors are then out of step. A test that fails after another
-one failed in the same processes is repeated alone, so that every failure counted is its own.
+one failed otherwise in the same processes is repeated alone, so that every failure counted is its
+own.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Launch:
         self.collected: list[str] | None = None
         self.done: set[str] = set()
         self.finished = False
-        self.failed_before = False  # a test has failed in these processes
+        self.failed_before = False  # a test has failed unexpectedly in these processes
 
     def run(self) -> None:
         with tempfile.TemporaryDirectory(prefix="megatron-tests-") as folder:
@@ -221,7 +222,9 @@ class Launch:
         if nodeid in self.done:
             return
         self.done.add(nodeid)
-        failed = result["outcome"] in ("failed", "hang", "crash")
+        failed = result["outcome"] in ("failed", "hang", "crash") and not any(
+            re.search(pattern, result["error"]) for pattern in self.request["expected_errors"]
+        )
         result = {key: value for key, value in result.items() if key != "at"}
         self.emit(nodeid, result, failed and self.failed_before)
         self.failed_before |= failed
@@ -284,13 +287,16 @@ def _innermost(stacks: str) -> str:
 def run_file(request: dict[str, Any], write: Any) -> None:
     """Runs every test of a file that is not in `skip`, in as many launches as it takes."""
     done = set(request["skip"])
+    known_errors: set[str] = set()  # of tests that failed by themselves
     doubtful: dict[str, dict[str, Any]] = {}
 
     def emit(nodeid: str, result: dict[str, Any], follows_failure: bool) -> None:
-        if follows_failure and result["outcome"] == "failed":
+        error = result.get("error", "")
+        if follows_failure and result["outcome"] == "failed" and error not in known_errors:
             doubtful[nodeid] = result
-        else:
-            write({"nodeid": nodeid, **result})
+            return
+        known_errors.add(error)
+        write({"nodeid": nodeid, **result})
 
     while True:
         launch = Launch(request, done, set(), emit)
@@ -300,14 +306,19 @@ def run_file(request: dict[str, Any], write: Any) -> None:
         if launch.finished or not progress:
             break
     for nodeid, first in doubtful.items():
-        if nodeid.endswith("::<import>"):
+        if nodeid.endswith("::<import>") or first["error"] in known_errors:
             write({"nodeid": nodeid, **first})
             continue
         alone: dict[str, Any] = {}
         Launch(
-            request, set(), {nodeid}, lambda n, result, _, alone=alone: alone.update({n: result})
+            request,
+            set(),
+            {nodeid},
+            lambda name, result, _, alone=alone: alone.update({name: result}),
         ).run()
-        write({"nodeid": nodeid, **alone.get(nodeid, first)})
+        final = alone.get(nodeid, first)
+        known_errors.add(final.get("error", ""))
+        write({"nodeid": nodeid, **final})
 
 
 def main(copy: str, adaptor: str) -> None:
