@@ -89,11 +89,14 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.activation = ACTIVATIONS[activation]()
         inner = divide(ffn_hidden_size, self.tp_size, "ffn_hidden_size")
         wide = inner * (2 if self.activation.gated else 1)
-        options = {"dtype": params_dtype, "device": device}
+        options: dict[str, Any] = {"dtype": params_dtype, "device": device}
         one = 0.0 if zero_centered_gamma else 1.0
         self.layer_norm_weight = self.new_vector(hidden_size, one, **options)
         self.layer_norm_bias = None if self.rms else self.new_vector(hidden_size, 0.0, **options)
-        random = {"get_rng_state_tracker": get_rng_state_tracker, "rng_tracker_name": None}
+        random: dict[str, Any] = {
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "rng_tracker_name": None,
+        }
         self.fc1_weight = self.new_weight((wide, hidden_size), init_method, **options, **random)
         self.fc2_weight = self.new_weight(
             (hidden_size, inner), output_layer_init_method, **options, **random

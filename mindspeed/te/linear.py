@@ -312,7 +312,7 @@ class LayerNormLinear(Linear):
         self.layer_norm_weight = self.new_vector(
             in_features, one, dtype=params_dtype, device=device
         )
-        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         self.layer_norm_bias: torch.Tensor | None = None
         if normalization == "LayerNorm":
             self.layer_norm_bias = self.new_vector(

@@ -244,9 +244,8 @@ class FusedAdam(torch.optim.Optimizer):
         for tensors in direct:
             by_dtype.setdefault(tensors[0].dtype, []).append(tensors)
         for rows in by_dtype.values():
-            self._update(
-                group, *(list(column) for column in zip(*rows, strict=True)), grad_scaler, found_inf
-            )  # type: ignore[arg-type]
+            weights, grads, firsts, seconds = (list(c) for c in zip(*rows, strict=True))
+            self._update(group, weights, grads, firsts, seconds, grad_scaler, found_inf)
 
     def _count(
         self, group: dict[str, Any], found_inf: torch.Tensor | None, place: torch.device
