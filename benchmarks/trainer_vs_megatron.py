@@ -1,0 +1,124 @@
+"""Step time of our trainer over Megatron-LM's own loop, same model, same adaptor, same machine.
+
+    python benchmarks/trainer_vs_megatron.py --megatron /path/to/Megatron-LM
+
+Both train the same small LLaMA on the same invented tokens with the same flags, in turns, so that a
+busy machine slows both. The figure is the ratio of the medians of the time per iteration, after the
+first intervals; at most 1.00 is the target. Losses are compared too: equal digits or no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+MODEL = """
+    --num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
+    --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
+    --hidden-dropout 0 --attention-dropout 0 --seq-length 128 --max-position-embeddings 128
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style linear --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 1000 --num-workers 0 --eval-interval 100000
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+""".split()  # noqa: SIM905
+LAYOUTS = {
+    "one rank": (1, []),
+    "tensor 2": (2, ["--tensor-model-parallel-size", "2"]),
+    "pipeline 2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "data 2, distributed optimizer": (2, ["--use-distributed-optimizer"]),
+}
+WARM_UP_INTERVALS = 2
+
+
+def main() -> None:
+    """Print one row per layout."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megatron", required=True, type=Path, help="Megatron-LM core_v0.16.1")
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--interval", type=int, default=5, help="iterations per log line")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--layout", choices=LAYOUTS, action="append")
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    options = parser.parse_args()
+    print(f"{'layout':<32}{'Megatron-LM ms':>16}{'mindspeed ms':>16}{'ratio':>8}")
+    for name in options.layout or LAYOUTS:
+        ranks, flags = LAYOUTS[name]
+        flags = [
+            *MODEL,
+            *flags,
+            *("--train-iters", str(options.iterations), "--log-interval", str(options.interval)),
+            *("--transformer-impl", options.transformer_impl),
+        ]
+        theirs: list[float] = []
+        ours: list[float] = []
+        for _ in range(options.rounds):
+            their_times, their_loss = run_megatron(options.megatron, ranks, flags)
+            our_times, our_loss = run_ours(ranks, flags)
+            if their_loss != our_loss:
+                sys.exit(f"{name}: last losses differ, {their_loss} and {our_loss}")
+            theirs += their_times[WARM_UP_INTERVALS:]
+            ours += our_times[WARM_UP_INTERVALS:]
+        left, right = statistics.median(theirs), statistics.median(ours)
+        print(f"{name:<32}{left:>16.1f}{right:>16.1f}{right / left:>8.3f}", flush=True)
+
+
+def run_megatron(root: Path, ranks: int, flags: list[str]) -> tuple[list[float], str]:
+    """Milliseconds per iteration of each interval, and the last loss, of pretrain_gpt.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "pretrain_gpt.py"
+        text = (root / "pretrain_gpt.py").read_text()
+        line = "import torch\n"
+        script.write_text(text.replace(line, f"{line}import mindspeed.megatron_adaptor\n", 1))
+        path = os.pathsep.join([str(root), *sys.path])
+        extra = ["--eval-iters", "0", "--distributed-backend", "gloo"]
+        output = launch(ranks, [str(script), *flags, *extra], {"PYTHONPATH": path})
+    times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    losses = re.findall(r"lm loss: (\S+)", output)
+    return [float(time) for time in times], losses[-1]
+
+
+def run_ours(ranks: int, flags: list[str]) -> tuple[list[float], str]:
+    """The same of ``mindspeed pretrain``."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "metrics.jsonl"
+        arguments = ["-m", "mindspeed", "pretrain", *flags, "--metrics-file", str(file)]
+        launch(ranks, arguments, {})
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+    times = [1000 * record["seconds_per_iteration"] for record in records]
+    return times, f"{records[-1]['lm_loss']:.6E}"
+
+
+def launch(ranks: int, arguments: list[str], environment: dict[str, str]) -> str:
+    """Run ``arguments`` under torchrun and return what it printed."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks), *arguments),
+    ]
+    fixed = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCH_GLOO_LAZY_INIT": "1",
+    }
+    result = subprocess.run(
+        command,
+        env={**os.environ, **fixed, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{result.stdout[-4000:]}")
+    return result.stdout
+
+
+if __name__ == "__main__":
+    main()
