@@ -84,13 +84,14 @@ def _row(
     flag = feature["flag"]
     flag = flag if flag.startswith("(") else f"`{flag}`"
     test = feature["test"]
-    label = f"`{test.removeprefix('tests/')}`"
+    file = test.split("::")[0]
+    label = f"`{file.removeprefix('tests/')}`"
     if not test:
         link = ""
     elif tests is None:
         link = label
     else:
-        link = f"[{label}]({tests}{test.split('::')[0]})"
+        link = f"[{label}]({tests}{file})"
     return f"| {'✅' if test else '☐'} | {name} | {flag} | {link} |"
 
 
