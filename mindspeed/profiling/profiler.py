@@ -108,20 +108,19 @@ class StepProfiler:
             self._running = True
             self._warn_if_over(step)
         options = self._options
+        if self._recorder is not None:
+            self._recorder.step()
+            return
         # One step earlier the recorder can warm up; the first step of a run has none before it.
         due = options.step_start - 1 <= step < options.step_end
-        if due and self._recorder is None and options.covers(self.rank):
+        if due and options.covers(self.rank):
             files.make_dirs(options.save_path)
             self._recorder = recorder_for(device.current().name, options, self.rank)
             self._recorder.start(step, max(options.step_start, step))
 
     def end(self, step: int) -> None:
         """Step ``step`` is complete."""
-        if self._recorder is None:
-            return
-        if step + 1 < self._options.step_end:
-            self._recorder.step()
-        else:
+        if step + 1 >= self._options.step_end:
             self.close()
 
     def close(self) -> None:

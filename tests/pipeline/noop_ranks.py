@@ -79,7 +79,7 @@ def run(case: Case) -> Step:
     return Step(
         losses=[float(loss) for loss in losses],
         gradients={name: p.grad.clone() for name, p in named.items()},
-        checkpoint_keys=sorted(key for m in models for key in m.sharded_state_dict()),
+        checkpoint_keys=sorted({v.key for m in models for v in m.sharded_state_dict().values()}),
         projection_std=models[0].config.output_layer_init_method.keywords["std"],
     )
 
@@ -107,6 +107,9 @@ def _model(case: Case, stage: int | None) -> torch.nn.Module:
         virtual_pipeline_model_parallel_size=case.chunks,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
+        # Two ranks must not have several messages of one kind in a batch.
+        overlap_p2p_comm=bool(case.chunks),
+        batch_p2p_comm=not case.chunks,
         **case.config,
     )
     if config.num_moe_experts:
