@@ -7,68 +7,9 @@ import types
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from mindspeed.adaptor.repairs import packed_batch, pipeline_send, process_groups
+from mindspeed.adaptor.repairs import packed_batch, process_groups
 from mindspeed.journal import Journal
-
-ELEMENTS = 1024
-
-
-def send_freed_activation(repaired: bool) -> bool | tuple[float, float]:
-    """Rank 0 sends ones asynchronously and frees the activation as the schedule does.
-
-    Returns:
-        On rank 0 whether the memory being sent was freed before the send was complete, on rank 1
-        the smallest and largest value received.
-    """
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.transformer import TransformerConfig
-
-    from mindspeed import device
-
-    device.install(Journal())
-    send = P2PCommunicator._communicate
-    if repaired:
-        send = pipeline_send.send_aliases(send)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=1,
-        pipeline_dtype=torch.float32,
-        batch_p2p_comm=False,
-        overlap_p2p_comm=True,
-    )
-    communicator = P2PCommunicator(dist.group.WORLD, config)
-    options = {"tensor_send_prev": None, "recv_next": False, "wait_on_reqs": False}
-    if dist.get_rank() == 0:
-        activation = torch.full((ELEMENTS,), 1.0)
-        memory = StorageWeakRef(activation.untyped_storage())
-        *_, requests = send(
-            communicator,
-            tensor_send_next=activation,
-            recv_prev=False,
-            tensor_shape=(ELEMENTS,),
-            **options,
-        )
-        activation.data = torch.empty(1)  # deallocate_pipeline_outputs
-        freed = memory.expired()
-        _wait(requests)
-        return freed
-    received, _, requests = send(
-        communicator,
-        tensor_send_next=None,
-        recv_prev=True,
-        tensor_shape=(ELEMENTS,),
-        **options,
-    )
-    _wait(requests)
-    return received.min().item(), received.max().item()
-
-
-def _wait(requests) -> None:
-    for request in requests.values() if isinstance(requests, dict) else requests:
-        request.wait()
 
 
 def groups_left_after_destroy(repaired: bool) -> tuple[int, int]:
@@ -145,3 +86,19 @@ def megatron_broadcast_of_packed_documents(repaired: bool) -> dict[str, torch.Te
     }
     batch = get_batch(iter([sample]) if dist.get_rank() == 0 else None)
     return {name: value for name, value in batch.items() if value is not None}
+
+
+def yarn_frequencies(repaired: bool) -> torch.Tensor:
+    """Frequencies of a YaRN embedding on the CPU."""
+    from mindspeed import device, te
+
+    device.install(Journal())
+    te.install(Journal())
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
+
+    from mindspeed.adaptor.repairs import yarn
+
+    embedding = yarn_rotary_pos_embedding.YarnRotaryEmbedding
+    if repaired:
+        embedding.__init__ = yarn.initialize_on_host(embedding.__init__)
+    return embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra

@@ -20,22 +20,19 @@ from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
 
 
-def test_without_the_repair_gloo_sends_from_memory_that_is_freed(ranks):
-    freed, _ = ranks(2, repair_ranks.send_freed_activation, False, timeout=120)
-    assert freed
-
-
-def test_activation_lives_until_gloo_has_sent_it(ranks):
-    freed, received = ranks(2, repair_ranks.send_freed_activation, True, timeout=120)
-    assert not freed
-    assert received == (1.0, 1.0)
-
-
 @pytest.mark.parametrize("repaired", [False, True])
 def test_destroy_model_parallel_leaves_only_the_world(ranks, repaired):
     for with_state, left in ranks(2, repair_ranks.groups_left_after_destroy, repaired, timeout=120):
         assert with_state > 20
         assert (left == 1) is repaired
+
+
+def test_yarn_embeddings_are_made_on_the_cpu(ranks):
+    with pytest.raises(RankError, match="accelerator device"):
+        ranks(1, repair_ranks.yarn_frequencies, False, timeout=120)
+    (frequencies,) = ranks(1, repair_ranks.yarn_frequencies, True, timeout=120)
+    expected = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    assert torch.allclose(frequencies, expected, rtol=1e-6)
 
 
 def check_packed(batch):

@@ -15,9 +15,9 @@ from mindspeed.adaptor.repairs import (
     fused_kernels,
     local_spec,
     packed_batch,
-    pipeline_send,
     process_groups,
     rng_tracker,
+    yarn,
 )
 
 
@@ -35,7 +35,7 @@ def repairs_for(device: str, te: str) -> tuple[Patch, ...]:
     if device != "cuda":
         patches += [*fused_kernels.PATCHES, *dataset_helpers.PATCHES]
     if device == "cpu":
-        patches += [*pipeline_send.PATCHES, *process_groups.PATCHES]
+        patches += [*process_groups.PATCHES, *yarn.PATCHES]
     return tuple(patches)
 
 
@@ -55,8 +55,8 @@ def all_repairs() -> tuple[Patch, ...]:
         fused_kernels,
         local_spec,
         packed_batch,
-        pipeline_send,
         process_groups,
         rng_tracker,
+        yarn,
     )
     return tuple(patch for module in modules for patch in module.PATCHES)

@@ -1,10 +1,15 @@
-"""The collectives that gloo refuses, made of those it has.
+"""The collectives that gloo refuses or gets wrong, made of those it has.
 
 * dtypes that gloo cannot name (float8, int16, unsigned 16/32/64 bit) move as bytes; reducing them
   is refused with a message, as no byte-wise sum means anything;
 * ``PREMUL_SUM`` (sum of the inputs times a factor) multiplies first and sums then;
-* ``all_gather`` takes outputs of another shape with as many elements, as NCCL does;
-* ``gather`` of complex numbers moves pairs of reals.
+* ``all_gather`` and ``all_gather_into_tensor`` take outputs of another shape with as many elements,
+  as NCCL does;
+* ``gather`` of complex numbers moves pairs of reals;
+* ``isend`` keeps the memory alive that it sends. Megatron's interleaved pipeline frees a tensor
+  (``tensor.data = ...``) while it is being sent. NCCL has the copy enqueued by then; gloo holds
+  only the tensor object and would send whatever has taken the freed memory's place, which ends in
+  wrong gradients. A detached alias shares the storage and is not swapped.
 
 Everything else goes to torch unchanged; the wrappers cost one set look-up of the dtype.
 """
@@ -161,6 +166,22 @@ def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
+def _all_gather_single(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather_single(
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        output, mine = _bytes(output_tensor), _bytes(input_tensor)
+        if output.shape[1:] != mine.shape[1:] and output.is_contiguous():
+            output, mine = output.view(-1), mine.reshape(-1)
+        return original(output, mine, group, async_op)
+
+    return all_gather_single
+
+
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     move = _moved(original, 2)
 
@@ -174,6 +195,14 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
         return move(tensor, gather_list, *args, **kw)
 
     return gather
+
+
+def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.detach(), *args, **kwargs)
+
+    return isend
 
 
 def install(journal: Journal) -> None:
@@ -193,6 +222,7 @@ def install(journal: Journal) -> None:
     wrap("all_to_all_single", functools.partial(_moved, tensors=2))
     wrap("all_gather", _all_gather)
     wrap("gather", _gather)
+    wrap("isend", _isend)
     wrap("all_reduce", _all_reduce)
     wrap("reduce", _reduce)
     wrap("reduce_scatter", _reduce_scatter)
@@ -200,7 +230,7 @@ def install(journal: Journal) -> None:
     gathering = _newest("all_gather_single", "all_gather_into_tensor")
     scattering = _newest("reduce_scatter_single", "reduce_scatter_tensor")
     for name in ("all_gather_into_tensor", "_all_gather_base", "all_gather_single"):
-        put(name, _moved(gathering, 2))
+        put(name, _all_gather_single(gathering))
     for name in ("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"):
         put(name, _reduce_scatter(scattering))
 

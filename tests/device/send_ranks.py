@@ -1,0 +1,35 @@
+"""What the ranks of the send test do."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mindspeed import device
+from mindspeed.journal import Journal
+
+
+def send_freed_tensor(installed: bool) -> bool | list[float]:
+    """Rank 0 sends ones asynchronously and frees the tensor as Megatron's pipeline does.
+
+    Returns:
+        On rank 0 whether the memory being sent was freed before the send was complete, on rank 1
+        what it received.
+    """
+    if installed:
+        device.install(Journal())
+    if dist.get_rank() == 0:
+        tensor = torch.ones(1024)
+        memory = StorageWeakRef(tensor.untyped_storage())
+        request = dist.isend(tensor, 1)
+        tensor.data = torch.empty(1)
+        freed = memory.expired()
+        request.wait()
+        return freed
+    time.sleep(0.2)  # the receiver is late: the send is not complete yet
+    received = torch.zeros(1024)
+    dist.irecv(received, 0).wait()
+    return [received.min().item(), received.max().item()]
