@@ -51,6 +51,10 @@ def moving_collectives() -> list[str]:
         out = torch.empty(2 * world, 3, dtype=dtype)
         dist.all_gather_into_tensor(out, mine, async_op=True).wait()
         got["all_gather_into_tensor async"] = (out, torch.cat(everyone))
+        for shape in ((6 * world,), (world, 2, 3), (world, 6)):
+            out = torch.empty(shape, dtype=dtype)
+            dist.all_gather_into_tensor(out, mine)
+            got[f"all_gather_into_tensor {shape}"] = (out, torch.cat(everyone).view(shape))
         out = mine.clone()
         dist.broadcast(out, src=1)
         got["broadcast"] = (out, everyone[1])
