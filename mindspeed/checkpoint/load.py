@@ -28,7 +28,8 @@ from mindspeed.checkpoint.state import (
     sharding_metadata,
     state_dict,
 )
-from mindspeed.errors import CheckpointError
+from mindspeed.checkpoint.untrusted import check_index
+from mindspeed.errors import CheckpointError, MindSpeedError
 
 if TYPE_CHECKING:
     from mindspeed.training.model import TrainedModel
@@ -61,7 +62,7 @@ def load(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
         if reason is None:
             try:
                 return _load_one(args, model, path)
-            except CheckpointError:
+            except MindSpeedError:
                 raise
             except _DAMAGE as error:
                 reason = f"damaged: {str(error).strip().splitlines()[0][:200]}"
@@ -118,6 +119,7 @@ def _common(path: Path) -> dict[str, Any]:
 
 
 def _load_one(args: argparse.Namespace, model: TrainedModel, path: Path) -> Loaded:
+    check_index(path)
     common = _common(path)
     saved = common.get("args", argparse.Namespace())
     check_architecture(args, saved, str(path))

@@ -83,6 +83,16 @@ class Saver:
             raise self._failure
         self._say_failure()
 
+    def finish(self, iteration: int) -> None:
+        """Make sure that ``iteration``, the last one, is saved and on disk. Collective.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._complete()
+        if self.last_saved != iteration:
+            self.save(iteration, last=True)
+
     def poll(self) -> None:
         """Complete a background save if all ranks have written. Collective while one is running."""
         if self._pending is not None and self._pending[1].done_everywhere():

@@ -42,6 +42,11 @@ def stop_together(command: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         _leave(130)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        print(_describe(command, rank, end), file=sys.stderr, flush=True)
+        _leave(1)
     except BaseException as error:
         first = watch.tell()
         if first == rank:

@@ -79,9 +79,9 @@ def train(
     if "test" in held_out and reason is None:
         loss = evaluate(args, model, trainer, held_out["test"])
         log.report_held_out("test", iteration, loss)
-    if saver is not None and saver.last_saved != iteration:
+    if saver is not None:
         seams.before_save.run_all(iteration)
-        saver.save(iteration, last=True)
+        saver.finish(iteration)
     if reason:
         log.message(f"stopping after iteration {iteration}: {reason}")
     log.close(iteration)

@@ -78,7 +78,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = {"one-rank", "data-2", "pipeline-2", "tensor-2-bf16"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS],
+)
 def test_loss_gradient_norm_and_rate_equal_megatron_lm_digit_for_digit(layout, ranks, tmp_path):
     world_size, flags, losses, norms = LAYOUTS[layout]
     file = tmp_path / "metrics.jsonl"

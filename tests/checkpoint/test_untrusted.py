@@ -1,0 +1,67 @@
+"""A checkpoint cannot run code, neither through its index nor through its common part."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mindspeed.checkpoint.untrusted import check_index
+from mindspeed.errors import SecurityError
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def index(tmp_path: Path, *more: object) -> Path:
+    tensor = TensorStorageMetadata(
+        properties=TensorProperties(dtype=torch.bfloat16), size=torch.Size([2, 3]), chunks=[]
+    )
+    metadata = Metadata(
+        state_dict_metadata={"a": tensor, "b": BytesStorageMetadata()},
+        storage_data={MetadataIndex("a"): list(more)},
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return tmp_path
+
+
+def test_an_ordinary_index_is_accepted(tmp_path):
+    check_index(index(tmp_path))
+
+
+def test_an_index_that_would_call_a_function_is_refused_and_nothing_is_called(tmp_path):
+    with pytest.raises(SecurityError, match=r"asks for (posix|os)\.mkdir"):
+        check_index(index(tmp_path, Bomb(tmp_path / "harm")))
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+    ],
+)
+def test_names_that_lead_to_functions_are_refused(module, name, tmp_path):
+    protocol_4 = b"\x80\x04" + b"".join(
+        b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)
+    )
+    (tmp_path / ".metadata").write_bytes(protocol_4 + b"\x93.")
+    with pytest.raises(SecurityError, match="refusing to load"):
+        check_index(tmp_path)
