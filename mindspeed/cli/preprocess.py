@@ -103,7 +103,7 @@ def preprocess_with_bar(options: data.PreprocessOptions, console: Console) -> da
 
         def show(totals: data.Progress) -> None:
             nonlocal next_line
-            rate = _rate(totals, bar.tasks[0].elapsed or 0.0)
+            rate = _rate(totals)
             bar.update(task, total=totals.bytes_total, completed=totals.bytes_done, rate=rate)
             if not console.is_terminal and time.monotonic() > next_line:
                 next_line = time.monotonic() + LOG_INTERVAL_SECONDS
@@ -119,7 +119,7 @@ def print_report(report: data.PreprocessReport, console: Console) -> None:
     _say(
         console,
         f"{totals.documents:,} documents, {totals.tokens:,} tokens of a vocabulary of "
-        f"{report.vocab_size:,} in {report.seconds:.1f} s ({_rate(totals, report.seconds)})",
+        f"{report.vocab_size:,} in {totals.seconds:.1f} s ({_rate(totals)})",
     )
     if totals.empty:
         _say(console, f"{totals.empty:,} empty documents were left out", "yellow")
@@ -135,8 +135,8 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _rate(totals: data.Progress, seconds: float) -> str:
-    seconds = max(seconds, 1e-9)
+def _rate(totals: data.Progress) -> str:
+    seconds = max(totals.seconds, 1e-9)
     return f"{totals.bytes_done / seconds / 1e6:.1f} MB/s, {totals.tokens / seconds:,.0f} tokens/s"
 
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from mindspeed import recipes
+from mindspeed.cli.watch import follow
 from mindspeed.errors import ConfigError, DataError, TrainingError
 from mindspeed.files import atomic_write_text, make_dirs, secure_open, tighten_umask
 
@@ -37,8 +37,6 @@ VOCAB_SIZE = 2048
 PROMPT = "The import statement"
 SAMPLE_TOKENS = 120
 FAST_ITERATIONS = 60
-POLL_SECONDS = 0.25
-LINES_PER_RUN = 20  # lines about the training, beside the bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -263,7 +261,7 @@ def _pretrain(plan: Plan, console: Console) -> str:
     with secure_open(plan.log, "a") as log:
         process = _start(plan.pretrain_command(), log)
         try:
-            _follow(process, plan, console)
+            follow(process, plan.metrics, plan.trained, plan.iterations, console)
         except KeyboardInterrupt:
             console.print("      stopping; the training saves a checkpoint first")
             process.terminate()
@@ -289,62 +287,6 @@ def _start(command: Sequence[str], output: Any) -> subprocess.Popen[bytes]:
         env=environment,
         start_new_session=True,  # Ctrl-C reaches us; we ask the training to save and stop
     )
-
-
-def _follow(process: subprocess.Popen[bytes], plan: Plan, console: Console) -> None:
-    """Show the metrics of a training as they are written, until it ends."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
-    position = plan.metrics.stat().st_size if plan.metrics.exists() else 0
-    next_line = plan.trained
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting processes", total=plan.iterations, completed=plan.trained)
-        while True:
-            ended = process.poll() is not None
-            records, position = _new_records(plan.metrics, position)
-            for record in records:
-                iteration = record["iteration"]
-                if "validation_loss" in record:
-                    console.print(
-                        f"      {iteration:4d}  {'':11} validation loss "
-                        f"[bold]{record['validation_loss']:.3f}[/]",
-                        highlight=False,
-                    )
-                if record.get("lm_loss") is None:
-                    continue
-                line = _describe(record)
-                bar.update(task, completed=iteration, description=line)
-                if iteration >= next_line:
-                    next_line += max(plan.iterations // LINES_PER_RUN, 1)
-                    console.print(f"      {iteration:4d}  {line}", highlight=False)
-            if ended:
-                return
-            time.sleep(POLL_SECONDS)
-
-
-def _describe(record: dict[str, Any]) -> str:
-    minutes, seconds = divmod(int(record.get("eta_seconds", 0)), 60)
-    return (
-        f"loss {record['lm_loss']:.3f}   {record['tokens_per_second']:,.0f} tokens/s   "
-        f"{minutes}:{seconds:02d} to go"
-    )
-
-
-def _new_records(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
-    """Complete lines of a metrics file behind ``position``; a resumed run may have cut the file."""
-    if not path.exists():
-        return [], 0
-    with open(path, "rb") as file:
-        position = min(position, path.stat().st_size)
-        file.seek(position)
-        text = file.read()
-    complete = text[: text.rfind(b"\n") + 1]
-    return [json.loads(line) for line in complete.splitlines()], position + len(complete)
 
 
 def _losses(metrics: Path) -> tuple[float, float]:

@@ -83,6 +83,7 @@ class Progress:
     empty: int = 0
     broken: int = 0
     tokens: int = 0
+    seconds: float = 0.0
     first_broken: list[BrokenLine] = field(default_factory=list)
 
 
@@ -92,7 +93,6 @@ class PreprocessReport:
 
     outputs: tuple[Path, ...]
     vocab_size: int
-    seconds: float
     totals: Progress
 
 
@@ -146,6 +146,7 @@ def preprocess(
             for key, sink in sinks.items():
                 sink.add(encoded.tokens[key], encoded.lengths[key])
             _count(totals, encoded, options.strict)
+            totals.seconds = time.monotonic() - started
             if progress is not None:
                 progress(totals)
         if not totals.documents:
@@ -153,7 +154,7 @@ def preprocess(
         for sink in sinks.values():
             sink.commit()
     outputs = tuple(options.output(key) for key in options.json_keys)
-    return PreprocessReport(outputs, tokenizer.vocab_size, time.monotonic() - started, totals)
+    return PreprocessReport(outputs, tokenizer.vocab_size, totals)
 
 
 class _Encoder:

@@ -114,7 +114,10 @@ def test_output_equals_the_builder_of_megatron_fed_document_by_document(options,
 
 def test_output_equals_the_preprocessing_script_of_megatron_lm(options, megatron_lm, tmp_path):
     pytest.importorskip("six", reason="Megatron-LM imports six")
-    command = [sys.executable, str(megatron_lm / "tools" / "preprocess_data.py"), "--append-eod"]
+    program = "import mindspeed.megatron_adaptor, runpy, sys; sys.argv = sys.argv[1:]; "
+    program += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = str(megatron_lm / "tools" / "preprocess_data.py")
+    command = [sys.executable, "-c", program, script, "--append-eod"]
     command += ["--input", str(options.inputs[0]), "--output-prefix", str(tmp_path / "theirs")]
     command += ["--tokenizer-type", "HuggingFaceTokenizer", "--workers", "1"]
     command += ["--tokenizer-model", str(options.tokenizer.tokenizer_model)]
