@@ -1,0 +1,114 @@
+"""A checkpoint of four ranks generates in one process, and in every other layout, the same text."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from mindspeed import recipes
+from mindspeed.data.preprocess import PreprocessOptions, preprocess
+from mindspeed.data.tokenizer import TokenizerOptions, save_tokenizer, train_bpe
+from mindspeed.errors import CheckpointError, ConfigError, DataError
+from mindspeed.inference.load import Source, resolve_source
+
+PROMPT = "the cat"
+
+
+def mindspeed(*words):
+    """Run our command and return its standard output."""
+    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    command = [sys.executable, "-m", "mindspeed", *map(str, words)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A tiny model trained for a few steps on TP 2 x PP 2."""
+    folder = tmp_path_factory.mktemp("trained")
+    texts = [f"the cat number {i} sat on the mat and looked at {i * i} birds\n" for i in range(300)]
+    (folder / "c.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    save_tokenizer(train_bpe(texts, 300), folder / "tok")
+    tokenizer = TokenizerOptions(tokenizer_model=str(folder / "tok"))
+    data = preprocess(PreprocessOptions((folder / "c.jsonl",), folder / "c", tokenizer, ("text",)))
+    mindspeed(
+        "pretrain",
+        f"--config={recipes.path('quickstart')}",
+        f"--data-path={data.outputs[0]}",
+        f"--tokenizer-model={folder / 'tok'}",
+        f"--save={folder / 'ck'}",
+        "--train-iters=12",
+        "--lr-warmup-iters=2",
+        "--eval-iters=0",
+        "--seq-length=32",
+    )
+    return folder / "ck"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_greedy_text_is_the_same_in_every_layout(checkpoints):
+    def text(*words):
+        flags = ("--prompt", PROMPT, "--greedy", "--max-new-tokens", 16)
+        return mindspeed("generate", "--load", checkpoints, *flags, *words)
+
+    alone = text()
+    assert alone.startswith(PROMPT) and len(alone) > len(PROMPT) + 5
+    assert text("--tp", 2, "--pp", 2) == alone
+    assert text("--pp", 2) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_model_is_described_by_its_checkpoint(checkpoints):
+    args = resolve_source(Source(str(checkpoints)), world_size=1)
+    assert (args.num_layers, args.hidden_size, args.num_query_groups) == (4, 128, 2)
+    assert args.seq_length == 32 and not args.sequence_parallel
+    with pytest.raises(ConfigError, match="tensor parallel size 3"):
+        resolve_source(Source(str(checkpoints), tp=3), world_size=3)
+
+
+def test_without_a_checkpoint_the_directory_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        resolve_source(Source(str(tmp_path)), world_size=1)
+
+
+def test_prompts_are_checked_before_anything_is_loaded(tmp_path):
+    from mindspeed.cli.main import main
+
+    assert main(["generate", "--load", str(tmp_path)]) == 1
+    import argparse
+
+    from mindspeed.cli import generate
+
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    both = parser.parse_args(["--load", "x", "--prompt", "a", "--prompt-file", "b"])
+    with pytest.raises(ConfigError, match="--prompt TEXT"):
+        generate.run(both)
+    missing = parser.parse_args(["--load", "x", "--prompt-file", str(tmp_path / "none")])
+    with pytest.raises(DataError, match="there is no such file"):
+        generate.run(missing)
+
+
+def test_the_command_for_the_ranks_repeats_every_flag():
+    import argparse
+
+    from mindspeed.cli import generate
+
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    words = ["--load=d", "--prompt=-a b", "--prompt=c", "--greedy", "--tp=2", "--top-p=0.5"]
+    args = parser.parse_args(words)
+    command = generate._command(args)
+    assert command[1:4] == ["-m", "mindspeed", "generate"]
+    assert parser.parse_args(command[4:]) == args
