@@ -303,5 +303,11 @@ def _data(args: argparse.Namespace) -> Iterator[str]:
         yield f"give one of {', '.join(sources)}; {chosen}"
     if args.split is None and not any(per_split):
         args.split = "969, 30, 1"
+    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    if args.reset_attention_mask and (stages > 2 or args.transformer_impl != "local"):
+        yield (
+            "--reset-attention-mask needs --transformer-impl local and at most 2 pipeline stages: "
+            "other attention assumes a causal mask, and inner stages read no data"
+        )
     if args.tokenizer_type is None:
         yield "--tokenizer-type is missing (HuggingFaceTokenizer, NullTokenizer, ...)"

@@ -37,6 +37,10 @@ WRONG = {
     "ramp-up": ([*TINY, "--rampup-batch-size", "2", "2", "9"], "needs --train-samples instead"),
     "resume from nowhere": ([*TINY, "--auto-resume"], "--auto-resume needs --save"),
     "gathering": ([*TINY, "--overlap-param-gather"], "needs --use-distributed-optimizer"),
+    "mask": (
+        [*TINY, "--reset-attention-mask", "--transformer-impl", "transformer_engine"],
+        "--reset-attention-mask needs --transformer-impl local",
+    ),
     "experts": ([*TINY, "--expert-model-parallel-size", "2"], "needs --num-experts", 2),
 }
 WRONG_RECIPES = {
