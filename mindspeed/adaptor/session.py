@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -83,7 +84,8 @@ class Session:
         refuse_unknown(from_file, f"{CONFIG_FILE}: ")
         if strict:
             refuse_unknown(values)
-        values = {**from_file, **values}
+        # A view, not a copy: Megatron sets some values later (the padded vocabulary size).
+        values = ChainMap(values, from_file)
         new = resolve(values, self.device.name)
         old = self.configuration
         if old is not None and old.changed_values() == new.changed_values():
@@ -95,7 +97,7 @@ class Session:
                 "destroy_model_parallel() first, or mindspeed.megatron_adaptor.repatch(args)"
             )
         self.detach_features()
-        self._attach(new, MappingProxyType(dict(values)))
+        self._attach(new, MappingProxyType(values))
         self.configuration = new
         _log_choice(new)
         return new
