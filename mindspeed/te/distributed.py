@@ -43,11 +43,11 @@ class CudaRNGStatesTracker:
             states[self._current] = rng.get_state()
         return states
 
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+    def set_states(self, states: dict[str, torch.Tensor | torch.Generator]) -> None:
         """Set the state of every stream."""
-        self.states_ = dict(states)
-        if self._current in states:
-            rng.set_state(states[self._current])
+        self.states_ = {name: rng.as_tensor(state) for name, state in states.items()}
+        if self._current in self.states_:
+            rng.set_state(self.states_[self._current])
 
     def add(self, name: str, seed: int) -> None:
         """Start a stream from ``seed``; names and seeds are unique."""

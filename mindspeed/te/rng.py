@@ -21,6 +21,11 @@ def set_state(state: torch.Tensor) -> None:
     device.current().generator().set_state(state)
 
 
+def as_tensor(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    """Return a state as a tensor; Megatron's graph-safe states are generators."""
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
 def seeded_state(seed: int) -> torch.Tensor:
     """Return the state the generator would have after seeding, leaving it as it is."""
     generator = device.current().generator()

@@ -1,4 +1,4 @@
-"""What the ranks of the send test do."""
+"""What the ranks of the tests of sends and of uneven parts do."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ def send_freed_tensor(installed: bool) -> bool | list[float]:
     received = torch.zeros(1024)
     dist.irecv(received, 0).wait()
     return [received.min().item(), received.max().item()]
+
+
+def gather_and_scatter_uneven_parts(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Rank r owns r + 1 rows: all ranks gather all rows, and reduce them back to their owners."""
+    device.install(Journal())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = torch.full((rank + 1, 3), float(rank), dtype=dtype)
+    parts = [torch.empty(r + 1, 3, dtype=dtype) for r in range(size)]
+    dist.all_gather(parts, own, async_op=True).wait()
+    gathered = torch.cat(parts)
+    summed, averaged = torch.empty_like(own), torch.empty_like(own)
+    dist.reduce_scatter(summed, [part + rank for part in parts])
+    dist.reduce_scatter(averaged, parts, op=dist.ReduceOp.AVG, async_op=True).wait()
+    return [gathered, summed, averaged]

@@ -5,6 +5,8 @@
 * ``PREMUL_SUM`` (sum of the inputs times a factor) multiplies first and sums then;
 * ``all_gather`` and ``all_gather_into_tensor`` take outputs of another shape with as many elements,
   as NCCL does;
+* ``all_gather`` and ``reduce_scatter`` take parts of different sizes, as NCCL does (expert tensor
+  parallelism needs it): one ``all_to_all_single`` moves the same bytes;
 * ``gather`` of complex numbers moves pairs of reals;
 * ``isend`` keeps the memory alive that it sends. Megatron's interleaved pipeline frees a tensor
   (``tensor.data = ...``) while it is being sent. NCCL has the copy enqueued by then; gloo holds
@@ -129,6 +131,8 @@ def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         call = _ReduceScatter.of(*args, **kwargs)
         inputs = call.input if isinstance(call.input, (list, tuple)) else (call.input,)
         _refuse_bytes(original.__name__, inputs)
+        if _uneven(inputs):
+            return _reduce_scatter_uneven(output, call)
         if not isinstance(call.op, PremulSum):
             return original(output, call.input, call.op, call.group, call.async_op)
         scaled = [tensor * call.op.factor for tensor in inputs]
@@ -161,6 +165,9 @@ def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
             out.shape != tensor.shape and out.numel() == tensor.numel() for out in tensor_list
         ):
             tensor_list = [out.view(tensor.shape) for out in tensor_list]
+        if _uneven(tensor_list):
+            _exchange(tensor_list, [tensor] * len(tensor_list), group)
+            return _Done() if async_op else None
         return original(_all_bytes(tensor_list), _bytes(tensor), group, async_op)
 
     return all_gather
@@ -180,6 +187,43 @@ def _all_gather_single(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(output, mine, group, async_op)
 
     return all_gather_single
+
+
+def _uneven(parts: Sequence[Any]) -> bool:
+    sizes = {part.numel() for part in parts if isinstance(part, torch.Tensor)}
+    return len(sizes) > 1
+
+
+def _reduce_scatter_uneven(output: torch.Tensor, call: _ReduceScatter) -> Any:
+    """Everybody sends each part to its owner, who adds them up in the order of ranks."""
+    averaging = call.op == dist.ReduceOp.AVG
+    if not averaging and call.op != dist.ReduceOp.SUM:
+        raise ValueError(f"reduce_scatter of parts of different sizes can't reduce by {call.op}")
+    received = [torch.empty_like(output) for _ in call.input]
+    _exchange(received, call.input, call.group)
+    total = torch.stack(received).sum(0)
+    output.copy_(total / len(received) if averaging else total)
+    return _Done() if call.async_op else None
+
+
+def _exchange(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], group: Any) -> None:
+    """``all_to_all`` of parts of any sizes: one ``all_to_all_single`` of what they hold."""
+    sent = torch.cat([part.reshape(-1) for part in inputs])
+    received = sent.new_empty(sum(part.numel() for part in outputs))
+    sizes = [[part.numel() for part in parts] for parts in (outputs, inputs)]
+    dist.all_to_all_single(received, sent, *sizes, group)
+    for part, values in zip(outputs, received.split(sizes[0]), strict=True):
+        part.copy_(values.view(part.shape))
+
+
+class _Done:
+    """The request of an asynchronous call that is complete already."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
