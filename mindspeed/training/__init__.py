@@ -2,7 +2,8 @@
 
 ==================  ==============================================================
 options             the trainer's own flags, one dataclass per recipe section
-arguments, recipe   command line and YAML recipe -> namespace with Megatron-LM's names
+arguments, flag_types, recipe
+                    command line and YAML recipe -> namespace with Megatron-LM's names
 resolve             what follows from what, and every contradiction at once
 configs             namespace -> Megatron Core's configuration objects
 setup, model, data  process groups and seeds; model, optimizer, schedule; micro-batches

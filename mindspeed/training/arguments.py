@@ -17,20 +17,14 @@ import argparse
 import ast
 import dataclasses
 import difflib
-import enum
 import inspect
-import types
-import typing
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NoReturn
-
-import torch
+from typing import Any, NoReturn
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.flags import flags_of
+from mindspeed.training.flag_types import Ignored, Switch, argparse_type, show
 from mindspeed.training.options import SECTIONS
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Field of a Megatron Core class -> (spelling on the command line, name in the namespace).
 SPELLING: dict[str, tuple[str, str]] = {
@@ -132,24 +126,6 @@ DERIVED = {
     "moe_token_dropping",
     "cuda_graph_scope",
 }
-
-
-class Switch(argparse.Action):
-    """A flag without value that has a positive and a negative spelling."""
-
-    def __init__(self, option_strings: Sequence[str], *, negative: Sequence[str], **kwargs: Any):
-        self.negative = frozenset(negative)
-        super().__init__([*option_strings, *negative], nargs=0, **kwargs)
-
-    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
-        setattr(namespace, self.dest, option_string not in self.negative)
-
-
-class Ignored(argparse.Action):
-    """A flag of old scripts without a meaning today."""
-
-    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
-        namespace.ignored_flags = [*getattr(namespace, "ignored_flags", []), option_string]
 
 
 class Parser(argparse.ArgumentParser):
@@ -265,11 +241,11 @@ def _add_flag(
     text: str,
 ) -> None:
     """Add one flag unless its type has no spelling or an earlier class declared it."""
-    how = _argparse_type(kind)
+    how = argparse_type(kind)
     known = parser._option_string_actions
     if how is None or any(action.dest == dest for action in parser._actions):
         return
-    text = text.replace("%", "%%") + ("" if default is None else f" (default: {_show(default)})")
+    text = text.replace("%", "%%") + ("" if default is None else f" (default: {show(default)})")
     if how.get("action") is not Switch:
         fresh = [spelling for spelling in spellings if spelling not in known]
         group.add_argument(*fresh, dest=dest, default=default, help=text, **how)
@@ -306,105 +282,6 @@ def _negated(name: str) -> str:
     if name.startswith("no-"):
         return name[3:]
     return name.replace("enable-", "disable-", 1) if name.startswith("enable-") else f"no-{name}"
-
-
-def _argparse_type(kind: Any) -> dict[str, Any] | None:
-    """Keyword arguments of ``add_argument`` for a type, or None if it has no spelling."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        parts = tuple(part for part in parts if part is not type(None))
-        return _argparse_type(parts[0]) if len(parts) == 1 else _union_type(parts)
-    if kind is bool:
-        return {"action": Switch}
-    if kind in (int, float, str):
-        return {"type": {int: _whole, float: float, str: str}[kind]}
-    if kind is torch.dtype:
-        return {"type": _dtype, "metavar": "{" + ",".join(DTYPES) + "}"}
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        names = "{" + ",".join(member.name for member in kind) + "}"
-        return {"type": lambda text: _member(kind, text), "metavar": names}
-    if origin is Literal:
-        return {"type": type(parts[0]), "choices": parts}
-    if origin in (list, tuple) and parts and parts[0] in (int, float, str):
-        if origin is tuple and parts == (int, int):
-            return {"type": _pair}
-        return {"type": parts[0], "nargs": "+"}
-    return None
-
-
-def _union_type(parts: tuple[Any, ...]) -> dict[str, Any] | None:
-    """A value or a list of values; a layer pattern for numbers."""
-    if parts[0] is int:
-        return {"type": layer_pattern}
-    if (
-        parts[0] in (float, str)
-        and typing.get_origin(parts[1]) is list
-        and typing.get_args(parts[1])
-    ):
-        return {"type": parts[0], "nargs": "+"}
-    return {"type": str} if parts[0] is str else None
-
-
-def layer_pattern(text: str) -> int | list[int]:
-    """Parse ``4`` or a list of ones and zeros such as ``([1]*3+[0])*2``."""
-    try:
-        return _evaluate(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError) as error:
-        message = f"{text!r} is neither a number nor a pattern such as ([1]*3+[0]*1)*2"
-        raise argparse.ArgumentTypeError(message) from error
-
-
-def _evaluate(node: ast.expr) -> Any:
-    """The value of an expression made of integers, lists, ``+`` and ``*`` only."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.List):
-        return [_evaluate(item) for item in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        size = max((value for value in (left, right) if isinstance(value, int)), default=0)
-        if size > 10_000:
-            raise ValueError("pattern too long")
-        return left + right if isinstance(node.op, ast.Add) else left * right
-    raise ValueError("only lists of numbers, + and *")
-
-
-def _whole(text: str) -> int:
-    """``1000``, ``1_000`` or ``1e6``."""
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)
-        if number != int(number):
-            raise
-        return int(number)
-
-
-_whole.__name__ = "whole number"
-
-
-def _pair(text: str) -> tuple[int, int]:
-    left, right = text.strip("()").split(",")
-    return int(left), int(right)
-
-
-def _dtype(text: str) -> torch.dtype:
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r}: choose one of {', '.join(DTYPES)}")
-    return DTYPES[text]
-
-
-def _member(kind: type[enum.Enum], text: str) -> enum.Enum:
-    if text not in kind.__members__:
-        raise argparse.ArgumentTypeError(f"{text!r}: choose one of {', '.join(kind.__members__)}")
-    return kind[text]
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, enum.Enum):
-        return value.name
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    return names.get(value, str(value)) if isinstance(value, torch.dtype) else str(value)
 
 
 def _add_old_spellings(parser: Parser) -> None:

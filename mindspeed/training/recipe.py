@@ -27,7 +27,8 @@ import yaml
 
 from mindspeed.errors import ConfigError
 from mindspeed.files import check_path
-from mindspeed.training.arguments import DTYPES, Parser, Switch, parse, section_of
+from mindspeed.training.arguments import Parser, parse, section_of
+from mindspeed.training.flag_types import DTYPES, Switch
 from mindspeed.training.options import SECTIONS
 
 ALL_SECTIONS = (*SECTIONS, "features")
@@ -134,7 +135,7 @@ def _switch_words(action: argparse.Action, value: bool) -> list[str]:
 
 
 def _is_pair(action: argparse.Action) -> bool:
-    return getattr(action.type, "__name__", "") == "_pair"
+    return getattr(action.type, "__name__", "") == "pair"
 
 
 def _unknown_section(section: str, table: Mapping[str, Any]) -> str:
