@@ -11,6 +11,7 @@ Everything can be taken back, and configured again with other values in the same
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -65,13 +66,13 @@ class Session:
         absent_triton.install(self.hooks)
         for patch in repairs_for(self.device.name, self.te):
             self.engine.add(patch)
-        for patch in argument_patches(lambda args: self.configure(vars(args))):
+        for patch in argument_patches(self._configure_from_namespace):
             self.engine.add(patch)
 
     def configure(self, values: Mapping[str, Any], *, strict: bool = False) -> Configuration:
         """Phase B: decide which features are on and attach them.
 
-        The same choice again is a no-op, another one replaces it.
+        Another call replaces the choice, until the parallel groups exist.
 
         Args:
             values: Megatron's arguments and our options in one mapping.
@@ -85,12 +86,12 @@ class Session:
         if strict:
             refuse_unknown(values)
         # A view, not a copy: Megatron sets some values later (the padded vocabulary size).
-        values = ChainMap(values, from_file)
+        values = ChainMap(values, from_file)  # type: ignore[arg-type]  # it is only read
         new = resolve(values, self.device.name)
         old = self.configuration
-        if old is not None and old.changed_values() == new.changed_values():
-            return old
         if old is not None and _model_parallel_is_initialized():
+            if old.changed_values() == new.changed_values():
+                return old
             raise ConfigError(
                 "the parallel groups exist already, so these options cannot change: "
                 f"{', '.join(_difference(old, new))}; call mindspeed.undo() and "
@@ -116,6 +117,9 @@ class Session:
         self.engine.undo()
         self.hooks.uninstall()
         self.journal.undo()
+
+    def _configure_from_namespace(self, args: argparse.Namespace) -> None:
+        self.configure(vars(args))
 
     def _attach(self, configuration: Configuration, megatron: Mapping[str, Any]) -> None:
         self._repairs = repairs_for_arguments(megatron)
@@ -145,7 +149,9 @@ def _holds_aliases(module: ModuleType) -> bool:
         return True
     file = getattr(module, "__file__", None)
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return bool(file and main_file) and Path(file).parent == Path(main_file).resolve().parent
+    if not file or not main_file:
+        return False
+    return Path(file).parent == Path(main_file).resolve().parent
 
 
 def _model_parallel_is_initialized() -> bool:

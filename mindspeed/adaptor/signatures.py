@@ -26,7 +26,10 @@ def parse_signature(text: str) -> tuple[list[str], bool]:
 
 def parameter_names(function: Callable[..., Any]) -> list[str]:
     """The parameter names of a callable, ``*args`` and ``**kwargs`` with their stars."""
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
     parameters = inspect.signature(function).parameters.values()
     return [stars.get(parameter.kind, "") + parameter.name for parameter in parameters]
 

@@ -210,9 +210,9 @@ def _exchange(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], group: Any
     """``all_to_all`` of parts of any sizes: one ``all_to_all_single`` of what they hold."""
     sent = torch.cat([part.reshape(-1) for part in inputs])
     received = sent.new_empty(sum(part.numel() for part in outputs))
-    sizes = [[part.numel() for part in parts] for parts in (outputs, inputs)]
-    dist.all_to_all_single(received, sent, *sizes, group)
-    for part, values in zip(outputs, received.split(sizes[0]), strict=True):
+    out_sizes, in_sizes = ([part.numel() for part in parts] for parts in (outputs, inputs))
+    dist.all_to_all_single(received, sent, out_sizes, in_sizes, group)
+    for part, values in zip(outputs, received.split(out_sizes), strict=True):
         part.copy_(values.view(part.shape))
 
 
