@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -101,20 +102,22 @@ def _dry_run(flags: list[str]) -> int:
 
 
 def _print_table(features: list[Feature]) -> None:
-    table = Table(title="features")
-    for column in ("feature", "level", "flags", "devices", "seams", "conflicts", "stage"):
-        table.add_column(column, overflow="fold")
-    for feature in features:
+    table = Table("level", "feature", "flags", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
+    table.columns[2].min_width = 34
+    for feature in sorted(features, key=lambda feature: feature.level):
+        limits = [f"not with {', '.join(feature.conflicts)}"] if feature.conflicts else []
+        if len(feature.devices) < 3:
+            limits.append(f"only on {', '.join(feature.devices)}")
+        if feature.stage != "stable":
+            limits.append(feature.stage)
         table.add_row(
-            f"{feature.name}\n[dim]{feature.summary}[/dim]",
             str(feature.level),
+            "\n".join([f"[bold]{feature.name}[/bold]", feature.summary, *limits]),
             "\n".join(item.option for item in flags_of(feature.options)),
-            " ".join(feature.devices),
-            " ".join(feature.seams),
-            " ".join(feature.conflicts),
-            feature.stage,
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print("mindspeed features --explain NAME tells what each flag does", style="dim")
 
 
 def _print_explanation(feature: Feature) -> None:

@@ -13,10 +13,12 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from mindspeed import __version__
 from mindspeed.errors import MindSpeedError
+from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
 
 COMMANDS: dict[str, str] = {
     "quickstart": "pretrain a small LLaMA on this machine, from text to a picture of the loss",
@@ -28,6 +30,10 @@ COMMANDS: dict[str, str] = {
     "patches": "list what is changed in Megatron, and check it against a Megatron version",
     "doctor": "say what works on this machine, and why not",
 }
+
+
+_format_for_developers = warnings.formatwarning
+_READ_ONLY = ("features", "patches", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"mindspeed: unknown command {command!r}{hint} (see mindspeed --help)", file=sys.stderr
         )
         return 2
+    warnings.formatwarning = _warning_line
+    tighten_umask()
+    if command not in _READ_ONLY and "RANK" not in os.environ:  # once for the job
+        warn_if_root()
     try:
         return _run(command, rest)
     except MindSpeedError as error:
@@ -67,6 +77,13 @@ def _run(command: str, rest: list[str]) -> int:
     )
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(rest)))
+
+
+def _warning_line(message: Warning | str, category: type[Warning], *where: object) -> str:
+    """A warning for the user is one line; one for developers says where it comes from."""
+    if issubclass(category, SecurityWarning):
+        return f"mindspeed: warning: {message}\n"
+    return _format_for_developers(message, category, *where)  # type: ignore[arg-type]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,6 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from mindspeed.adaptor.contract import check_contracts
 from mindspeed.adaptor.inventory import all_patches
@@ -42,12 +41,12 @@ def _list(flags: list[str]) -> int:
     parser = add_feature_flags(argparse.ArgumentParser("mindspeed patches --"))
     values, _ = parser.parse_known_args([flag for flag in flags if flag != "--"])
     active.configure(vars(values))
-    table = Table("target", "kind", "owner", "why")
+    console = Console(soft_wrap=True, highlight=False)
     stacks = active.engine.stacks()
     for target, (patches, _) in stacks.items():
+        console.print(f"[bold]{target}[/bold]")
         for patch in patches:
-            table.add_row(target, patch.kind, patch.owner, patch.why)
-    Console().print(table)
+            console.print(f"    {patch.kind} by {patch.owner}: {patch.why}")
     print(
         f"{len(stacks)} targets in Megatron; {len(active.journal)} names of torch on "
         f"{active.device.name}"
@@ -60,10 +59,12 @@ def _check(root: Path | None) -> int:
     if root is None:
         raise ConfigError("no Megatron is installed; say where one is with --megatron PATH")
     findings = check_contracts(all_patches(), root)
-    table = Table("target", "owner", "status", "problem")
+    console = Console(soft_wrap=True, highlight=False)
     for finding in findings:
-        table.add_row(finding.patch.target, finding.patch.owner, finding.status, finding.problem)
-    Console().print(table)
+        style = "red" if finding.problem else "green" if finding.status == "ok" else "dim"
+        console.print(f"[{style}]{finding.status:15}[/{style}]{finding.patch.target}")
+        if finding.problem:
+            console.print(f"{'':15}{finding.patch.owner}: {finding.problem}")
     broken = [finding for finding in findings if finding.problem]
     print(f"megatron-core {read_version(root)}: {len(findings)} patches, {len(broken)} broken")
     return 1 if broken else 0

@@ -23,15 +23,12 @@ PASS_THROUGH = True
 def run(argv: Sequence[str]) -> int:
     """Run the command; flags as in ``mindspeed pretrain --help``."""
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.files import tighten_umask, warn_if_root
     from mindspeed.training.guard import stop_together
     from mindspeed.training.launch import inside_a_job, run_ranks
 
-    tighten_umask()
     if inside_a_job():
         with stop_together("pretrain"):
             return _train(_prepare(argv, ranks=int(os.environ["WORLD_SIZE"])))
-    warn_if_root()
     settings = _prepare(argv)
     args = settings.args
     if args.dry_run:
