@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
@@ -104,12 +105,37 @@ def build_datasets(
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.reset_attention_mask,
     )
+    counts = list(sample_counts(args))
+    if dataset_config.split_matrix:
+        _leave_out_unused_splits(dataset_config, counts)
+        _check_splits(args, dataset_config)
     kind = MockGPTDataset if args.mock_data else GPTDataset
     reads = _reads_data(config)
-    built = BlendedMegatronDatasetBuilder(
-        kind, list(sample_counts(args)), lambda: reads, dataset_config
-    ).build()
+    built = BlendedMegatronDatasetBuilder(kind, counts, lambda: reads, dataset_config).build()
     return DataSets(*built)
+
+
+def _leave_out_unused_splits(config: GPTDatasetConfig, counts: Sequence[int]) -> None:
+    """A split nobody asks for is not built: Megatron would search an empty one without end."""
+    config.split_matrix = [
+        part if count else None for part, count in zip(config.split_matrix, counts, strict=True)
+    ]
+
+
+def _check_splits(args: argparse.Namespace, config: GPTDatasetConfig) -> None:
+    """Check that each split asked for has documents in every data set.
+
+    Raises:
+        DataError: names the data set, the split and --split.
+    """
+    for prefix in config.blend[0] if config.blend else ():
+        documents = len(IndexedDataset(prefix, mmap=args.mmap_bin_files).document_indices) - 1
+        for name, part in zip(("training", "validation", "test"), config.split_matrix, strict=True):
+            if part and round(part[1] * documents) <= round(part[0] * documents):
+                raise DataError(
+                    f"{prefix} has {documents} documents: --split {args.split!r} leaves none for "
+                    f"{name}; give that part more, or set --eval-iters 0"
+                )
 
 
 def sample_counts(args: argparse.Namespace) -> tuple[int, int, int]:
