@@ -32,16 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--enabled",
-        nargs="...",
-        metavar="-- FLAGS",
+        action="store_true",
         help="which features the flags after -- switch on, or what is wrong with them",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, one explanation, or the dry run."""
-    if args.enabled is not None:
-        return _dry_run([flag for flag in args.enabled if flag != "--"])
+    if args.enabled:
+        return _dry_run(args.flags)
     features = [feature for feature in all_features() if _selected(feature, args)]
     if args.explain and not features:
         names = ", ".join(feature.name for feature in all_features())

@@ -2,7 +2,7 @@
 
 A sub-command module has ``HELP`` and either ``add_arguments(parser)`` with ``run(args)``, or
 ``PASS_THROUGH = True`` with ``run(argv)`` when it hands Megatron's flags on. It is imported only
-when it is used, so that ``mindspeed --help`` is quick.
+when it is used, so that ``mindspeed --help`` is quick. What follows ``--`` is in ``args.flags``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,18 @@ def _run(command: str, rest: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(rest)))
+    own, flags = _split_at_dashes(rest)
+    args = parser.parse_args(own)
+    args.flags = flags
+    return int(module.run(args))
+
+
+def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """``a b -- c d`` -> ``a b`` for the command and ``c d``, flags that it looks at."""
+    if "--" not in argv:
+        return argv, []
+    middle = argv.index("--")
+    return argv[:middle], argv[middle + 1 :]
 
 
 def _warning_line(message: Warning | str, category: type[Warning], *where: object) -> str:

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed patches``."""
     parser.add_argument("--check", action="store_true", help="check all targets and signatures")
     parser.add_argument("--megatron", type=Path, help="directory that holds megatron/core")
-    parser.add_argument("flags", nargs="...", metavar="-- FLAGS", help="flags of features")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +38,7 @@ def _list(flags: list[str]) -> int:
 
     active = session.install()
     parser = add_feature_flags(argparse.ArgumentParser("mindspeed patches --"))
-    values, _ = parser.parse_known_args([flag for flag in flags if flag != "--"])
+    values, _ = parser.parse_known_args(flags)
     active.configure(vars(values))
     console = Console(soft_wrap=True, highlight=False)
     stacks = active.engine.stacks()

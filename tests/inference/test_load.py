@@ -73,7 +73,7 @@ def test_the_model_is_described_by_its_checkpoint(checkpoints):
     args = resolve_source(Source(str(checkpoints)), world_size=1)
     assert (args.num_layers, args.hidden_size, args.num_query_groups) == (4, 128, 2)
     assert args.seq_length == 32 and not args.sequence_parallel
-    with pytest.raises(ConfigError, match="tensor parallel size 3"):
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 3"):
         resolve_source(Source(str(checkpoints), tp=3), world_size=3)
 
 
