@@ -215,3 +215,14 @@ def test_features_survive_subclassed_and_copied_configs_and_apply_again():
     assert layer > 0
     assert all_layers - two == 2 * layer
     assert again == all_layers
+
+
+def test_mla_rope_fusion_is_switched_off_where_its_kernels_cannot_run():
+    values = result(
+        "from mindspeed.adaptor import session\n"
+        "args = {'multi_latent_attention': True, 'apply_rope_fusion': True}\n"
+        "gpt = {'multi_latent_attention': False, 'apply_rope_fusion': True}\n"
+        "session.install().configure(args); session.current().configure(gpt)\n"
+        "print(json.dumps([args['apply_rope_fusion'], gpt['apply_rope_fusion']]))"
+    )
+    assert values == [False, True]

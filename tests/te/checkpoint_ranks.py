@@ -67,11 +67,19 @@ class Job:
         return {"model": model, "optimizer": optimizer}
 
 
-def resume(options: dict[str, Any], folder: str, sharding: str) -> dict[str, list[Any]]:
+def resume(
+    options: dict[str, Any], folder: str, sharding: str, repaired: bool = True
+) -> dict[str, list[Any]]:
     """Train 5 steps; save after 3; load into a new job and train its last 2 again."""
-    from megatron.core import dist_checkpointing, parallel_state
-
     gpt_ranks.start()
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from mindspeed.adaptor.repairs.optimizer_resume import load_without_gradients
+
+    if repaired:
+        load = load_without_gradients(DistributedOptimizer.load_state_dict)
+        DistributedOptimizer.load_state_dict = load
     metadata = {
         "distrib_optim_sharding_type": sharding,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import checkpoint_ranks
 import pytest
 
+from mindspeed.testing import RankError
+
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 
@@ -24,3 +26,17 @@ def test_training_goes_on_identically_after_a_restart(ranks, tmp_path, name, sha
         assert result["actual"] == result["expected"]
         assert set(result["steps"]) == {5}
         assert all(result["equal"])
+
+
+def test_without_the_repair_fp32_does_not_load_its_own_layout(ranks, tmp_path):
+    with pytest.raises(RankError, match="a view of a leaf Variable that requires grad"):
+        ranks(
+            2,
+            checkpoint_ranks.resume,
+            checkpoint_ranks.OPTIONS["fp32"],
+            str(tmp_path),
+            "dp_reshardable",
+            False,
+            setup="mindspeed.megatron_adaptor",
+            timeout=240,
+        )

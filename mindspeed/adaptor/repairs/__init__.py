@@ -14,6 +14,7 @@ from mindspeed.adaptor.repairs import (
     dataset_helpers,
     fused_kernels,
     local_spec,
+    optimizer_resume,
     packed_batch,
     process_groups,
     rng_tracker,
@@ -45,7 +46,10 @@ def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
     Args:
         values: Megatron's arguments.
     """
-    return packed_batch.PATCHES if values.get("sft") else ()
+    patches = packed_batch.PATCHES if values.get("sft") else ()
+    if values.get("use_distributed_optimizer"):
+        patches += optimizer_resume.PATCHES
+    return patches
 
 
 def all_repairs() -> tuple[Patch, ...]:
@@ -54,6 +58,7 @@ def all_repairs() -> tuple[Patch, ...]:
         dataset_helpers,
         fused_kernels,
         local_spec,
+        optimizer_resume,
         packed_batch,
         process_groups,
         rng_tracker,
