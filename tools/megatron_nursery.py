@@ -40,6 +40,7 @@ from mindspeed.testing.processes import (
     tail,
 )
 
+PYTEST_PLUGINS = ("pytest_mock", "pytest_asyncio")  # what Megatron's tests use, if installed
 PRELOAD = (
     "torch._dynamo",
     "megatron.core",
@@ -51,6 +52,7 @@ PRELOAD = (
     "megatron.training.training",
     "megatron.training.checkpointing",
     "pytest",
+    *PYTEST_PLUGINS,
 )
 IMPORT_SECONDS = 300  # to import and collect a test file
 OUTPUT_TAIL = 3000
@@ -245,7 +247,7 @@ def _be_a_rank(index: int, port: int, launch: Launch, connection: Connection) ->
     )
     tempfile.tempdir = None
     import pytest
-    from megatron_plugin import RankReporter, offline
+    from megatron_plugin import RankReporter, offline, without_cuda_wheels
 
     def send(*message: Any) -> None:
         connection.send_bytes(pickle.dumps(message))
@@ -253,9 +255,12 @@ def _be_a_rank(index: int, port: int, launch: Launch, connection: Connection) ->
     status = 0
     try:
         offline()
+        without_cuda_wheels()
         _let_tests_ask_like_megatron(request["file"])
         reporter = RankReporter(send, launch.skip, launch.only, request["excluded"])
         options = ["-q", "-s", "-o", "addopts=", "-p", "no:cacheprovider", "--rootdir", os.getcwd()]
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # each costs every rank its import
+        options += [word for name in PYTEST_PLUGINS if name in sys.modules for word in ("-p", name)]
         base = ["--basetemp", str(folder / f"rank{index}")]
         pytest.main([request["file"], *options, *base], plugins=[reporter])
     except BaseException:
