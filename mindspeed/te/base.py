@@ -91,6 +91,11 @@ def divide(total: int, parts: int, what: str) -> int:
     return total // parts
 
 
+def tensor_parallel_size(tp_group: Any, tp_size: int) -> int:
+    """Return the size of ``tp_group``; ``tp_size`` speaks for a group that is yet to be given."""
+    return tp_size if tp_group is None else int(tp_group.size())
+
+
 def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
     """Say that ``parameter`` is this rank's slice, along ``dim``, of a tensor-parallel weight."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

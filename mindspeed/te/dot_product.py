@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import Parameter
 
 from mindspeed.te.attention import Documents, attend, attend_packed, max_logit
-from mindspeed.te.base import TransformerEngineBaseModule, place
+from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
 from mindspeed.te.masks import Mask, Visibility, Window, visibility
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -83,6 +83,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.attention_type, self.layer_number = attention_type, layer_number
+        tp_size = tensor_parallel_size(tp_group, tp_size)
         self.tp_size, self.tp_group = tp_size, tp_group
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker

@@ -18,6 +18,7 @@ from mindspeed.te.base import (
     Init,
     TransformerEngineBaseModule,
     divide,
+    tensor_parallel_size,
 )
 from mindspeed.te.linear import (
     DelayedWgrad,
@@ -188,6 +189,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         refuse_userbuffers(userbuffers)
+        tp_size = tensor_parallel_size(tp_group, tp_size)
         self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
         self.in_features, self.out_features = in_features, out_features
         if parallel_mode == "column":

@@ -19,6 +19,7 @@ from mindspeed.te.base import (
     TransformerEngineBaseModule,
     divide,
     mark_tensor_parallel,
+    tensor_parallel_size,
 )
 from mindspeed.te.linear import Plan, linear
 from mindspeed.te.norm import normalize
@@ -80,7 +81,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         self.tp_group = tp_group if set_parallel_mode else None
-        self.tp_size = tp_size if set_parallel_mode else 1
+        self.tp_size = tensor_parallel_size(tp_group, tp_size) if set_parallel_mode else 1
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.eps, self.rms = eps, normalization == "RMSNorm"

@@ -33,6 +33,7 @@ from mindspeed.te.base import (
     divide,
     get_dummy_wgrad,
     mark_tensor_parallel,
+    tensor_parallel_size,
 )
 from mindspeed.te.norm import normalize
 
@@ -215,6 +216,7 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
         refuse_userbuffers(userbuffers)
         if parallel_mode not in ("column", "row", None):
             raise ValueError(f"parallel_mode {parallel_mode!r} is not one of column, row, None")
+        tp_size = tensor_parallel_size(tp_group, tp_size)
         self.in_features, self.out_features = in_features, out_features
         if parallel_mode == "column":
             self.out_features = divide(out_features, tp_size, "out_features")

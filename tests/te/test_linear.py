@@ -181,7 +181,14 @@ def test_userbuffers_are_refused_by_name():
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "main_grad"])
 def test_column_and_row_parallel_layers_equal_the_whole_layer(ranks, sequence_parallel, fused):
     whole = ranks(1, tp_ranks.mlp, False, fused)[0]
-    parts = ranks(2, tp_ranks.mlp, sequence_parallel, fused)
+    parts = ranks(2, tp_ranks.mlp, sequence_parallel, fused, 2)
     assert all(part.keys() == whole.keys() for part in parts)
     for name, value in tp_ranks.join(parts, sequence_parallel).items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10, msg=name)
+
+
+def test_the_group_and_not_the_number_beside_it_decides_the_tensor_parallel_size(ranks):
+    whole = ranks(1, tp_ranks.mlp, False, False)[0]
+    parts = ranks(2, tp_ranks.mlp, False, False, 1)
+    for name, value in tp_ranks.join(parts, False).items():
         torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10, msg=name)

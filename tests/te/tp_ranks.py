@@ -10,13 +10,16 @@ from mindspeed.te.linear import LayerNormLinear, Linear
 HIDDEN, INNER, SEQUENCE = 6, 8, 4
 
 
-def mlp(sequence_parallel: bool, fused: bool) -> dict[str, torch.Tensor]:
-    """Return output and gradients of this rank's part; fp64, seeded whole weights."""
+def mlp(sequence_parallel: bool, fused: bool, tp_size: int = 1) -> dict[str, torch.Tensor]:
+    """Return output and gradients of this rank's part; fp64, seeded whole weights.
+
+    ``tp_size`` is what the layers are told; the size of the group is what counts.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     options = {
         "tp_group": group,
-        "tp_size": size,
+        "tp_size": tp_size,
         "sequence_parallel": sequence_parallel,
         "params_dtype": torch.float64,
         "fuse_wgrad_accumulation": fused,
