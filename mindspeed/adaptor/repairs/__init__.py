@@ -1,12 +1,13 @@
 """Upstream defects that keep Megatron from running right on this device, mended one a module.
 
-Each module holds ``PATCHES`` and says which defect, in which versions, and on which devices it
-matters. A repair goes when upstream has fixed the defect: its ``versions`` range says so.
+Each module says which defect it mends, and holds ``PATCHES``; the tables below say where they are
+needed. A repair goes when upstream has fixed the defect: its ``versions`` range says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from mindspeed.adaptor.patch import Patch
@@ -21,23 +22,28 @@ from mindspeed.adaptor.repairs import (
     yarn,
 )
 
+_EVERYWHERE = (rng_tracker,)
+_WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
+_WITHOUT_CUDA = (fused_kernels, dataset_helpers)
+_ON_CPU = (process_groups, yarn)
+_FOR_ARGUMENT = {"sft": packed_batch, "use_distributed_optimizer": optimizer_resume}
+
 
 def repairs_for(device: str, te: str) -> tuple[Patch, ...]:
-    """The repairs needed on ``device`` (``cpu``, ``cuda``, ``npu``).
+    """The repairs needed on ``device`` (``cpu``, ``cuda``, ``npu``), whatever the arguments.
 
     Args:
         device: the device of this process.
-        te: ``substitute`` or ``native`` Transformer Engine; the local spec's modules are only
-            replaced where the substitute serves both specs.
+        te: ``substitute`` or ``native`` Transformer Engine.
     """
-    patches = [*rng_tracker.PATCHES]
-    if te == "substitute":
-        patches += local_spec.PATCHES
-    if device != "cuda":
-        patches += [*fused_kernels.PATCHES, *dataset_helpers.PATCHES]
-    if device == "cpu":
-        patches += [*process_groups.PATCHES, *yarn.PATCHES]
-    return tuple(patches)
+    return _patches_of(
+        (
+            *_EVERYWHERE,
+            *(_WITH_SUBSTITUTE if te == "substitute" else ()),
+            *(_WITHOUT_CUDA if device != "cuda" else ()),
+            *(_ON_CPU if device == "cpu" else ()),
+        )
+    )
 
 
 def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
@@ -46,22 +52,14 @@ def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
     Args:
         values: Megatron's arguments.
     """
-    patches = packed_batch.PATCHES if values.get("sft") else ()
-    if values.get("use_distributed_optimizer"):
-        patches += optimizer_resume.PATCHES
-    return patches
+    return _patches_of(module for name, module in _FOR_ARGUMENT.items() if values.get(name))
 
 
 def all_repairs() -> tuple[Patch, ...]:
     """Every repair of the library, for the contract check."""
-    modules = (
-        dataset_helpers,
-        fused_kernels,
-        local_spec,
-        optimizer_resume,
-        packed_batch,
-        process_groups,
-        rng_tracker,
-        yarn,
-    )
+    always = (*_EVERYWHERE, *_WITH_SUBSTITUTE, *_WITHOUT_CUDA, *_ON_CPU)
+    return _patches_of((*always, *_FOR_ARGUMENT.values()))
+
+
+def _patches_of(modules: Iterable[ModuleType]) -> tuple[Patch, ...]:
     return tuple(patch for module in modules for patch in module.PATCHES)
