@@ -68,9 +68,10 @@ def general_gemm(
     a, b = a.to(dtype), b.to(dtype)
     left = b.t() if layout[1] == "T" else b
     right = a.t() if layout[0] == "T" else a
-    result = left @ right
-    if bias is not None and not grad:
-        result = result + bias.to(dtype)
+    if bias is not None and not grad:  # in one rounding: product and bias may cancel
+        result = torch.addmm(bias.to(dtype), left, right)
+    else:
+        result = left @ right
     if out is not None:
         result = out.add_(result) if accumulate else out.copy_(result)
     bias_grad = b.sum(0) if grad and bias is not None else None
