@@ -90,11 +90,17 @@ def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:middle], argv[middle + 1 :]
 
 
-def _warning_line(message: Warning | str, category: type[Warning], *where: object) -> str:
+def _warning_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
     """A warning for the user is one line; one for developers says where it comes from."""
     if issubclass(category, SecurityWarning):
         return f"mindspeed: warning: {message}\n"
-    return _format_for_developers(message, category, *where)  # type: ignore[arg-type]
+    return _format_for_developers(message, category, filename, lineno, line)
 
 
 def _parser() -> argparse.ArgumentParser:

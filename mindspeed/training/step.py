@@ -83,7 +83,8 @@ class Trainer:
         self, readers: Sequence[MicroBatches | None], num_microbatches: int
     ) -> torch.Tensor | None:
         """Losses of so many micro-batches without gradients, as in :class:`StepResult`."""
-        return self._run_schedule(readers, num_microbatches, forward_only=True)
+        with torch.no_grad():
+            return self._run_schedule(readers, num_microbatches, forward_only=True)
 
     def _run_schedule(
         self, readers: Sequence[MicroBatches | None], num_microbatches: int, *, forward_only: bool
@@ -137,8 +138,8 @@ class Trainer:
 
 def forward_step(reader: MicroBatches | None, model: Any) -> tuple[torch.Tensor, Any]:
     """Forward pass of one micro-batch through one stage; Megatron's schedules call it."""
-    if reader is None:
-        return model(None, None, None), partial(token_losses, None)
+    if reader is None:  # a stage in the middle; its loss function is never called
+        return model(None, None, None), token_losses
     batch = next(reader)
     output = model(
         batch["tokens"],
@@ -147,7 +148,8 @@ def forward_step(reader: MicroBatches | None, model: Any) -> tuple[torch.Tensor,
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return output, partial(token_losses, batch["loss_mask"])
+    # Without a mask the stage is not the last one and its loss function is never called.
+    return output, partial(token_losses, batch["loss_mask"])  # type: ignore[arg-type]
 
 
 def token_losses(

@@ -23,3 +23,21 @@ def train(flags: Sequence[str]) -> None:
     from mindspeed.training.pretrain import pretrain
 
     pretrain(_prepare([*MODEL, *TRAINING, *flags], int(os.environ["WORLD_SIZE"])))
+
+
+def modes_of_passes(flags: Sequence[str]) -> list[tuple[bool, bool]]:
+    """Train; for every forward pass: is the model in training mode, are gradients recorded?"""
+    import torch
+
+    from mindspeed.training import step
+
+    modes = []
+    forward_step = step.forward_step
+
+    def watched(reader, model):
+        modes.append((model.training, torch.is_grad_enabled()))
+        return forward_step(reader, model)
+
+    step.forward_step = watched
+    train(flags)
+    return modes

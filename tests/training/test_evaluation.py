@@ -1,0 +1,14 @@
+"""Validation records nothing for a backward pass: its memory would never be given back."""
+
+from __future__ import annotations
+
+from matrix_job import modes_of_passes
+from trainer_job import SETUP
+
+
+def test_validation_runs_in_evaluation_mode_without_gradients(ranks):
+    flags = ["--train-iters", "2", "--eval-interval", "1", "--eval-iters", "1"]
+    flags += ["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"]
+    for modes in ranks(2, modes_of_passes, flags, setup=SETUP, backend=None, timeout=240):
+        assert set(modes) == {(True, True), (False, False)}
+        assert modes[:4] == [(True, True)] * 2 + [(False, False)] * 2
