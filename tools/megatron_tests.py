@@ -37,7 +37,9 @@ OUTCOMES = (
     "skipped",
     "needs more ranks",
     "meaningless on CPU",
+    "needs a download",
 )
+RULES = ("tests", "errors", "more_ranks", "downloads")
 BROKEN = ("failed", "hang", "crash")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -191,9 +193,7 @@ class Run:
             "world_size": world_size,
             "skip": sorted(self.done[world_size, file]),
             "excluded": self.rules["tests"],
-            "expected_errors": [
-                pattern for kind in ("errors", "more_ranks") for pattern, _ in self.rules[kind]
-            ],
+            "expected_errors": [pattern for kind in RULES[1:] for pattern, _ in self.rules[kind]],
             "timeout": self.args.timeout,
             "patience": self.args.patience,
         }
@@ -296,8 +296,7 @@ def load_rules() -> dict[str, list[tuple[str, str]]]:
     with open(TOOLS / "megatron_tests_cpu.toml", "rb") as file:
         data = tomllib.load(file)
     return {
-        kind: [(entry["match"], entry["reason"]) for entry in data.get(kind, [])]
-        for kind in ("tests", "errors", "more_ranks")
+        kind: [(entry["match"], entry["reason"]) for entry in data.get(kind, [])] for kind in RULES
     }
 
 
@@ -321,7 +320,7 @@ def read_results(path: Path, keep_done: bool = False) -> list[dict[str, Any]]:
 def classify(entry: dict[str, Any], rules: dict[str, list[tuple[str, str]]]) -> dict[str, Any]:
     """Marks a failure whose error message says that the test means nothing here."""
     if entry["outcome"] in BROKEN:
-        kinds = {"errors": "meaningless"}
+        kinds = {"errors": "meaningless", "downloads": "needs a download"}
         if entry["world_size"] < 8:
             kinds["more_ranks"] = "needs more ranks"
         for kind, outcome in kinds.items():
@@ -347,7 +346,7 @@ def report(entries: list[dict[str, Any]]) -> str:
         chosen = [entry for entry in entries if entry["world_size"] == world_size]
         parts += [f"WORLD_SIZE {world_size}", "", outcome_table(chosen)]
         parts += ["", "causes of failures, hangs and crashes", "", cause_table(chosen)]
-        parts += ["", "meaningless on CPU", "", reason_table(chosen), ""]
+        parts += ["", "meaningless on CPU or needs a download", "", reason_table(chosen), ""]
     return "\n".join(parts)
 
 
@@ -386,7 +385,7 @@ def reason_table(entries: list[dict[str, Any]]) -> str:
     reasons = Counter(
         entry.get("reason") or entry["error"]
         for entry in entries
-        if entry["outcome"] == "meaningless"
+        if entry["outcome"] in ("meaningless", "needs a download")
     )
     lines = [("tests", "reason"), *((str(count), name) for name, count in reasons.most_common())]
     return markdown(lines)

@@ -152,3 +152,24 @@ def test_an_interrupted_run_goes_on_where_it_stopped(checkout, tmp_path):
         file.write('{"cut off')
     run(checkout, results, "--resume", "--select", "test_fates.py")
     assert outcomes(results) == {**EXPECTED, "b": "failed", "d": "passed", "e": "passed"}
+
+
+def test_a_test_that_needs_a_download_is_reported_with_its_reason_and_not_counted(tmp_path):
+    results = tmp_path / "results.jsonl"
+    entry = {"world_size": 8, "file": "tests/unit_tests/test_muon.py"}
+    outcomes = [
+        {"outcome": "passed"},
+        {"outcome": "failed", "error": "AssertionError: Emerging Optimizers is not installed."},
+    ]
+    results.write_text(
+        "".join(json.dumps({**entry, "nodeid": str(i), **o}) + "\n" for i, o in enumerate(outcomes))
+    )
+    report = subprocess.run(
+        [sys.executable, str(TOOL), "--json", str(results), "--report"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    total = next(line for line in report.splitlines() if line.startswith("| total"))
+    assert total.split("|")[-3:-1] == [" 1                ", " 100.0 %       "]
+    assert "which is not on PyPI" in report
