@@ -65,22 +65,12 @@ class Journal:
         """Run ``undo()`` when the journal is taken back (for changes that are not attributes)."""
         self._undo.append(undo)
 
-    def undo(self, owner: str | None = None) -> None:
-        """Take back all changes, newest first, or only those of one ``owner``.
-
-        With an ``owner`` the undo callbacks stay registered: they belong to the whole journal.
-        """
-        keep: list[Entry] = []
+    def undo(self) -> None:
+        """Take back all changes, newest first, then run the undo callbacks, newest first."""
         while self._entries:
-            entry = self._entries.pop()
-            if owner is not None and entry.owner != owner:
-                keep.append(entry)
-                continue
-            self._restore(entry)
-        self._entries = keep[::-1]
-        if owner is None:
-            while self._undo:
-                self._undo.pop()()
+            self._restore(self._entries.pop())
+        while self._undo:
+            self._undo.pop()()
 
     def _record(self, entry: Entry) -> None:
         self._entries.append(entry)
