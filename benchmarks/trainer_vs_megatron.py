@@ -1,6 +1,6 @@
 """Step time of our trainer over Megatron-LM's own loop, same model, same adaptor, same machine.
 
-    python benchmarks/trainer_vs_megatron.py --megatron /path/to/Megatron-LM
+    python benchmarks/trainer_vs_megatron.py --megatron /path/to/Megatron-LM [--json out.json]
 
 Both train the same small LLaMA on the same invented tokens with the same flags, in turns, so that a
 busy machine slows both. The figure is the ratio of the medians of the time per iteration, after the
@@ -47,8 +47,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--layout", choices=LAYOUTS, action="append")
     parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     print(f"{'layout':<32}{'Megatron-LM ms':>16}{'mindspeed ms':>16}{'ratio':>8}")
+    figures = []
     for name in options.layout or LAYOUTS:
         ranks, flags = LAYOUTS[name]
         flags = [
@@ -68,6 +70,11 @@ def main() -> None:
             ours += our_times[WARM_UP_INTERVALS:]
         left, right = statistics.median(theirs), statistics.median(ours)
         print(f"{name:<32}{left:>16.1f}{right:>16.1f}{right / left:>8.3f}", flush=True)
+        figures.append(
+            {"layout": name, "megatron_lm_ms": left, "mindspeed_ms": right, "ratio": right / left}
+        )
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def run_megatron(root: Path, ranks: int, flags: list[str]) -> tuple[list[float], str]:
