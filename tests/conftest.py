@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,31 @@ def rank_pool() -> Iterator[RankPool]:
 def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     """``ranks(world_size, function, *args, setup="", timeout=60, env=None)``."""
     return rank_pool.run
+
+
+@pytest.fixture(scope="session")
+def npu_pool() -> Iterator[RankPool]:
+    """Like `rank_pool`, with device npu: skips when the torch_npu wheel cannot be had."""
+    from npu_emulator import fixtures
+
+    with fixtures.npu_pool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def npu_ranks(npu_pool: RankPool) -> Callable[..., list[Any]]:
+    """``npu_ranks(world_size, function, *args)``: ranks whose tensors can be on device npu."""
+    return functools.partial(npu_pool.run, setup="npu_emulator.preload")
+
+
+@pytest.fixture
+def npu(npu_ranks: Callable[..., list[Any]]) -> Callable[..., Any]:
+    """``npu(function, *args)``: one process with an emulated NPU and no process group."""
+
+    def run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return npu_ranks(1, function, *args, **{"backend": None, **options})[0]
+
+    return run
 
 
 @pytest.fixture(scope="session")

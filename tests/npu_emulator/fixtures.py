@@ -1,0 +1,27 @@
+"""The pool of ranks with an emulated NPU, for the fixtures of ``tests/conftest.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.testing import RankPool
+from npu_emulator.stubs import ensure_stubs
+from npu_emulator.wheel import WheelUnavailable, ensure_wheel
+
+PRELOAD = "npu_emulator.preload"
+
+
+def npu_pool() -> RankPool:
+    """A pool whose servers are given ``setup=PRELOAD``, or a module that imports it first."""
+    try:
+        site_packages = ensure_wheel()
+    except WheelUnavailable as reason:
+        pytest.skip(f"NPU emulator: {reason}")
+    environment = {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # preload imports torch_npu itself, after the stubs
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the allocator warns of a CANN it does not know
+        "MINDSPEED_DEVICE": "npu",
+        "NPU_EMULATOR_SITE_PACKAGES": str(site_packages),
+        "NPU_EMULATOR_STUBS": str(ensure_stubs(site_packages)),
+    }
+    return RankPool(environment)

@@ -1,0 +1,28 @@
+"""Imported by a rank server before anything else: torch_npu over the stubs, with CPU kernels.
+
+The two directories come in the environment because the server is a process of its own. The device
+itself is not initialised here, so that the processes forked from the server can do it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from npu_emulator.stubs import load_stubs
+
+SITE_PACKAGES = "NPU_EMULATOR_SITE_PACKAGES"
+STUBS = "NPU_EMULATOR_STUBS"
+
+load_stubs(Path(os.environ[STUBS]))
+sys.path.append(os.environ[SITE_PACKAGES])
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of CANN that is not there
+    import torch_npu  # noqa: F401
+
+from npu_emulator import aten_ops, emulation  # noqa: E402
+from npu_emulator.reference_ops import REFERENCE  # noqa: E402
+
+emulation.install({**aten_ops.REFERENCE, **REFERENCE})
