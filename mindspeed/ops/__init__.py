@@ -1,0 +1,18 @@
+"""Fused operators: one file per operator, one implementation per device behind it.
+
+    from mindspeed.ops.rms_norm import rms_norm
+    y = rms_norm(x, gamma)                # CPU, CUDA or NPU tensors, torch.compile, FakeTensor
+
+Each file reads top down: the public function (shapes, dtypes, errors, source), the reference in
+plain torch, which is also the CPU kernel, the calls into torch_npu, shapes for FakeTensor, the
+backward, samples for the self-test, and the registration. Triton kernels are in ``ops/triton``.
+``mindspeed ops`` shows which implementation a device runs here and why others were refused;
+``python -m mindspeed.ops.verify`` compares every operator with its reference on real hardware.
+"""
+
+from __future__ import annotations
+
+from mindspeed.ops._check import OperatorError
+from mindspeed.ops._registry import set_cpu_mode
+
+__all__ = ["OperatorError", "set_cpu_mode"]

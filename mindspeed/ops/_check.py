@@ -1,0 +1,124 @@
+"""Argument checks with one kind of message: operator, argument, what is allowed, what was given.
+
+    check = Check("rms_norm")
+    check.floating(x=x, gamma=gamma)
+    check.require(gamma.shape == x.shape[-1:], "gamma", f"shape {x.shape[-1:]}", gamma.shape)
+
+Only shapes, dtypes and devices are read, never the values of a tensor on a device (that would
+synchronise); checks of values run on lists, on CPU tensors, and elsewhere with
+``MINDSPEED_OPS_DEBUG=1``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from mindspeed.errors import MindSpeedError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class OperatorError(MindSpeedError, ValueError):
+    """An operator was given an argument that it does not take."""
+
+
+class Check:
+    """The checks of one public function.
+
+    Args:
+        name: name of the function, as the user calls it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def fail(self, argument: str, expected: str, got: Any) -> NoReturn:
+        """Refuse an argument."""
+        raise OperatorError(
+            f"mindspeed.ops.{self.name}: {argument}: expected {expected}, got {_show(got)}"
+        )
+
+    def require(self, condition: bool, argument: str, expected: str, got: Any) -> None:
+        """Refuse an argument unless ``condition``."""
+        if not condition:
+            self.fail(argument, expected, got)
+
+    def floating(self, **tensors: torch.Tensor | None) -> None:
+        """All given tensors have one floating dtype and lie on one device."""
+        self.dtype(FLOATS, **tensors)
+        self.same("dtype", **tensors)
+        self.same("device", **tensors)
+
+    def dtype(self, allowed: Sequence[torch.dtype], **tensors: torch.Tensor | None) -> None:
+        """Every given tensor is a tensor of an allowed dtype (float64 goes where fp32 goes)."""
+        for name, x in tensors.items():
+            if x is None:
+                continue
+            self.tensor(**{name: x})
+            kinds = (*allowed, torch.float64) if torch.float32 in allowed else tuple(allowed)
+            self.require(x.dtype in kinds, name, f"dtype {_list(allowed)}", x.dtype)
+
+    def tensor(self, **tensors: Any) -> None:
+        """Every argument is a tensor."""
+        for name, x in tensors.items():
+            self.require(isinstance(x, torch.Tensor), name, "a tensor", x)
+
+    def same(self, what: str, **tensors: torch.Tensor | None) -> None:
+        """All given tensors agree in the attribute ``what`` (dtype, device, shape)."""
+        given = {name: getattr(x, what) for name, x in tensors.items() if x is not None}
+        names = list(given)
+        for name in names[1:]:
+            expected = f"the {what} of {names[0]}, {_show(given[names[0]])}"
+            self.require(given[name] == given[names[0]], name, expected, given[name])
+
+    def rank(self, *ranks: int, **tensors: torch.Tensor) -> None:
+        """Every tensor has one of these numbers of dimensions."""
+        for name, x in tensors.items():
+            self.tensor(**{name: x})
+            expected = f"{' or '.join(map(str, ranks))} dimensions"
+            self.require(x.dim() in ranks, name, expected, f"shape {tuple(x.shape)}")
+
+    def shape(self, expected: Sequence[int], **tensors: torch.Tensor) -> None:
+        """Every tensor has this shape."""
+        for name, x in tensors.items():
+            self.require(
+                tuple(x.shape) == tuple(expected), name, f"shape {tuple(expected)}", tuple(x.shape)
+            )
+
+    def choice(self, allowed: Sequence[Any], **values: Any) -> None:
+        """Every value is one of these."""
+        for name, value in values.items():
+            self.require(value in allowed, name, f"one of {_list(allowed)}", value)
+
+    def forward_only(self, **tensors: torch.Tensor | None) -> None:
+        """Refuse arguments whose gradient somebody wants: there is none."""
+        for name, x in tensors.items():
+            if x is not None and x.requires_grad and torch.is_grad_enabled():
+                raise OperatorError(
+                    f"mindspeed.ops.{self.name} has no gradient, but {name} requires one; call it "
+                    "under torch.no_grad() or detach the argument"
+                )
+
+    def values_known(self, x: torch.Tensor) -> bool:
+        """Say whether looking at the values of ``x`` is free, or asked for by the user."""
+        if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
+            return False
+        return x.device.type == "cpu" or os.environ.get("MINDSPEED_OPS_DEBUG") == "1"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, torch.Size):
+        return str(tuple(value))
+    return repr(value) if isinstance(value, str) and " " not in value else str(value)
+
+
+def _list(values: Sequence[Any]) -> str:
+    return ", ".join(_show(value) for value in values)

@@ -1,0 +1,70 @@
+"""Random numbers as arguments: a dropout op takes ``rng`` instead of drawing.
+
+``reserve(x, count)`` takes a ``(seed, offset)`` pair for ``count`` numbers from the default
+generator of ``x``'s device and returns it as an int64 tensor ``[2]`` on the CPU. An op that gets
+the pair is a pure function: recomputation, a backward that regenerates the mask, CUDA graphs and
+tests all see the same mask, and no mask is stored. Activation checkpointing restores the generator
+before it recomputes (Megatron's RNG tracker swaps the generator's state), so the same pair is drawn
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mindspeed.ops._registry import Operator, plain_torch
+
+
+def reserve(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ``(seed, offset)`` for ``count`` random numbers on ``x``'s device.
+
+    Args:
+        x: any tensor on the device whose default generator is used.
+        count: how many 32-bit numbers will be drawn.
+    """
+    return _RESERVE(x, count)
+
+
+def keep_mask(rng: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
+    """The CPU's mask of a pair: bool, True with probability ``1 - p``.
+
+    Args:
+        rng: the pair of :func:`reserve`.
+        shape: shape of the mask.
+        p: probability of dropping.
+    """
+    generator = torch.Generator().manual_seed(int(rng[0]) + int(rng[1]))
+    return torch.empty(shape, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+
+
+def _from_default_generator(x: torch.Tensor, count: int) -> torch.Tensor:
+    seed = torch.randint(2**62, (1,), dtype=torch.int64)
+    return torch.cat([seed, torch.zeros(1, dtype=torch.int64)])
+
+
+def _from_cuda_generator(x: torch.Tensor, count: int) -> torch.Tensor:
+    # Host only: reading and moving the offset does not synchronise with the device.
+    generator = torch.cuda.default_generators[x.device.index or 0]
+    offset = generator.get_offset()
+    generator.set_offset(offset + (count + 3) // 4 * 4)  # a multiple of 4 is required
+    return torch.tensor([generator.initial_seed(), offset], dtype=torch.int64)
+
+
+def _fake(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, device="cpu")
+
+
+def _samples(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, int]]:
+    return iter(())  # nothing to compare: every call returns another pair
+
+
+_RESERVE = Operator(
+    "reserve_philox(Tensor x, SymInt count) -> Tensor",
+    reference=_from_default_generator,
+    fake=_fake,
+    cuda=[plain_torch(_from_cuda_generator)],
+    samples=_samples,
+    tags=[torch.Tag.nondeterministic_seeded],
+)
