@@ -18,16 +18,18 @@ when the first function arrives, and calls all functions in the order in which t
 | after_load      | iteration                               | -                               |
 
 ``block`` holds one spec per layer of the model chunk that is being built, ``first_layer`` is the
-index of its first layer in the whole model (both from 0). ``computing_layers`` is what Megatron's
-FLOPs formula and its means over layers count.
+index of its first layer in the whole model (both from 0). A layer with an attribute ``stored_as``
+has that number in checkpoints with a name per layer. ``computing_layers`` is what Megatron's FLOPs
+formula and its means over layers count.
 
 The first six are in ``megatron.core`` and so reach Megatron-LM, frameworks and our own trainer
 alike. The others belong to a training loop: Megatron-LM's reaches them through patches of
 ``megatron.training``, our trainer calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
-What a feature must change outside Megatron (environment, torch's flags) it changes through
-``seams.journal``, and it is restored when the feature is detached.
+A feature that replaces a computation inside Megatron's modules hands it to ``seams.use_kernels``
+(:mod:`mindspeed.te.kernels`). What a feature must change outside Megatron (environment, torch's
+flags) it changes through ``seams.journal``, and it is restored when the feature is detached.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from typing import Any
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
+from mindspeed.te import kernels
 
 
 class Seam:
@@ -103,6 +106,13 @@ class Seams:
         """Let Megatron-LM's loop see other values of its arguments than the user gave."""
         self.train.add(lambda: _arguments_changed(values), owner=owner)
 
+    def use_kernels(self, *, owner: str, **functions: Callable[..., Any]) -> None:
+        """Compute with ``functions`` instead of the formulas of the same names in te.kernels."""
+        for name, function in functions.items():
+            if not hasattr(kernels, name):
+                raise AttributeError(f"te.kernels has no {name!r}")
+            self.journal.set(kernels, name, function, owner=owner)
+
     def clear(self) -> None:
         """Detach everything from every seam."""
         for seam in self._all.values():
@@ -125,6 +135,16 @@ def _layer_spec(seams: Seams) -> tuple[Patch, ...]:
 
         return __init__
 
+    def rename(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sharded_state_dict(
+            self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> Any:
+            state = original(self, prefix, sharded_offsets, metadata)
+            _rename_stored_layers(state, f"{prefix}layers.", self.layers)
+            return state
+
+        return sharded_state_dict
+
     return (
         Patch(
             "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
@@ -133,7 +153,27 @@ def _layer_spec(seams: Seams) -> tuple[Patch, ...]:
             "features transform the layer spec",
             expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
         ),
+        Patch(
+            "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
+            rename,
+            owner_of("layer_spec"),
+            "features choose the number of a layer in checkpoints",
+            expects="(self, prefix, sharded_offsets, metadata)",
+        ),
     )
+
+
+def _rename_stored_layers(state: Mapping[str, Any], prefix: str, layers: Any) -> None:
+    """Give the entries of layers with an attribute ``stored_as`` that number, from 0."""
+    numbers = {
+        str(layer.layer_number - 1): layer.stored_as
+        for layer in layers
+        if hasattr(layer, "stored_as")
+    }
+    for entry in state.values():
+        number, _, rest = entry.key.removeprefix(prefix).partition(".")
+        if entry.key.startswith(prefix) and number in numbers:
+            entry.key = f"{prefix}{numbers[number]}.{rest}"
 
 
 def _block_of(given: Mapping[str, Any]) -> tuple[Any, Any, int]:

@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 
-from mindspeed.te import comm, ops
+from mindspeed.te import comm, kernels, ops
 from mindspeed.te.base import (
     GetTracker,
     Init,
     TransformerEngineBaseModule,
     divide,
     mark_tensor_parallel,
-    tensor_parallel_size,
 )
 from mindspeed.te.linear import Plan, linear
-from mindspeed.te.norm import normalize
 
 ACTIVATIONS: dict[str, type[ops._Activation]] = {
     "gelu": ops.GELU,
@@ -80,13 +78,16 @@ class LayerNormMLP(TransformerEngineBaseModule):
         device: Any = None,
     ) -> None:
         super().__init__()
-        self.tp_group = tp_group if set_parallel_mode else None
-        self.tp_size = tensor_parallel_size(tp_group, tp_size) if set_parallel_mode else 1
-        self.sequence_parallel = sequence_parallel and self.tp_size > 1
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._keep_linear_options(
+            tp_group=tp_group if set_parallel_mode else None,
+            tp_size=tp_size if set_parallel_mode else 1,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            bias=bias,
+            return_bias=return_bias,
+        )
         self.eps, self.rms = eps, normalization == "RMSNorm"
         self.zero_centered_gamma = zero_centered_gamma
-        self.use_bias, self.return_bias = bias, return_bias
         self.activation = ACTIVATIONS[activation]()
         inner = divide(ffn_hidden_size, self.tp_size, "ffn_hidden_size")
         wide = inner * (2 if self.activation.gated else 1)
@@ -125,7 +126,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             reduce_dgrad=split and not self.sequence_parallel,
             fuse_wgrad=self.fuse_wgrad_accumulation,
         )
-        x = normalize(
+        x = kernels.normalize(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,

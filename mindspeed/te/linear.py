@@ -24,18 +24,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mindspeed.te import comm, gemm
+from mindspeed.te import comm, gemm, kernels
 from mindspeed.te.base import (
     DATA_PARALLEL_TRACKER,
     GetTracker,
     Init,
     TransformerEngineBaseModule,
-    divide,
     get_dummy_wgrad,
     mark_tensor_parallel,
-    tensor_parallel_size,
 )
-from mindspeed.te.norm import normalize
 
 
 @dataclass(frozen=True)
@@ -214,19 +211,15 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         refuse_userbuffers(userbuffers)
-        if parallel_mode not in ("column", "row", None):
-            raise ValueError(f"parallel_mode {parallel_mode!r} is not one of column, row, None")
-        tp_size = tensor_parallel_size(tp_group, tp_size)
-        self.in_features, self.out_features = in_features, out_features
-        if parallel_mode == "column":
-            self.out_features = divide(out_features, tp_size, "out_features")
-        elif parallel_mode == "row":
-            self.in_features = divide(in_features, tp_size, "in_features")
-        self.parallel_mode, self.tp_group, self.tp_size = parallel_mode, tp_group, tp_size
-        self.sequence_parallel = sequence_parallel and tp_size > 1
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = bias, return_bias
-        self.apply_bias = bias and not return_bias
+        self._keep_linear_options(
+            tp_group=tp_group,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            bias=bias,
+            return_bias=return_bias,
+        )
+        self._keep_local_features(in_features, out_features, parallel_mode)
         self.ub_name = ub_name
         self._init_delayed(delay_wgrad_compute)
         self.weight = self.new_weight(
@@ -326,7 +319,7 @@ class LayerNormLinear(Linear):
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **unused: Any
     ) -> Any:
         """Normalise and multiply; see :meth:`Linear.forward`."""
-        normed = normalize(
+        normed = kernels.normalize(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from mindspeed.errors import ConfigError
+from mindspeed.te import kernels
 from mindspeed.te.attention import Documents, attend, attend_packed
 from mindspeed.te.masks import Visibility, Window, visibility
-from mindspeed.te.norm import normalize
 
 
 class _Affine:
@@ -40,7 +40,7 @@ class LayerNorm(_Affine, torch.nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        return normalize(
+        return kernels.normalize(
             x,
             self.weight,
             self.bias,
@@ -55,7 +55,7 @@ class RMSNorm(_Affine, torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        return normalize(
+        return kernels.normalize(
             x,
             self.weight,
             None,

@@ -14,31 +14,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from mindspeed.te import kernels
 from mindspeed.te.base import TransformerEngineBaseModule
-
-
-def normalize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    eps: float,
-    rms: bool,
-    zero_centered_gamma: bool = False,
-) -> torch.Tensor:
-    """Apply LayerNorm, or RMSNorm with ``rms``."""
-    dtype = x.dtype
-    if zero_centered_gamma:
-        weight = weight.float() + 1 if weight.dtype.itemsize < 4 else weight + 1
-    if weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
-        wide = torch.promote_types(dtype, weight.dtype)
-        x, weight = x.to(wide), weight.to(wide)
-        bias = None if bias is None else bias.to(wide)
-    size = (x.shape[-1],)
-    y = F.rms_norm(x, size, weight, eps) if rms else F.layer_norm(x, size, weight, bias, eps)
-    return y.to(dtype)
 
 
 class _Norm(TransformerEngineBaseModule):
@@ -79,7 +57,7 @@ class _Norm(TransformerEngineBaseModule):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        return normalize(
+        return kernels.normalize(
             inp,
             self.weight,
             self.bias,

@@ -1,0 +1,36 @@
+"""The computations that features may replace, each under its name with the plain torch formula.
+
+    kernels.normalize(x, weight, bias, eps=1e-5, rms=True)
+
+Modules of this package call them through the module, at run time. A feature puts a fused operator
+in the place of a formula with ``seams.use_kernels(owner=..., normalize=...)``, which is taken back
+when the feature is detached. Megatron's wrappers build these modules without saying what is
+switched on, so the choice holds for the process.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def normalize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    eps: float,
+    rms: bool,
+    zero_centered_gamma: bool = False,
+) -> torch.Tensor:
+    """Apply LayerNorm, or RMSNorm with ``rms``, over the last dimension."""
+    dtype = x.dtype
+    if zero_centered_gamma:
+        weight = weight.float() + 1 if weight.dtype.itemsize < 4 else weight + 1
+    if weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        wide = torch.promote_types(dtype, weight.dtype)
+        x, weight = x.to(wide), weight.to(wide)
+        bias = None if bias is None else bias.to(wide)
+    size = (x.shape[-1],)
+    y = F.rms_norm(x, size, weight, eps) if rms else F.layer_norm(x, size, weight, bias, eps)
+    return y.to(dtype)
