@@ -130,6 +130,8 @@ class Operator:
             the benchmark and for the compile gate of the Triton kernels (device ``meta``).
         dtypes: what the samples are made in.
         public: import path of the public function that calls it.
+        on_host: positions of tensor arguments that lie on the CPU whatever the device (a random
+            seed).
     """
 
     def __init__(
@@ -147,13 +149,14 @@ class Operator:
         workload: Workload | None = None,
         dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
         public: str = "",
+        on_host: Sequence[int] = (),
         tags: Sequence[torch.Tag] = (),
     ) -> None:
         self.name = schema.partition("(")[0]
         if self.name in _operators:
             raise ValueError(f"the operator {self.name} is already defined")
         self.reference, self.samples, self.dtypes = reference, samples, tuple(dtypes)
-        self.workload = workload
+        self.workload, self.on_host = workload, tuple(on_host)
         self.differentiable, self.public = autograd is not None, public
         last = Implementation("reference", lambda: reference, lambda: None)
         given: Mapping[DeviceName, Sequence[Implementation]] = {
