@@ -116,6 +116,36 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fp8_calibration = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "recipe": None, "num_gemms": 0}
 
+    def _keep_linear_options(
+        self,
+        *,
+        tp_group: Any,
+        tp_size: int,
+        sequence_parallel: bool,
+        fuse_wgrad_accumulation: bool,
+        bias: bool,
+        return_bias: bool,
+    ) -> None:
+        """Keep, under Transformer Engine's names, the options that all its linear modules take."""
+        self.tp_group, self.tp_size = tp_group, tensor_parallel_size(tp_group, tp_size)
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+
+    def _keep_local_features(
+        self, in_features: int, out_features: int, parallel_mode: str | None
+    ) -> None:
+        """Keep the sizes of this rank's slice of a weight ``[out_features, in_features]``."""
+        if parallel_mode not in ("column", "row", None):
+            raise ValueError(f"parallel_mode {parallel_mode!r} is not one of column, row, None")
+        self.parallel_mode = parallel_mode
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = divide(out_features, self.tp_size, "out_features")
+        elif parallel_mode == "row":
+            self.in_features = divide(in_features, self.tp_size, "in_features")
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Give the module its tensor-parallel group when that did not exist at construction."""
         self.tp_group = tp_group

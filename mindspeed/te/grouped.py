@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.te.base import (
-    GetTracker,
-    Init,
-    TransformerEngineBaseModule,
-    divide,
-    tensor_parallel_size,
-)
+from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
 from mindspeed.te.linear import (
     DelayedWgrad,
     Plan,
@@ -189,17 +183,16 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         refuse_userbuffers(userbuffers)
-        tp_size = tensor_parallel_size(tp_group, tp_size)
-        self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
-        self.in_features, self.out_features = in_features, out_features
-        if parallel_mode == "column":
-            self.out_features = divide(out_features, tp_size, "out_features")
-        elif parallel_mode == "row":
-            self.in_features = divide(in_features, tp_size, "in_features")
-        self.tp_group, self.tp_size, self.sequence_parallel = tp_group, tp_size, sequence_parallel
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = bias, return_bias
-        self.apply_bias, self.ub_name = bias and not return_bias, ub_name
+        self._keep_linear_options(
+            tp_group=tp_group,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            bias=bias,
+            return_bias=return_bias,
+        )
+        self._keep_local_features(in_features, out_features, parallel_mode)
+        self.num_gemms, self.ub_name = num_gemms, ub_name
         self._init_delayed(delay_wgrad_compute)
         for i in range(num_gemms):
             weight = self.new_weight(
@@ -214,7 +207,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             self.register_parameter(f"weight{i}", weight)
         for i in range(num_gemms if bias else 0):
             vector = self.new_vector(self.out_features, 0.0, dtype=params_dtype, device=device)
-            mark_bias(vector, parallel_mode, sequence_parallel)
+            mark_bias(vector, parallel_mode, self.sequence_parallel)
             self.register_parameter(f"bias{i}", vector)
 
     def forward(

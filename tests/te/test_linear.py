@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 import tp_ranks
 
 from mindspeed.te.base import get_dummy_wgrad
+from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.linear import LayerNormLinear, Linear
 
 
@@ -159,6 +162,22 @@ def test_weight_is_marked_as_a_slice_unless_it_is_a_duplicate(mode, tracker, dim
     assert seen.name == (tracker or "model-parallel-rng")
     assert getattr(weight, "tensor_model_parallel", False) is (dim is not None)
     assert getattr(weight, "partition_dim", None) == dim
+
+
+@pytest.mark.parametrize("layer", [Linear, LayerNormLinear, partial(GroupedLinear, 2)])
+def test_linear_modules_read_their_options_alike(layer):
+    options = {"tp_size": 2, "sequence_parallel": True, "init_method": torch.nn.init.ones_}
+    column = layer(8, 6, parallel_mode="column", **options)
+    row = layer(8, 6, parallel_mode="row", return_bias=True, **options)
+    alone = layer(8, 6, **{**options, "tp_size": 1})
+    sizes = [(m.in_features, m.out_features) for m in (column, row, alone)]
+    assert sizes == [(8, 3), (4, 6), (8, 6)]
+    assert [m.sequence_parallel for m in (column, row, alone)] == [True, True, False]
+    assert [m.apply_bias for m in (column, row, alone)] == [True, False, True]
+    with pytest.raises(ValueError, match="parallel_mode 'rows' is not one of column, row, None"):
+        layer(8, 6, parallel_mode="rows")
+    with pytest.raises(ValueError, match="out_features = 7 is not divisible"):
+        layer(8, 7, parallel_mode="column", **options)
 
 
 def test_extra_state_is_an_empty_tensor_and_foreign_state_is_not_unpickled():
