@@ -7,17 +7,16 @@
     counter.count.without_recompute      # numerator of the model utilisation (MFU)
 
 A ``TorchDispatchMode`` sees every operator of forward and backward, whoever calls it, and adds its
-formula. Nothing of Megatron is touched: recomputation is recognised by what it is, a forward pass
-under ``enable_grad`` inside a backward pass. So every kind of activation checkpoint counts right,
-and the backward of recomputed layers stays what it is, backward. The scores that a fused attention
-kernel computes again in its backward count as recomputation too.
+formula. Nothing of Megatron is touched: :mod:`mindspeed.profiling.phase` recognises recomputation,
+so every kind of activation checkpoint counts right, and the backward of recomputed layers stays
+what it is, backward. The scores that a fused attention kernel computes again in its backward count
+as recomputation too.
 
 Not seen: kernels that are launched without an operator (they call :func:`add`) and replayed graphs.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,8 +25,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed.journal import Journal
 from mindspeed.profiling.flop_formulas import formula_of, repeated_in
+from mindspeed.profiling.phase import PhaseTracker
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ class FlopCounter:
     def __init__(self) -> None:
         self.count = FlopCount()
         self._mode = _Mode(self._add)
-        self._regions = _RecomputeRegions()
+        self._phase = PhaseTracker()
 
     def __enter__(self) -> FlopCounter:
-        self._regions.start()
+        self._phase.__enter__()
         self._mode.__enter__()
         _active.append(self)
         return self
@@ -68,10 +67,10 @@ class FlopCounter:
     ) -> None:
         _active.remove(self)
         self._mode.__exit__(kind, error, trace)
-        self._regions.stop()
+        self._phase.__exit__(kind, error, trace)
 
     def _add(self, flops: int, repeated: int) -> None:
-        if self._regions.inside():
+        if self._phase.current() == "recompute":
             repeated = flops
         self.count += FlopCount(flops, repeated)
 
@@ -106,55 +105,3 @@ class _Mode(TorchDispatchMode):
             flops = formula(*args, **kwargs, out_val=result)
             self._add(flops, repeated_in(operator, args, flops))
         return result
-
-
-class _RecomputeRegions:
-    """Knows whether the running code repeats a forward pass.
-
-    Every activation checkpoint repeats its forward under ``torch.enable_grad()`` inside a backward
-    pass. The grad mode alone doesn't tell: the forward of a ``torch.autograd.Function`` runs with
-    it switched off. So the regions of ``enable_grad`` are followed while the counter runs.
-    """
-
-    def __init__(self) -> None:
-        self._journal = Journal()
-        self._local = threading.local()
-
-    def start(self) -> None:
-        enter, leave = torch.enable_grad.__enter__, torch.enable_grad.__exit__
-
-        def __enter__(context: Any) -> None:
-            enter(context)
-            self._stack().append(_backward_pass())
-
-        def __exit__(context: Any, *error: Any) -> None:
-            if self._stack():  # empty when the region was entered before the counter
-                self._stack().pop()
-            leave(context, *error)
-
-        self._journal.set(torch.enable_grad, "__enter__", __enter__, owner="flops")
-        self._journal.set(torch.enable_grad, "__exit__", __exit__, owner="flops")
-
-    def stop(self) -> None:
-        self._journal.undo()
-
-    def inside(self) -> bool:
-        running = _backward_pass()
-        if running == _NO_BACKWARD:
-            return False
-        stack = self._stack()
-        return torch.is_grad_enabled() or bool(stack and stack[-1] == running)
-
-    def _stack(self) -> list[int]:
-        # The backward of a GPU runs in a thread of its own.
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        return self._local.stack
-
-
-_NO_BACKWARD = -1
-
-
-def _backward_pass() -> int:
-    """Number of the innermost backward pass this thread works for."""
-    return torch._C._current_graph_task_id()

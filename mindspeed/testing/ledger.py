@@ -33,18 +33,19 @@ barrier         0                            0
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed.profiling.phase import PhaseTracker
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -67,10 +68,11 @@ class CommLedger:
 
     def __init__(self) -> None:
         self.events: list[Communication] = []
-        self._mode: _Recorder | None = None
+        self._phase = PhaseTracker()
+        self._mode = _Recorder(self.events, self._phase)
 
     def __enter__(self) -> CommLedger:
-        self._mode = _Recorder(self.events)
+        self._phase.__enter__()
         self._mode.__enter__()
         return self
 
@@ -80,9 +82,8 @@ class CommLedger:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._mode is not None
         self._mode.__exit__(kind, error, trace)
-        self._mode = None
+        self._phase.__exit__(kind, error, trace)
 
     def select(
         self,
@@ -156,9 +157,10 @@ def _table(rows: list[tuple[str, ...]], numeric_columns: int) -> str:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, events: list[Communication]):
+    def __init__(self, events: list[Communication], phase: PhaseTracker) -> None:
         super().__init__()
         self._events = events
+        self._phase = phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -167,18 +169,16 @@ class _Recorder(TorchDispatchMode):
             if name in _OPERATORS:
                 names = [argument.name for argument in func._schema.arguments]
                 given = {**dict(zip(names, args, strict=False)), **kwargs}
-                self._events.extend(_communications(name, given))
+                self._events.extend(_communications(name, given, self._phase.current()))
         return func(*args, **kwargs)
 
 
-def _communications(name: str, given: Mapping[str, Any]) -> Iterator[Communication]:
+def _communications(name: str, given: Mapping[str, Any], phase: str) -> Iterator[Communication]:
     group = _group(given)
     size, description = group.size(), group.group_desc
     ranks = tuple(dist.get_process_group_ranks(group))
     for op, payload, wire in _OPERATORS[name](given, size, group.rank()):
-        yield Communication(
-            op, group.group_name, description, ranks, current_phase(), payload, ceil(wire)
-        )
+        yield Communication(op, group.group_name, description, ranks, phase, payload, ceil(wire))
 
 
 def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:
@@ -190,28 +190,6 @@ def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:
 
 def _resolve(name: Any) -> dist.ProcessGroup:
     return torch._C._distributed_c10d._resolve_process_group(name)
-
-
-def current_phase() -> str:
-    """ "forward", "backward", or "recompute": a forward that runs inside a backward."""
-    if torch._C._current_graph_task_id() == -1:
-        return "forward"
-    if torch.is_grad_enabled():
-        return "recompute"
-    # Gradients are off in a backward, but also in the forward of a custom autograd function; the
-    # innermost of autograd's two ways to call Python tells which of them is running.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALLS_FORWARD:
-            return "recompute"
-        if frame.f_code is _CALLS_BACKWARD:
-            return "backward"
-        frame = frame.f_back
-    return "backward"
-
-
-_CALLS_FORWARD = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_CALLS_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def _nbytes(value: Any) -> int:

@@ -168,6 +168,37 @@ def test_forward_recompute_and_backward_are_told_apart(ranks, reentrant):
     assert ranks(2, phases, reentrant) == [expected, expected]
 
 
+def checkpointed_exchange(megatron: bool) -> dict[str, int]:
+    """The backward of Megatron's all-to-all calls the forward of the same autograd function."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        return tensor_parallel.all_to_all(dist.group.WORLD, x).sin()
+
+    x = torch.ones(N, requires_grad=True)
+    with CommLedger() as ledger:
+        if megatron:
+            y = tensor_parallel.checkpoint(exchange, False, x)
+        else:
+            y = checkpoint(exchange, x, use_reentrant=False)
+        y.sum().backward()
+    return {
+        phase: ledger.calls("all_to_all", phase=phase)
+        for phase in ("forward", "recompute", "backward")
+    }
+
+
+@pytest.mark.parametrize("megatron", [True, False], ids=["megatron", "torch"])
+def test_an_exchange_in_a_backward_is_no_recomputation(ranks, megatron):
+    setup = "mindspeed.megatron_adaptor"
+    expected = {"forward": 1, "recompute": 1, "backward": 1}
+    found = ranks(2, checkpointed_exchange, megatron, setup=setup, timeout=240)
+    assert found == [expected, expected]
+
+
 def two_groups() -> tuple[int, int, int, int, str]:
     pair = dist.new_group([0, 1], group_desc="first pair")
     with CommLedger() as ledger:

@@ -1,0 +1,32 @@
+"""Forward, backward and repeated forward are told apart, whoever wrote the checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed.profiling.phase import PhaseTracker
+from tests.profiling.phase_ranks import KINDS, all_phases
+
+FORWARD = ["function", "no_grad", "call"]
+BACKWARD = [("backward", "backward"), ("call", "backward")]
+
+
+@pytest.fixture(scope="module")
+def found(rank_pool):
+    (result,) = rank_pool.run(1, all_phases, setup="mindspeed.megatron_adaptor", timeout=240)
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_backward_and_repeated_forward_are_told_apart(kind, found):
+    repeated = [] if kind in ("none", "double backward") else [(w, "recompute") for w in FORWARD]
+    assert found[kind] == [*((what, "forward") for what in FORWARD), *repeated, *BACKWARD]
+
+
+def test_torch_is_left_as_it_was():
+    regions = (torch.enable_grad, torch.set_grad_enabled)
+    before = [vars(region).copy() for region in regions]
+    with PhaseTracker(), PhaseTracker():
+        assert [vars(region) for region in regions] != before
+    assert [vars(region) for region in regions] == before
