@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from wheels import WheelUnavailable
 
 from mindspeed.testing import RankPool
 from npu_emulator.stubs import ensure_stubs
-from npu_emulator.wheel import WheelUnavailable, ensure_wheel
+from npu_emulator.wheel import ensure_wheel
 
 PRELOAD = "npu_emulator.preload"
 
