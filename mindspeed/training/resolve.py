@@ -264,14 +264,43 @@ def _duration(args: argparse.Namespace) -> Iterator[str]:
                 yield f"--{name.replace('_', '-')} needs --train-iters, not --train-samples"
     if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
         yield "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples"
+    yield from _schedule(args)
     if args.min_lr is not None and args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr} is larger than --lr {args.lr}"
+    if args.lr_warmup_init > args.lr:
+        yield f"--lr-warmup-init {args.lr_warmup_init} is larger than --lr {args.lr}"
     if args.weight_decay_incr_style != "constant" and args.start_weight_decay is None:
         yield "--weight-decay-incr-style needs --start-weight-decay and --end-weight-decay"
     if args.eval_interval is None:
         args.eval_iters = 0
     if args.log_interval < 1:
         yield f"--log-interval {args.log_interval} must be at least 1"
+
+
+def _schedule(args: argparse.Namespace) -> Iterator[str]:
+    """Warm-up and last phase must fit into the decay."""
+    unit = "iters" if args.train_iters is not None else "samples"
+    duration, given, warmup, last = (
+        getattr(args, f"{name}_{unit}")
+        for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay")
+    )
+    decay = duration if given is None else given
+    flag = f"--{'train' if given is None else 'lr-decay'}-{unit} {decay}"
+    if decay < 1:
+        yield f"{flag} must be at least 1"
+    elif warmup >= decay:
+        yield (
+            f"--lr-warmup-{unit} {warmup} must be less than {flag}, the length of the learning "
+            "rate schedule: shorten the warm-up or lengthen the schedule"
+        )
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
+        yield f"--lr-warmup-fraction {args.lr_warmup_fraction} must be at least 0 and less than 1"
+    if args.lr_decay_style != "WSD":
+        return
+    if last is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
+    elif not 0 < last <= decay:
+        yield f"--lr-wsd-decay-{unit} {last} must be between 1 and {flag}"
 
 
 def _output(args: argparse.Namespace) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from command_line import parse_all
-from trainer_job import SETUP, TINY
+from trainer_job import SETUP, TINY, command
 
 MODEL = """
 model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, swiglu: true}
@@ -41,6 +41,29 @@ WRONG = {
         [*TINY, "--reset-attention-mask", "--transformer-impl", "transformer_engine"],
         "--reset-attention-mask needs --transformer-impl local",
     ),
+    "warm-up": (
+        [*TINY, "--lr-warmup-iters", "6"],
+        "--lr-warmup-iters 6 must be less than --train-iters 6, the length of the learning rate",
+    ),
+    "warm-up of a decay": (
+        [*TINY, "--lr-warmup-iters", "4", "--lr-decay-iters", "3"],
+        "--lr-warmup-iters 4 must be less than --lr-decay-iters 3,",
+    ),
+    "warm-up in samples": (
+        command(["--train-samples", "64", "--lr-warmup-samples", "64"]),
+        "--lr-warmup-samples 64 must be less than --train-samples 64,",
+    ),
+    "warm-up fraction": (
+        [*TINY, "--lr-warmup-fraction", "1"],
+        "--lr-warmup-fraction 1.0 must be at least 0 and less than 1",
+    ),
+    "start of warm-up": ([*TINY, "--lr-warmup-init", "1"], "is larger than --lr 0.001"),
+    "no decay": ([*TINY, "--lr-decay-iters", "0"], "--lr-decay-iters 0 must be at least 1"),
+    "last phase": ([*TINY, "--lr-decay-style", "WSD"], "WSD needs --lr-wsd-decay-iters"),
+    "long last phase": (
+        [*TINY, "--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "7"],
+        "--lr-wsd-decay-iters 7 must be between 1 and --train-iters 6",
+    ),
     "experts": ([*TINY, "--expert-model-parallel-size", "2"], "needs --num-experts", 2),
 }
 WRONG_RECIPES = {
@@ -60,6 +83,12 @@ GOOD = {
         [*TINY, "--layernorm-epsilon", "1e-6", "--DDP-impl", "local", "--checkpoint-activations"],
     ),
     "big numbers": ([*TINY, "--rotary-base", "1e6"],),
+    "longest warm-up": ([*TINY, "--lr-warmup-iters", "5"],),
+    "warm-up, stable, decay": (
+        command(
+            ["--train-samples", "64", "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "64"]
+        ),
+    ),
     "pattern": ([*TINY, "--num-experts", "4", "--moe-layer-freq", "([1]*1+[0]*1)*2"],),
     "virtual stages": (
         [
