@@ -1,0 +1,58 @@
+"""The Triton kernels without a GPU: numbers under the interpreter, resources of the sm_90 binary.
+
+The interpreter cuts fp32 to bf16 instead of rounding, which costs up to one unit in the last place
+where the hardware loses half of one; hence the wider bound for bf16.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import triton_jobs as jobs
+import wheels
+
+from mindspeed.ops.catalog import operators
+
+TRITON = "3.9.0"
+WITH_KERNEL = [
+    one for one in operators() if any(x.kind == "triton" for x in one.implementations["cuda"])
+]
+WITH_WORKLOAD = [one.name for one in WITH_KERNEL if one.workload is not None]
+
+
+@pytest.fixture(scope="module")
+def triton() -> dict[str, str]:
+    """Environment of a process that finds Triton."""
+    try:
+        directory = wheels.ensure_wheel("triton", TRITON)
+    except wheels.WheelUnavailable as reason:
+        pytest.skip(f"Triton: {reason}")
+    for tool in (directory / "triton" / "backends" / "nvidia" / "bin").iterdir():
+        assert os.access(tool, os.X_OK)
+    return {jobs.SITE_PACKAGES: str(directory)}
+
+
+@pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)
+def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):
+    environment = triton | {"TRITON_INTERPRET": "1"}
+    for dtype in operator.dtypes:
+        (worst,) = ranks(1, jobs.interpret, operator.name, dtype, env=environment, timeout=240)
+        assert worst <= (2.0 if dtype == torch.bfloat16 else 1.0), dtype
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [1024, pytest.param(4096, marks=pytest.mark.slow), pytest.param(16384, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("name", WITH_WORKLOAD)
+def test_binary_for_hopper_spills_nothing_and_loads_vectors(name, hidden, ranks, triton):
+    (launches,) = ranks(
+        1, jobs.compile_for_hopper, name, hidden, torch.bfloat16, env=triton, timeout=240
+    )
+    assert launches
+    for one in launches:
+        assert one["local"] == 0 and one["stack"] == 0, one
+        assert one["registers"] * 32 * one["warps"] <= jobs.REGISTERS_PER_BLOCK, one
+        assert one["vector_loads"] > 0, one

@@ -1,0 +1,117 @@
+"""What a process with Triton does for ``test_triton.py``."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed.ops._registry import Kernel, Operator
+from mindspeed.ops.catalog import operators
+from mindspeed.ops.verify import compare, outputs
+
+SITE_PACKAGES = "TRITON_SITE_PACKAGES"
+REGISTERS_PER_BLOCK = 65536
+H100 = ("cuda", 90, 32)
+
+
+def launcher(name: str) -> tuple[Operator, Kernel]:
+    """The operator, and its Triton implementation as it would run on CUDA."""
+    if os.environ[SITE_PACKAGES] not in sys.path:
+        sys.path.append(os.environ[SITE_PACKAGES])
+    operator = next(one for one in operators() if one.name == name)
+    (kernel,) = (one for one in operator.implementations["cuda"] if one.kind == "triton")
+    return operator, kernel.load()
+
+
+def interpret(name: str, dtype: torch.dtype) -> float:
+    """Run every sample through Triton's interpreter; the largest error over what is allowed."""
+    operator, kernel = launcher(name)
+    worst = 0.0
+    for sample in operator.samples(dtype):
+        arguments = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in sample)
+        worst = max(worst, compare(operator, outputs(operator, kernel, arguments), sample, dtype))
+    return worst
+
+
+def compile_for_hopper(name: str, hidden: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Compile every launch of a workload to an sm_90 binary and read what it uses."""
+    operator, kernel = launcher(name)
+    from mindspeed.ops.triton import _launch
+
+    found: list[dict[str, Any]] = []
+
+    def record(function: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+        found.append(_compile(function, args, meta))
+
+    before, _launch.launch = _launch.launch, record
+    try:
+        kernel(*operator.workload(hidden, dtype, "meta"))
+    finally:
+        _launch.launch = before
+    return found
+
+
+def _compile(function: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    warps = meta.pop("num_warps", 4)
+    options = {"num_warps": warps, "num_stages": meta.pop("num_stages", 3)}
+    given = dict(zip(function.arg_names, args, strict=False)) | meta
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(function.params):
+        value = given[parameter.name]
+        constant = parameter.is_constexpr or value is None or value is True or value is False
+        if constant or (isinstance(value, int) and value == 1):  # what Triton specialises, too
+            signature[parameter.name] = "constexpr"
+            constants[(position,)] = value
+            continue
+        signature[parameter.name] = _type_of(value)
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget(*H100), options=options)
+    usage = _resources(Path(triton.__file__).parent, compiled.asm["cubin"])
+    return {
+        "kernel": function.__name__,
+        "warps": warps,
+        **usage,
+        "vector_loads": len(re.findall(r"ld\.global\S*\.v[24]", compiled.asm["ptx"])),
+        "vector_stores": len(re.findall(r"st\.global\S*\.v[24]", compiled.asm["ptx"])),
+    }
+
+
+def _type_of(value: Any) -> str:
+    names = {
+        torch.float32: "fp32",
+        torch.float16: "fp16",
+        torch.bfloat16: "bf16",
+        torch.int32: "i32",
+        torch.int64: "i64",
+        torch.bool: "i1",
+        torch.int8: "i8",
+        torch.uint8: "u8",
+    }
+    if isinstance(value, torch.Tensor):
+        return f"*{names[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+
+
+def _resources(package: Path, cubin: bytes) -> dict[str, int]:
+    tool = package / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    read: Callable[[str], int] = lambda key: int(re.search(rf"{key}:(\d+)", text).group(1))  # noqa: E731
+    return {"registers": read("REG"), "stack": read("STACK"), "local": read("LOCAL")}
