@@ -27,13 +27,14 @@ COMMANDS: dict[str, str] = {
     "generate": "continue a text with a trained model",
     "plot": "draw loss, throughput and memory of one or more runs",
     "features": "list the features: flag, level, devices, conflicts",
+    "ops": "list the fused operators: what runs on this device, and why not something faster",
     "patches": "list what is changed in Megatron, and check it against a Megatron version",
     "doctor": "say what works on this machine, and why not",
 }
 
 
 _format_for_developers = warnings.formatwarning
-_READ_ONLY = ("features", "patches", "doctor")
+_READ_ONLY = ("features", "ops", "patches", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

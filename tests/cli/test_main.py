@@ -79,3 +79,17 @@ def test_doctor_reports_this_machine(capsys):
     text = capsys.readouterr().out
     assert "megatron-core" in text
     assert "cpu" in text
+
+
+def test_operators_as_table_json_and_explanation(capsys):
+    assert main(["ops"]) == 0
+    assert "rms_norm" in capsys.readouterr().out
+    assert main(["ops", "--json", "--explain", "rms_norm"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["public"] == "mindspeed.ops.rms_norm.rms_norm"
+    assert one["devices"]["cpu"] == {"runs": "reference", "refused": {}}
+    assert one["devices"]["npu"]["refused"] == {"torch_npu": "torch_npu is not installed"}
+    assert main(["ops", "--explain", "rms_norm"]) == 0
+    assert "refused: torch_npu is not installed" in capsys.readouterr().out
+    assert main(["ops", "--explain", "rms_nrom"]) == 1
+    assert "no operator 'rms_nrom'" in capsys.readouterr().err
