@@ -10,7 +10,7 @@ import argparse
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -27,12 +27,13 @@ from mindspeed.checkpoint.state import (
     restore_rng,
     sharding_metadata,
     state_dict,
+    without_noop_layers,
 )
-from mindspeed.checkpoint.untrusted import check_index
+from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import CheckpointError, MindSpeedError
-
-if TYPE_CHECKING:
-    from mindspeed.training.model import TrainedModel
+from mindspeed.features.noop_layers import indices_of
+from mindspeed.pipeline.noop_layers import with_noop
+from mindspeed.training.model import BuiltModel, TrainedModel
 
 _DAMAGE = (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, ValueError)
 
@@ -45,10 +46,11 @@ class Loaded:
     iteration: int
 
 
-def load(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
+def load(args: argparse.Namespace, model: BuiltModel) -> Loaded | None:
     """Load the latest good checkpoint of ``--load``. Collective.
 
-    Sets the counters of consumed samples in ``args``.
+    Sets the counters of consumed samples in ``args``. Optimizer and generators are loaded where the
+    checkpoint has them and ``model`` and the flags want them.
 
     Returns:
         Where training continues; None if there is no checkpoint yet.
@@ -94,10 +96,18 @@ def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
 
 
 def take_architecture(args: argparse.Namespace, saved: argparse.Namespace) -> None:
-    """Give ``args`` the model's shape of a checkpoint (``--use-checkpoint-args``)."""
+    """Give ``args`` the model's shape of a checkpoint (``--use-checkpoint-args``).
+
+    No-op layers are no part of that shape: those of ``args`` stay, those of ``saved`` don't count.
+    """
+    noop_layers, saved = indices_of(getattr(args, "noop_layers", None)), without_noop_layers(saved)
     for name in (*ARCHITECTURE, *DETAILS):
         if hasattr(saved, name):
             setattr(args, name, getattr(saved, name))
+    if noop_layers:
+        args.num_layers += len(noop_layers)
+        if isinstance(args.moe_layer_freq, list):
+            args.moe_layer_freq = with_noop(args.moe_layer_freq, noop_layers)
     if not getattr(saved, "group_query_attention", False):
         args.num_query_groups = None
     for name in ("tokenizer_type", "tokenizer_model", "vocab_size"):
@@ -118,22 +128,26 @@ def _common(path: Path) -> dict[str, Any]:
     return dist_checkpointing.load_common_state_dict(str(path))
 
 
-def _load_one(args: argparse.Namespace, model: TrainedModel, path: Path) -> Loaded:
-    check_index(path)
+def _load_one(args: argparse.Namespace, model: BuiltModel, path: Path) -> Loaded:
+    index = read_index(path)
     common = _common(path)
     saved = common.get("args", argparse.Namespace())
     check_architecture(args, saved, str(path))
     weights_only = args.finetune or path.name == directory.RELEASE
-    with_optimizer = not (
-        weights_only or args.no_load_optim or getattr(saved, "no_save_optim", False)
+    with_optimizer = (
+        isinstance(model, TrainedModel)
+        and "opt_param_scheduler" in common  # saved with every optimizer
+        and not (weights_only or args.no_load_optim)
     )
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     metadata = sharding_metadata(args) if metadata is None else metadata
     same_layout = _same_layout(args, saved)
     if with_optimizer:
         _check_optimizer(args, metadata, same_layout, path)
-    with_rng = same_layout and not (
-        weights_only or args.no_load_rng or getattr(saved, "no_save_rng", False)
+    with_rng = (
+        same_layout
+        and any(key.startswith("rng_state") for key in index.state_dict_metadata)
+        and not (weights_only or args.no_load_rng)
     )
     wanted = state_dict(
         args, model, metadata, optimizer=with_optimizer, rng=with_rng, is_loading=True
@@ -141,7 +155,7 @@ def _load_one(args: argparse.Namespace, model: TrainedModel, path: Path) -> Load
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         state = dist_checkpointing.load(wanted, str(path), strict=args.dist_ckpt_strictness)
-    _apply(args, model, state, with_optimizer, path)
+    _apply(model, state, with_optimizer, path)
     if with_rng:
         restore_rng(state["rng_state"])
     iteration = 0 if weights_only else int(state["iteration"])
@@ -152,21 +166,16 @@ def _load_one(args: argparse.Namespace, model: TrainedModel, path: Path) -> Load
     return Loaded(path, iteration)
 
 
-def _apply(
-    args: argparse.Namespace,
-    model: TrainedModel,
-    state: dict[str, Any],
-    optimizer: bool,
-    path: Path,
-) -> None:
+def _apply(model: BuiltModel, state: dict[str, Any], optimizer: bool, path: Path) -> None:
     modules = model.modules
     for index, module in enumerate(modules):
         key = model_key(index, len(modules))
         if key in state:  # a stage without layers has no entry
             module.load_state_dict(state[key], strict=False)
+    if not isinstance(model, TrainedModel):
+        return
     if not optimizer:
-        if args.fp16 or args.bf16:
-            model.optimizer.reload_model_params()
+        model.optimizer.reload_model_params()  # fp32 copies of bf16 and fp16 weights
         return
     if not model.optimizer.is_stub_optimizer:
         model.optimizer.load_state_dict(state["optimizer"])

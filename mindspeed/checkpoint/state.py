@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import enum
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mindspeed import device
 from mindspeed.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from mindspeed.training.model import TrainedModel
+from mindspeed.features.noop_layers import indices_of
+from mindspeed.pipeline.noop_layers import without_noop
+from mindspeed.profiling.model_flops import moe_pattern
+from mindspeed.training.model import BuiltModel, TrainedModel
 
 # Fields that make a model the same model; Megatron-LM's names.
 ARCHITECTURE = (
@@ -83,14 +84,17 @@ def sharding_metadata(args: argparse.Namespace) -> dict[str, Any]:
 
 def state_dict(
     args: argparse.Namespace,
-    model: TrainedModel,
+    model: BuiltModel,
     metadata: dict[str, Any],
     *,
     optimizer: bool,
     rng: bool,
     is_loading: bool = False,
 ) -> dict[str, Any]:
-    """The sharded state of this rank, with the parts asked for."""
+    """The sharded state of this rank, with the parts asked for.
+
+    ``optimizer`` includes the schedule and needs a :class:`TrainedModel`.
+    """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**metadata, "dp_cp_group": group}
     modules = model.modules
@@ -99,6 +103,7 @@ def state_dict(
         for index, module in enumerate(modules)
     }
     if optimizer:
+        assert isinstance(model, TrainedModel)
         if not model.optimizer.is_stub_optimizer:
             state["optimizer"] = model.optimizer.sharded_state_dict(
                 state, is_loading=is_loading, metadata=metadata
@@ -126,6 +131,7 @@ def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, wher
     Raises:
         CheckpointError: lists every field that differs.
     """
+    args, saved = without_noop_layers(args), without_noop_layers(saved)
     differing = []
     for name in ARCHITECTURE:
         ours, theirs = getattr(args, name, None), getattr(saved, name, None)
@@ -140,6 +146,19 @@ def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, wher
             f"{where} holds another model:\n" + "\n".join(differing) + "\n"
             "change these flags, or take them from the checkpoint with --use-checkpoint-args"
         )
+
+
+def without_noop_layers(args: argparse.Namespace) -> argparse.Namespace:
+    """The model of ``args`` as a checkpoint holds it: no-op layers leave no trace there."""
+    noop_layers = indices_of(getattr(args, "noop_layers", None))
+    if not noop_layers:
+        return args
+    values = vars(args) | {"num_layers": args.num_layers - len(noop_layers), "noop_layers": ()}
+    if getattr(args, "num_experts", None):
+        values["moe_layer_freq"] = without_noop(
+            [int(m) for m in moe_pattern(vars(args))], noop_layers
+        )
+    return argparse.Namespace(**values)
 
 
 def restore_rng(state: Any) -> None:

@@ -1,7 +1,7 @@
 """The index of a checkpoint is a pickle; look through it before anybody unpickles it.
 
 torch.distributed.checkpoint stores its index (``.metadata``) as a pickle. A pickle may name any
-function of any installed package and have it called. :func:`check_index` reads the file with an
+function of any installed package and have it called. :func:`read_index` reads the file with an
 unpickler that knows the few classes an index consists of and refuses every other name.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed.errors import SecurityError
 
@@ -31,15 +32,16 @@ _NAMES = {
 }
 
 
-def check_index(checkpoint: Path) -> None:
-    """Refuse a checkpoint whose index names anything that an index does not need.
+def read_index(checkpoint: Path) -> Metadata:
+    """The index of a checkpoint; refused if it names anything that an index does not need.
 
     Raises:
         SecurityError: names the module and the object.
     """
     path = checkpoint / ".metadata"
     with open(path, "rb") as file:
-        _IndexReader(file, path).load()
+        index: Metadata = _IndexReader(file, path).load()
+    return index
 
 
 class _IndexReader(pickle.Unpickler):

@@ -1,8 +1,7 @@
 """Layers that compute nothing, to balance pipeline stages: ``--noop-layers 0,5``.
 
 Indices count from 0 over ``--num-layers``, which includes the no-op layers. The model is the one
-without these layers: same losses, same initialisation, nothing of them in checkpoints; the other
-layers keep their numbers.
+without these layers: same losses, same initialisation, same checkpoints.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.features.flags import check_value, flag, flags_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -22,6 +21,12 @@ class NoopLayersOptions:
     """Which layers compute nothing."""
 
     noop_layers: tuple[int, ...] = flag((), "indices of layers that compute nothing, from 0")
+
+
+def indices_of(value: Any) -> tuple[int, ...]:
+    """The flag's value in a namespace (``["0,7"]``, ``(0, 7)``, None) as indices."""
+    (item,) = flags_of(NoopLayersOptions)
+    return check_value(item, value) or ()
 
 
 _INCOMPATIBLE = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from mindspeed.checkpoint.load import load, saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
@@ -17,7 +17,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
 from mindspeed.training.configs import transformer_config
-from mindspeed.training.model import TrainedModel, build_modules, gpt_model
+from mindspeed.training.model import BuiltModel, build_modules, gpt_model
 from mindspeed.training.resolve import resolve
 
 
@@ -84,13 +84,6 @@ def load_model(source: Source, world_size: int) -> LoadedModel:
     setup.initialize(args)
     tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
     config = transformer_config(args)
-    modules = build_modules(args, config, gpt_model)
-    model = TrainedModel(config, modules, cast("Any", _NoOptimizer()), cast("Any", None))
+    model = BuiltModel(config, build_modules(args, config, gpt_model))
     load(args, model)
     return LoadedModel(model.modules[0].eval(), tokenizer, args)
-
-
-class _NoOptimizer:
-    """Stands where training has an optimizer that keeps copies of the weights."""
-
-    def reload_model_params(self) -> None: ...

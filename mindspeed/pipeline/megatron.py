@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from mindspeed.errors import ConfigError
-from mindspeed.pipeline.noop_layers import problem_of
+from mindspeed.pipeline.noop_layers import problem_of, without_noop
 
 
 class NoopTransformerLayer(MegatronModule, BaseTransformerLayer):
@@ -56,9 +56,9 @@ def with_noop_layers(
 ) -> TransformerBlockSubmodules:
     """Replace the specs of no-op layers in one model chunk.
 
-    ``config`` is adjusted to the layers that compute: the standard deviation of Megatron's default
-    initialisation of output projections, and checkpoints with a name per layer (the other format
-    stacks all layers in one tensor, where a layer can't be missing).
+    The other layers compute what they did and are numbered in checkpoints as if no-op layers did
+    not exist. The standard deviation of Megatron's default initialisation of output projections, in
+    ``config``, is adjusted to the layers that compute.
 
     Args:
         block: the specs of the chunk's layers.
@@ -69,14 +69,40 @@ def with_noop_layers(
     problem = problem_of(noop_layers, config.num_layers)
     if problem:
         raise ConfigError(f"--noop-layers {problem}")
-    config.hetereogenous_dist_checkpoint = True
-    _initialise_for(config.num_layers - len(noop_layers), config)
+    computing = without_noop(range(config.num_layers), noop_layers)
+    _initialise_for(len(computing), config)
     indices = range(first_layer, first_layer + len(block.layer_specs))
     specs = [
-        _noop_spec(index, copies=index == indices[-1]) if index in noop_layers else spec
+        _noop_spec(index, copies=index == indices[-1])
+        if index in noop_layers
+        else replace(spec, module=stored_as(computing.index(index), len(computing), spec.module))
         for index, spec in zip(indices, block.layer_specs, strict=True)
     ]
     return replace(block, layer_specs=specs)
+
+
+def stored_as(index: int, num_layers: int, layer: type) -> type:
+    """A layer class whose checkpoint entries are those of layer ``index`` of ``num_layers``.
+
+    Megatron stacks the parameters of equal layers in tensors ``[num_layers, ...]`` and passes each
+    layer its offset in them. Where layers differ it gives them names with numbers instead; those
+    the ``layer_spec`` seam takes from the attribute ``stored_as``.
+    """
+
+    class StoredAs(layer):  # type: ignore[misc,valid-type]
+        stored_as = index
+
+        def sharded_state_dict(
+            self,
+            prefix: str = "",
+            sharded_offsets: Sequence[tuple[int, int, int]] = (),
+            metadata: dict[str, Any] | None = None,
+        ) -> dict[str, Any]:
+            offsets = [(0, index, num_layers)] if sharded_offsets else []
+            return super().sharded_state_dict(prefix, offsets, metadata)  # type: ignore[no-any-return]
+
+    StoredAs.__name__ = StoredAs.__qualname__ = layer.__name__
+    return StoredAs
 
 
 def _noop_spec(index: int, copies: bool) -> ModuleSpec:

@@ -8,6 +8,9 @@ place in the numbering and compute nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def problem_of(noop_layers: Collection[int], num_layers: int) -> str:
@@ -23,6 +26,13 @@ def problem_of(noop_layers: Collection[int], num_layers: int) -> str:
     return ""
 
 
-def without_noop(layers: Sequence[bool], noop_layers: Collection[int]) -> list[bool]:
+def without_noop(layers: Sequence[T], noop_layers: Collection[int]) -> list[T]:
     """The entries of a list over all layers that belong to layers which compute."""
     return [layer for index, layer in enumerate(layers) if index not in noop_layers]
+
+
+def with_noop(layers: Sequence[int], noop_layers: Collection[int]) -> list[int]:
+    """The inverse of :func:`without_noop`, with 0 for layers that compute nothing."""
+    entries = iter(layers)
+    places = range(len(layers) + len(noop_layers))
+    return [0 if index in noop_layers else next(entries) for index in places]

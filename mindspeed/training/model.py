@@ -34,18 +34,24 @@ ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int
 
 
 @dataclass
-class TrainedModel:
-    """What a step changes: a wrapped module per virtual stage, the optimizer, the schedule."""
+class BuiltModel:
+    """What has weights: one module per virtual stage of this rank, wrapped or not."""
 
     config: TransformerConfig
     chunks: list[Any]
-    optimizer: MegatronOptimizer
-    schedule: OptimizerParamScheduler
 
     @property
     def modules(self) -> list[Any]:
         """The chunks without data-parallel and precision wrappers."""
         return [_bare(chunk) for chunk in self.chunks]
+
+
+@dataclass
+class TrainedModel(BuiltModel):
+    """What a step changes: the modules, their optimizer, the schedule."""
+
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
 
 
 def gpt_model(

@@ -114,3 +114,25 @@ def test_another_model_is_refused_with_the_fields_that_differ(ranks, tmp_path):
     assert "--normalization: RMSNorm in the checkpoint, now LayerNorm" in result["error"]
     (result,) = run(ranks, 1, [*other, "--use-checkpoint-args", "--train-iters", "6"])
     assert result["iteration"] == 6
+
+
+FROZEN = ["--lr", "0", "--train-iters", "2"]  # steps change nothing, but copy fp32 to bf16
+WEIGHTS_ONLY = {
+    "no optimizer in the checkpoint": (["--no-save-optim", "--no-save-rng"], []),
+    "--no-load-optim": ([], ["--no-load-optim"]),
+    "--finetune": ([], ["--finetune"]),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS_ONLY)
+@pytest.mark.parametrize(
+    "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"]
+)
+def test_weights_alone_reach_the_copies_of_the_optimizer(case, optimizer, ranks, tmp_path):
+    saving, loading = WEIGHTS_ONLY[case]
+    saving = [*saving, "--save", str(tmp_path), "--exit-interval", "1"]
+    loading = [*loading, "--load", str(tmp_path), "--seed", "7", *FROZEN]
+    saved = run(ranks, 2, ["--bf16", *optimizer, *saving])
+    loaded = run(ranks, 2, ["--bf16", *optimizer, *loading])
+    assert loaded[0]["iteration"] == 2
+    assert [r["digest"] for r in loaded] == [r["digest"] for r in saved]

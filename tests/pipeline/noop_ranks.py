@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ class Step:
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
-    checkpoint_keys: list[str]
+    checkpoint: set[tuple[Any, ...]]  # name, shape of the whole, offset of this rank's part
     projection_std: float
 
 
@@ -79,7 +80,7 @@ def run(case: Case) -> Step:
     return Step(
         losses=[float(loss) for loss in losses],
         gradients={name: p.grad.clone() for name, p in named.items()},
-        checkpoint_keys=sorted({v.key for m in models for v in m.sharded_state_dict().values()}),
+        checkpoint={entry for model in models for entry in _checkpoint(model)},
         projection_std=models[0].config.output_layer_init_method.keywords["std"],
     )
 
@@ -130,6 +131,16 @@ def _model(case: Case, stage: int | None) -> torch.nn.Module:
         share_embeddings_and_output_weights=False,
         vp_stage=stage,
     )
+
+
+def _checkpoint(model: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    for entry in nested_values(state):
+        yield entry.key, tuple(entry.global_shape), tuple(entry.global_offset)
 
 
 def _name(model: torch.nn.Module, case: Case, name: str) -> str:

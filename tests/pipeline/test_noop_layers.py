@@ -15,7 +15,7 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
-from mindspeed.pipeline.noop_layers import problem_of, without_noop
+from mindspeed.pipeline.noop_layers import problem_of, with_noop, without_noop
 from tests.pipeline.noop_ranks import MOE, Case, run_all
 
 SETUP = "mindspeed.megatron_adaptor"
@@ -65,7 +65,7 @@ def steps(rank_pool):
         found[name] = replace(
             last[name],
             gradients={**first[name].gradients, **last[name].gradients},
-            checkpoint_keys=first[name].checkpoint_keys + last[name].checkpoint_keys,
+            checkpoint=first[name].checkpoint | last[name].checkpoint,
         )
     return {name: (found[name], found[f"smaller {name}"]) for name in CASES}
 
@@ -80,10 +80,9 @@ def test_losses_and_gradients_equal_those_of_the_smaller_model(name, steps):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_checkpoint_has_the_other_layers_under_their_own_numbers(name, steps):
-    case, (step, _) = CASES[name], steps[name]
-    found = {int(m[1]) for k in step.checkpoint_keys if (m := re.search(r"layers\.(\d+)\.", k))}
-    assert found == set(range(case.num_layers)) - set(case.noop_layers)
+def test_checkpoints_hold_what_those_of_the_smaller_model_hold(name, steps):
+    step, expected = steps[name]
+    assert step.checkpoint == expected.checkpoint
 
 
 def test_initialisation_is_that_of_the_smaller_model(steps):
@@ -109,6 +108,12 @@ def test_impossible_indices_are_refused_before_training(indices, text):
     assert text in problem_of(indices, 4)
     with pytest.raises(ConfigError, match=re.escape(text)):
         resolve({"noop_layers": indices, "num_layers": 4}, "cpu")
+
+
+@pytest.mark.parametrize("noop_layers", [(), (0,), (1, 3), (3, 4)])
+def test_lists_over_layers_lose_and_regain_the_noop_layers(noop_layers):
+    layers = [0 if index in noop_layers else index + 1 for index in range(5)]
+    assert with_noop(without_noop(layers, noop_layers), noop_layers) == layers
 
 
 def test_text_that_is_no_number_is_refused():

@@ -1,0 +1,56 @@
+"""Groups of consecutive rows: sizes and borders, as every grouped operator takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from mindspeed.ops._check import Check
+
+
+def cumulative(
+    check: Check,
+    argument: str,
+    groups: torch.Tensor | Sequence[int],
+    x: torch.Tensor,
+    *,
+    sizes: bool = False,
+) -> torch.Tensor:
+    """Return the row after the last of each group, int64 ``[E]`` on the device of ``x``.
+
+    Args:
+        check: checks of the calling function.
+        argument: name of ``groups`` there.
+        groups: sizes or cumulative sums; int64 when it is a tensor.
+        x: ``[T, ...]``, the rows that are grouped.
+        sizes: ``groups`` holds sizes.
+
+    Raises:
+        OperatorError: wrong dtype or device; values (looked at where that is free) that decrease,
+            are negative or do not end at T.
+    """
+    if not isinstance(groups, torch.Tensor):
+        groups = torch.tensor(list(groups), dtype=torch.int64).to(x.device)
+    check.dtype((torch.int64,), **{argument: groups})
+    check.rank(1, **{argument: groups})
+    check.require(groups.numel() > 0, argument, "at least one group", groups)
+    check.require(
+        groups.device == x.device, argument, f"the device of the rows, {x.device}", groups.device
+    )
+    ends = groups.cumsum(0) if sizes else groups
+    if check.values_known(groups):
+        given, rows = groups.tolist(), x.shape[0]
+        if sizes:
+            fits = min(given) >= 0 and sum(given) == rows
+            check.require(fits, argument, f"sizes that add up to the {rows} rows", given)
+        else:
+            fits = given[-1] == rows and given == sorted(given) and given[0] >= 0
+            check.require(fits, argument, f"sums that never decrease and end at {rows}", given)
+    return ends
+
+
+def sample_ends(sizes: Sequence[int]) -> torch.Tensor:
+    """Cumulative sums of ``sizes``, for the samples of an operator."""
+    return torch.tensor(list(accumulate(sizes)), dtype=torch.int64)

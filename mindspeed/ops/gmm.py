@@ -1,0 +1,193 @@
+"""Grouped matrix multiplication: ``npu_gmm`` (borders of the groups) and ``npu_gmm_v2`` (sizes).
+
+The linear layers of all experts of a rank in one launch, with gradients. With ``gemm_fusion`` the
+weight gradient is added in fp32 straight into the ``main_grad`` of the parameter. The operators
+behind it are in :mod:`mindspeed.ops.grouped_matmul`; source: Gale et al., "MegaBlocks" (2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mindspeed.ops._check import Check
+from mindspeed.ops._groups import cumulative
+from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER, in_columns
+from mindspeed.ops.npu_groupmatmul_add import GROUPMATMUL_ADD
+
+__all__ = ["npu_gmm", "npu_gmm_v2"]
+
+
+def npu_gmm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    group_list: torch.Tensor | Sequence[int] | None = None,
+    group_type: int = 0,
+    gemm_fusion: bool = False,
+    original_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply each group of rows of ``x`` with its own matrix.
+
+    Args:
+        x: ``[T, K]``, rows sorted by group; fp32, bf16 or fp16. For ``group_type`` 2 ``[M, T]``,
+            usually the transposed view of ``[T, M]``.
+        weight: ``[E, K, N]`` or a transposed view, same dtype. For ``group_type`` 2 ``[T, N]``.
+        bias: ``[E, N]``, without gradient; only with ``group_type`` 0 or -1.
+        group_list: row after the last of each group, int64 tensor ``[E]`` or list.
+        group_type: 0: groups of rows. 2: groups of the inner dimension, for weight gradients.
+            -1: no groups, an ordinary product with ``weight [K, N]`` or ``[1, K, N]``.
+        gemm_fusion: add the weight gradient to ``original_weight.main_grad``; autograd then gets a
+            placeholder (zeros with ``original_weight.zero_out_wgrad``) and
+            ``original_weight.grad_added_to_main_grad`` is set, where it exists.
+        original_weight: the parameter that ``weight`` is a view of, with ``gemm_fusion``.
+
+    Returns:
+        ``[T, N]``, or ``[E, M, N]`` for ``group_type`` 2, where an empty group is zero.
+
+    Raises:
+        OperatorError: wrong dtype, shape or group_type; group borders that decrease or do not end
+            at T (looked at where that is free); no group_list; a bias that requires a gradient;
+            ``gemm_fusion`` without a parameter that has a ``main_grad``.
+    """
+    return _gmm("npu_gmm", x, weight, bias, group_list, group_type, gemm_fusion, original_weight)
+
+
+def npu_gmm_v2(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    group_list: torch.Tensor | None = None,
+    group_type: int = 0,
+    gemm_fusion: bool = False,
+    original_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply each group of rows with its own matrix: :func:`npu_gmm` with sizes of groups.
+
+    Args:
+        x: See :func:`npu_gmm`, like everything that is not listed here.
+        weight: Matrices.
+        bias: Biases.
+        group_list: rows of each group, int64 tensor ``[E]``.
+        group_type: Which dimension is grouped.
+        gemm_fusion: Accumulate the weight gradient.
+        original_weight: The parameter.
+
+    Returns:
+        As :func:`npu_gmm`.
+
+    Raises:
+        OperatorError: as :func:`npu_gmm`; a group_list that is not a tensor.
+    """
+    check = Check("npu_gmm_v2")
+    if group_list is not None:
+        check.tensor(group_list=group_list)
+    return _gmm("npu_gmm_v2", x, weight, bias, group_list, group_type, gemm_fusion, original_weight)
+
+
+def _gmm(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_list: torch.Tensor | Sequence[int] | None,
+    group_type: int,
+    gemm_fusion: bool,
+    original_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    check = Check(name)
+    check.choice((-1, 0, 2), group_type=group_type)
+    check.floating(x=x, weight=weight)
+    check.rank(2, x=x)
+    if bias is not None:
+        check.dtype((x.dtype, torch.float32), bias=bias)
+        check.same("device", x=x, bias=bias)
+        check.require(group_type != 2, "bias", "None for group_type 2", bias)
+        check.require(not bias.requires_grad, "bias", "a tensor without gradient", bias)
+    if group_type == -1:
+        check.require(group_list is None, "group_list", "None for group_type -1", group_list)
+        check.rank(2, 3, weight=weight)
+        weight = weight if weight.dim() == 3 else weight.unsqueeze(0)
+        check.shape((1, x.shape[1], weight.shape[2]), weight=weight)
+        bias = bias if bias is None or bias.dim() == 2 else bias.unsqueeze(0)
+        group_list = torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device)
+    elif group_list is None:
+        check.fail("group_list", f"a group for each of the {x.shape[0]} rows", None)
+    rows = x.t() if group_type == 2 else x
+    ends = cumulative(check, "group_list", group_list, rows, sizes=name == "npu_gmm_v2")
+    if group_type == 2:
+        check.require(not gemm_fusion, "gemm_fusion", "False for group_type 2", gemm_fusion)
+        check.rank(2, weight=weight)
+        check.shape((rows.shape[0], weight.shape[1]), weight=weight)
+        return GROUPED_OUTER(rows, weight, ends)  # type: ignore[no-any-return]
+    check.rank(3, weight=weight)
+    check.shape((ends.shape[0], x.shape[1], weight.shape[2]), weight=weight)
+    if bias is not None:
+        check.shape((ends.shape[0], weight.shape[2]), bias=bias)
+    if not gemm_fusion:
+        return GROUPED_MATMUL(x, weight, bias, ends)  # type: ignore[no-any-return]
+    main_grad = getattr(original_weight, "main_grad", None)
+    check.require(
+        main_grad is not None, "original_weight", "a parameter with a main_grad", original_weight
+    )
+    check.require(bias is None, "bias", "None with gemm_fusion", bias)
+    return _IntoMainGrad.apply(x, weight, ends, [original_weight])  # type: ignore[no-any-return]
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """The grouped product whose weight gradient goes into the buffer of the parameter.
+
+    Saved for backward: x, the weight and the group borders.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        ends: torch.Tensor,
+        original: list[Any],  # in a list: autograd is not to see a second path to the parameter
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.original = original[0]
+        return GROUPED_MATMUL(x, weight, None, ends)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy,) = grads
+        x, weight, ends = ctx.saved_tensors
+        dx = placeholder = None
+        if ctx.needs_input_grad[0]:
+            dx = GROUPED_MATMUL(dy, weight.transpose(1, 2), None, ends)
+        if ctx.needs_input_grad[1]:
+            left, right = (dy, x) if in_columns(weight) else (x, dy)
+            add_grouped_wgrad(left, right, ends, ctx.original)
+            placeholder = placeholder_grad(weight, ctx.original)
+        return dx, placeholder, None, None
+
+
+def add_grouped_wgrad(
+    left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, parameter: Any
+) -> None:
+    """Add ``left[g]^T @ right[g]`` to the parameter's ``main_grad`` and say so on the parameter."""
+    shape = (ends.shape[0], left.shape[1], right.shape[1])
+    GROUPMATMUL_ADD(left, right, ends, parameter.main_grad.view(shape))
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        parameter.grad_added_to_main_grad = True
+
+
+def placeholder_grad(weight: torch.Tensor, parameter: Any) -> torch.Tensor | None:
+    """What autograd gets instead of a gradient, so that the hooks of the parameter run.
+
+    Its values mean nothing unless the owner of the buffer asks for zeros (``zero_out_wgrad``:
+    the parameter also receives gradients another way). None where nobody waits for a hook.
+    """
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    if getattr(parameter, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)

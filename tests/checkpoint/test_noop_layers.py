@@ -1,0 +1,68 @@
+"""Checkpoints of a model with no-op layers are those of the model without them, both ways."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from trainer_job import SETUP, printed, train
+
+from mindspeed.checkpoint.load import take_architecture
+from mindspeed.checkpoint.state import check_architecture
+from mindspeed.errors import CheckpointError
+
+TP2 = ["--tensor-model-parallel-size", "2"]
+NOOP = ["--num-layers", "6", "--noop-layers", "0,5", "--pipeline-model-parallel-size", "2"]
+OPTIMIZERS = {
+    "plain": [],
+    "distributed": ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"],
+}
+
+
+def losses(ranks, file: Path, flags: list[str]) -> list[str]:
+    flags = [*flags, "--metrics-file", str(file)]
+    results = ranks(2, train, flags, setup=SETUP, backend=None, timeout=300)
+    assert {result["error"] for result in results} == {None}, results[0]["error"]
+    return [loss for loss, _, _ in printed(file)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_run_continues_with_noop_layers_and_again_without(optimizer, ranks, tmp_path):
+    """Iterations 4 to 6 lose what they lose without any interruption (test_resume)."""
+    one, two, flags = tmp_path / "one", tmp_path / "two", OPTIMIZERS[optimizer]
+    begin = [*TP2, *flags, "--save", str(one), "--exit-interval", "3"]
+    losses(ranks, tmp_path / "1.jsonl", begin)
+    go_on = [*NOOP, *flags, "--load", str(one), "--save", str(two), "--exit-interval", "5"]
+    assert losses(ranks, tmp_path / "2.jsonl", go_on) == ["6.822842E+00", "6.743383E+00"]
+    end = [*TP2, *flags, "--load", str(two), "--use-checkpoint-args"]
+    assert losses(ranks, tmp_path / "3.jsonl", end) == ["6.693486E+00"]
+
+
+MOE = {"num_experts": 4, "moe_layer_freq": [0, 1, 0, 1]}
+
+
+def test_the_architecture_of_a_checkpoint_is_that_of_the_layers_that_compute():
+    def model(**values):
+        return Namespace(group_query_attention=False, **values)
+
+    saved = model(num_layers=4, noop_layers=["0,3"], **MOE)
+    check_architecture(model(num_layers=2, **MOE), saved, "c")
+    check_architecture(
+        model(num_layers=3, noop_layers=(1,), num_experts=4, moe_layer_freq=[1, 0, 0]), saved, "c"
+    )
+    with pytest.raises(CheckpointError, match="--num-layers: 2 in the checkpoint, now 4"):
+        check_architecture(model(num_layers=4, **MOE), saved, "c")
+
+
+@pytest.mark.parametrize(
+    ("noop_layers", "num_layers", "frequency"),
+    [((), 2, [1, 0]), (["1"], 3, [1, 0, 0]), (["0,3"], 4, [0, 1, 0, 0])],
+)
+def test_the_architecture_of_a_checkpoint_fits_the_noop_layers_of_the_run(
+    noop_layers, num_layers, frequency
+):
+    saved = Namespace(num_layers=4, noop_layers=["0,3"], tokenizer_type="NullTokenizer", **MOE)
+    args = Namespace(num_layers=1, noop_layers=noop_layers, moe_layer_freq=1, num_experts=None)
+    take_architecture(args, saved)
+    assert (args.num_layers, args.moe_layer_freq) == (num_layers, frequency)
