@@ -121,4 +121,4 @@ def _show(value: Any) -> str:
 
 
 def _list(values: Sequence[Any]) -> str:
-    return ", ".join(_show(value) for value in values)
+    return ", ".join(dict.fromkeys(_show(value) for value in values))
