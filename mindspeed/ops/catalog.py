@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from mindspeed.ops import _registry
 from mindspeed.ops._registry import Operator
 
-FILES = ("rms_norm", "swiglu")
+FILES = (
+    "grouped_matmul",
+    "npu_groupmatmul_add",
+    "npu_matmul_add",
+    "rms_norm",
+    "swiglu",
+)
 """Files of this package that define operators."""
 
 
