@@ -16,9 +16,10 @@ when its own kernels are refused, and, in float64, what the self-test compares w
 implementation of a device's list that is not refused there is chosen, once, at the first call;
 ``mindspeed ops`` shows the choice and why the others were refused.
 
-Rules: an op is functional, or mutates exactly one argument written ``Tensor(a!)`` and returns
-``()``; outputs never alias inputs; a backward is an operator of its own; kernels never read values
-of device tensors on the host.
+Rules: an op is functional, or mutates the arguments written ``Tensor(a!)`` and returns ``()``;
+outputs never alias inputs; a backward is an operator of its own; kernels never read values of
+device tensors on the host. An op that communicates takes the torch names of its process groups in
+arguments ``str group...``.
 """
 
 from __future__ import annotations
@@ -194,12 +195,19 @@ class Operator:
         reasons = [(one.kind, one.refused()) for one in self.implementations[device]]
         return [(kind, reason) for kind, reason in reasons if reason is not None]
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it needs a process group, so that it cannot run, or be tested, on its own."""
+        arguments = self.overload._schema.arguments
+        return any(a.name.startswith("group") and str(a.type) == "str" for a in arguments)
+
     def mutated(self) -> list[int]:
         """Positions of the arguments that the op writes to."""
         arguments = self.overload._schema.arguments
         return [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
 
-    def _run(self, device: DeviceName, *args: Any) -> Any:
+    def kernel(self, device: DeviceName) -> Kernel:
+        """What ``device`` runs in this process, below autograd and the dispatcher."""
         kernel = self._kernels.get(device)
         if kernel is None:
             implementation = self.chosen(device)
@@ -207,9 +215,17 @@ class Operator:
             if device == "cuda" and implementation.kind == "reference":
                 for kind, reason in self.refusals(device):
                     note_fallback(self.name, f"{kind} is refused: {reason}")
-        if device == "cpu" and _cpu_mode == "compile":
+        if device == "cpu" and _cpu_mode == "compile" and not self.communicates:
             kernel = _compiled(kernel)
-        return kernel(*args)
+        return kernel
+
+    def _run(self, device: DeviceName, *args: Any) -> Any:
+        return self.kernel(device)(*args)
+
+
+def find(overload: Any) -> Operator | None:
+    """The operator behind an op that a dispatch mode sees, or None for everything else."""
+    return _operators.get(overload._opname) if overload.namespace == NAMESPACE else None
 
 
 def operators() -> Iterator[Operator]:

@@ -8,7 +8,9 @@
 
 It watches the ``c10d`` and functional-collective operators through a ``TorchDispatchMode``, below
 ``torch.distributed``'s Python functions: names bound at import time, async and coalesced calls,
-sends and receives, and calls made by autograd in the backward pass all arrive there. Not seen:
+sends and receives, and calls made by autograd in the backward pass all arrive there, and so do
+those inside the kernels of `mindspeed.ops`; kernels of other packages that fuse a matrix product
+with a collective count as that collective. Not seen:
 ``wait()``, calls from Python threads started elsewhere, and process groups written in Python,
 which never reach the operators.
 
@@ -44,10 +46,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from mindspeed.ops import _registry
+from mindspeed.ops._group import resolve
 from mindspeed.profiling.phase import PhaseTracker
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "npu", "symm_mem")
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,17 @@ class _Recorder(TorchDispatchMode):
                 names = [argument.name for argument in func._schema.arguments]
                 given = {**dict(zip(names, args, strict=False)), **kwargs}
                 self._events.extend(_communications(name, given, self._phase.current()))
+        operator = _registry.find(func)
+        if operator is not None and operator.communicates:
+            return self._inside(operator, args)
         return func(*args, **kwargs)
+
+    def _inside(self, operator: _registry.Operator, args: tuple[Any, ...]) -> Any:
+        # Autograd is done with at this depth, so its kernel is all that is left of the operator;
+        # called directly, with this mode switched on again, it shows what it sends.
+        device: Any = next(x.device.type for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        with self:
+            return operator.kernel(device)(*args)
 
 
 def _communications(name: str, given: Mapping[str, Any], phase: str) -> Iterator[Communication]:
@@ -184,12 +199,7 @@ def _communications(name: str, given: Mapping[str, Any], phase: str) -> Iterator
 def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:
     if "process_group" in given:
         return dist.ProcessGroup.unbox(given["process_group"])
-    group = given["group_name"]
-    return group if isinstance(group, dist.ProcessGroup) else _resolve(group)
-
-
-def _resolve(name: Any) -> dist.ProcessGroup:
-    return torch._C._distributed_c10d._resolve_process_group(name)
+    return resolve(given["hcom"] if "hcom" in given else given["group_name"])
 
 
 def _nbytes(value: Any) -> int:
@@ -227,6 +237,18 @@ def _all_gather(argument: str) -> Reading:
 
 def _reduce_scatter(argument: str) -> Reading:
     return _ring("reduce_scatter", argument, _all_but_own)
+
+
+def _fused(collective: Callable[[str], Reading], left: str, right: str) -> Reading:
+    """The collective of a product that only the fused kernel sees; 16-bit, also when quantised."""
+
+    def read(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+        a, b = given[left], given[right]
+        dtype = a.dtype if a.dtype.is_floating_point else torch.bfloat16
+        product = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device="meta")
+        return collective("product")({"product": product}, size, rank)
+
+    return read
 
 
 def _all_to_all_list(given: Mapping[str, Any], size: int, rank: int) -> Figures:
@@ -301,4 +323,10 @@ _OPERATORS: dict[str, Reading] = {
     "isend": _send("tensor"),
     "irecv": _recv("tensor"),
     "batch_p2p_ops": _batch_p2p,
+    # matrix products fused with a collective: torch_npu's and torch's for symmetric memory
+    "npu_mm_all_reduce_base": _fused(_all_reduce, "x1", "x2"),
+    "npu_mm_reduce_scatter_base": _fused(_reduce_scatter, "input", "x2"),
+    "npu_all_gather_base_mm": _all_gather("input"),
+    "fused_matmul_reduce_scatter": _fused(_reduce_scatter, "A", "B"),
+    "fused_all_gather_matmul": _all_gather("A_shard"),
 }
