@@ -9,11 +9,12 @@ from mindspeed.ops import _registry
 from mindspeed.ops._registry import Operator
 
 FILES = (
-    "grouped_matmul",
-    "npu_groupmatmul_add",
-    "npu_matmul_add",
+    "_mm_all_reduce",
     "rms_norm",
     "swiglu",
+    "npu_matmul_add",
+    "npu_groupmatmul_add",
+    "grouped_matmul",
 )
 """Files of this package that define operators."""
 

@@ -1,0 +1,263 @@
+"""``all_reduce(x1 @ x2 + bias)`` with plain, weight-quantised and fully quantised operands.
+
+=============  ==========  ==========  ==========================================================
+form           x1          x2          each rank's term
+=============  ==========  ==========  ==========================================================
+plain          16, 32 bit  dtype of x1 ``x1 @ x2 + bias``
+weight int8    fp16, bf16  int8        ``x1 @ ((x2 + antiquant_offset) * antiquant_scale) + bias``
+int8           int8        int8        ``(x1 @ x2 + bias) * dequant_scale``, bias int32
+=============  ==========  ==========  ==========================================================
+
+The bias is inside the sum: given on all W ranks it counts W times, so one rank passes it, or each
+passes bias / W. Terms are rounded to the output's dtype before they travel: ``[m, n]`` of it in one
+all-reduce. Source: the formulas of torch_npu's ``npu_mm_all_reduce_base``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._group import comm_name, group_name, resolve
+from mindspeed.ops._numerics import accumulation_dtype
+from mindspeed.ops._registry import Operator, note_fallback, torch_npu
+
+__all__ = ["MM_ALL_REDUCE", "checked_arguments"]
+
+_EXACT_IN_FP32 = 1032  # inner lengths up to which sums of int8 products stay below 2^24
+
+
+def checked_arguments(
+    check: Check,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    hcom: dist.ProcessGroup | str,
+    reduce_op: str,
+    epsilon: float,
+    bias: torch.Tensor | None,
+    antiquant_scale: torch.Tensor | None,
+    antiquant_offset: torch.Tensor | None,
+    dequant_scale: torch.Tensor | None,
+    antiquant_group_size: int,
+    comm_turn: int,
+) -> tuple[Any, ...]:
+    """Check the arguments of the public functions, in their order, before anything is sent.
+
+    Returns:
+        The arguments of :data:`MM_ALL_REDUCE`.
+    """
+    check.choice(("sum",), reduce_op=reduce_op)
+    check.choice((0,), comm_turn=comm_turn)
+    check.rank(2, 3, x1=x1)
+    check.rank(2, x2=x2)
+    check.require(x2.size(0) == x1.size(-1), "x2", f"{x1.size(-1)} rows, as x1 has columns", x2)
+    check.same("device", x1=x1, x2=x2, bias=bias, antiquant_scale=antiquant_scale)
+    check.same("device", x1=x1, antiquant_offset=antiquant_offset, dequant_scale=dequant_scale)
+    if bias is not None:
+        check.shape(x2.shape[1:], bias=bias)
+        check.dtype((torch.int32,) if dequant_scale is not None else (x1.dtype,), bias=bias)
+    if dequant_scale is not None:
+        _check_int8(check, x1, x2, antiquant_scale, dequant_scale)
+    elif antiquant_scale is not None:
+        _check_weight_int8(check, x1, x2, antiquant_scale, antiquant_offset, antiquant_group_size)
+    else:
+        check.floating(x1=x1, x2=x2)
+        check.require(
+            antiquant_offset is None, "antiquant_offset", "None without antiquant_scale", "a tensor"
+        )
+        check.require(
+            antiquant_group_size == 0, "antiquant_group_size", "0 without antiquant_scale",
+            antiquant_group_size,
+        )  # fmt: skip
+    _check_residual(check, x1, x2, residual, gamma, epsilon, _output_dtype(x1, dequant_scale))
+    check.forward_only(x1=x1, x2=x2, residual=residual, gamma=gamma, bias=bias)
+    check.forward_only(antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)
+    check.forward_only(dequant_scale=dequant_scale)
+    quantisation = (antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size)
+    return x1, x2, bias, *quantisation, group_name(check, hcom=hcom)
+
+
+def _check_residual(
+    check: Check,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
+) -> None:
+    check.same("device", x1=x1, residual=residual, gamma=gamma)
+    check.dtype((dtype,), residual=residual)
+    shape = (*x1.shape[:-1], x2.size(1))
+    fits = residual.numel() == math.prod(shape) and residual.shape[-1:] == shape[-1:]
+    check.require(fits, "residual", f"shape {shape}", tuple(residual.shape))
+    check.dtype((dtype, torch.float32), gamma=gamma)
+    check.shape(shape[-1:], gamma=gamma)
+    check.require(epsilon > 0, "epsilon", "a number greater than 0", epsilon)
+
+
+def _check_int8(
+    check: Check,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    antiquant_scale: torch.Tensor | None,
+    dequant_scale: torch.Tensor,
+) -> None:
+    check.dtype((torch.int8,), x1=x1, x2=x2)
+    check.require(
+        antiquant_scale is None, "antiquant_scale", "None together with dequant_scale", "a tensor"
+    )
+    if dequant_scale.dtype != torch.int64:
+        check.dtype((torch.bfloat16, torch.float32), dequant_scale=dequant_scale)
+    _one_of(check, [(1,), (x2.size(1),), (1, x2.size(1))], dequant_scale=dequant_scale)
+
+
+def _check_weight_int8(
+    check: Check,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group_size: int,
+) -> None:
+    check.dtype(FLOATS, x1=x1)
+    check.dtype((torch.int8,), x2=x2)
+    check.dtype((x1.dtype,), antiquant_scale=scale, antiquant_offset=offset)
+    k, n = x2.shape
+    if group_size:
+        check.require(
+            group_size % 32 == 0 and 32 <= group_size <= k - 1,
+            "antiquant_group_size",
+            f"0, or a multiple of 32 between 32 and k - 1 = {k - 1}",
+            group_size,
+        )
+        _one_of(check, [(-(-k // group_size), n)], antiquant_scale=scale)
+    else:
+        _one_of(check, [(1,), (n,), (1, n)], antiquant_scale=scale)
+    if offset is not None:
+        check.shape(scale.shape, antiquant_offset=offset)
+
+
+def _one_of(check: Check, shapes: list[tuple[int, ...]], **given: torch.Tensor) -> None:
+    for name, x in given.items():
+        expected = "shape " + " or ".join(map(str, shapes))
+        check.require(tuple(x.shape) in shapes, name, expected, tuple(x.shape))
+
+
+def _reference(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    bias: torch.Tensor | None,
+    antiquant_scale: torch.Tensor | None,
+    antiquant_offset: torch.Tensor | None,
+    dequant_scale: torch.Tensor | None,
+    antiquant_group_size: int,
+    group: str,
+) -> torch.Tensor:
+    if dequant_scale is not None:
+        term = _integer_sum(x1, x2, bias)
+        term = term * _float_scale(dequant_scale)
+    elif antiquant_scale is not None:
+        wide = accumulation_dtype(x1)
+        weight = x2.to(wide)
+        for add, part in ((True, antiquant_offset), (False, antiquant_scale)):
+            if part is not None:
+                part = _by_row(part.to(wide), x2.size(0), antiquant_group_size)
+                weight = weight.add_(part) if add else weight.mul_(part)
+        term = x1.to(wide) @ weight
+        term = term if bias is None else term.add_(bias)
+    else:
+        # Both accumulate in fp32 and round once, the bias included.
+        term = x1 @ x2 if bias is None else torch.addmm(bias, x1.flatten(0, -2), x2)
+    term = term.to(_output_dtype(x1, dequant_scale)).view(*x1.shape[:-1], x2.size(1))
+    dist.all_reduce(term, group=resolve(group))
+    return term
+
+
+def _integer_sum(x1: torch.Tensor, x2: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x1 @ x2 + bias`` of integers, exactly, as floating-point numbers."""
+    narrow = bias is None and x1.size(-1) <= _EXACT_IN_FP32
+    wide = torch.float32 if narrow else torch.float64
+    product = x1.to(wide) @ x2.to(wide)
+    return product if bias is None else product.add_(bias)
+
+
+def _float_scale(scale: torch.Tensor) -> torch.Tensor:
+    """An fp32 scale; npu_trans_quant_param puts the bits of fp32 in the low half of int64."""
+    return scale.to(torch.int32).view(torch.float32) if scale.dtype == torch.int64 else scale
+
+
+def _by_row(x: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
+    return x.repeat_interleave(group_size, 0)[:rows] if group_size else x
+
+
+def _output_dtype(x1: torch.Tensor, dequant_scale: torch.Tensor | None) -> torch.dtype:
+    if dequant_scale is None:
+        return x1.dtype
+    return torch.bfloat16 if dequant_scale.dtype == torch.bfloat16 else torch.float16
+
+
+def _npu(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    bias: torch.Tensor | None,
+    antiquant_scale: torch.Tensor | None,
+    antiquant_offset: torch.Tensor | None,
+    dequant_scale: torch.Tensor | None,
+    antiquant_group_size: int,
+    group: str,
+) -> torch.Tensor:
+    quantisation = (antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size)
+    if x1.dtype in (torch.float32, torch.float64) or not x1.numel():
+        note_fallback("mm_all_reduce", "npu_mm_all_reduce_base takes no fp32 and no empty x1")
+        return _reference(x1, x2, bias, *quantisation, group)
+    if dequant_scale is not None and dequant_scale.dtype == torch.float32:
+        dequant_scale = torch.ops.npu.npu_trans_quant_param(dequant_scale.flatten())
+    return torch.ops.npu.npu_mm_all_reduce_base(
+        x1.contiguous(),
+        x2,
+        comm_name(resolve(group)),
+        bias=bias,
+        antiquant_scale=antiquant_scale,
+        antiquant_offset=antiquant_offset,
+        dequant_scale=dequant_scale,
+        antiquant_group_size=antiquant_group_size,
+    )
+
+
+def _fake(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    bias: torch.Tensor | None,
+    antiquant_scale: torch.Tensor | None,
+    antiquant_offset: torch.Tensor | None,
+    dequant_scale: torch.Tensor | None,
+    antiquant_group_size: int,
+    group: str,
+) -> torch.Tensor:
+    shape = (*x1.shape[:-1], x2.size(1))
+    return x1.new_empty(shape, dtype=_output_dtype(x1, dequant_scale))
+
+
+def flops(x1_shape: tuple[int, ...], x2_shape: tuple[int, ...], *_: object, **__: object) -> int:
+    """Two operations for every element of x1 and column of x2."""
+    return 2 * math.prod(x1_shape) * x2_shape[1]
+
+
+MM_ALL_REDUCE = Operator(
+    "mm_all_reduce(Tensor x1, Tensor x2, Tensor? bias, Tensor? antiquant_scale,"
+    " Tensor? antiquant_offset, Tensor? dequant_scale, int antiquant_group_size, str group)"
+    " -> Tensor",
+    reference=_reference,
+    fake=_fake,
+    npu=[torch_npu(_npu, "npu_mm_all_reduce_base", "npu_trans_quant_param")],
+    flops=flops,
+    samples=lambda dtype: (),  # without a group there is nothing to run
+    public="mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm",
+)
