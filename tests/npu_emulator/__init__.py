@@ -5,6 +5,7 @@
     stubs.c                      instead of the CANN libraries: memory is malloc, streams do nothing
     emulation.py                 instead of the device's kernels: aten operators of the CPU
     reference_ops/               npu:: operators, restated from torch_npu's documentation
+    collectives.py               instead of HCCL: gloo
 
 Tests reach it through the fixtures `npu` and `npu_ranks` of ``tests/conftest.py``, which run a
 function in a fresh process where torch_npu has been imported over the stubs. Nothing of it is ever

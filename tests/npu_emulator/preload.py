@@ -22,8 +22,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of CANN that is not there
     import torch_npu  # noqa: F401
 
-from npu_emulator import atb, aten_ops, emulation  # noqa: E402
+from npu_emulator import atb, aten_ops, collectives, emulation  # noqa: E402
 from npu_emulator.reference_ops import REFERENCE  # noqa: E402
 
 emulation.install({**aten_ops.REFERENCE, **REFERENCE})
 atb.install()
+collectives.install()

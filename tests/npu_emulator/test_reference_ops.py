@@ -261,9 +261,12 @@ def test_permute_by_routing_map():
     assert by_row.equal(probs.t().masked_select(routing_map.t()))
 
     grads = randn(8, 3, seed=2), randn(8, seed=3)
-    forward = lambda t, p: experts.npu_moe_token_permute_with_routing_map(
-        t, routing_map, probs=p, num_out_tokens=8
-    )[:2]
+
+    def forward(t, p):
+        return experts.npu_moe_token_permute_with_routing_map(
+            t, routing_map, probs=p, num_out_tokens=8
+        )[:2]
+
     inputs = [value.clone().requires_grad_() for value in (tokens, probs)]
     expected = torch.autograd.grad(forward(*inputs), inputs, grads)
     got = experts.npu_moe_token_permute_with_routing_map_grad(

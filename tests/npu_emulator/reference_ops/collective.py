@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from npu_emulator.collectives import lent
 from npu_emulator.reference_ops._common import refuse, require
 
 
@@ -15,7 +15,7 @@ def _plain(op, hcom, world_size, options):
         options.pop(name, None)
     require(op, options.pop("reduce_op", "sum") == "sum", "reduce_op is sum")
     refuse(op, options)
-    group = _resolve_process_group(hcom)
+    group = lent(_resolve_process_group(hcom))
     require(op, world_size in (None, group.size()), f"world_size is {group.size()}")
     return group
 
@@ -26,7 +26,7 @@ def npu_mm_all_reduce_base(x1, x2, hcom, *, bias=None, x3=None, **options):
     y = x1.float() @ x2.float()
     for term in (bias, x3):
         y = y if term is None else y + term.float()
-    dist.all_reduce(y, group=group)
+    group.allreduce(y).wait()
     return y.to(x1.dtype)
 
 
@@ -38,7 +38,7 @@ def npu_mm_reduce_scatter_base(input, x2, hcom, world_size, *, bias=None, **opti
     require(op, input.size(0) % world_size == 0, "rows are a multiple of world_size")
     y = input.float() @ x2.float()
     part = y.new_empty(y.size(0) // world_size, y.size(1))
-    dist.reduce_scatter_tensor(part, y, group=group)
+    group._reduce_scatter_base(part, y).wait()
     return part.to(input.dtype)
 
 
@@ -51,7 +51,7 @@ def npu_all_gather_base_mm(
     require(op, bias is None, "bias is not supported by this version")
     require(op, gather_index == 0, "gather_index is 0")
     gathered = input.new_empty(input.size(0) * world_size, input.size(1))
-    dist.all_gather_into_tensor(gathered, input.contiguous(), group=group)
+    group._allgather_base(gathered, input.contiguous()).wait()
     y = (gathered.float() @ x2.float()).to(input.dtype)
     return y, gathered if gather_output else torch.empty(0, dtype=input.dtype)
 
