@@ -1,0 +1,55 @@
+"""What test_training.py runs: a tiny GPT through Megatron, on whatever device this process has."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TINY = shlex.split("""
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
+    --num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --disable-bias-linear --hidden-dropout 0
+    --attention-dropout 0 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2
+    --lr-decay-style linear --train-iters 4 --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 100 --use-cpu-initialization --log-interval 1 --eval-iters 0
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+""")
+
+
+def train(log: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Trains for four steps; the records of rank 0 go to `log`.
+
+    Returns:
+        ``iteration`` (last done), ``devices`` of the parameters, ``backend`` of the groups.
+    """
+    import os
+
+    import torch.distributed as dist
+
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.training.model import gpt_model
+    from mindspeed.training.pretrain import pretrain
+
+    modules = []
+    seen = {}
+
+    def provider(*given: Any) -> Any:
+        modules.append(gpt_model(*given))
+        seen["backend"] = dist.get_backend()
+        return modules[-1]
+
+    settings = _prepare([*TINY, "--metrics-file", log, *flags], int(os.environ["WORLD_SIZE"]))
+    seen["iteration"] = pretrain(settings, provider)
+    seen["devices"] = sorted({p.device.type for module in modules for p in module.parameters()})
+    return seen
+
+
+def records(log: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step."""
+    import json
+
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [(line["lm_loss"], line["grad_norm"]) for line in lines if "lm_loss" in line]
