@@ -120,8 +120,12 @@ def model_key(index: int, count: int) -> str:
 
 
 def stored_args(args: argparse.Namespace) -> argparse.Namespace:
-    """The values of a run, reduced to types that load without running code."""
-    plain = {name: value for name, value in vars(args).items() if _is_plain(value)}
+    """The values of a run, equal on all ranks and of types that load without running code."""
+    plain = {
+        name: value
+        for name, value in vars(args).items()
+        if _is_plain(value) and name not in ("rank", "local_rank")
+    }
     return argparse.Namespace(**plain, no_persist_layer_norm=not args.persist_layer_norm)
 
 
