@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.training.options import (
     CheckpointOptions,
@@ -249,8 +250,17 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
     if args.max_position_embeddings < args.seq_length:
         yield f"--max-position-embeddings is smaller than --seq-length {args.seq_length}"
+    yield from _graphs(args)
     if sum((args.swiglu, args.squared_relu, args.quick_geglu)) > 1:
         yield "give one of --swiglu, --squared-relu and --quick-geglu"
+
+
+def _graphs(args: argparse.Namespace) -> Iterator[str]:
+    here = device.current().name
+    off = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
+    for name, value in off.items():
+        if here != "cuda" and getattr(args, name) != value:
+            yield f"--{name.replace('_', '-')} needs an NVIDIA GPU, this device is {here}: drop it"
 
 
 def _duration(args: argparse.Namespace) -> Iterator[str]:
