@@ -64,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     texts = _prompts(args)
+    from mindspeed.training.quiet import choose_warnings
+
+    choose_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.inference.load import Source, load_model, resolve_source
     from mindspeed.training.guard import stop_together

@@ -22,6 +22,9 @@ PASS_THROUGH = True
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; flags as in ``mindspeed pretrain --help``."""
+    from mindspeed.training.quiet import choose_warnings
+
+    choose_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.training.guard import stop_together
     from mindspeed.training.launch import inside_a_job, run_ranks

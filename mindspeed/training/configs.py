@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     values["pipeline_dtype"] = args.params_dtype
     values["batch_p2p_comm"] = not args.overlap_p2p_comm
     values["inference_sampling_seed"] = args.seed
+    values["cuda_graph_scope"] = []  # whole layers; the class's own default is deprecated
     if not args.group_query_attention:
         values["num_query_groups"] = None
     if args.rope_type is None:
@@ -84,6 +86,8 @@ def _activation(args: argparse.Namespace) -> dict[str, Any]:
         from megatron.core.activations import squared_relu
 
         values["activation_func"] = squared_relu
+    elif args.openai_gelu:
+        values["activation_func"] = partial(F.gelu, approximate="tanh")
     elif args.quick_geglu:
         values.update(activation_func=quick_gelu, gated_linear_unit=True)
     return values

@@ -1,0 +1,57 @@
+"""What ``mindspeed pretrain`` prints: the log, what comes next, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
+from trainer_job import TINY
+
+ROOT = re.compile(r"mindspeed: warning: running as root.*\n")
+
+
+def pretrain(*flags: str, **environment: str) -> tuple[str, str]:
+    """Standard output and standard error of a run on two ranks."""
+    unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed", "pretrain", *TINY, "--nproc", "2", *flags],
+        env={k: v for k, v in os.environ.items() if k not in unset}
+        | {"MINDSPEED_DEVICE": "cpu"}
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout, ROOT.sub("", done.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_two_ranks_print_one_log_and_no_warnings(implementation, tmp_path):
+    flags = ["--train-iters", "2", "--save", str(tmp_path), "--use-distributed-optimizer"]
+    output, errors = pretrain(*flags, "--transformer-impl", implementation)
+    assert errors == ""
+    lines = [" ".join(line.split()[:2]) for line in output.splitlines()]
+    assert lines == [
+        "iteration 1/",
+        "iteration 2/",
+        "saved iteration",
+        "trained to",
+        "continue mindspeed",
+        "generate mindspeed",
+        "draw mindspeed",
+    ]
+
+
+@pytest.mark.slow
+def test_warnings_that_were_asked_for_are_shown(tmp_path):
+    _, errors = pretrain("--train-iters", "1", PYTHONWARNINGS="default")
+    assert "Apex is not installed" in errors
