@@ -10,6 +10,8 @@ from mindspeed.ops._registry import Operator
 
 FILES = (
     "_mm_all_reduce",
+    "lcal_functional",
+    "npu_grouped_mat_mul_all_reduce",
     "rms_norm",
     "swiglu",
     "npu_matmul_add",

@@ -1,0 +1,122 @@
+"""Matrix products that hide their collective: in chunks of rows, one is computed, one travels.
+
+    chunks = 1   |--- matmul ---|------ all_reduce ------|
+    chunks = 4   |mm|mm|mm|mm|
+                    |--ar--|--ar--|--ar--|--ar--|
+
+With one chunk this is the plain composition of torch.distributed, and the reference. More chunks
+move the same bytes in as many more collectives; a collective of T seconds beside a product of C
+seconds then takes max(C, T) + min(C, T) / chunks instead of C + T.
+
+Layouts: a ``[m, k]``, b ``[k, n]``, out ``[m, n]``; rows that a group of p ranks shares are
+``[m / p, ...]`` on each, rank by rank. Everything here writes into tensors it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+Start = Callable[[int], dist.Work]
+Finish = Callable[[int], None]
+
+
+def pipeline(chunks: int, start: Start, finish: Finish) -> None:
+    """Start chunk i + 1 before waiting for chunk i.
+
+    Args:
+        chunks: how many there are, at least 1.
+        start: issues the collective of a chunk, after computing what it sends if anything.
+        finish: consumes what the collective of that chunk brought.
+    """
+    under_way = start(0)
+    for i in range(chunks):
+        ready, following = under_way, i + 1 < chunks
+        if following:
+            under_way = start(i + 1)
+        ready.wait()
+        finish(i)
+
+
+def matmul_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, chunks: int
+) -> None:
+    """``out = sum over ranks of a @ b``; moves ``[m, n]`` in ``chunks`` all-reduces."""
+    parts, results = a.chunk(chunks), out.chunk(chunks)
+
+    def start(i: int) -> dist.Work:
+        torch.mm(parts[i], b, out=results[i])
+        return _issued(dist.all_reduce(results[i], group=group, async_op=True))
+
+    pipeline(len(parts), start, lambda i: None)
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, chunks: int
+) -> None:
+    """``out = this rank's rows of the sum of a @ b``; reduce-scatters ``[m, n]`` in all.
+
+    Chunk i holds part i of every rank's rows, so that its piece of ``out`` lies in one place.
+    """
+    ranks = group.size()
+    by_rank = a.view(ranks, chunks, -1, a.size(1))
+    results = out.chunk(chunks)
+    partial: list[torch.Tensor | None] = [None] * chunks
+
+    def start(i: int) -> dist.Work:
+        partial[i] = torch.mm(by_rank[:, i].reshape(-1, a.size(1)), b)
+        work = dist.reduce_scatter_tensor(results[i], partial[i], group=group, async_op=True)
+        return _issued(work)
+
+    def finish(i: int) -> None:
+        partial[i] = None  # it had to live until it was sent
+
+    pipeline(chunks, start, finish)
+
+
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    gathered: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    chunks: int,
+) -> None:
+    """``out = (a of all ranks) @ b``; gathers ``[m, k]`` in all, into ``gathered`` if given.
+
+    Without ``gathered``, two chunks of it are in memory at a time.
+    """
+    ranks, k = group.size(), a.size(1)
+    parts = a.chunk(chunks)
+    chunked_out = out.view(ranks, chunks, -1, out.size(1))
+    whole = None if gathered is None else gathered.view(ranks, chunks, -1, k)
+    arriving: list[torch.Tensor | None] = [None] * chunks
+
+    def start(i: int) -> dist.Work:
+        direct = gathered is not None and chunks == 1
+        arriving[i] = gathered if direct else a.new_empty(ranks * parts[i].size(0), k)
+        work = dist.all_gather_into_tensor(
+            arriving[i], parts[i].contiguous(), group=group, async_op=True
+        )
+        return _issued(work)
+
+    def finish(i: int) -> None:
+        rows = arriving[i]
+        assert rows is not None
+        if chunks == 1:
+            torch.mm(rows, b, out=out)
+            return
+        rows = rows.view(ranks, -1, k)
+        chunked_out[:, i] = rows @ b
+        if whole is not None:
+            whole[:, i] = rows
+        arriving[i] = None
+
+    pipeline(chunks, start, finish)
+
+
+def _issued(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # None would mean that this process is not in the group
+    return work

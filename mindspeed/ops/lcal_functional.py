@@ -1,0 +1,250 @@
+"""Matrix products with the collective of a tensor-parallel linear, into given tensors.
+
+    from mindspeed.ops.lcal_functional import coc_ops
+    coc_ops.matmul_reduce_scatter(x, weight.t(), output)           # Megatron's group, one chunk
+
+    four = CocOps(group, chunks=4)                                  # any group, overlapped
+    four.all_gather_matmul(x, weight.t(), output)
+
+======================  =======================================  =============  ==================
+method                  result                                   a              output
+======================  =======================================  =============  ==================
+pure_matmul             ``a @ b``                                ``[m, k]``     ``[m, n]``
+matmul_all_reduce       ``sum over ranks of a @ b``              ``[m, k]``     ``[m, n]``
+matmul_reduce_scatter   this rank's rows of that sum             ``[m, k]``     ``[m / p, n]``
+all_gather_matmul       ``(rows of all ranks) @ b``              ``[m / p, k]`` ``[m, n]``
+all_gather_matmul_v2    the same, and the rows themselves        ``[m / p, k]`` ``[m, n]``
+======================  =======================================  =============  ==================
+
+The bias, ``[1, n]`` or ``[n]``, is added once, after the communication. On every device the
+collectives of one chunk of rows overlap with the product of the next (:mod:`_overlap`); fused
+kernels of torch_npu, and of torch for GPUs that share memory, go before that where they fit.
+Source: the operators that the original library calls LCAL, here for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.ops import _overlap
+from mindspeed.ops._check import Check
+from mindspeed.ops._fused_collectives import NPU, SYMMETRIC_MEMORY
+from mindspeed.ops._group import group_name, resolve, tensor_parallel
+from mindspeed.ops._mm_all_reduce import flops
+from mindspeed.ops._registry import Kernel, Operator
+
+__all__ = ["CocOps", "coc_ops"]
+
+
+@dataclass(frozen=True)
+class CocOps:
+    """The operators for one group and one number of chunks.
+
+    ``b`` is ``[k, n]``, also as a transposed view, or ``[n, k]``; a square ``b`` is taken as it is.
+    All tensors have one dtype (fp16, bf16 or fp32), ``output`` is contiguous, nothing needs a
+    gradient, and the methods return None.
+
+    Attributes:
+        group: a group or its name; None for Megatron's tensor-parallel group.
+        chunks: parts of the rows that are computed and sent in turn; it divides a rank's rows.
+    """
+
+    group: dist.ProcessGroup | str | None = None
+    chunks: int = 1
+
+    def pure_matmul(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        output: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """``output = a @ b + bias``, without communication."""
+        b = _operands(Check("coc_ops.pure_matmul"), a, b, output, bias, 1)
+        torch.mm(a, b, out=output)
+        _add(output, bias)
+
+    def matmul_all_reduce(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        output: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """``output = sum over ranks of a @ b, + bias``."""
+        check = Check("coc_ops.matmul_all_reduce")
+        name = self._group(check)
+        b = _operands(check, a, b, output, bias, 1)
+        self._check_chunks(check, a.size(0))
+        MATMUL_ALL_REDUCE(a.contiguous(), b, output, self.chunks, name)
+        _add(output, bias)
+
+    def matmul_reduce_scatter(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        output: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """``output = this rank's rows of the sum over ranks of a @ b, + bias``."""
+        check = Check("coc_ops.matmul_reduce_scatter")
+        name = self._group(check)
+        ranks = resolve(name).size()
+        expected = f"a number of rows that {ranks} ranks divide"
+        check.require(a.dim() != 2 or a.size(0) % ranks == 0, "a", expected, a)
+        b = _operands(check, a, b, output, bias, 1 / ranks)
+        self._check_chunks(check, output.size(0))
+        MATMUL_REDUCE_SCATTER(a.contiguous(), b, output, self.chunks, name)
+        _add(output, bias)
+
+    def all_gather_matmul(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        output: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """``output = (a of all ranks) @ b + bias``."""
+        self._all_gather(Check("coc_ops.all_gather_matmul"), a, b, output, None, bias)
+
+    def all_gather_matmul_v2(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        output: torch.Tensor,
+        comm_output: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """The same, and ``comm_output = a of all ranks``, ``[m, k]``."""
+        self._all_gather(Check("coc_ops.all_gather_matmul_v2"), a, b, output, comm_output, bias)
+
+    def _all_gather(
+        self,
+        check: Check,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        output: torch.Tensor,
+        comm_output: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> None:
+        name = self._group(check)
+        ranks = resolve(name).size()
+        b = _operands(check, a, b, output, bias, ranks)
+        self._check_chunks(check, a.size(0))
+        if comm_output is None:
+            ALL_GATHER_MATMUL(a.contiguous(), b, output, self.chunks, name)
+        else:
+            check.floating(a=a, comm_output=comm_output)
+            check.shape((a.size(0) * ranks, a.size(1)), comm_output=comm_output)
+            contiguous = comm_output.is_contiguous()
+            check.require(contiguous, "comm_output", "a contiguous tensor", comm_output)
+            ALL_GATHER_MATMUL_V2(a.contiguous(), b, output, comm_output, self.chunks, name)
+        _add(output, bias)
+
+    def _group(self, check: Check) -> str:
+        group = tensor_parallel() if self.group is None else self.group
+        if group is None:
+            remedy = "one in CocOps(group), or Megatron's tensor-parallel group initialised"
+            check.fail("group", remedy, None)
+        return group_name(check, group=group)
+
+    def _check_chunks(self, check: Check, rows: int) -> None:
+        fits = isinstance(self.chunks, int) and self.chunks >= 1 and rows % self.chunks == 0
+        expected = f"a number of chunks that divides the {rows} rows of a rank"
+        check.require(fits, "chunks", expected, self.chunks)
+
+
+coc_ops = CocOps()
+"""The operators over Megatron's tensor-parallel group, in one chunk."""
+
+
+def _operands(
+    check: Check,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    output: torch.Tensor,
+    bias: torch.Tensor | None,
+    growth: float,
+) -> torch.Tensor:
+    """Check the tensors and return b as ``[k, n]``; ``output`` has ``growth`` times a's rows."""
+    check.floating(a=a, b=b, output=output, bias=bias)
+    check.rank(2, a=a, b=b, output=output)
+    k, n = a.size(1), output.size(1)
+    expected = f"shape {(k, n)} or {(n, k)}, from the columns of a and output"
+    check.require(tuple(b.shape) in ((k, n), (n, k)), "b", expected, tuple(b.shape))
+    check.shape((round(a.size(0) * growth), n), output=output)
+    check.require(output.is_contiguous(), "output", "a contiguous tensor", output)
+    if bias is not None:
+        fits = tuple(bias.shape) in ((n,), (1, n))
+        check.require(fits, "bias", f"shape {(1, n)} or {(n,)}", tuple(bias.shape))
+    check.forward_only(a=a, b=b, output=output, bias=bias)
+    return b if tuple(b.shape) == (k, n) else b.t()
+
+
+def _add(output: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if bias is not None:
+        output.add_(bias)
+
+
+def _all_reduce(
+    a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
+) -> None:
+    _overlap.matmul_all_reduce(a, b, output, resolve(group), chunks)
+
+
+def _reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
+) -> None:
+    _overlap.matmul_reduce_scatter(a, b, output, resolve(group), chunks)
+
+
+def _gather(
+    a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
+) -> None:
+    _overlap.all_gather_matmul(a, b, output, None, resolve(group), chunks)
+
+
+def _gather_v2(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    output: torch.Tensor,
+    comm_output: torch.Tensor,
+    chunks: int,
+    group: str,
+) -> None:
+    _overlap.all_gather_matmul(a, b, output, comm_output, resolve(group), chunks)
+
+
+def _gathered_flops(
+    a_shape: tuple[int, ...], b_shape: tuple[int, ...], output_shape: tuple[int, ...],
+    *_: object, **__: object,
+) -> int:  # fmt: skip
+    return flops((output_shape[0], a_shape[1]), b_shape)
+
+
+def _define(name: str, reference: Kernel, gathers: bool = False, outputs: str = "") -> Operator:
+    outputs = outputs or "Tensor(a!) output"
+    return Operator(
+        f"{name}(Tensor a, Tensor b, {outputs}, int chunks, str group) -> ()",
+        reference=reference,
+        fake=lambda *_: None,
+        cuda=[kernel for kernel in (SYMMETRIC_MEMORY.get(name),) if kernel],
+        npu=[NPU[name]],
+        flops=_gathered_flops if gathers else flops,
+        samples=lambda dtype: (),  # without a group there is nothing to run
+        public=f"mindspeed.ops.lcal_functional.coc_ops.{name.removeprefix('coc_')}",
+    )
+
+
+MATMUL_ALL_REDUCE = _define("coc_matmul_all_reduce", _all_reduce)
+MATMUL_REDUCE_SCATTER = _define("coc_matmul_reduce_scatter", _reduce_scatter)
+ALL_GATHER_MATMUL = _define("coc_all_gather_matmul", _gather, gathers=True)
+ALL_GATHER_MATMUL_V2 = _define(
+    "coc_all_gather_matmul_v2",
+    _gather_v2,
+    gathers=True,
+    outputs="Tensor(a!) output, Tensor(b!) comm_output",
+)
