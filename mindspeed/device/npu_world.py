@@ -6,13 +6,13 @@ the NPU, and is maintained with torch_npu. On top of it come only
 * the type strings that Megatron compares (``torch.npu.HalfTensor`` -> ``torch.cuda.HalfTensor``);
 * nvtx ranges, which become mstx ranges;
 * the names of torch.cuda that torch_npu has not (``cudart``, ``check_error``, clocks and sensors);
+* the compute capability, without which torch's broadcast fails (torch_npu says None);
 * all_reduce of float64, which HCCL has not: summed in float32;
 * Megatron's torch.compile, which returns the function itself (``MINDSPEED_COMPILE=1`` keeps it).
 
 torch_npu's own transfer layer cannot be undone; the journal takes back what is added here.
 
-Verified with a stand-in for torch_npu, and by name against the sources of torch_npu 2.13.0; the
-transfer layer itself needs an Ascend machine or an emulation of one.
+Verified with torch_npu 2.13.0 on the emulated NPU of ``tests/npu_emulator``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -31,6 +32,7 @@ from torch.distributed import distributed_c10d
 
 from mindspeed.device.cuda_world.callers import asked_by_megatron
 from mindspeed.device.cuda_world.compiling import compile_eagerly
+from mindspeed.device.cuda_world.namespace import CAPABILITY
 from mindspeed.device.npu import NpuDevice
 from mindspeed.journal import Journal
 
@@ -44,6 +46,7 @@ def install(journal: Journal, device: NpuDevice) -> None:
 
     put(torch.Tensor, "type", _type(torch.Tensor.type))
     put(torch, "compile", compile_eagerly(torch.compile))
+    put(torch.cuda, "get_device_capability", _capability(device.torch_npu))
     for name, value in _missing_names(device.torch_npu).items():
         if not _usable(torch.cuda, name):
             put(torch.cuda, name, value)
@@ -87,6 +90,15 @@ def _type(method: Callable[..., Any]) -> Callable[..., Any]:
         return name
 
     return type_
+
+
+def _capability(torch_npu: ModuleType) -> Callable[..., Any]:
+    def get_device_capability(device: Any = None) -> tuple[int, int]:
+        if os.environ.get("TORCH_NPU_DEVICE_CAPABILITY"):
+            return torch_npu.npu.get_device_capability(device)
+        return CAPABILITY
+
+    return get_device_capability
 
 
 def _usable(module: ModuleType, name: str) -> bool:

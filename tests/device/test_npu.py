@@ -81,6 +81,7 @@ def test_install_completes_the_transfer_layer_and_is_taken_back(torch_npu):
     assert device.install(journal, NpuDevice(torch_npu)).name == "npu"
     assert torch.cuda.cudart().cudaProfilerStart() == 0
     assert torch.cuda.temperature() == 0
+    assert torch.cuda.get_device_capability() == (8, 0)
     torch.cuda.nvtx.range_push("outer")
     with torch.cuda.nvtx.range("inner"):
         pass
