@@ -35,6 +35,7 @@ _OWN = {
     *("aten::record_stream", "aten::_has_compatible_shallow_copy_type", "aten::set_data"),
     "aten::scaled_dot_product_attention",  # calls npu_fusion_attention_v3
     *("npu::empty_with_format", "npu::unsafe_empty_with_format", "npu::get_npu_format"),
+    *("npu::npu_format_cast", "npu::npu_format_cast.Tensor"),  # tensors keep torch's own format
     *("npu::get_storage_size", "npu::_npu_storage_resize", "npu::npu_change_data_ptr"),
 }
 

@@ -13,14 +13,14 @@ TINY = shlex.split("""
     --untie-embeddings-and-output-weights --disable-bias-linear --hidden-dropout 0
     --attention-dropout 0 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2
     --lr-decay-style linear --train-iters 4 --mock-data --tokenizer-type NullTokenizer
-    --vocab-size 100 --use-cpu-initialization --log-interval 1 --eval-iters 0
+    --vocab-size 100 --log-interval 1 --eval-iters 0
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
     --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
 """)
 
 
-def train(log: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Trains for four steps; the records of rank 0 go to `log`.
+def train(flags: Sequence[str]) -> dict[str, Any]:
+    """Trains for four steps.
 
     Returns:
         ``iteration`` (last done), ``devices`` of the parameters, ``backend`` of the groups.
@@ -41,7 +41,7 @@ def train(log: str, flags: Sequence[str]) -> dict[str, Any]:
         seen["backend"] = dist.get_backend()
         return modules[-1]
 
-    settings = _prepare([*TINY, "--metrics-file", log, *flags], int(os.environ["WORLD_SIZE"]))
+    settings = _prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"]))
     seen["iteration"] = pretrain(settings, provider)
     seen["devices"] = sorted({p.device.type for module in modules for p in module.parameters()})
     return seen
