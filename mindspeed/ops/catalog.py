@@ -10,13 +10,14 @@ from mindspeed.ops._registry import Operator
 
 FILES = (
     "_mm_all_reduce",
+    "grouped_matmul",
     "lcal_functional",
+    "moe_permutation",
     "npu_grouped_mat_mul_all_reduce",
+    "npu_groupmatmul_add",
+    "npu_matmul_add",
     "rms_norm",
     "swiglu",
-    "npu_matmul_add",
-    "npu_groupmatmul_add",
-    "grouped_matmul",
 )
 """Files of this package that define operators."""
 
