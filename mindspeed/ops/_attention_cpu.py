@@ -1,0 +1,68 @@
+"""Attention on the CPU: torch's flash kernel, tile by tile where a band or a bias is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mindspeed.ops import _attention_tiles as tiles
+from mindspeed.ops._attention_problem import Problem
+from mindspeed.ops._attention_tiles import Fused, Tensors
+from mindspeed.ops._numerics import accumulation_dtype
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(out, lse)`` without the sink; see :mod:`mindspeed.ops.attention`."""
+    return tiles.forward(Problem(*options), FLASH, q, k, v)
+
+
+def backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor, *options: Any,
+) -> Tensors:  # fmt: skip
+    """Return ``(dq, dk, dv, dpse)``."""
+    *options_, pse_grad = options
+    return tiles.backward(Problem(*options_), FLASH, dout, q, k, v, out, lse, pse_grad)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+    causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, _widened(v, q), 0.0, causal, attn_mask=_four(bias), scale=scale
+    )
+    return out[..., : v.shape[-1]], lse
+
+
+def _backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float,
+) -> Tensors:  # fmt: skip
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _widened(dout, q), q, k, _widened(v, q), _widened(out, q), lse, 0.0, causal,
+        attn_mask=_four(bias), scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv[..., : v.shape[-1]]
+
+
+def _widened(v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """The kernel knows one head size: zeros behind the values add nothing to the output."""
+    missing = q.shape[-1] - v.shape[-1]
+    return F.pad(v, (0, missing)) if missing else v
+
+
+def _four(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return bias if bias is None or bias.dim() == 4 else bias.expand(1, 1, *bias.shape[-2:])
+
+
+FLASH = Fused(
+    forward=_forward,
+    backward=_backward,
+    takes=lambda q, v: v.shape[-1] <= q.shape[-1],
+    bias_dtype=accumulation_dtype,
+)

@@ -1,0 +1,153 @@
+"""Which key a query sees: the sparse modes of attention as one predicate that is cheap to cut.
+
+In coordinates of one sequence, query i and key j counted from its start, ``d = keys - queries``:
+
+    mode  hidden when                              aligned at
+    0     j > i + next, j < i - pre, or masked     top left
+    1     masked                                   -
+    2     j > i                                    top left
+    3     j > i + d                                bottom right
+    4     j > i + d + next or j < i + d - pre      bottom right
+    5, 6  j > i + d and j >= prefix                bottom right
+    7     mode 3, but the last sequence mode 4     packed sequences, cut behind
+    8     mode 2, but the first sequence mode 4    packed sequences, cut in front
+
+All are a band ``low <= j - i <= high``, to which a prefix adds columns and a mask takes keys away.
+A band is two numbers, so a tile of the score matrix knows which keys it needs and whether any of
+them is hidden without a mask of the whole matrix (:class:`Sight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+EVERYTHING = 2147483647
+"""``pre`` and ``next`` that reach every key."""
+
+UNCUT, MASK_ONLY, TOP_LEFT_CAUSAL, CAUSAL, BAND, PREFIX_FULL, PREFIX = range(7)
+CUT_BEHIND, CUT_IN_FRONT = 7, 8
+MODES = range(9)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the queries of one sequence see of its keys.
+
+    Attributes:
+        queries: how many there are.
+        keys: how many there are.
+        low: key j is seen by query i only if ``j - i >= low``.
+        high: ... and ``j - i <= high``.
+        prefix: ``[b]`` keys that every query sees beyond the band, or None.
+        mask: broadcastable to ``[b, n, queries, keys]``, True is hidden, or None.
+    """
+
+    queries: int
+    keys: int
+    low: int
+    high: int
+    prefix: tuple[int, ...] | None = None
+    mask: torch.Tensor | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Every query sees every key."""
+        return self._inside(0, self.queries, 0, self.keys) and self.mask is None
+
+    @property
+    def is_triangle(self) -> bool:
+        """Query i sees exactly the keys up to i."""
+        plain = self.prefix is None and self.mask is None
+        return plain and self.high == 0 and self.low <= -(self.queries - 1)
+
+    def reach(self, first: int, last: int) -> tuple[int, int]:
+        """The range of keys outside of which queries ``[first, last)`` see nothing."""
+        start = min(max(first + self.low, 0), self.keys)
+        stop = min(max(last + self.high, 0), self.keys)
+        if self.prefix is not None:
+            start, stop = 0, max(stop, min(max(self.prefix), self.keys))
+        return start, max(start, stop)
+
+    def hidden(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor | None:
+        """True where query and key of a tile do not meet; None where all do.
+
+        Broadcastable to ``[b, n, rows, columns]``.
+        """
+        tile = (rows.start, rows.stop, columns.start, columns.stop)
+        given = None if self.mask is None else cut(self.mask, rows, columns)
+        if self._inside(*tile):
+            return given
+        distance = torch.arange(columns.start, columns.stop, device=device)
+        key = distance
+        distance = distance - torch.arange(rows.start, rows.stop, device=device)[:, None]
+        hidden = (distance > self.high).logical_or_(distance < self.low)
+        if self.prefix is not None:
+            prefix = torch.tensor(self.prefix, device=device).view(-1, 1, 1, 1)
+            hidden = hidden & (key >= prefix)
+        return hidden if given is None else hidden | given
+
+    def pairs(self) -> int:
+        """How many (query, key) pairs band and prefix let meet, per sequence and head."""
+        first = torch.arange(self.queries, dtype=torch.int64)
+        start = (first + self.low).clamp(0, self.keys)
+        stop = (first + self.high + 1).clamp(0, self.keys)
+        if self.prefix is None:
+            return int((stop - start).clamp(min=0).sum())
+        prefix = torch.tensor(self.prefix).clamp(max=self.keys)[:, None]
+        return int(torch.maximum(stop, prefix).sum()) // len(self.prefix)
+
+    def _inside(self, row: int, row_stop: int, key: int, key_stop: int) -> bool:
+        """Whether the band hides nothing of a tile."""
+        band = key_stop - 1 - row <= self.high and key - (row_stop - 1) >= self.low
+        return band or (self.prefix is not None and key_stop <= min(self.prefix))
+
+
+def sight(
+    queries: int,
+    keys: int,
+    mode: int,
+    pre: int = EVERYTHING,
+    next: int = EVERYTHING,
+    *,
+    prefix: Sequence[int] | None = None,
+    mask: torch.Tensor | None = None,
+    sequence: int = 0,
+    sequences: int = 1,
+) -> Sight:
+    """The sight of one sequence under a sparse mode.
+
+    Args:
+        queries: queries of the sequence.
+        keys: keys of the sequence.
+        mode: 0 to 8, see the table above.
+        pre: how many keys before its own a query sees (modes 0, 4, 7, 8).
+        next: how many keys after its own (same modes); negative takes keys away.
+        prefix: per batch entry, for modes 5 and 6.
+        mask: for modes 0 and 1.
+        sequence: number of the sequence in its pack.
+        sequences: how many the pack has.
+    """
+    d = keys - queries
+    special = (mode == CUT_BEHIND and sequence == sequences - 1) or (
+        mode == CUT_IN_FRONT and sequence == 0
+    )
+    if mode == UNCUT:
+        return Sight(queries, keys, -pre, next, mask=mask)
+    if mode == MASK_ONLY:
+        return Sight(queries, keys, -EVERYTHING, EVERYTHING, mask=mask)
+    if mode == BAND or special:
+        return Sight(queries, keys, d - pre, d + next)
+    if mode in (TOP_LEFT_CAUSAL, CUT_IN_FRONT):
+        return Sight(queries, keys, -EVERYTHING, 0)
+    columns = None if prefix is None or mode not in (PREFIX_FULL, PREFIX) else tuple(prefix)
+    return Sight(queries, keys, -EVERYTHING, d, prefix=columns)
+
+
+def cut(x: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+    """The tile of something that broadcasts to ``[..., queries, keys]``."""
+    if x.dim() > 1 and x.shape[-2] > 1:
+        x = x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., columns]
