@@ -1,0 +1,120 @@
+"""The first product of experts: exchange tokens, gather them, multiply, activate.
+
+Backward in one all-to-all and one reduce-scatter. Source: the operator that CANN calls
+AlltoAllAllGatherBatchMatMul; torch_npu has it no more, so every device runs the composition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._expert_exchange import ALL_TO_ALL_ALL_GATHER_BMM
+from mindspeed.ops._group import group_name, resolve
+
+__all__ = ["npu_all_to_all_all_gather_bmm"]
+
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "None": lambda x: x,
+    "GELU": F.gelu,
+    "Silu": F.silu,
+    "FastGELU": lambda x: x * torch.sigmoid(1.702 * x),
+    "Relu": torch.relu,
+}
+
+Result = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+
+
+def npu_all_to_all_all_gather_bmm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_ep: dist.ProcessGroup | str,
+    group_ep_worldsize: int,
+    group_tp: dist.ProcessGroup | str,
+    group_tp_worldsize: int,
+    *,
+    bias: torch.Tensor | None = None,
+    shard_type: int = 0,
+    act_type: str = "None",
+    need_allgather_out: bool = False,
+    need_activation_feature: bool = False,
+) -> Result:
+    """All-to-all over EP, all-gather over TP, batched product, bias, activation.
+
+    Args:
+        x: ``[E, C, H / tp]`` (shard_type 0) or ``[E, C / tp, H]`` (1): fp16, bf16 or fp32.
+        weight: ``[E / ep, H, M / tp]``, dtype of x.
+        group_ep: the expert-parallel group, its name, or the name of its HCCL communicator.
+        group_ep_worldsize: its number of ranks.
+        group_tp: the tensor-parallel group, likewise.
+        group_tp_worldsize: its number of ranks.
+        bias: ``[E / ep, M / tp]`` or ``[E / ep, 1, M / tp]``, dtype of x or fp32.
+        shard_type: 0 gathers along H, 1 along C.
+        act_type: "None", "GELU", "Silu", "FastGELU" or "Relu".
+        need_allgather_out: whether to return the gathered tokens.
+        need_activation_feature: whether to return what the activation was given.
+
+    Returns:
+        y1 ``[E / ep, ep * C, M / tp]``; the gathered tokens ``[E / ep, ep * C, H]``, which carry no
+        gradient, or None; the input of the activation, or None.
+
+    Raises:
+        OperatorError: shapes that the groups do not divide, wrong dtypes, options or groups.
+    """
+    check = Check("npu_all_to_all_all_gather_bmm")
+    check.choice(tuple(ACTIVATIONS), act_type=act_type)
+    names = checked_groups(check, group_ep, group_ep_worldsize, group_tp, group_tp_worldsize)
+    check.choice((0, 1), shard_type=shard_type)
+    check.rank(3, x=x, weight=weight)
+    check.floating(x=x, weight=weight)
+    experts = weight.size(0) * group_ep_worldsize
+    expected = f"{experts} experts, those of weight times group_ep_worldsize"
+    check.require(x.size(0) == experts, "x", expected, tuple(x.shape))
+    hidden = x.size(2) * (group_tp_worldsize if shard_type == 0 else 1)
+    expected = f"{hidden} rows an expert, the hidden size of x"
+    check.require(weight.size(1) == hidden, "weight", expected, tuple(weight.shape))
+    checked_bias(check, bias, x, weight.size(0), weight.size(2))
+    if bias is not None:
+        bias = bias.view(weight.size(0), 1, -1)
+    before, gathered = ALL_TO_ALL_ALL_GATHER_BMM(x, weight, bias, *names, shard_type)
+    y = ACTIVATIONS[act_type](before)
+    return y, gathered if need_allgather_out else None, before if need_activation_feature else None
+
+
+def checked_groups(
+    check: Check,
+    group_ep: dist.ProcessGroup | str,
+    group_ep_worldsize: int,
+    group_tp: dist.ProcessGroup | str,
+    group_tp_worldsize: int,
+) -> tuple[str, str]:
+    """The torch names of two different groups of the stated sizes."""
+    names = group_name(check, group_ep=group_ep), group_name(check, group_tp=group_tp)
+    sizes = resolve(names[0]).size(), resolve(names[1]).size()
+    for argument, stated, size in zip(
+        ("group_ep_worldsize", "group_tp_worldsize"),
+        (group_ep_worldsize, group_tp_worldsize),
+        sizes,
+        strict=True,
+    ):
+        check.require(stated == size, argument, f"the {size} ranks of the group", stated)
+    different = names[0] != names[1] or sizes[0] == 1
+    check.require(different, "group_tp", "another group than group_ep", names[1])
+    return names
+
+
+def checked_bias(
+    check: Check, bias: torch.Tensor | None, x: torch.Tensor, experts: int, features: int
+) -> None:
+    """A bias has one row of features for each of this rank's experts."""
+    if bias is None:
+        return
+    check.dtype((x.dtype, torch.float32) if x.dtype in FLOATS else (x.dtype,), bias=bias)
+    check.same("device", x=x, bias=bias)
+    shapes = ((experts, features), (experts, 1, features))
+    expected = f"shape {shapes[0]} or {shapes[1]}"
+    check.require(tuple(bias.shape) in shapes, "bias", expected, tuple(bias.shape))
