@@ -13,6 +13,7 @@ Parameters and small tensors stay. On the CPU, where device memory is host memor
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -85,9 +86,11 @@ def get_cpu_offload_context(
         offload_weights: Not available.
         double_buffering: Without effect.
     """
-    if enabled and (offload_weights or not offload_activations):
+    if not enabled:  # hooks cost time for every saved tensor, and hide those of a caller
+        return contextlib.nullcontext(), lambda x: x
+    if offload_weights or not offload_activations:
         raise NotImplementedError(
             "--cpu-offloading-weights is not available; only activations can be offloaded"
         )
-    offload = _Offload(num_layers if enabled else 0, max(model_layers, 1))
+    offload = _Offload(num_layers, max(model_layers, 1))
     return offload, offload.commit
