@@ -28,8 +28,10 @@ alike. The others belong to a training loop: Megatron-LM's reaches them through 
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
 A feature that replaces a computation inside Megatron's modules hands it to ``seams.use_kernels``
-(:mod:`mindspeed.te.kernels`). What a feature must change outside Megatron (environment, torch's
-flags) it changes through ``seams.journal``, and it is restored when the feature is detached.
+(:mod:`mindspeed.te.kernels`); Megatron's own functions for the same then call it, too
+(:mod:`mindspeed.adaptor.computations`). What a feature must change outside Megatron (environment,
+torch's flags) it changes through ``seams.journal``, and it is restored when the feature is
+detached.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mindspeed.adaptor import computations
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
@@ -92,6 +95,7 @@ class Seams:
     def __init__(self, engine: PatchEngine) -> None:
         self._all = {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
         self.journal = Journal()
+        self._engine = engine
 
     def __getattr__(self, name: str) -> Seam:
         try:
@@ -107,16 +111,22 @@ class Seams:
         self.train.add(lambda: _arguments_changed(values), owner=owner)
 
     def use_kernels(self, *, owner: str, **functions: Callable[..., Any]) -> None:
-        """Compute with ``functions`` instead of the formulas of the same names in te.kernels."""
+        """Compute with ``functions`` instead of the formulas of the same names in te.kernels.
+
+        Megatron's own functions for the same are patched to call them.
+        """
         for name, function in functions.items():
             if not hasattr(kernels, name):
                 raise AttributeError(f"te.kernels has no {name!r}")
             self.journal.set(kernels, name, function, owner=owner)
+            for patch in computations.CALLS.get(name, ()):
+                self._engine.add(patch)
 
     def clear(self) -> None:
         """Detach everything from every seam."""
         for seam in self._all.values():
             seam.clear()
+        self._engine.remove(computations.OWNER)
         self.journal.undo()
 
 

@@ -34,3 +34,14 @@ def normalize(
     size = (x.shape[-1],)
     y = F.rms_norm(x, size, weight, eps) if rms else F.layer_norm(x, size, weight, bias, eps)
     return y.to(dtype)
+
+
+def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``silu(first half) * second half`` of ``x + bias``."""
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def weighted_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """SwiGLU of every row times ``weight [..., 1]``, in the dtype of ``x``."""
+    return (swiglu(x) * weight).to(x.dtype)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.parameter import Parameter
 
-from mindspeed.te import comm
+from mindspeed.te import comm, kernels
 from mindspeed.te.base import TransformerEngineBaseModule, divide, place
 from mindspeed.te.linear import Plan, linear
 from mindspeed.te.norm import LayerNorm, RMSNorm
@@ -102,7 +102,11 @@ class ReGLU(_Activation):
 class SwiGLU(_Activation):
     """Gated SiLU."""
 
-    function, gated = staticmethod(F.silu), True
+    gated = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gate the second half with the first."""
+        return kernels.swiglu(x)
 
 
 class Bias(FusibleOperation):
