@@ -1,0 +1,245 @@
+"""What ``benchmarks/ops.py`` compares operators with: the formula in eager torch, and liger-kernel.
+
+A peer of an operator takes the same arguments. A backward operator's peer is autograd's backward of
+the forward formula, timed without that forward. ``prepare`` does what a user of eager torch would
+have done outside the timed call (reading group boundaries, inverting a permutation).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Arguments = tuple[Any, ...]
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The formula of a forward operator.
+
+    Attributes:
+        formula: takes the operator's arguments, or what ``prepare`` made of them.
+        prepare: is not timed.
+        liger: takes the arguments and returns what to time, or None without such a kernel.
+    """
+
+    formula: Callable[..., Any]
+    prepare: Callable[..., Arguments] | None = None
+    liger: Callable[..., Call] | None = None
+
+    def call(self, arguments: Arguments, wrap: Callable[[Any], Any]) -> Call:
+        """What to time; ``wrap`` compiles the formula, or returns it."""
+        given = self.prepare(*arguments) if self.prepare else arguments
+        formula = wrap(self.formula)
+        return lambda: formula(*given)
+
+
+@dataclass(frozen=True)
+class BackwardPeer:
+    """Autograd's backward of another peer's formula.
+
+    Attributes:
+        of: name of the forward operator.
+        split: turns the backward operator's arguments into the forward's and the cotangents.
+        liger: as for :class:`Peer`.
+        inputs: positions of the forward's arguments that get a gradient; None for all floats.
+    """
+
+    of: str
+    split: Callable[..., tuple[Arguments, Any]]
+    liger: Callable[..., Call] | None = None
+    inputs: tuple[int, ...] | None = None
+
+    def call(self, arguments: Arguments, wrap: Callable[[Any], Any]) -> Call:
+        """What to time; the graph is built here."""
+        forward, cotangents = self.split(*arguments)
+        peer = PEERS[self.of]
+        assert isinstance(peer, Peer)
+        given = peer.prepare(*forward) if peer.prepare else forward
+        return backward_of(wrap(peer.formula), given, cotangents, self.inputs)
+
+
+def backward_of(
+    function: Callable[..., Any],
+    given: Sequence[Any],
+    cotangents: Any,
+    inputs: Sequence[int] | None = None,
+) -> Call:
+    """A call that runs the backward of ``function``, again and again."""
+    if inputs is None:
+        inputs = [i for i, x in enumerate(given) if torch.is_tensor(x) and x.is_floating_point()]
+    fresh = [x.detach().requires_grad_() if i in inputs else x for i, x in enumerate(given)]
+    output, leaves = function(*fresh), [fresh[i] for i in inputs]
+    return lambda: torch.autograd.grad(output, leaves, cotangents, retain_graph=True)
+
+
+# ------------------------------------------------------------------------------------ the formulas
+
+
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """As Megatron and Hugging Face write it, rounded once."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (gamma.float() + offset if offset else gamma.float())).to(x.dtype)
+
+
+def swiglu(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
+    """As Megatron writes it, in the dtype of x."""
+    gate, up = (x if bias is None else x + bias).chunk(2, -1)
+    y = F.silu(gate) * up
+    return y if weight is None else (y * weight).to(x.dtype)
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
+    """As Megatron writes it, with cos and sin rounded to the dtype of x."""
+    if mode == 0:
+        first, second = x.chunk(2, -1)
+        rotated = torch.cat((-second, first), -1)
+    else:
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
+
+
+def permute(tokens: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """As Megatron does it, with the source of every row known."""
+    return tokens.index_select(0, source)
+
+
+def invert(tokens: torch.Tensor, rows: torch.Tensor, *_: Any) -> Arguments:
+    """The source of every row from the rows of every token."""
+    return tokens, rows.flatten().argsort() // rows.size(1)
+
+
+def unpermute(
+    permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None, padded: bool
+) -> torch.Tensor:
+    """Gather the rows of every token, weigh and add them."""
+    gathered = permuted.index_select(0, rows.flatten()).view(*rows.shape, -1)
+    return (gathered if probs is None else gathered * probs[..., None]).sum(1).to(permuted.dtype)
+
+
+def slices(ends: torch.Tensor) -> list[slice]:
+    """The rows of every group."""
+    values = ends.tolist()
+    return [slice(a, b) for a, b in zip([0, *values], values, strict=False)]
+
+
+def grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: list[slice]
+) -> torch.Tensor:
+    """A product for every group."""
+    parts = [x[g] @ w for g, w in zip(groups, weight, strict=True)]
+    if bias is not None:
+        parts = [part + b for part, b in zip(parts, bias, strict=True)]
+    return torch.cat(parts)
+
+
+def grouped_outer(x: torch.Tensor, dy: torch.Tensor, groups: list[slice]) -> torch.Tensor:
+    """A weight gradient for every group."""
+    return torch.stack([x[g].t() @ dy[g] for g in groups])
+
+
+def groupmatmul_add(
+    x: torch.Tensor, dy: torch.Tensor, groups: list[slice], grad: torch.Tensor
+) -> None:
+    """A weight gradient for every group, then added."""
+    grad = grad.view(len(groups), x.size(1), dy.size(1))
+    for g, rows in enumerate(groups):
+        grad[g] += _gradient(x[rows], dy[rows])
+
+
+def matmul_add(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor) -> None:
+    """The weight gradient, then added."""
+    grad += _gradient(grad_output, total_input)
+
+
+def _gradient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """In fp32 on the CPU, as the operators define it; elsewhere rounded, as training has it."""
+    return a.t().float() @ b.float() if a.device.type == "cpu" else a.t() @ b
+
+
+# ------------------------------------------------------------------------------------- liger-kernel
+
+
+def has_liger() -> bool:
+    """Whether liger-kernel is installed."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def liger_rms_norm(x: torch.Tensor, gamma: torch.Tensor, eps: float, offset: float) -> Call:
+    """Its RMSNorm with the Llama way of casting."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction as Function
+
+    return lambda: Function.apply(x, gamma, eps, offset, "llama")
+
+
+def liger_rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor, offset: float
+) -> Call:
+    """Its backward, told not to write into its cotangent."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction as Function
+
+    given = (x, gamma, 1e-6, offset, "llama", False)
+    return backward_of(Function.apply, given, dy)
+
+
+def liger_swiglu(x: torch.Tensor, bias: Any, weight: Any) -> Call:
+    """Its SwiGLU of two tensors, which are made outside the timed call."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction as Function
+
+    gate, up = (half.contiguous() for half in x.chunk(2, -1))
+    return lambda: Function.apply(gate, up)
+
+
+def liger_swiglu_backward(dy: torch.Tensor, x: torch.Tensor, bias: Any, weight: Any) -> Call:
+    """Its backward; it writes into what it saved, so the numbers drift and the time does not."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction as Function
+
+    gate, up = (half.contiguous() for half in x.chunk(2, -1))
+    return backward_of(Function.apply, (gate, up), dy)
+
+
+def liger_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> Call:
+    """Its RoPE of queries and keys: x is the queries, the keys have one head."""
+    from liger_kernel.ops.rope import LigerRopeFunction as Function
+
+    if mode != 0:
+        raise NotImplementedError("liger-kernel pairs the halves only")
+    q = x.permute(1, 2, 0, 3).contiguous()  # [s, b, n, d] -> [b, n, s, d]
+    angles = (cos.permute(1, 2, 0, 3)[:1, 0], sin.permute(1, 2, 0, 3)[:1, 0])
+    return lambda: Function.apply(q, q[:, :1], *angles)
+
+
+PEERS: dict[str, Peer | BackwardPeer] = {
+    "rms_norm": Peer(rms_norm, liger=liger_rms_norm),
+    "rms_norm_backward": BackwardPeer(
+        "rms_norm",
+        lambda dy, x, gamma, rstd, offset: ((x, gamma, 1e-6, offset), dy),
+        liger_rms_norm_backward,
+    ),
+    "swiglu": Peer(swiglu, liger=liger_swiglu),
+    "swiglu_backward": BackwardPeer(
+        "swiglu", lambda dy, x, bias, weight: ((x, bias, weight), dy), liger_swiglu_backward
+    ),
+    "rotary_position_embedding": Peer(rotary, liger=liger_rotary),
+    "rotary_position_embedding_backward": BackwardPeer(
+        "rotary_position_embedding",
+        lambda dy, cos, sin, mode: ((dy, cos, sin, mode), dy),
+        inputs=(0,),
+    ),
+    "moe_permute": Peer(permute, invert),
+    "moe_unpermute": Peer(unpermute),
+    "moe_unpermute_backward": BackwardPeer(
+        "moe_unpermute", lambda dy, permuted, rows, probs, p: ((permuted, rows, probs, p), dy)
+    ),
+    "grouped_matmul": Peer(grouped_matmul, lambda x, w, b, ends: (x, w, b, slices(ends))),
+    "grouped_outer": Peer(grouped_outer, lambda x, dy, ends: (x, dy, slices(ends))),
+    "groupmatmul_add": Peer(groupmatmul_add, lambda x, dy, ends, grad: (x, dy, slices(ends), grad)),
+    "matmul_add": Peer(matmul_add),
+}
