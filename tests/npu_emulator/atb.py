@@ -1,7 +1,7 @@
 """The operator of Ascend Transformer Boost that we call.
 
 torch_npu defines it in a library of its own, linked to NNAL, which cannot be loaded here; its
-schema is taken from that library's binary, and checked against it by ``test_schemas.py``.
+schema follows from the C++ function in that library, which ``test_schemas.py`` looks up.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 
 from npu_emulator import emulation
 
-NPU = torch.device("npu")
-
 
 def install() -> None:
     """Replaces the c10d kernels of npu tensors and the creator of HCCL groups."""
@@ -42,7 +40,7 @@ def lent(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks whose CPU backend is `group`'s for device npu."""
     other = dist.ProcessGroup(group.rank(), group.size())
     gloo = dist.ProcessGroup.BackendType.GLOO
-    other._register_backend(torch.device("cpu"), gloo, group._get_backend(NPU))
+    other._register_backend(torch.device("cpu"), gloo, group._get_backend(torch.device("npu")))
     return other
 
 
@@ -61,12 +59,21 @@ def _lending(op: Any) -> Any:
 # Methods of HCCL's backend that torch_npu and our library call on the backend itself.
 
 
-def _comm_name(backend: dist.ProcessGroupGloo, rank: int) -> str:
-    """The name under which fused operators know the group: here that of the process group."""
+def _comm_name(backend: dist.ProcessGroupGloo, rank: int, init_comm: bool = True) -> str:
+    """The name under which fused operators know the group: not the one torch gave it."""
+    npu = torch.device("npu")
     for group in dist.distributed_c10d._world.pg_map:
-        if NPU in group._device_types and group._get_backend(NPU) is backend:
-            return group.group_name
+        if npu in group._device_types and group._get_backend(npu) is backend:
+            return f"hccl%{group.group_name}"
     raise ValueError("this backend belongs to no process group")
+
+
+def of_comm(name: str) -> dist.ProcessGroup:
+    """The group that fused operators know by `name`."""
+    prefix, _, group_name = name.partition("%")
+    if prefix != "hccl":
+        raise ValueError(f"{name!r} is not what get_hccl_comm_name returned")
+    return dist.distributed_c10d._resolve_process_group(group_name)
 
 
 def _allgather(backend: dist.ProcessGroupGloo, *tensors: Any) -> Any:

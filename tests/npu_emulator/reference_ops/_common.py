@@ -32,3 +32,10 @@ def require(op: str, condition: bool, rule: str) -> None:
 def sum_to(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Sums over the dimensions that `like` was broadcast along."""
     return tensor.sum_to_size(like.shape).to(like.dtype)
+
+
+def float_scale(scale: torch.Tensor) -> torch.Tensor:
+    """An fp32 scale; int64 scales carry the bits of an fp32 number in their low half."""
+    if scale.dtype == torch.int64:
+        return scale.to(torch.int32).view(torch.float32)
+    return scale.float()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_emulator.reference_ops._common import ACTIVATIONS, refuse, require
+from npu_emulator.reference_ops._common import ACTIVATIONS, float_scale, refuse, require
 
 OP = "npu_grouped_matmul"
 # The codes of output_dtype are those of c10::ScalarType.
@@ -23,13 +23,6 @@ def _bounds(group_list, kind):
     return list(zip([0, *ends], ends, strict=False))
 
 
-def _float_scale(scale):
-    """int64 scales carry the bits of an fp32 number in their low half."""
-    if scale.dtype == torch.int64:
-        return scale.to(torch.int32).view(torch.float32)
-    return scale.float()
-
-
 def _product(x, w, b, quant, dtype, act):
     """One group: ``act(x @ w + b)`` with the quantisation of its operands undone."""
     if quant.get("antiquant_scale") is not None:
@@ -40,7 +33,7 @@ def _product(x, w, b, quant, dtype, act):
     if x.dtype == torch.int8:
         y = (x.long() @ w.long() + (0 if b is None else b.long())).float()
         if quant.get("scale") is not None:
-            y = y * _float_scale(quant["scale"])
+            y = y * float_scale(quant["scale"])
         if quant.get("per_token_scale") is not None:
             y = y * quant["per_token_scale"].float()[:, None]
     else:

@@ -1,0 +1,37 @@
+"""Every operator of the library that calls torch_npu, on the emulated NPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.ops.catalog import operators
+from npu_emulator import operator_jobs as jobs
+
+
+def with_samples(operator):
+    return any(True for _ in operator.samples(operator.dtypes[0]))
+
+
+NAMES = [
+    operator.name
+    for operator in operators()
+    if operator.implementations["npu"][0].kind == "torch_npu" and with_samples(operator)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_into_torch_npu_give_what_the_definition_gives(npu, name):
+    results = npu(jobs.verify, name, timeout=200)
+    assert results
+    for result in results:
+        assert result.kind == "torch_npu"
+        assert result.passed, result
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_into_torch_npu_have_the_shapes_and_dtypes_of_the_operator(npu, name):
+    assert npu(jobs.contract, name, timeout=200) > 0
+
+
+def test_a_wrong_kernel_breaks_the_contract(npu):
+    assert npu(jobs.wrong_contracts) == ["shape", "dtype", "argument"]
