@@ -24,18 +24,19 @@ def random(shape: Sequence[int], dtype: torch.dtype, *, seed: int = 0) -> torch.
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
-def row_blocks(rows: torch.Tensor) -> Iterator[slice]:
-    """Cut a matrix into groups of rows whose intermediate results stay in the CPU's cache.
+def row_blocks(x: torch.Tensor) -> Iterator[slice]:
+    """Cut the first dimension so that intermediate results of a part stay in the CPU's cache.
 
-    A formula of several steps that runs block by block reads and writes main memory once. A
-    compiler that fuses the steps itself gets everything at once.
+    A formula of several steps that runs part by part reads and writes main memory once. A compiler
+    that fuses the steps itself gets everything at once.
 
     Args:
-        rows: ``[rows, columns]``.
+        x: the largest tensor of the formula, at least 1 dimension.
     """
-    if torch.compiler.is_compiling() or not rows.is_cpu:
+    if torch.compiler.is_compiling() or not x.is_cpu:
         yield slice(None)
         return
-    count = max(1, _BLOCK_ELEMENTS // max(rows.shape[1], 1))
-    for start in range(0, rows.shape[0], count):
+    rows = x.shape[0]
+    count = max(1, _BLOCK_ELEMENTS * rows // max(x.numel(), 1))
+    for start in range(0, rows, count):
         yield slice(start, start + count)

@@ -17,6 +17,7 @@ FILES = (
     "npu_grouped_mat_mul_all_reduce",
     "npu_groupmatmul_add",
     "npu_matmul_add",
+    "npu_rotary_position_embedding",
     "rms_norm",
     "swiglu",
 )

@@ -45,3 +45,19 @@ def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
 def weighted_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """SwiGLU of every row times ``weight [..., 1]``, in the dtype of ``x``."""
     return (swiglu(x) * weight).to(x.dtype)
+
+
+def rotate(
+    t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Rotate the pairs of the first channels of ``t``; cos and sin broadcast to ``t[..., :d]``."""
+    size = cos.shape[-1]
+    turning, passing = t[..., :size], t[..., size:]
+    x = turning.to(torch.promote_types(t.dtype, cos.dtype))
+    if interleaved:
+        other = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        other = torch.cat([-second, first], dim=-1)
+    out = (x * cos + other * sin).to(t.dtype)
+    return torch.cat([out, passing], dim=-1) if passing.shape[-1] else out

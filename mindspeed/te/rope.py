@@ -5,14 +5,21 @@
     neighbours in two halves   (x_i, x_{i+d/2})     default
     interleaved                (x_{2i}, x_{2i+1})
 
-Channels beyond ``d`` pass through. Sine and cosine are applied in fp32. In a packed batch every
-document starts at position 0; with context parallelism over p ranks a document is cut into 2p
-chunks and rank r holds chunks r and 2p-1-r.
+Channels beyond ``d`` pass through. Sine and cosine are applied in fp32; they are computed once for
+all layers, queries and keys that share ``freqs``. In a packed batch every document starts at
+position 0; with context parallelism over p ranks a document is cut into 2p chunks and rank r holds
+chunks r and 2p-1-r.
 """
 
 from __future__ import annotations
 
+import weakref
+from typing import NamedTuple
+
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mindspeed.te import kernels
 
 
 def apply_rotary_pos_emb(
@@ -39,8 +46,14 @@ def apply_rotary_pos_emb(
         cp_size: Context-parallel size.
         cp_rank: Context-parallel rank.
     """
-    angles = _angles(t, freqs, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
-    return _rotate(t, angles, interleaved)
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("tensor_format 'thd' needs cu_seqlens")
+        table = _packed_table(freqs, cu_seqlens, t.shape[0], cp_size, cp_rank)
+    else:
+        table = _table(freqs)
+    cos, sin = (_of_tokens(part, t, tensor_format, start_positions) for part in table)
+    return kernels.rotate(t, cos, sin, interleaved)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -76,61 +89,108 @@ def apply_fused_qkv_rotary_pos_emb(
     return q, k, value.contiguous()
 
 
-def _angles(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    layout: str,
-    starts: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    cp_size: int,
-    cp_rank: int,
+def _of_tokens(
+    table: torch.Tensor, t: torch.Tensor, layout: str, starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the angles in a shape that broadcasts to ``t``."""
+    """Cut ``table [positions, 1, 1, d]`` to a shape that broadcasts to ``t``."""
     if layout == "thd":
-        if cu_seqlens is None:
-            raise ValueError("tensor_format 'thd' needs cu_seqlens")
-        return freqs[packed_positions(cu_seqlens, t.shape[0], cp_size, cp_rank)].squeeze(1)
+        return table.squeeze(1)
     if layout not in ("sbhd", "bshd"):
         raise ValueError(f"tensor_format {layout!r} is not one of sbhd, bshd, thd")
     length = t.shape[0 if layout == "sbhd" else 1]
-    if freqs.shape[0] < length:
-        raise ValueError(f"freqs cover {freqs.shape[0]} positions, the sequence has {length}")
+    if table.shape[0] < length:
+        raise ValueError(f"freqs cover {table.shape[0]} positions, the sequence has {length}")
     if starts is not None:
-        steps = torch.arange(length, device=freqs.device)[:, None] + starts[None]
-        angles = freqs[steps].flatten(2, 3).squeeze(2).unsqueeze(2)
+        steps = torch.arange(length, device=table.device)[:, None] + starts[None]
+        table = table[steps].flatten(2, 3).squeeze(2).unsqueeze(2)
     else:
-        angles = freqs[:length]
-    return angles if layout == "sbhd" else angles.transpose(0, 1)
+        table = table[:length]
+    return table if layout == "sbhd" else table.transpose(0, 1)
+
+
+class _Table(NamedTuple):
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class _Known(NamedTuple):
+    version: int  # of the tensor that is the key
+    table: _Table
+
+
+class _KnownPacked(NamedTuple):
+    version: int
+    cu_seqlens: weakref.ref[torch.Tensor]
+    cut: tuple[int, ...]  # version of cu_seqlens, tokens, context-parallel size and rank
+    table: _Table
+
+
+_known = WeakTensorKeyDictionary()
+_known_packed = WeakTensorKeyDictionary()
+
+
+def _table(freqs: torch.Tensor) -> _Table:
+    """Cosine and sine of ``freqs``, remembered as long as the tensor lives and is not changed."""
+    if not _can_remember(freqs):
+        return _Table(freqs.cos(), freqs.sin())
+    known = _known.get(freqs)
+    if known is None or known.version != freqs._version:
+        known = _known[freqs] = _Known(freqs._version, _Table(freqs.cos(), freqs.sin()))
+    return known.table
+
+
+def _packed_table(
+    freqs: torch.Tensor, cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int
+) -> _Table:
+    """Cosine and sine of each of this rank's tokens, remembered for the last ``cu_seqlens``."""
+
+    def gather() -> _Table:
+        positions = packed_positions(cu_seqlens, tokens, cp_size, cp_rank)
+        cos, sin = _table(freqs)
+        return _Table(cos[positions], sin[positions])
+
+    if not (_can_remember(freqs) and _can_remember(cu_seqlens)):
+        return gather()
+    cut = (cu_seqlens._version, tokens, cp_size, cp_rank)
+    known = _known_packed.get(freqs)
+    current = known is not None and known.version == freqs._version
+    if not current or known.cu_seqlens() is not cu_seqlens or known.cut != cut:
+        known = _KnownPacked(freqs._version, weakref.ref(cu_seqlens), cut, gather())
+        _known_packed[freqs] = known
+    return known.table
+
+
+def _can_remember(x: torch.Tensor) -> bool:
+    """Whether ``x`` tells when it was changed."""
+    return not (torch.compiler.is_compiling() or x.is_inference() or x.requires_grad)
 
 
 def packed_positions(
     cu_seqlens: torch.Tensor, tokens: int, cp_size: int = 1, cp_rank: int = 0
 ) -> torch.Tensor:
-    """Return the position inside its document of each of this rank's tokens."""
-    lengths = cu_seqlens.diff().tolist()
-    parts = []
-    for length in lengths:
-        chunk = length // (2 * cp_size)
-        if cp_size == 1:
-            parts.append(torch.arange(length))
-            continue
-        for start in (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk):
-            parts.append(torch.arange(start, start + chunk))
-    position = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
-    if len(position) < tokens:
-        position = torch.cat([position, position.new_zeros(tokens - len(position))])
-    return position[:tokens].to(cu_seqlens.device)
+    """Return the position inside its document of each of this rank's tokens.
 
+    Computed where ``cu_seqlens`` is, without a word to the host. Tokens behind the last document
+    are padding and get position 0.
 
-def _rotate(t: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    size = angles.shape[-1]
-    turning, passing = t[..., :size], t[..., size:]
-    cos, sin = angles.cos(), angles.sin()
-    x = turning.to(torch.promote_types(t.dtype, angles.dtype))
-    if interleaved:
-        other = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
-    else:
-        first, second = x.chunk(2, dim=-1)
-        other = torch.cat([-second, first], dim=-1)
-    out = (x * cos + other * sin).to(t.dtype)
-    return torch.cat([out, passing], dim=-1) if passing.shape[-1] else out
+    Args:
+        cu_seqlens: Borders of the documents over all context-parallel ranks, from 0.
+        tokens: Tokens on this rank.
+        cp_size: Context-parallel size.
+        cp_rank: Context-parallel rank.
+    """
+    here = cu_seqlens.long() // cp_size
+    token = torch.arange(tokens, device=here.device)
+    document = torch.searchsorted(here[1:].contiguous(), token, right=True)
+    starts, ends = here[:-1], here[1:]
+    last = len(starts) - 1
+    if last < 0:
+        return torch.zeros_like(token)
+    inside = document.clamp(max=last)
+    position = token - starts[inside]
+    chunk = (ends - starts)[inside] // 2
+    second = position >= chunk
+    if cp_size > 1:
+        skipped = torch.where(second, 2 * cp_size - 2 - cp_rank, cp_rank)
+        position = position + skipped * chunk
+    return torch.where(document > last, 0, position)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.te import kernels
 from mindspeed.te.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb, packed_positions
 from mindspeed.testing import assert_close_with_grads
 
@@ -62,6 +63,36 @@ def test_positions_of_the_two_chunks_of_a_context_parallel_rank():
     cu_seqlens = torch.tensor([0, 8, 12])
     ranks = [packed_positions(cu_seqlens, 6, 2, rank).tolist() for rank in (0, 1)]
     assert ranks == [[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]
+
+
+def test_cosine_and_sine_are_remembered_until_freqs_or_documents_change(monkeypatch):
+    seen = []
+    rotate = kernels.rotate
+    monkeypatch.setattr(
+        kernels, "rotate", lambda t, cos, *rest: seen.append(cos) or rotate(t, cos, *rest)
+    )
+    x, freqs, cu_seqlens = torch.randn(8, 3, SIZE), frequencies(9), torch.tensor([0, 3, 8])
+
+    def packed(documents):
+        return apply_rotary_pos_emb(x, freqs, "thd", cu_seqlens=documents)
+
+    for documents in (cu_seqlens, cu_seqlens, torch.tensor([0, 4, 8]), cu_seqlens):
+        packed(documents)
+    assert seen[1].data_ptr() == seen[0].data_ptr()
+    assert not torch.equal(seen[2], seen[0])
+    assert torch.equal(seen[3], seen[0])
+    before = apply_rotary_pos_emb(x[:, None], freqs)
+    apply_rotary_pos_emb(x[:, None], freqs)
+    assert seen[5].data_ptr() == seen[4].data_ptr()
+    freqs.mul_(2)
+    assert not torch.equal(apply_rotary_pos_emb(x[:, None], freqs), before)
+    assert not torch.equal(packed(cu_seqlens), seen[0])
+
+
+def test_tokens_behind_the_last_document_are_padding():
+    assert packed_positions(torch.tensor([0, 2, 3]), 5).tolist() == [0, 1, 0, 0, 0]
+    assert packed_positions(torch.tensor([0]), 2).tolist() == [0, 0]
+    assert packed_positions(torch.tensor([0, 0, 2], dtype=torch.int32), 2).tolist() == [0, 1]
 
 
 def test_joint_projection_is_split_and_rotated():

@@ -1,0 +1,68 @@
+"""Fused rotary position embedding: ``--use-fused-rotary-pos-emb``.
+
+One kernel for the forward and one for the backward, behind both layer specs, for batches of whole
+sequences and of packed documents, partial and interleaved rotation. Cosine and sine are computed
+once for all layers and applied in fp32. Worth it in every model with rotary embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed.adaptor.seams import Seams
+
+
+@dataclass(frozen=True)
+class FusedRopeOptions:
+    """Whether the rotary embedding is one operator."""
+
+    use_fused_rotary_pos_emb: bool = flag(
+        False, "rotary embedding as one operator, forward and backward"
+    )
+
+
+def _validate(options: FusedRopeOptions, megatron: Megatron) -> list[Problem]:
+    name = "--use-fused-rotary-pos-emb"
+    kind = megatron.get("position_embedding_type", "rope")
+    if kind not in ("rope", "mrope"):
+        return [
+            Problem(name, f"the position embedding is {kind}", "add --position-embedding-type rope")
+        ]
+    if megatron.get("multi_latent_attention"):
+        return [Problem(name, "multi-latent attention has an embedding of its own", "remove it")]
+    if not megatron.get("apply_rope_fusion", True):
+        return [Problem(name, "cannot be combined with --no-rope-fusion", "remove one")]
+    return []
+
+
+def _attach(seams: Seams, options: FusedRopeOptions, megatron: Megatron) -> None:
+    from mindspeed.ops.npu_rotary_position_embedding import rotate
+
+    def fused(
+        t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+    ) -> torch.Tensor:
+        if t.dim() == 3:  # packed documents: [t, h, d]
+            t, cos, sin = t.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1)
+            return rotate(t, cos, sin, int(interleaved)).squeeze(1)
+        return rotate(t, cos, sin, int(interleaved))
+
+    seams.use_kernels(owner=FEATURE.name, rotate=fused)
+
+
+FEATURE = Feature(
+    name="fused-rope",
+    summary="rotary embedding as one operator, forward and backward",
+    level=1,
+    options=FusedRopeOptions,
+    enabled=lambda options, megatron: options.use_fused_rotary_pos_emb,
+    validate=_validate,
+    attach=_attach,
+    seams=("kernels",),
+)
