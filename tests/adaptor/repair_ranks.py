@@ -102,3 +102,59 @@ def yarn_frequencies(repaired: bool) -> torch.Tensor:
     if repaired:
         embedding.__init__ = yarn.initialize_on_host(embedding.__init__)
     return embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra
+
+
+class ContextParallelGroup:
+    """Stands in for a process group of which only size and rank are asked."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = lambda: size, lambda: rank
+
+
+def latent_rope(layout: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(fused, unfused) query, key, value and the gradients of their inputs."""
+    from megatron.core.models.common.embeddings import RotaryEmbedding, apply_rotary_pos_emb
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    heads, plain, positional, values = 3, 8, 8, 5
+    size, rank = (2, int(layout[-1])) if "cp" in layout else (1, 0)
+    packed = torch.tensor([0, 8, 12, 24], dtype=torch.int32) if "thd" in layout else None
+    lead = (12, 2) if packed is None else (24 // size,)
+    angles = RotaryEmbedding(positional, 1.0, use_cpu_initialization=True)(12).double()
+    sizes = {"num_layers": 1, "hidden_size": 24, "num_attention_heads": heads}
+    config = TransformerConfig(**sizes, multi_latent_attention=True)
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*lead, *shape, dtype=torch.float64, generator=generator)
+
+    drawn = draw(heads, plain + positional), draw(heads, plain + values), draw(1, positional)
+    cotangents = draw(heads, plain + positional), draw(heads, plain + positional)
+    cotangents = *cotangents, draw(heads, values)
+
+    def unfused(q, kv, shared):
+        def rotate(x):
+            group = ContextParallelGroup(size, rank)
+            return apply_rotary_pos_emb(x, angles, config, packed, 1.0, group)
+
+        k, v = kv.split([plain, values], -1)
+        q_plain, q_positional = q.split([plain, positional], -1)
+        query = torch.cat([q_plain, rotate(q_positional)], -1)
+        return query, torch.cat([k, rotate(shared).expand(*lead, heads, positional)], -1), v
+
+    def fused(q, kv, shared):
+        cos, sin, places = angles.cos(), angles.sin(), (packed, rank, size)
+        sizes = positional, plain, values
+        for_q = multi_latent_attention.fused_apply_mla_rope_for_q
+        for_kv = multi_latent_attention.fused_apply_mla_rope_for_kv
+        query = for_q(q, cos, sin, plain, positional, *places)
+        return query, *for_kv(kv, shared, cos, sin, *sizes, *places)
+
+    results = []
+    for function in (fused, unfused):
+        inputs = [x.clone().requires_grad_() for x in drawn]
+        outputs = function(*inputs)
+        torch.autograd.backward(outputs, cotangents)
+        results.append([*(y.detach() for y in outputs), *(x.grad for x in inputs)])
+    return list(zip(*results, strict=True))

@@ -15,6 +15,7 @@ from mindspeed.adaptor.repairs import (
     dataset_helpers,
     fused_kernels,
     local_spec,
+    mla_rope_fusion,
     optimizer_resume,
     packed_batch,
     process_groups,
@@ -24,7 +25,7 @@ from mindspeed.adaptor.repairs import (
 
 _EVERYWHERE = (rng_tracker,)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
-_WITHOUT_CUDA = (fused_kernels, dataset_helpers)
+_WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_CPU = (process_groups, yarn)
 _FOR_ARGUMENT = {"sft": packed_batch, "use_distributed_optimizer": optimizer_resume}
 
