@@ -1,7 +1,7 @@
 """Matrix multiplications behind the linear layers, one call site each.
 
-* :func:`accumulate_wgrad` adds a weight gradient into ``main_grad`` without a temporary result
-  (Megatron's gradient accumulation fusion). Megatron's own linear layers get it from the module
+* ``wgrad_gemm_accum_fp32`` and ``_fp16`` add a weight gradient into ``main_grad`` (gradient
+  accumulation fusion), for Megatron's own linear layers: the module
   ``fused_weight_gradient_mlp_cuda``.
 * :func:`general_gemm` is the multiplication the MoE router asks for with an output dtype.
 
@@ -15,22 +15,17 @@ from typing import Any
 
 import torch
 
-
-def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add ``grad^T x`` to ``main_grad``; ``x`` is ``[tokens, in]``, ``grad`` ``[tokens, out]``."""
-    if x.shape[0] == 0:
-        return
-    main_grad.addmm_(grad.to(main_grad.dtype).t(), x.to(main_grad.dtype))
+from mindspeed.te import kernels
 
 
 def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
     """Accumulate a weight gradient into an fp32 ``main_grad``."""
-    accumulate_wgrad(_flat(x), _flat(grad), main_grad)
+    kernels.accumulate_wgrad(_flat(x), _flat(grad), main_grad)
 
 
 def wgrad_gemm_accum_fp16(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
     """Accumulate a weight gradient into a bf16 or fp16 ``main_grad``."""
-    accumulate_wgrad(_flat(x), _flat(grad), main_grad)
+    kernels.accumulate_wgrad(_flat(x), _flat(grad), main_grad)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

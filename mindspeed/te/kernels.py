@@ -10,6 +10,8 @@ switched on, so the choice holds for the process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -61,3 +63,98 @@ def rotate(
         other = torch.cat([-second, first], dim=-1)
     out = (x * cos + other * sin).to(t.dtype)
     return torch.cat([out, passing], dim=-1) if passing.shape[-1] else out
+
+
+def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add ``grad^T x`` to ``main_grad``; ``x`` is ``[tokens, in]``, ``grad`` ``[tokens, out]``."""
+    if x.shape[0]:
+        main_grad.addmm_(grad.to(main_grad.dtype).t(), x.to(main_grad.dtype))
+
+
+def grouped_matmul(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], splits: Sequence[int], transposed: bool
+) -> torch.Tensor:
+    """Multiply each group of rows with its own matrix: ``W^T`` when ``transposed``, else ``W``."""
+    size = weights[0].shape[0 if transposed else 1]
+    out = x.new_empty(x.shape[0], size)
+    parts = zip(weights, x.split(list(splits)), out.split(list(splits)), strict=True)
+    for weight, rows, result in parts:
+        if rows.shape[0]:
+            torch.mm(rows, weight.t() if transposed else weight, out=result)
+    return out
+
+
+def grouped_wgrad(
+    left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """Return ``left^T right`` of each group of rows."""
+    parts = zip(left.split(list(splits)), right.split(list(splits)), strict=True)
+    return tuple(a.t() @ b for a, b in parts)
+
+
+def accumulate_grouped_wgrad(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    splits: Sequence[int],
+    main_grads: Sequence[torch.Tensor],
+) -> None:
+    """Add ``left^T right`` of each group of rows to the group's buffer."""
+    parts = zip(left.split(list(splits)), right.split(list(splits)), main_grads, strict=True)
+    for a, b, main_grad in parts:
+        accumulate_wgrad(b, a, main_grad)
+
+
+def moe_permute(
+    tokens: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor,
+    num_out_tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the tokens sorted by expert and by token, their probabilities, and a map back.
+
+    Args:
+        tokens: ``[t, h]``.
+        probs: ``[t, e]`` or None.
+        routing_map: ``[t, e]``, true where a token goes to an expert.
+        num_out_tokens: Rows of the result, cut or filled with zeros; None or negative: as many as
+            there are pairs.
+    """
+    count, experts = routing_map.shape
+    place = routing_map.bool().t().reshape(-1).nonzero().squeeze(1)
+    if num_out_tokens is not None and num_out_tokens >= 0:
+        place = place[:num_out_tokens]
+    token, expert = place % count, place // count
+    pair = token * experts + expert
+    permuted = _pad_rows(tokens.index_select(0, token), num_out_tokens)
+    if probs is not None:
+        probs = _pad_rows(probs.reshape(-1).index_select(0, pair), num_out_tokens)
+    return permuted, probs, torch.stack([token, pair])
+
+
+def _pad_rows(x: torch.Tensor, rows: int | None) -> torch.Tensor:
+    if rows is None or rows <= x.shape[0]:
+        return x
+    return torch.cat([x, x.new_zeros(int(rows) - x.shape[0], *x.shape[1:])])
+
+
+def moe_unpermute(
+    permuted: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None,
+    restore_shape: Sequence[int],
+) -> torch.Tensor:
+    """Sum the rows of each token, weighted with ``merging_probs [t, e]``, in the wider dtype."""
+    rows = permuted[: row_id_map.shape[1]]
+    if merging_probs is not None:
+        rows = rows * merging_probs.reshape(-1).index_select(0, row_id_map[1]).unsqueeze(-1)
+    out = torch.zeros(tuple(restore_shape), dtype=rows.dtype, device=rows.device)
+    return out.index_add(0, row_id_map[0], rows).to(permuted.dtype)
+
+
+def moe_sort_chunks(
+    tensors: Sequence[torch.Tensor], sizes: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Cut every tensor into chunks of ``sizes`` rows and put them into ``order``."""
+    rows, places = sizes.tolist(), order.tolist()
+    split = [x.split(rows) for x in tensors]
+    return tuple(torch.cat([chunks[i] for i in places]) for chunks in split)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mindspeed.te import comm, gemm, kernels
+from mindspeed.te import comm, kernels
 from mindspeed.te.base import (
     DATA_PARALLEL_TRACKER,
     GetTracker,
@@ -58,7 +58,7 @@ def weight_gradient(
     main_grad = getattr(weight, "main_grad", None) if fuse else None
     if main_grad is None:
         return (grad.t() @ x).to(weight.dtype)
-    gemm.accumulate_wgrad(x, grad, main_grad)
+    kernels.accumulate_wgrad(x, grad, main_grad)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.te import fused_permutation, kernels
 from mindspeed.te import permutation as p
 from mindspeed.testing import assert_close_with_grads
 
 TOKENS, EXPERTS, HIDDEN = 6, 4, 3
+
+
+@pytest.fixture(params=["plain", "fused"], autouse=True)
+def implementation(request, monkeypatch):
+    if request.param == "fused":
+        for name in ("permute", "unpermute", "sort_chunks"):
+            monkeypatch.setattr(kernels, f"moe_{name}", getattr(fused_permutation, name))
 
 
 def routing(full=False):

@@ -1,0 +1,55 @@
+"""The data movement of :mod:`mindspeed.te.permutation` by one operator in each direction.
+
+Nothing waits for the host, except for the number of rows when it is not told. Sums run in fp32
+without a copy of the rows in fp32. The row map is ``[2, t, e]``, see
+:func:`mindspeed.ops.moe_permutation.map_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mindspeed.ops.moe_permutation import MOE_PERMUTE, MOE_UNPERMUTE, chunk_rows, map_rows, pack
+
+
+def permute(
+    tokens: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor,
+    num_out_tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """See :func:`mindspeed.te.kernels.moe_permute`."""
+    row_id_map = map_rows(routing_map)
+    rows = -1 if num_out_tokens is None else int(num_out_tokens)
+    if rows < 0:
+        rows = int(routing_map.sum())
+    permuted = MOE_PERMUTE(tokens, row_id_map[0], rows, True)
+    if probs is not None:
+        one_each = row_id_map[1].reshape(-1, 1)
+        probs = MOE_PERMUTE(probs.reshape(-1, 1), one_each, rows, True).squeeze(1)
+    return permuted, probs, row_id_map
+
+
+def unpermute(
+    permuted: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None,
+    restore_shape: Sequence[int],
+) -> torch.Tensor:
+    """See :func:`mindspeed.te.kernels.moe_unpermute`."""
+    packed, by_expert = row_id_map
+    weights = None if merging_probs is None else pack(merging_probs, by_expert, 0.0)
+    return MOE_UNPERMUTE(permuted, packed, weights, True)  # type: ignore[no-any-return]
+
+
+def sort_chunks(
+    tensors: Sequence[torch.Tensor], sizes: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """See :func:`mindspeed.te.kernels.moe_sort_chunks`."""
+    device, count = tensors[0].device, tensors[0].shape[0]
+    rows = chunk_rows(sizes.to(device), order.to(device), count)
+    return tuple(
+        MOE_PERMUTE(x.reshape(count, -1), rows, count, False).view(x.shape) for x in tensors
+    )
