@@ -9,6 +9,7 @@ from mindspeed.ops import _registry
 from mindspeed.ops._registry import Operator
 
 FILES = (
+    "attention",
     "_expert_exchange",
     "_mm_all_reduce",
     "grouped_matmul",

@@ -10,7 +10,7 @@ score alpha, so it needs no second softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -127,8 +127,11 @@ def attend_packed(
     value: torch.Tensor,
     documents: Documents,
     mask_type: str,
-    one: Callable[..., torch.Tensor],
+    *,
+    scale: float,
     window: Window = None,
+    dropout: float = 0.0,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within each document of ``[t, h, d]`` tensors; rows between documents are zero.
 
@@ -138,23 +141,44 @@ def attend_packed(
         value: Values.
         documents: Borders of the documents.
         mask_type: Mask type inside a document; "padding" in its name says nothing more.
-        one: Attends to one document: ``one(q, k, v, seen)`` on ``[1, h, s, d]``.
+        scale: Factor on the scores.
         window: Sliding window.
+        dropout: Probability of dropping a probability (default generator).
+        sink: ``[h]`` scores of the key that is not there.
     """
-    kind = mask_type.replace("padding_causal", "causal").replace("padding", "no_mask")
-    rows, size = query.shape[0], value.shape[-1]
+    rows, (heads, size) = query.shape[0], (query.shape[1], value.shape[-1])
     parts: list[torch.Tensor] = []
     filled = 0
+    for start, (q, k, v, seen) in each_document(query, key, value, documents, mask_type, window):
+        parts.append(query.new_zeros(start - filled, heads, size))
+        out = attend(q, k, v, seen, scale=scale, dropout=dropout, sink=sink)
+        parts.append(out.squeeze(0).transpose(0, 1))
+        filled = start + q.shape[2]
+    parts.append(query.new_zeros(rows - filled, heads, size))
+    return torch.cat(parts).flatten(1)
+
+
+def each_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    mask_type: str,
+    window: Window,
+) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, Visibility]]]:
+    """The first row of every document, and its ``[1, h, s, d]`` tensors and visibility."""
     q_all, k_all, v_all = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     for q0, k0, len_q, len_k in documents.ranges():
+        kind = inside_document(mask_type)
         seen = visibility(kind, len_q, len_k, window=window, device=query.device)
         q = q_all[:, :, q0 : q0 + len_q]
         k, v = k_all[:, :, k0 : k0 + len_k], v_all[:, :, k0 : k0 + len_k]
-        parts.append(query.new_zeros(q0 - filled, query.shape[1], size))
-        parts.append(one(q, k, v, seen).squeeze(0).transpose(0, 1))
-        filled = q0 + len_q
-    parts.append(query.new_zeros(rows - filled, query.shape[1], size))
-    return torch.cat(parts).flatten(1)
+        yield q0, (q, k, v, seen)
+
+
+def inside_document(mask_type: str) -> str:
+    """The mask type of a document alone, where there is no padding."""
+    return mask_type.replace("padding_causal", "causal").replace("padding", "no_mask")
 
 
 @torch.no_grad()

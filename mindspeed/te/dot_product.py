@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.nn.parameter import Parameter
 
-from mindspeed.te.attention import Documents, attend, attend_packed, max_logit
+from mindspeed.te import kernels
+from mindspeed.te.attention import Documents, each_document, max_logit
 from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
-from mindspeed.te.masks import Mask, Visibility, Window, visibility
+from mindspeed.te.masks import Mask, Window, visibility
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -152,30 +153,18 @@ class DotProductAttention(TransformerEngineBaseModule):
             device=q.device,
         )
         with self._dropout_stream():
-            out = self._attend(q, k, v, seen, bias)
+            out = kernels.attend(q, k, v, seen, bias=bias, **self._options(q))
         out = out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
         if not self.return_max_logit:
             return out
         return out, max_logit(q, k, seen, scale=self.softmax_scale, bias=bias)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        seen: Visibility,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return attend(
-            q,
-            k,
-            v,
-            seen,
-            scale=self.softmax_scale,
-            dropout=self.attention_dropout if self.training else 0.0,
-            bias=bias,
-            sink=self._sink(q),
-        )
+    def _options(self, query: torch.Tensor) -> dict[str, Any]:
+        return {
+            "scale": self.softmax_scale,
+            "dropout": self.attention_dropout if self.training else 0.0,
+            "sink": self._sink(query),
+        }
 
     def _packed(
         self,
@@ -184,18 +173,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         mask_type: str,
         window: Window,
     ) -> Any:
-        logits: list[torch.Tensor] = []
-
-        def one(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visibility
-        ) -> torch.Tensor:
-            if self.return_max_logit and q.shape[2] and k.shape[2]:
-                logits.append(max_logit(q, k, seen, scale=self.softmax_scale))
-            return self._attend(q, k, v, seen)
-
         with self._dropout_stream():
-            out = attend_packed(*qkv, documents, mask_type, one, window)
-        return (out, torch.stack(logits).amax(0)) if self.return_max_logit else out
+            out = kernels.attend_packed(
+                *qkv, documents, mask_type, window=window, **self._options(qkv[0])
+            )
+        if not self.return_max_logit:
+            return out
+        logits = [
+            max_logit(q, k, seen, scale=self.softmax_scale)
+            for _, (q, k, _, seen) in each_document(*qkv, documents, mask_type, window)
+            if q.shape[2] and k.shape[2]
+        ]
+        return out, torch.stack(logits).amax(0)
 
     def _dropout_stream(self) -> Any:
         quiet = self.sequence_parallel or self.get_rng_state_tracker is None

@@ -15,6 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from mindspeed.te.attention import attend as attend
+from mindspeed.te.attention import attend_packed as attend_packed
+
 
 def normalize(
     x: torch.Tensor,
@@ -158,3 +161,8 @@ def moe_sort_chunks(
     rows, places = sizes.tolist(), order.tolist()
     split = [x.split(rows) for x in tensors]
     return tuple(torch.cat([chunks[i] for i in places]) for chunks in split)
+
+
+def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
+    """The attention mask to use in the local spec; one that is given decides what is masked."""
+    return mask

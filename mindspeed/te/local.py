@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.te import kernels
-from mindspeed.te.attention import Documents, attend, attend_packed
+from mindspeed.te.attention import Documents
 from mindspeed.te.masks import Visibility, Window, visibility
 
 
@@ -147,16 +148,21 @@ def core_attention_forward(
     scale = self.softmax_scale
     if self.config.apply_query_key_layer_scaling:
         scale *= self.layer_number
-    one = functools.partial(_attend, self, scale)
+    options = {
+        "scale": scale,
+        "dropout": self.attention_dropout.p if self.training else 0.0,
+        "sink": self.softmax_offset,
+    }
     with _dropout_stream(self):
         if packed_seq_params is not None:
-            kind = "causal" if causal else "no_mask"
-            return attend_packed(
-                query, key, value, _documents(packed_seq_params), kind, one, window
+            kind, documents = "causal" if causal else "no_mask", _documents(packed_seq_params)
+            return kernels.attend_packed(
+                query, key, value, documents, kind, window=window, **options
             )
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        seen = _seen(q, k, causal, attention_mask, window)
-        out = one(q, k, v, seen, attention_bias)
+        mask = kernels.given_mask(attention_mask, causal)
+        seen = _seen(q, k, causal, mask, window)
+        out = kernels.attend(q, k, v, seen, bias=attention_bias, **options)
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -165,27 +171,10 @@ def _seen(
 ) -> Visibility:
     len_q, len_k = q.shape[2], k.shape[2]
     if mask is not None and window is None:
-        return Visibility(causal=False, keep=~mask.bool())
+        return Visibility(len_q, len_k, masked=mask.bool())
     kind = "causal_bottom_right" if causal else "no_mask"
     seen = visibility(kind, len_q, len_k, window=window, device=q.device)
-    if mask is None:
-        return seen
-    keep = ~mask.bool()
-    return Visibility(causal=False, keep=keep if seen.keep is None else seen.keep & keep)
-
-
-def _attend(
-    module: Any,
-    scale: float,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: Visibility,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    dropout = module.attention_dropout.p if module.training else 0.0
-    sink = module.softmax_offset
-    return attend(q, k, v, seen, scale=scale, dropout=dropout, bias=bias, sink=sink)
+    return seen if mask is None else replace(seen, masked=mask.bool())
 
 
 def _window(module: Any) -> Window:

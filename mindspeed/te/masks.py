@@ -1,7 +1,7 @@
-"""Which key a query may see: from mask types, sliding windows and padding to one boolean mask.
+"""Which key a query may see: from mask types, sliding windows and padding to one rule.
 
 ``True`` in a *keep* mask means "takes part"; Megatron's masks are the other way round (``True`` is
-masked) and are turned here, once. Positions are aligned at the top left corner for ``causal`` and
+masked). Positions are aligned at the top left corner for ``causal`` and
 ``padding_causal`` and at the bottom right one for every other type (a query block at the end of the
 keys, as in inference):
 
@@ -31,10 +31,46 @@ Window = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Visibility:
-    """A plain causal triangle (``causal``, top left) or an explicit ``keep`` mask, or neither."""
+    """What the queries of a batch see; a mask of all queries and keys only where one is asked for.
 
-    causal: bool
-    keep: torch.Tensor | None
+    Attributes:
+        len_q: Number of queries.
+        len_k: Number of keys.
+        left: Window to the left, -1 is unbounded.
+        right: Window to the right.
+        offset: Key at which query 0 stands, or one per sequence, ``[b, 1, 1, 1]``.
+        masked: Megatron's mask, which takes further keys away, broadcastable to
+            ``[b, h, len_q, len_k]``.
+        device: Where to build masks.
+    """
+
+    len_q: int
+    len_k: int
+    left: int = -1
+    right: int = -1
+    offset: int | torch.Tensor = 0
+    masked: torch.Tensor | None = None
+    device: torch.device | None = None
+
+    @property
+    def causal(self) -> bool:
+        """A plain triangle, aligned top left."""
+        return self.masked is None and (self.left, self.right, self.offset) == (-1, 0, 0)
+
+    @property
+    def keep(self) -> torch.Tensor | None:
+        """The mask, or None where every query sees every key or the rule is ``causal``."""
+        given = None if self.masked is None else ~self.masked
+        if self.causal or (self.left < 0 and self.right < 0):
+            return given
+        place = torch.arange(self.len_q, device=self.device)[:, None] + self.offset
+        key = torch.arange(self.len_k, device=self.device)[None, :]
+        keep = torch.ones((), dtype=torch.bool, device=self.device)
+        if self.left >= 0:
+            keep = keep & (key >= place - self.left)
+        if self.right >= 0:
+            keep = keep & (key <= place + self.right)
+        return keep if given is None else keep & given
 
 
 def canonical(mask_type: str) -> str:
@@ -71,17 +107,11 @@ def visibility(
     """
     mask_type = canonical(mask_type)
     left, right = _window(mask_type, window)
-    padding = _padding(mask_type, attention_mask, key_lengths, len_k)
-    bottom_right = mask_type not in ("causal", "padding_causal")
-    if padding is None and left < 0 and right == 0 and (not bottom_right or len_q == len_k):
-        return Visibility(causal=True, keep=None)
-    if left < 0 and right < 0:
-        return Visibility(causal=False, keep=padding)
+    masked = _masked(mask_type, attention_mask, key_lengths, len_k)
     offset: int | torch.Tensor = 0
-    if bottom_right:
+    if mask_type not in ("causal", "padding_causal"):
         offset = _bottom_right(len_q, len_k, attention_mask, query_lengths, key_lengths)
-    band = _band(len_q, len_k, left, right, offset, device)
-    return Visibility(causal=False, keep=band if padding is None else band & padding)
+    return Visibility(len_q, len_k, left, right, offset, masked, device)
 
 
 def _window(mask_type: str, window: Window) -> tuple[int, int]:
@@ -93,24 +123,24 @@ def _window(mask_type: str, window: Window) -> tuple[int, int]:
     return left, right
 
 
-def _padding(
+def _masked(
     mask_type: str, attention_mask: Mask, key_lengths: torch.Tensor | None, len_k: int
 ) -> torch.Tensor | None:
     if mask_type == "arbitrary":
         if attention_mask is None or isinstance(attention_mask, tuple):
             raise ValueError("attn_mask_type 'arbitrary' needs one attention_mask tensor")
-        return ~attention_mask.bool()
+        return attention_mask.bool()
     if "padding" not in mask_type:
         return None
     if attention_mask is not None:
         masked = attention_mask[1] if isinstance(attention_mask, tuple) else attention_mask
-        return ~masked.bool()
+        return masked.bool()
     if key_lengths is None:
         raise ValueError(
             f"attn_mask_type {mask_type!r} needs an attention_mask or cu_seqlens_q/cu_seqlens_kv"
         )
     steps = torch.arange(len_k, device=key_lengths.device)
-    return (steps < key_lengths[:, None])[:, None, None, :]
+    return (steps >= key_lengths[:, None])[:, None, None, :]
 
 
 def _bottom_right(
@@ -126,21 +156,3 @@ def _bottom_right(
     if query_lengths is None or key_lengths is None:
         return len_k - len_q
     return (key_lengths - query_lengths)[:, None, None, None]
-
-
-def _band(
-    len_q: int,
-    len_k: int,
-    left: int,
-    right: int,
-    offset: int | torch.Tensor,
-    device: torch.device | None,
-) -> torch.Tensor:
-    place = torch.arange(len_q, device=device)[:, None] + offset
-    key = torch.arange(len_k, device=device)[None, :]
-    keep = torch.ones((), dtype=torch.bool, device=device)
-    if left >= 0:
-        keep = keep & (key >= place - left)
-    if right >= 0:
-        keep = keep & (key <= place + right)
-    return keep

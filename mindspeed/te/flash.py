@@ -1,0 +1,119 @@
+"""Attention of these modules by the operator :mod:`mindspeed.ops.attention`.
+
+Same arguments as the formulas of :mod:`mindspeed.te.attention`, in whose place a feature puts these
+(:mod:`mindspeed.te.kernels`). Windows, causal rules and documents stay rules; only a mask that
+Megatron gives is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed.ops._visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT
+from mindspeed.ops.attention import attention
+from mindspeed.te.attention import Documents, inside_document
+from mindspeed.te.masks import Visibility, Window, visibility
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Visibility,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    bias: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend; see :func:`mindspeed.te.attention.attend`."""
+    # Megatron's tensors come as views of [s, b, h, d] or [b, s, h, d]: no kernel copies them when
+    # they are handed over in that order.
+    layout, order, back = "SBND", (2, 0, 1, 3), (1, 2, 0, 3)
+    if query.stride(2) < query.stride(0):
+        layout, order, back = "BSND", (0, 2, 1, 3), (0, 2, 1, 3)
+    out, _ = attention(
+        *(x.permute(order) for x in (query, key, value)),
+        layout=layout,
+        scale=scale,
+        dropout=dropout,
+        pse=bias if bias is None else bias.expand((1,) * (4 - bias.dim()) + bias.shape),
+        pse_type=0,
+        sink=sink,
+        **_rule(seen),
+    )
+    return out.permute(back)
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    mask_type: str,
+    *,
+    scale: float,
+    window: Window = None,
+    dropout: float = 0.0,
+    sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend within documents; see :func:`mindspeed.te.attention.attend_packed`."""
+    kind = inside_document(mask_type)
+    if kind not in ("causal", "causal_bottom_right", "no_mask"):
+        raise ValueError(f"attn_mask_type {mask_type!r} is no rule for packed documents")
+    # The operator wants lengths on the host, where kernels for one sequence at a time need them.
+    cu_q, cu_k = (
+        x.to("cpu", torch.int64) for x in (documents.cu_seqlens_q, documents.cu_seqlens_kv)
+    )
+    padded = documents.cu_seqlens_q_padded is not None
+    if padded or (int(cu_q[-1]), int(cu_k[-1])) != (query.shape[0], key.shape[0]):
+        rows, keys = _real_rows(documents)
+        q = query.index_select(0, rows)
+        k, v = (x.index_select(0, keys) for x in (key, value))
+    else:
+        rows, q, k, v = None, query, key, value
+    out, _ = attention(
+        q, k, v,
+        layout="TND",
+        scale=scale,
+        dropout=dropout,
+        sink=sink,
+        cu_q=cu_q,
+        cu_k=cu_k,
+        **_packed_rule(kind, window),
+    )  # fmt: skip
+    if rows is not None:  # back to where they were; rows of padding are zero
+        out = out.new_zeros(query.shape[0], *out.shape[1:]).index_copy(0, rows, out)
+    return out.flatten(1)
+
+
+def _rule(seen: Visibility) -> dict[str, Any]:
+    """What the queries see, in the operator's words."""
+    if seen.left < 0 and seen.right < 0:
+        return {"mode": MASK_ONLY, "mask": seen.masked}
+    if isinstance(seen.offset, torch.Tensor):  # another band for every sequence
+        keep = seen.keep
+        return {"mode": MASK_ONLY, "mask": None if keep is None else ~keep}
+    pre = seen.left - seen.offset if seen.left >= 0 else EVERYTHING
+    next_ = seen.right + seen.offset if seen.right >= 0 else EVERYTHING
+    return {"mode": UNCUT, "pre": pre, "next": next_, "mask": seen.masked}
+
+
+def _packed_rule(kind: str, window: Window) -> dict[str, Any]:
+    """The same rule for all documents, whatever their lengths."""
+    seen = visibility(kind, 1, 1, window=window)
+    if seen.left < 0 and seen.right < 0:
+        return {"mode": MASK_ONLY}
+    pre = seen.left if seen.left >= 0 else EVERYTHING
+    next_ = seen.right if seen.right >= 0 else EVERYTHING
+    return {"mode": UNCUT if kind == "causal" else BAND, "pre": pre, "next": next_}
+
+
+def _real_rows(documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the documents' own queries and keys are in a pack with padding between them."""
+    device, ranges = documents.cu_seqlens_q.device, documents.ranges()
+    queries = [torch.arange(q, q + n, device=device) for q, _, n, _ in ranges]
+    keys = [torch.arange(k, k + n, device=device) for _, k, _, n in ranges]
+    return torch.cat(queries), torch.cat(keys)
