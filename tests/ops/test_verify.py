@@ -57,6 +57,13 @@ def test_command_line(monkeypatch, capsys):
     assert "FAIL" in capsys.readouterr().out
 
 
+def test_operators_with_a_process_group_are_named_not_run(capsys):
+    assert self_test.main(["--device", "cpu", "--operator", "mm_all_reduce", "rms_norm"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "not run, for they need a process group: mm_all_reduce" in lines
+    assert not any(line.startswith("mm_all_reduce") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
