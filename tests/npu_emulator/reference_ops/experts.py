@@ -71,6 +71,12 @@ def npu_moe_token_unpermute(
     return slots.sum(1).to(permuted_tokens.dtype)
 
 
+def _npu_moe_token_unpermute(permuted_tokens, sorted_indices, *how, **options):
+    """What torch_npu's autograd calls: with the tokens that the gradient wants."""
+    out = npu_moe_token_unpermute(permuted_tokens, sorted_indices, *how, **options)
+    return out, permuted_tokens.clone()
+
+
 def npu_moe_token_unpermute_grad(
     permuted_tokens, grad_unpermuted_tokens, sorted_indices, probs=None, padded_mode=False,
     restore_shape=None,
@@ -144,7 +150,7 @@ def _npu_moe_token_unpermute_with_routing_map(
     permuted_tokens, sorted_indices, restore_shape, *, probs=None, routing_map=None,
     drop_and_pad=False,
 ):  # fmt: skip
-    """With what its gradient wants: row and token of each slot, and the probs by row."""
+    """What torch_npu's autograd calls: also row and token of each slot, and the probs by row."""
     op = "npu_moe_token_unpermute_with_routing_map"
     refuse(op, {"drop_and_pad": drop_and_pad})
     token, weight = _slot_weights(op, sorted_indices, restore_shape[0], probs, routing_map)
@@ -165,10 +171,13 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     unpermuted_tokens_grad, out_index, permuted_token_id, routing_map, permuted_tokens, probs,
     drop_and_pad, restore_shape,
 ):  # fmt: skip
+    """From the row of each slot (`out_index`); `permuted_token_id` is for drop_and_pad alone.
+
+    Without it torch_npu's autograd hands in sorted_indices for both.
+    """
     op = "npu_moe_token_unpermute_with_routing_map_grad"
     refuse(op, {"drop_and_pad": drop_and_pad})
     token, weight = _slot_weights(op, out_index, restore_shape[0], probs, routing_map)
-    require(op, permuted_token_id.long().equal(token), "permuted_token_id is the forward's")
     dslots, dtype = unpermuted_tokens_grad.float()[token], unpermuted_tokens_grad.dtype
     dprobs = None
     if weight is not None:
@@ -194,6 +203,7 @@ REFERENCE = {
         npu_moe_token_permute_grad,
         npu_moe_token_permute_grad_v2,
         npu_moe_token_unpermute,
+        _npu_moe_token_unpermute,
         npu_moe_token_unpermute_grad,
         npu_moe_token_unpermute_grad_v2,
         npu_moe_token_permute_with_routing_map,
