@@ -1,0 +1,45 @@
+"""A process that computes on the CPU can name CUDA graphs, and is told why it cannot use them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed import device
+from mindspeed.journal import Journal
+
+USES = {
+    "capture": lambda: torch.cuda.CUDAGraph().capture_begin(),
+    "replay": lambda: torch.cuda.CUDAGraph().replay(),
+    "context": lambda: torch.cuda.graph(torch.cuda.CUDAGraph()),
+    "callables": lambda: torch.cuda.make_graphed_callables(torch.nn.Linear(2, 2), (torch.ones(2),)),
+    "pool": lambda: torch.cuda.graph_pool_handle(),
+}
+
+
+@pytest.fixture
+def cpu_world():
+    journal = Journal()
+    device.install(journal, device.named("cpu"))
+    yield
+    journal.undo()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_graphs_are_refused_by_the_flags_that_ask_for_them(use, cpu_world):
+    with pytest.raises(RuntimeError, match=r"needs an NVIDIA GPU: .* Remove --cuda-graph-impl"):
+        USES[use]()
+
+
+def test_a_graph_may_be_made_and_looked_at(cpu_world):
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph.register_generator_state(torch.Generator())
+    assert isinstance(graph, torch.cuda.CUDAGraph)
+
+
+def test_afterwards_torch_has_its_own_graphs_again():
+    own, journal = torch.cuda.CUDAGraph, Journal()
+    device.install(journal, device.named("cpu"))
+    assert torch.cuda.CUDAGraph is not own
+    journal.undo()
+    assert torch.cuda.CUDAGraph is own
