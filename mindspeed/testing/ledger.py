@@ -328,5 +328,5 @@ _OPERATORS: dict[str, Reading] = {
     "npu_mm_reduce_scatter_base": _fused(_reduce_scatter, "input", "x2"),
     "npu_all_gather_base_mm": _all_gather("input"),
     "fused_matmul_reduce_scatter": _fused(_reduce_scatter, "A", "B"),
-    "fused_all_gather_matmul": _all_gather("A_shard"),
+    "fused_all_gather_matmul": _all_gather("A"),
 }
