@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory
 
-from mindspeed.ops import lcal_functional
+from mindspeed.ops import _fused_collectives, lcal_functional
+from mindspeed.ops._group import comm_name, resolve
+from mindspeed.ops.catalog import operators
 from mindspeed.ops.lcal_functional import CocOps
 from mindspeed.ops.npu_grouped_mat_mul_all_reduce import (
     GROUPED_MAT_MUL_ALL_REDUCE,
@@ -61,6 +66,33 @@ def coc_opcheck(a, b):
     weights, rows = [b, b[:, :1].clone()], [a, a[:1].clone()]
     torch.library.opcheck(GROUPED_MAT_MUL_ALL_REDUCE.overload, (rows, weights, None, name))
     return True
+
+
+def symmetric_memory(arguments, shapes, machines):
+    """The kernels over symmetric memory, with torch's own fallbacks in the place of CUDA's.
+
+    Returns for each operator what it wrote and what it sent, and the reason of a refusal.
+    """
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size() // machines)
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
+    results = {}
+    for name, implementation in _fused_collectives.SYMMETRIC_MEMORY.items():
+        tensors = arguments[name][dist.get_rank()]
+        outputs = [torch.full(shape, 7.0).to(tensors[0].dtype) for shape in shapes[name]]
+        with CommLedger() as ledger:
+            implementation.load()(*tensors, *outputs, 2, dist.group.WORLD.group_name)
+        results[name] = outputs, [(event.op, event.payload) for event in ledger.events]
+    reasons = {one.refused() for one in _fused_collectives.SYMMETRIC_MEMORY.values()}
+    return results, reasons
+
+
+def kinds_on_npu():
+    """What the operators with a group run there, and whether an HCCL name finds its group."""
+    world = dist.group.WORLD
+    kinds = {one.name: one.chosen("npu").kind for one in operators() if one.communicates}
+    return kinds, resolve(comm_name(world)) is world
 
 
 def grouped(arguments, device="cpu"):

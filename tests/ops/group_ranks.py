@@ -65,9 +65,12 @@ def names_of_communicators():
     return early, name, resolve(name) is second, comm_name(dist.group.WORLD)
 
 
-def mm_all_reduce_add_rms_norm(in_place, arguments, by_name=False):
+def mm_all_reduce_add_rms_norm(in_place, arguments, by_name=False, device="cpu"):
     """Run the public function on this rank's slices; returns outputs, identity and the ledger."""
-    given = dict(arguments[dist.get_rank()])
+    given = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x
+        for name, x in arguments[dist.get_rank()].items()
+    }
     group = dist.group.WORLD
     function = npu_mm_all_reduce_add_rms_norm_ if in_place else npu_mm_all_reduce_add_rms_norm
     before = given["residual"].clone()
@@ -76,7 +79,7 @@ def mm_all_reduce_add_rms_norm(in_place, arguments, by_name=False):
     kept = torch.equal(given["residual"], before)
     same = y.data_ptr() == given["residual"].data_ptr()
     calls = [(e.op, e.payload) for e in ledger.events]
-    return y, norm, same, kept, calls
+    return y.cpu(), norm.cpu(), same, kept, calls
 
 
 def opcheck_and_compile(x1, x2, residual, gamma):

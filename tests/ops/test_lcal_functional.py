@@ -63,6 +63,45 @@ def test_equals_the_whole_product_and_sends_the_same_bytes(ranks, method, p, chu
         assert sent == [(op, payload(p) // chunks)] * chunks
 
 
+@pytest.mark.parametrize(
+    ("machines", "dtype", "calls"),
+    [(1, torch.bfloat16, 1), (2, torch.bfloat16, 2), (1, torch.float32, 2)],
+    ids=["fused", "two machines", "fp32"],
+)
+def test_kernels_over_symmetric_memory(ranks, machines, dtype, calls):
+    """Without a GPU: that they are called as torch defines them, and where chunks replace them."""
+    a, b = whole(M, K, seed=0).to(dtype), whole(K, N, seed=1).to(dtype)
+    product = (a.float() @ b.float()).to(dtype)  # sums below 257 are exact in bf16
+    gathering = [(rows, b) for rows in a.chunk(2)]
+    scattering = [(c.contiguous(), r) for c, r in zip(a.chunk(2, 1), b.chunk(2), strict=True)]
+    arguments = {
+        "coc_matmul_reduce_scatter": scattering,
+        "coc_all_gather_matmul": gathering,
+        "coc_all_gather_matmul_v2": gathering,
+    }
+    shapes = {
+        "coc_matmul_reduce_scatter": [(M // 2, N)],
+        "coc_all_gather_matmul": [(M, N)],
+        "coc_all_gather_matmul_v2": [(M, N), (M, K)],
+    }
+    sent = {
+        "coc_matmul_reduce_scatter": ("reduce_scatter", M * N * dtype.itemsize // calls),
+        "coc_all_gather_matmul": ("all_gather", M * K // 2 * dtype.itemsize // calls),
+    }
+    sent["coc_all_gather_matmul_v2"] = sent["coc_all_gather_matmul"]
+    job = coc_ranks.symmetric_memory
+    for rank, (results, reasons) in enumerate(ranks(2, job, arguments, shapes, machines)):
+        assert reasons == {"torch sees no CUDA device"}
+        wanted = {
+            "coc_matmul_reduce_scatter": [product.chunk(2)[rank]],
+            "coc_all_gather_matmul": [product],
+            "coc_all_gather_matmul_v2": [product, a],
+        }
+        for name, (outputs, events) in results.items():
+            assert all(map(torch.equal, outputs, wanted[name])), name
+            assert events == [sent[name]] * calls
+
+
 def test_pure_matmul_sends_nothing():
     a, b, bias, output = whole(M, K, seed=0), whole(K, N, seed=1), whole(1, N, seed=2), None
     for right in (b, b.t().contiguous(), b.t().contiguous().t()):
