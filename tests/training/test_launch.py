@@ -89,3 +89,38 @@ def test_ranks_know_each_other_and_the_store_listens_on_loopback_only(tmp_path, 
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 0, output
     assert sorted(output.split("\n")[:-1]) == [f"{r} {ranks} 127.0.0.1" for r in range(ranks)]
+
+
+@pytest.mark.parametrize("given", [None, "1"], ids=["default", "given"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(given, ranks, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    body = (
+        "print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads()); "
+        "dist.destroy_process_group(); return"
+    )
+    job = launch(tmp_path, body, ranks)
+    output, _ = job.communicate(timeout=240)
+    share = given or str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    assert sorted(output.split("\n")[:-1]) == [f"{share} {share}"] * ranks
+
+
+def test_a_single_process_leaves_the_number_of_threads_alone(tmp_path):
+    """torch then uses the whole machine."""
+    code = (
+        "import os, torch; before = torch.get_num_threads();"
+        "from mindspeed.training import setup; setup.join_job();"
+        "print(os.environ.get('OMP_NUM_THREADS'), torch.get_num_threads() == before)"
+    )
+    unset = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    done = subprocess.run(
+        [sys.executable, "-c", "import mindspeed.megatron_adaptor\n" + code],
+        env={k: v for k, v in os.environ.items() if k not in unset} | {"MINDSPEED_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout == "None True\n", done.stderr[-2000:]
