@@ -9,9 +9,9 @@ from mindspeed.ops import _registry
 from mindspeed.ops._registry import Operator
 
 FILES = (
-    "attention",
     "_expert_exchange",
     "_mm_all_reduce",
+    "attention",
     "grouped_matmul",
     "lcal_functional",
     "moe_permutation",
@@ -20,6 +20,7 @@ FILES = (
     "npu_matmul_add",
     "npu_rotary_position_embedding",
     "rms_norm",
+    "scaled_masked_softmax",
     "swiglu",
 )
 """Files of this package that define operators."""
