@@ -15,6 +15,7 @@ is an error that names it, as is an aten operator the CPU lacks.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,9 @@ _OWN = {
     *("npu::npu_format_cast", "npu::npu_format_cast.Tensor"),  # tensors keep torch's own format
     *("npu::get_storage_size", "npu::_npu_storage_resize", "npu::npu_change_data_ptr"),
 }
+
+calls: Counter[str] = Counter()
+"""How often each operator outside aten ran on npu tensors in this process."""
 
 _libraries: list[torch.library.Library] = []  # a kernel lives as long as its library
 
@@ -72,10 +76,13 @@ class OnHost:
 
     def __init__(self, op: Any, compute: Kernel | None = None) -> None:
         self._compute = compute or op
+        self._name = op.name() if op.namespace != "aten" else ""
         self._outs = {argument.name for argument in op._schema.arguments if argument.is_out}
         self._random = compute is None and torch.Tag.nondeterministic_seeded in op.tags
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._name:
+            calls[self._name] += 1
         device = torch.device("npu", torch.npu.current_device())
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         generator: torch.Generator | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,18 +16,49 @@ MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type none"
 )
-# Ranks, model, how it is laid out, relative tolerance of losses and gradient norms.
+PLAIN = (
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion "
+    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-persist-layer-norm"
+)
+FUSED = "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-flash-attn"
+PERMUTE = "--use-fused-moe-token-permute-and-unpermute"
+DENSE_CALLS = {
+    *("npu_rms_norm", "npu_rms_norm_backward", "npu_swiglu", "npu_swiglu_backward"),
+    *("npu_rotary_mul", "npu_rotary_mul_backward"),
+}
+EXPERT_CALLS = {"npu_grouped_matmul", "npu_moe_token_permute", "npu_moe_token_permute_grad_v2"}
+
+
+class Layout(NamedTuple):
+    """How the NPU trains; the CPU trains the same layout without fused operators."""
+
+    ranks: int = 1
+    model: str = ""
+    flags: str = ""
+    fused: str = PLAIN
+    calls: frozenset[str] = frozenset()  # operators of torch_npu that must have run
+    tolerance: float = 1e-5  # relative, of losses and gradient norms
+
+
 LAYOUTS = {
-    "one-rank": (1, "", "", 1e-5),
-    "tensor-parallel": (2, "", TP, 1e-5),
-    "sequence-parallel-bf16": (
-        2,
-        "",
-        f"{TP} --sequence-parallel --use-distributed-optimizer --bf16",
-        1e-2,
+    "one-rank": Layout(),
+    "tensor-parallel": Layout(2, flags=TP),
+    "sequence-parallel-bf16": Layout(
+        2, flags=f"{TP} --sequence-parallel --use-distributed-optimizer --bf16", tolerance=1e-2
     ),
-    "pipeline": (2, "", PP, 1e-5),
-    "experts": (2, MOE, "--expert-model-parallel-size 2", 1e-5),
+    "pipeline": Layout(2, flags=PP),
+    "experts": Layout(2, MOE, "--expert-model-parallel-size 2"),
+    "fused": Layout(fused=FUSED, calls=frozenset(DENSE_CALLS)),
+    "fused-tensor-parallel": Layout(
+        2, flags=f"{TP} --sequence-parallel", fused=FUSED, calls=frozenset(DENSE_CALLS)
+    ),
+    "fused-experts": Layout(
+        2,
+        MOE,
+        "--expert-model-parallel-size 2",
+        fused=f"{FUSED} {PERMUTE}",
+        calls=frozenset(DENSE_CALLS | EXPERT_CALLS),
+    ),
 }
 CPU_SETUP, NPU_SETUP = "mindspeed.megatron_adaptor", "npu_emulator.preload_trainer"
 OPTIONS = {"backend": None, "timeout": 400}
@@ -40,7 +72,16 @@ def weights(rank_pool, tmp_path_factory):
     def get(model: str) -> Path:
         if model not in made:
             made[model] = tmp_path_factory.mktemp("weights")
-            flags = [*model.split(), "--save", str(made[model]), "--lr", "0", "--train-iters", "1"]
+            flags = [
+                *model.split(),
+                *PLAIN.split(),
+                "--save",
+                str(made[model]),
+                "--lr",
+                "0",
+                "--train-iters",
+                "1",
+            ]
             rank_pool.run(1, jobs.train, flags, setup=CPU_SETUP, **OPTIONS)
         return made[model]
 
@@ -51,13 +92,16 @@ def weights(rank_pool, tmp_path_factory):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_equals_the_cpu(rank_pool, npu_pool, weights, tmp_path, layout):
-    world_size, model, flags, tolerance = LAYOUTS[layout]
+    ranks, model, flags, fused, calls, tolerance = LAYOUTS[layout]
     load = ["--load", str(weights(model)), "--finetune", "--no-load-optim", "--no-load-rng"]
-    command = [*model.split(), *load, *flags.split(), "--metrics-file"]
+    command = [*model.split(), *load, *flags.split()]
     npu, cpu = tmp_path / "npu.jsonl", tmp_path / "cpu.jsonl"
-    results = npu_pool.run(world_size, jobs.train, [*command, str(npu)], setup=NPU_SETUP, **OPTIONS)
-    assert results == [{"backend": "hccl", "iteration": 4, "devices": ["npu"]}] * world_size
-    rank_pool.run(world_size, jobs.train, [*command, str(cpu)], setup=CPU_SETUP, **OPTIONS)
+    on_npu = [*command, *fused.split(), "--metrics-file", str(npu)]
+    for result in npu_pool.run(ranks, jobs.train, on_npu, setup=NPU_SETUP, **OPTIONS):
+        assert {f"npu::{name}" for name in calls} <= result.pop("calls").keys()
+        assert result == {"backend": "hccl", "iteration": 4, "devices": ["npu"]}
+    on_cpu = [*command, *PLAIN.split(), "--metrics-file", str(cpu)]
+    rank_pool.run(ranks, jobs.train, on_cpu, setup=CPU_SETUP, **OPTIONS)
     expected = jobs.records(cpu)
     assert len(expected) == 4
     assert expected[0][0] > expected[-1][0]

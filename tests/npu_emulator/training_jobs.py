@@ -14,8 +14,6 @@ TINY = shlex.split("""
     --attention-dropout 0 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2
     --lr-decay-style linear --train-iters 4 --mock-data --tokenizer-type NullTokenizer
     --vocab-size 100 --log-interval 1 --eval-iters 0
-    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
-    --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
 """)
 
 
@@ -23,9 +21,11 @@ def train(flags: Sequence[str]) -> dict[str, Any]:
     """Trains for four steps.
 
     Returns:
-        ``iteration`` (last done), ``devices`` of the parameters, ``backend`` of the groups.
+        ``iteration`` (last done), ``devices`` of the parameters, ``backend`` of the groups, and
+        ``calls`` of operators that only an NPU has, by name.
     """
     import os
+    import sys
 
     import torch.distributed as dist
 
@@ -44,6 +44,8 @@ def train(flags: Sequence[str]) -> dict[str, Any]:
     settings = _prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"]))
     seen["iteration"] = pretrain(settings, provider)
     seen["devices"] = sorted({p.device.type for module in modules for p in module.parameters()})
+    emulation = sys.modules.get("npu_emulator.emulation")
+    seen["calls"] = dict(emulation.calls) if emulation else {}
     return seen
 
 
