@@ -87,7 +87,8 @@ def _activation(args: argparse.Namespace) -> dict[str, Any]:
 
         values["activation_func"] = squared_relu
     elif args.openai_gelu:
-        values["activation_func"] = partial(F.gelu, approximate="tanh")
+        tanh_gelu = partial(F.gelu, approximate="tanh")
+        values.update(activation_func=tanh_gelu, bias_activation_fusion=False)
     elif args.quick_geglu:
         values.update(activation_func=quick_gelu, gated_linear_unit=True)
     return values

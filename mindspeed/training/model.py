@@ -28,6 +28,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from mindspeed import device
+from mindspeed.models import specials
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
 
 ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
@@ -62,8 +63,9 @@ def gpt_model(
     vp_stage: int | None,
 ) -> GPTModel:
     """One pipeline stage of a GPT; the default model provider."""
-    spec = layer_spec(args, config, vp_stage)
-    return GPTModel(
+    spec = specials.change_spec(args, layer_spec(args, config, vp_stage))
+    alibi = args.position_embedding_type == "alibi"  # belongs to the attention
+    model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
@@ -73,7 +75,7 @@ def gpt_model(
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
+        position_embedding_type="none" if alibi else args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
@@ -82,6 +84,8 @@ def gpt_model(
         mtp_block_spec=_mtp_spec(args, config, spec, vp_stage),
         vp_stage=vp_stage,
     )
+    specials.change_model(args, model)
+    return model
 
 
 def layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:

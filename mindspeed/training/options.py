@@ -30,7 +30,15 @@ class ModelOptions:
     """Shape of the model, as far as Megatron Core's configuration does not hold it."""
 
     max_position_embeddings: int | None = flag(None, "longest sequence (default: --seq-length)")
-    position_embedding_type: Literal["learned_absolute", "rope", "mrope", "none"] = flag(
+    model: str | None = flag(
+        None,
+        "preset (mindspeed models lists them) or directory with a config.json: the flags "
+        "of this model, below those of a recipe and of the command line",
+    )
+    model_family: str | None = flag(
+        None, "how Hugging Face calls the weights (default: found from the other flags)"
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "mrope", "alibi", "none"] = flag(
         "learned_absolute", "how positions enter the model"
     )
     use_rotary_position_embeddings: bool = flag(False, "old name of --position-embedding-type rope")
@@ -45,6 +53,15 @@ class ModelOptions:
     swiglu: bool = flag(False, "gated linear unit with SiLU instead of GeLU")
     squared_relu: bool = flag(False, "squared ReLU instead of GeLU")
     quick_geglu: bool = flag(False, "gated linear unit with quick GeLU")
+    openai_gelu: bool = flag(False, "GeLU by its tanh approximation")
+    add_dense_bias: bool = flag(
+        False, "bias of the attention's output projection, also with --disable-bias-linear"
+    )
+    embed_layernorm: bool = flag(False, "norm behind the word embeddings (BLOOM)")
+    lm_norm_weight: bool = flag(False, "output layer with rows of length one (Baichuan 2)")
+    mask_padded_vocab: bool = flag(
+        False, "padding entries of the vocabulary take no part in the loss (with --model: on)"
+    )
     bias_gelu_fusion: bool = flag(True, "fuse bias and GeLU")
     bias_swiglu_fusion: bool = flag(True, "fuse bias and SwiGLU")
     untie_embeddings_and_output_weights: bool = flag(False, "separate output layer weights")

@@ -27,6 +27,7 @@ import yaml
 
 from mindspeed.errors import ConfigError
 from mindspeed.files import check_path
+from mindspeed.models.presets import model_flags
 from mindspeed.training.arguments import Parser, parse, section_of
 from mindspeed.training.flag_types import DTYPES, Switch
 from mindspeed.training.options import SECTIONS
@@ -35,7 +36,7 @@ ALL_SECTIONS = (*SECTIONS, "features")
 
 
 def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespace:
-    """Parse flags, with those of ``--config`` below them.
+    """Parse flags, with those of ``--config`` below them, and those of ``--model`` below both.
 
     Raises:
         ConfigError: the recipe cannot be read, a key is unknown or in the wrong section, or a flag
@@ -43,10 +44,15 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
-    path = finder.parse_known_args(list(tokens))[0].config
-    if path is None:
-        return parse(tokens, parser)
-    return parse([*recipe_words(read(path), parser, path), *tokens], parser)
+    finder.add_argument("--model")
+    given = list(tokens)
+    path = finder.parse_known_args(given)[0].config
+    if path is not None:
+        given = [*recipe_words(read(path), parser, path), *given]
+    model = finder.parse_known_args(given)[0].model
+    if model is not None:
+        given = [*flag_words(model_flags(model), parser), *given]
+    return parse(given, parser)
 
 
 def read(path: str) -> Mapping[str, Any]:
@@ -64,6 +70,12 @@ def read(path: str) -> Mapping[str, Any]:
     if not isinstance(recipe, dict):
         raise ConfigError(f"--config {path}: sections are expected ({', '.join(ALL_SECTIONS)})")
     return recipe
+
+
+def flag_words(flags: Mapping[str, Any], parser: Parser) -> list[str]:
+    """The command line that sets these values, by their names in the namespace."""
+    table = section_of(parser)
+    return [word for name, value in flags.items() for word in _words(table[name][1], value)]
 
 
 def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe") -> list[str]:

@@ -1,0 +1,189 @@
+"""``config.json`` <-> flags: mixtures of experts and latent attention.
+
+Codecs as in :mod:`mindspeed.models.config_json`, for the parts that only some families have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed.errors import ConfigError
+from mindspeed.models.config_json import Config, Fields, Flags
+
+_SOFTMAX_FIELDS = Fields(
+    {
+        "num_experts": ("num_local_experts", "num_experts"),
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_aux_loss_coeff": "router_aux_loss_coef",
+    },
+    {"moe_aux_loss_coeff": 0.001},
+)
+
+
+@dataclass(frozen=True)
+class SoftmaxExperts:
+    """Experts chosen by softmax (Mixtral, Qwen3-MoE).
+
+    Attributes:
+        count_key: Which spelling of the number of experts the family's files have.
+        own_size: Experts have a feed-forward size of their own.
+        renormalize: The family always renormalises the chosen probabilities; None: a key says.
+    """
+
+    count_key: str
+    own_size: bool
+    renormalize: bool | None
+
+    def read(self, config: Config) -> Flags:
+        """Flags of the experts and their router."""
+        size_key = "moe_intermediate_size" if self.own_size else "intermediate_size"
+        flags = _SOFTMAX_FIELDS.read(config)
+        flags["moe_ffn_hidden_size"] = config[size_key]
+        renormalize = self.renormalize
+        if renormalize is None:
+            renormalize = config.get("norm_topk_prob", False)
+        flags["moe_router_pre_softmax"] = not renormalize
+        flags["moe_router_load_balancing_type"] = ["aux_loss"]
+        flags["moe_token_dispatcher_type"] = "alltoall"
+        layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+        dense = set(config.get("mlp_only_layers", ()))
+        pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
+        flags["moe_layer_freq"] = _frequency(pattern)
+        return flags
+
+    def write(self, args: Any) -> Flags:
+        """Keys of the experts and their router."""
+        keys = _SOFTMAX_FIELDS.write(args)
+        keys[self.count_key] = keys.pop("num_local_experts")
+        coefficient = keys["router_aux_loss_coef"]
+        if isinstance(coefficient, list):
+            keys["router_aux_loss_coef"] = coefficient[0]
+        if self.own_size:
+            keys["moe_intermediate_size"] = args.moe_ffn_hidden_size
+            keys["decoder_sparse_step"] = 1
+            keys["mlp_only_layers"] = _dense_layers(args)
+        if self.renormalize is None:
+            keys["norm_topk_prob"] = not args.moe_router_pre_softmax
+        return keys
+
+
+@dataclass(frozen=True)
+class SigmoidExperts:
+    """Experts of DeepSeek-V3: sigmoid scores, a bias that balances, groups, a shared expert."""
+
+    def read(self, config: Config) -> Flags:
+        """Flags; refused where Megatron's group score is another than Hugging Face's.
+
+        Hugging Face scores a group by its best two experts, Megatron by its best
+        topk / groups chosen.
+        """
+        topk, chosen = config["num_experts_per_tok"], config["topk_group"]
+        if config["n_group"] > 1 and topk != 2 * chosen:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: Megatron "
+                f"scores a group by its best {topk / chosen:g} experts, the model by its best 2"
+            )
+        if not config.get("norm_topk_prob", True):
+            raise ConfigError("config.json: norm_topk_prob false is not supported here")
+        layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+        size = config["moe_intermediate_size"]
+        return {
+            "num_experts": config["n_routed_experts"],
+            "moe_router_topk": topk,
+            "moe_router_num_groups": config["n_group"],
+            "moe_router_group_topk": chosen,
+            "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": ["none"],
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_ffn_hidden_size": size,
+            "moe_shared_expert_intermediate_size": config["n_shared_experts"] * size or None,
+            "moe_layer_freq": _frequency([int(i >= dense) for i in range(layers)]),
+        }
+
+    def write(self, args: Any) -> Flags:
+        """Keys of the experts and their router."""
+        shared = args.moe_shared_expert_intermediate_size or 0
+        return {
+            "n_routed_experts": args.num_experts,
+            "num_experts_per_tok": args.moe_router_topk,
+            "n_group": args.moe_router_num_groups,
+            "topk_group": args.moe_router_group_topk,
+            "routed_scaling_factor": args.moe_router_topk_scaling_factor,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": args.moe_ffn_hidden_size,
+            "n_shared_experts": shared // args.moe_ffn_hidden_size,
+            "first_k_dense_replace": len(_dense_layers(args)),
+        }
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention of DeepSeek-V3, with its rotary embedding (plain or YaRN)."""
+
+    _FIELDS = Fields(
+        {
+            "q_lora_rank": "q_lora_rank",
+            "kv_lora_rank": "kv_lora_rank",
+            "qk_head_dim": "qk_nope_head_dim",
+            "qk_pos_emb_head_dim": "qk_rope_head_dim",
+            "v_head_dim": "v_head_dim",
+        },
+        {"q_lora_rank": None},
+    )
+    _YARN = Fields(
+        {
+            "rotary_scaling_factor": "factor",
+            "original_max_position_embeddings": "original_max_position_embeddings",
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "mscale": "mscale",
+            "mscale_all_dim": "mscale_all_dim",
+        },
+        {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    )
+
+    def read(self, config: Config) -> Flags:
+        """Ranks, head sizes and rotary settings."""
+        if not config.get("rope_interleave", True):
+            raise ConfigError("config.json: rope_interleave false is not supported")
+        flags = {"multi_latent_attention": True, "qk_layernorm": True, **self._FIELDS.read(config)}
+        flags |= {"position_embedding_type": "rope", "rope_type": "rope"}
+        flags["apply_rope_fusion"] = False  # Megatron has it for training with YaRN only
+        flags["rotary_base"] = int(config.get("rope_theta", 10000))
+        # Not the size of a head, but what Megatron wants to be told beside the latent sizes.
+        flags["kv_channels"] = flags["v_head_dim"]
+        flags["group_query_attention"] = False
+        scaling = config.get("rope_scaling")
+        if scaling is None:
+            return flags
+        if scaling["rope_type"] != "yarn":
+            raise ConfigError(f"config.json: rope_scaling {scaling['rope_type']} is not yarn")
+        flags |= {"rope_type": "yarn", **self._YARN.read(scaling)}
+        if flags["mscale"] != flags["mscale_all_dim"]:
+            raise ConfigError("config.json: mscale and mscale_all_dim must be equal for Megatron")
+        return flags
+
+    def write(self, args: Any) -> Flags:
+        """The same keys; a model without YaRN has no ``rope_scaling``."""
+        keys = self._FIELDS.write(args)
+        keys |= {"rope_theta": float(args.rotary_base), "rope_interleave": True}
+        keys["num_key_value_heads"] = args.num_attention_heads
+        if args.rope_type == "yarn":
+            keys["rope_scaling"] = {"rope_type": "yarn", "type": "yarn", **self._YARN.write(args)}
+        return keys
+
+
+def _frequency(pattern: list[int]) -> int | list[int]:
+    """A pattern as Megatron wants it: 1 where all layers are alike, so that they stack."""
+    return 1 if all(pattern) else pattern
+
+
+def _dense_layers(args: Any) -> list[int]:
+    frequency = args.moe_layer_freq
+    pattern: Iterable[int] = frequency if isinstance(frequency, list) else ()
+    return [index for index, moe in enumerate(pattern) if not moe]

@@ -1,0 +1,283 @@
+"""Directories of Hugging Face weights: read what is needed, write tensor by tensor.
+
+Reading: safetensors with or without an index, or ``pytorch_model*.bin``. A tensor is read row range
+by row range from mapped files, so a reader holds only what it returns.
+
+Writing: the sizes of all tensors are known before their contents, so each file gets its header
+first and then one tensor after the other; memory holds one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mindspeed.errors import CheckpointError, ConfigError
+from mindspeed.files import atomic_write_text, atomic_writer, check_path
+from mindspeed.models.rows import overlap, source_rows
+from mindspeed.models.table import Parameter
+
+CONFIG = "config.json"
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+# Buffers that old versions of transformers saved; they are computed, not learned.
+_COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """``config.json`` of a directory.
+
+    Raises:
+        ConfigError: There is none, or it is no JSON object.
+    """
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{folder} is no Hugging Face model: there is no {CONFIG}")
+    try:
+        config = json.loads(check_path(path, "input").read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no JSON object")
+    return config
+
+
+class HFReader:
+    """The tensors of one directory.
+
+    Args:
+        folder: Directory with ``config.json`` and weights.
+        prefixes: Prefixes that names may lack in these files.
+
+    Raises:
+        CheckpointError: There are no weights, or a file of the index is missing.
+    """
+
+    def __init__(self, folder: str | Path, prefixes: Sequence[str] = ()) -> None:
+        self.folder = Path(folder)
+        self._prefixes = prefixes
+        self._open: dict[str, Any] = {}
+        self._file_of = self._index()
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored(name) is not None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, as the files spell them."""
+        return list(self._file_of)
+
+    def surplus(self, parameters: Iterable[Parameter]) -> list[str]:
+        """Tensors that no parameter is made of, buffers that are computed left out."""
+        used = {self._stored(name) for parameter in parameters for name in parameter.sources}
+        return [n for n in self._file_of if n not in used and not n.endswith(_COMPUTED)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        part = self._slice(name)
+        return tuple(part.shape if isinstance(part, torch.Tensor) else part.get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor; reads one row."""
+        return self.rows(name, 0, 1).dtype
+
+    def rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Rows ``start`` to ``start + count`` of a tensor."""
+        part: torch.Tensor = self._slice(name)[start : start + count]
+        return part
+
+    def read(
+        self,
+        parameter: Parameter,
+        start: int = 0,
+        count: int | None = None,
+        columns: slice = slice(None),
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A Megatron parameter, or part of it.
+
+        Args:
+            parameter: Which one.
+            start: First row.
+            count: Number of rows; None for all.
+            columns: Columns.
+            dtype: Type of the result; None for that of its first source.
+
+        Raises:
+            CheckpointError: A tensor is missing or has another shape than the model.
+        """
+        self.check(parameter)
+        count = parameter.shape[0] - start if count is None else count
+        width = [len(range(*columns.indices(size))) for size in parameter.shape[1:]]
+        dtype = dtype or self.dtype(parameter.sources[0])
+        result = torch.zeros(count, *width, dtype=dtype)
+        for segment, position in overlap(parameter.segments, start, count):
+            if segment.name is not None:
+                part = self._slice(segment.name)
+                rows = slice(segment.start, segment.start + segment.count)
+                part = part[rows, columns] if width else part[rows]
+                result[position : position + segment.count] = part
+        return result
+
+    def check(self, parameter: Parameter) -> None:
+        """See that the sources of a parameter are there and have its shape."""
+        for name, count in source_rows(parameter.segments).items():
+            if name not in self:
+                raise CheckpointError(
+                    f"{self.folder}: tensor {name} is missing; Megatron's {parameter.name} is made "
+                    "of it"
+                )
+            found, expected = self.shape(name), (count, *parameter.shape[1:])
+            if found != expected:
+                raise CheckpointError(
+                    f"{self.folder}: tensor {name} has shape {list(found)}, but {CONFIG} or the "
+                    f"flags make it {list(expected)} (Megatron's {parameter.name})"
+                )
+
+    def _stored(self, name: str) -> str | None:
+        """How the files spell ``name``."""
+        if name in self._file_of:
+            return name
+        for prefix in self._prefixes:
+            short = name.removeprefix(prefix)
+            if short != name and short in self._file_of:
+                return short
+        return None
+
+    def _slice(self, name: str) -> Any:
+        stored = self._stored(name)
+        if stored is None:
+            raise CheckpointError(f"{self.folder}: there is no tensor {name}")
+        opened = self._opened(self._file_of[stored])
+        return opened[stored] if isinstance(opened, Mapping) else opened.get_slice(stored)
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{self.folder}: the index names {file}, which is missing")
+            check_path(path, "input")
+            try:
+                if file.endswith(".safetensors"):
+                    self._open[file] = safe_open(path, "pt")
+                else:
+                    self._open[file] = torch.load(path, "cpu", weights_only=True, mmap=True)
+            except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+                raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
+        return self._open[file]
+
+    def _index(self) -> dict[str, str]:
+        for name in _INDEXES:
+            path = self.folder / name
+            if path.is_file():
+                try:
+                    return dict(json.loads(path.read_text("utf-8"))["weight_map"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise CheckpointError(f"{path} is damaged: {error}") from error
+        for name in _SINGLE:
+            if (self.folder / name).is_file():
+                opened = self._opened(name)
+                return dict.fromkeys(opened.keys(), name)
+        raise CheckpointError(
+            f"{self.folder}: there are no weights ({', '.join((*_INDEXES, *_SINGLE))})"
+        )
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, type and shape of a tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its contents."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def specs_of(parameter: Parameter, dtype: torch.dtype) -> Iterator[TensorSpec]:
+    """The Hugging Face tensors that a parameter becomes."""
+    for name, count in source_rows(parameter.segments).items():
+        yield TensorSpec(name, dtype, (count, *parameter.shape[1:]))
+
+
+def write_weights(
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    max_shard_bytes: int,
+) -> None:
+    """Write safetensors files, and their index if they are several.
+
+    Args:
+        folder: An existing directory.
+        specs: All tensors, in the order in which they come.
+        tensors: Their names and contents, one after the other.
+        max_shard_bytes: Largest size of a file that holds more than one tensor.
+    """
+    shards = _shards(specs, max_shard_bytes)
+    names = [
+        _SINGLE[0] if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        for i in range(1, len(shards) + 1)
+    ]
+    source = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard, source)
+    if len(shards) > 1:
+        weight_map = {
+            spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard
+        }
+        total = sum(spec.nbytes for spec in specs)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        atomic_write_text(folder / _INDEXES[0], json.dumps(index, indent=2, sort_keys=True))
+
+
+def _shards(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if shards[-1] and size + spec.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.nbytes
+    return shards
+
+
+def _write_file(
+    path: Path, specs: Sequence[TensorSpec], source: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    """One file: length of the header, the header as JSON, the tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        header[spec.name] = {
+            "dtype": _DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_writer(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for spec in specs:
+            name, tensor = next(source)
+            if (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
+                raise ValueError(f"{name} {tensor.dtype} {tuple(tensor.shape)} is not {spec}")
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

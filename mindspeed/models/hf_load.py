@@ -1,0 +1,125 @@
+"""Hugging Face weights straight into a model that is cut in any way (``--load hf:DIR``).
+
+Megatron's sharded state dict says of each local tensor which part of which whole tensor it is. The
+mapping table says of which Hugging Face rows that part is made. So a rank reads its own rows from
+the files, whatever the layout, and nothing else: 1 / (tensor x pipeline x expert) of the bytes,
+norms and other replicated vectors apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed.errors import CheckpointError, ConfigError
+from mindspeed.models.families import Family, differing_flags, family_of_config
+from mindspeed.models.hf_files import HFReader, read_config
+from mindspeed.models.naming import addresses
+from mindspeed.models.shape import Shape, shape_of
+from mindspeed.models.table import Parameter, parameters
+
+PREFIX = "hf:"
+# Buffers of a module that are state of the training, not weights.
+_STATE = (".mlp.router.local_tokens_per_expert",)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A local tensor: rows and columns of one parameter of the whole model."""
+
+    parameter: Parameter
+    start: tuple[int, ...]
+    data: torch.Tensor
+
+
+def parts(modules: list[Any], family: Family, shape: Shape) -> Iterator[Part]:
+    """The local tensors of this rank's stages, each as a part of the whole model.
+
+    Args:
+        modules: This rank's stages, without wrappers.
+        family: Whose mapping table.
+        shape: The model.
+
+    Raises:
+        ConfigError: A tensor is none of the family's.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    where = {
+        (place.key, place.position): parameter
+        for parameter in parameters(family.rules, shape)
+        for place in addresses(parameter, shape.num_layers, shape["experts"])
+    }
+    for module in modules:
+        held = module.state_dict().values()
+        own = {t.untyped_storage().data_ptr() for t in held if isinstance(t, torch.Tensor)}
+        state = module.sharded_state_dict()
+        apply_factories(state)
+        for tensor in nested_values(state):
+            if not isinstance(tensor, ShardedTensor) or tensor.key.endswith(_STATE):
+                continue
+            stacked = tensor.prepend_axis_num
+            offset = tuple(tensor.global_offset)
+            parameter = where.get((tensor.key, offset[:stacked]))
+            if parameter is None:
+                raise ConfigError(
+                    f"family {family.name} has no tensor for Megatron's {tensor.key}; the flags "
+                    "describe another model than config.json"
+                )
+            if tensor.data.untyped_storage().data_ptr() not in own:
+                raise ConfigError(
+                    f"{tensor.key}: --moe-grouped-gemm with --transformer-impl local keeps its "
+                    "weights in another order; use --transformer-impl transformer_engine"
+                )
+            yield Part(parameter, offset[stacked:], tensor.data)
+
+
+@torch.no_grad()
+def load_hf(args: argparse.Namespace, modules: list[Any], folder: str) -> list[str]:
+    """Fill this rank's stages from a directory.
+
+    Args:
+        args: Final values.
+        modules: This rank's stages, without wrappers.
+        folder: Directory with ``config.json`` and weights.
+
+    Returns:
+        Names of tensors in the files that the model does not use.
+
+    Raises:
+        CheckpointError: A tensor is missing, or the files hold another model.
+    """
+    config = read_config(folder)
+    family = family_of_config(config)
+    check_flags(args, family.read(config), folder)
+    shape = shape_of(args)
+    reader = HFReader(folder, family.prefixes)
+    for part in parts(modules, family, shape):
+        size = part.data.shape
+        columns = slice(part.start[1], part.start[1] + size[1]) if len(size) > 1 else slice(None)
+        rows = reader.read(part.parameter, part.start[0], size[0], columns, part.data.dtype)
+        part.data.copy_(rows)
+    return reader.surplus(parameters(family.rules, shape))
+
+
+def check_flags(args: argparse.Namespace, flags: dict[str, Any], folder: str) -> None:
+    """Compare the flags with what ``config.json`` asks for.
+
+    Raises:
+        CheckpointError: Lists every flag that differs.
+    """
+    different = differing_flags(args, flags)
+    if different:
+        lines = [
+            f"  --{name.replace('_', '-')}: {theirs} in {folder}, now {ours}"
+            for name, (ours, theirs) in different.items()
+        ]
+        raise CheckpointError(
+            f"{folder} holds another model:\n" + "\n".join(lines) + "\n"
+            f"change these flags, or take them all from there with --model {folder}"
+        )

@@ -1,0 +1,131 @@
+"""A Megatron parameter is a stack of rows of Hugging Face tensors.
+
+    linear_qkv = [ q of group 0 | k of group 0 | v of group 0 | q of group 1 | ... ]
+    linear_fc1 = [ gate | up ]
+    embedding  = [ vocabulary | zeros up to the padded size ]
+
+A layout is a function from the model's :class:`Shape` to such a stack of :class:`Segment`. Merging
+two models' formats is copying segments, splitting them is copying them back, and a rank that holds
+rows ``a`` to ``b`` reads the segments that overlap. Columns are never reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed.models.shape import Shape
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows ``start`` to ``start + count`` of tensor ``name``; rows of zeros without a name."""
+
+    name: str | None
+    start: int
+    count: int
+
+
+Layout = Callable[[Shape], tuple[Segment, ...]]
+
+
+def whole(name: str, rows: str) -> Layout:
+    """The tensor as it is; ``rows`` is the name of its size."""
+    return lambda shape: (Segment(name, 0, shape[rows]),)
+
+
+def stacked(names: Sequence[str], rows: str) -> Layout:
+    """Several tensors of ``rows`` rows, one below the other."""
+    return lambda shape: tuple(Segment(name, 0, shape[rows]) for name in names)
+
+
+def padded_vocabulary(name: str) -> Layout:
+    """One row per token, then zeros up to the padded size."""
+
+    def layout(shape: Shape) -> tuple[Segment, ...]:
+        real, padding = shape["vocab"], shape["padded_vocab"] - shape["vocab"]
+        tokens = Segment(name, 0, real)
+        return (tokens, Segment(None, 0, padding)) if padding else (tokens,)
+
+    return layout
+
+
+def grouped_qkv(query: str, key: str, value: str) -> Layout:
+    """Per key/value head: its query heads, then the key, then the value."""
+
+    def layout(shape: Shape) -> tuple[Segment, ...]:
+        return tuple(_groups(shape, (query, key, value), (0, 0, 0)))
+
+    return layout
+
+
+def grouped_pack(name: str) -> Layout:
+    """Like :func:`grouped_qkv`, from one tensor ``[all q; all k; all v]``."""
+
+    def layout(shape: Shape) -> tuple[Segment, ...]:
+        first_key = shape["query"]
+        starts = (0, first_key, first_key + shape["key"])
+        return tuple(_groups(shape, (name, name, name), starts))
+
+    return layout
+
+
+def _groups(
+    shape: Shape, names: tuple[str, str, str], starts: tuple[int, int, int]
+) -> Iterator[Segment]:
+    groups = shape["key"] // shape["head"]
+    counts = (shape["query"] // groups, shape["head"], shape["head"])
+    for group in range(groups):
+        for name, start, count in zip(names, starts, counts, strict=True):
+            yield Segment(name, start + group * count, count)
+
+
+def total_rows(segments: Sequence[Segment]) -> int:
+    """Rows of the stack."""
+    return sum(segment.count for segment in segments)
+
+
+def overlap(segments: Sequence[Segment], start: int, count: int) -> Iterator[tuple[Segment, int]]:
+    """What rows ``start`` to ``start + count`` of the stack consist of.
+
+    Yields:
+        A segment cut to the range, and the row of the range where it begins.
+    """
+    position = 0
+    for segment in segments:
+        first = max(start, position)
+        last = min(start + count, position + segment.count)
+        if first < last:
+            cut = Segment(segment.name, segment.start + first - position, last - first)
+            yield cut, first - start
+        position += segment.count
+
+
+def source_rows(segments: Sequence[Segment]) -> dict[str, int]:
+    """Rows of each tensor that a stack is made of, zeros left out."""
+    rows: dict[str, int] = {}
+    for segment in segments:
+        if segment.name is not None:
+            end = segment.start + segment.count
+            rows[segment.name] = max(rows.get(segment.name, 0), end)
+    return rows
+
+
+def split(tensor: torch.Tensor, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
+    """The tensors that a whole stack was made of.
+
+    Args:
+        tensor: The stack, its rows in the first dimension.
+        segments: Its layout.
+    """
+    sizes = source_rows(segments)
+    result = {name: tensor.new_empty(count, *tensor.shape[1:]) for name, count in sizes.items()}
+    position = 0
+    for segment in segments:
+        if segment.name is not None:
+            part = tensor[position : position + segment.count]
+            result[segment.name][segment.start : segment.start + segment.count] = part
+        position += segment.count
+    return result

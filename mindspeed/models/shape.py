@@ -1,0 +1,93 @@
+"""The sizes of a model by short names, and what it has, from Megatron's flags.
+
+Rules and layouts speak of ``shape["hidden"]`` or ``"qk_norm" in shape.has``; this is the only place
+that knows how Megatron spells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mindspeed.profiling.model_flops import moe_pattern
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and traits of one model.
+
+    Attributes:
+        sizes: Numbers of rows and columns by name, see :func:`shape_of`.
+        has: Names of the optional parts that are there.
+        moe_layers: For each layer, whether its MLP is a mixture of experts.
+    """
+
+    sizes: Mapping[str, int]
+    has: frozenset[str]
+    moe_layers: tuple[bool, ...]
+
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of transformer layers."""
+        return len(self.moe_layers)
+
+
+def shape_of(args: Any) -> Shape:
+    """The shape of the model that ``args`` describe.
+
+    Args:
+        args: A namespace with Megatron-LM's names, complete (resolved or from a checkpoint), with
+            ``vocab_size`` and ``padded_vocab_size``.
+    """
+    value = lambda name: getattr(args, name, None) or 0  # noqa: E731
+    heads, head = args.num_attention_heads, args.kv_channels
+    grouped = value("group_query_attention")
+    groups = args.num_query_groups if grouped else heads
+    vocab = args.vocab_size
+    experts = value("num_experts")
+    sizes = {
+        "hidden": args.hidden_size,
+        "ffn": args.ffn_hidden_size,
+        "vocab": vocab,
+        "padded_vocab": args.padded_vocab_size or vocab,
+        "head": head,
+        "query": heads * head,
+        "key": groups * head,
+        "qkv": (heads + 2 * groups) * head,
+        "experts": experts,
+        "expert_ffn": value("moe_ffn_hidden_size") or args.ffn_hidden_size,
+        "shared_ffn": value("moe_shared_expert_intermediate_size"),
+    }
+    latent = value("multi_latent_attention")
+    if latent:
+        rope = args.qk_pos_emb_head_dim
+        sizes |= {
+            "q_lora": value("q_lora_rank"),
+            "kv_lora": args.kv_lora_rank,
+            "kv_down": args.kv_lora_rank + rope,
+            "q_up": heads * (args.qk_head_dim + rope),
+            "kv_up": heads * (args.qk_head_dim + args.v_head_dim),
+            "value": heads * args.v_head_dim,
+        }
+    has = {
+        "untied": args.untie_embeddings_and_output_weights,
+        "qkv_bias": value("add_qkv_bias") or args.add_bias_linear,
+        "proj_bias": value("add_dense_bias") or args.add_bias_linear,
+        "qk_norm": value("qk_layernorm") and not latent,
+        "latent": latent,
+        "q_lora": latent and value("q_lora_rank"),
+        "direct_q": latent and not value("q_lora_rank"),
+        "expert_bias": value("moe_router_enable_expert_bias"),
+        "shared_expert": value("moe_shared_expert_intermediate_size"),
+    }
+    moe = moe_pattern(vars(args)) if experts else [False] * args.num_layers
+    return Shape(
+        MappingProxyType(sizes),
+        frozenset(name for name, there in has.items() if there),
+        tuple(bool(layer) for layer in moe),
+    )

@@ -1,0 +1,168 @@
+"""What some families have and Megatron Core has not.
+
+========================  ==========================================  ==========================
+``--position-embedding-   a bias on the attention scores instead of    BLOOM, Baichuan 13B
+type alibi``              position embeddings
+``--add-dense-bias``      a bias on the attention's output projection  InternLM
+``--embed-layernorm``     a norm behind the word embeddings            BLOOM
+``--lm-norm-weight``      output layer with rows of length one         Baichuan 2
+``--mask-padded-vocab``   logits of padding entries are -infinity      every family
+========================  ==========================================  ==========================
+
+The first two change the layer spec (:func:`change_spec`), the others a built model
+(:func:`change_model`), through PyTorch's hooks, so that Megatron's modules keep their classes,
+parameter names and sharding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mindspeed.errors import ConfigError
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of ALiBi for all heads of a model.
+
+    Powers of two get ``2^(-8k/n)``; other numbers take those of the power of two below, then
+    every second one of the power above. Source: Press et al., arXiv 2108.12409.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * k / power) for k in range(1, power + 1)]
+    between = [2 ** (-4 * k / power) for k in range(1, 2 * power + 1, 2)]
+    return slopes + between[: heads - power]
+
+
+def alibi_bias(slopes: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+    """``slope * (key position - query position)``, ``[1, heads, queries, keys]`` in fp32.
+
+    The last query stands at the last key, so that it also serves a query with cached keys. The
+    difference of positions, not the key's position alone, keeps long contexts exact in bf16.
+
+    Args:
+        slopes: One slope for each head, fp32.
+        queries: Number of queries.
+        keys: Number of keys.
+    """
+    at_key = torch.arange(keys, device=slopes.device)
+    at_query = torch.arange(keys - queries, keys, device=slopes.device)
+    distance = (at_key[None, :] - at_query[:, None]).float()
+    return (slopes[:, None, None] * distance)[None]
+
+
+@functools.cache
+def with_alibi(core_attention: type) -> type:
+    """A core attention module that adds ALiBi; ``core_attention`` is Megatron's of either spec."""
+
+    class AlibiAttention(core_attention):  # type: ignore[misc]
+        """Attention with linear biases. Each rank has the slopes of its own heads."""
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            attn_mask_type: Any = None,
+            attention_bias: torch.Tensor | None = None,
+            packed_seq_params: Any = None,
+        ) -> torch.Tensor:
+            if packed_seq_params is not None:
+                raise ConfigError(
+                    "--position-embedding-type alibi cannot be combined with packed documents"
+                )
+            bias = self._alibi(query.shape[2], query.shape[0], key.shape[0], query.device)
+            return super().forward(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
+                attention_bias=bias.to(query.dtype),
+            )
+
+        def _alibi(self, heads: int, queries: int, keys: int, where: torch.device) -> torch.Tensor:
+            from megatron.core import parallel_state
+
+            first = parallel_state.get_tensor_model_parallel_rank() * heads
+            slopes = alibi_slopes(self.config.num_attention_heads)[first : first + heads]
+            return alibi_bias(torch.tensor(slopes, device=where), queries, keys)
+
+    return AlibiAttention
+
+
+@functools.cache
+def with_bias(linear: type) -> type:
+    """A linear layer that has a bias whatever the configuration says."""
+
+    class BiasedLinear(linear):  # type: ignore[misc]
+        """A projection with a bias of its own."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "bias": True})
+
+    return BiasedLinear
+
+
+def change_spec(args: argparse.Namespace, spec: Any) -> Any:
+    """Put the special modules into a layer spec or a block of layer specs."""
+    for layer in getattr(spec, "layer_specs", [spec]):
+        attention = layer.submodules.self_attention.submodules
+        if args.position_embedding_type == "alibi":
+            attention.core_attention = with_alibi(attention.core_attention)
+        if args.add_dense_bias:
+            attention.linear_proj = with_bias(attention.linear_proj)
+    return spec
+
+
+def change_model(args: argparse.Namespace, model: Any) -> None:
+    """Add to a built stage what its flags ask for beyond the layer spec."""
+    if args.embed_layernorm and model.pre_process:
+        _normalize_embeddings(model)
+    if not model.post_process:
+        return
+    if args.lm_norm_weight:
+        # Fused weight gradients would go past the normalisation, into a buffer.
+        model.output_layer.gradient_accumulation_fusion = False
+        model.output_layer.register_forward_pre_hook(_normalize_weight, with_kwargs=True)
+    if args.mask_padded_vocab and args.vocab_size and args.vocab_size < args.padded_vocab_size:
+        mask = functools.partial(_mask_padding, args.vocab_size)
+        model.output_layer.register_forward_hook(mask)
+
+
+def _normalize_embeddings(model: Any) -> None:
+    """Behind the word embeddings; with sequence parallelism they are already this rank's part."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = model.config
+    norm = WrappedTorchNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+    model.embedding.word_embeddings_layernorm = norm
+    model.embedding.word_embeddings.register_forward_hook(lambda module, inputs, out: norm(out))
+
+
+def _normalize_weight(
+    module: Any, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Every row is a token and lies whole on one rank, so this needs no communication."""
+    return inputs, {**options, "weight": F.normalize(module.weight)}
+
+
+def _mask_padding(vocab_size: int, module: Any, inputs: Any, output: Any) -> Any:
+    """-infinity in the columns of padding entries: they take no part in loss or sampling."""
+    from megatron.core import parallel_state
+
+    logits, bias = output
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    gathered = logits.shape[-1] != module.output_size_per_partition
+    first = 0 if gathered else rank * logits.shape[-1]
+    real = max(0, min(vocab_size - first, logits.shape[-1]))
+    if real == logits.shape[-1]:
+        return output
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill(columns >= real, float("-inf")), bias

@@ -1,0 +1,114 @@
+"""The mapping table of a family, and what it says about one model.
+
+    Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
+         stacked((".mlp.gate_proj.weight", ".mlp.up_proj.weight"), "ffn"), "hidden", "halves")
+
+A rule names a Megatron parameter (as the local layer spec does, with the number of the layer in the
+whole model), the Hugging Face rows it is made of, and how tensor parallelism cuts it.
+:func:`parameters` writes the table out for one :class:`Shape`: one :class:`Parameter` for every
+layer and expert. Everything else (loading, converting, exporting) works on that list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mindspeed.models.rows import Layout, Segment, source_rows, total_rows
+from mindspeed.models.shape import Shape
+
+Split = Literal["rows", "halves", "columns", "rows_if_local"] | None
+"""How tensor parallelism cuts a parameter.
+
+``halves`` cuts gate and up one by one; ``rows_if_local`` cuts rows with the local layer spec and
+nothing with that of Transformer Engine (down projections of latent attention).
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a mapping table.
+
+    Attributes:
+        name: Megatron's name; ``{layer}`` and ``{expert}`` stand for numbers.
+        rows: Layout of its rows, in Hugging Face names with the same placeholders.
+        columns: Name of the size of its second dimension; None for a vector.
+        split: How tensor parallelism cuts it.
+        needs: Trait of the shape without which the parameter does not exist.
+        layers: In which layers it exists.
+    """
+
+    name: str
+    rows: Layout
+    columns: str | None = None
+    split: Split = None
+    needs: str | None = None
+    layers: Literal["all", "dense", "moe"] = "all"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of one model, whole: not cut by any parallelism.
+
+    Attributes:
+        name: Megatron's name with the local layer spec, numbers counted over the whole model.
+        layer: Number of its layer, from 0; None outside the layers.
+        expert: Number of its expert, from 0; None outside the experts.
+        shape: Its shape.
+        segments: Layout of its rows, in Hugging Face names.
+        split: How tensor parallelism cuts it.
+        moe: Its layer's MLP is a mixture of experts.
+        latent: Its layer's attention is latent attention.
+    """
+
+    name: str
+    layer: int | None
+    expert: int | None
+    shape: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    split: Split
+    moe: bool
+    latent: bool
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The Hugging Face tensors it is made of, each once."""
+        return tuple(source_rows(self.segments))
+
+
+def parameters(rules: Sequence[Rule], shape: Shape) -> Iterator[Parameter]:
+    """All parameters of a model, layer by layer."""
+    present = [rule for rule in rules if rule.needs is None or rule.needs in shape.has]
+    outside = [rule for rule in present if "{layer}" not in rule.name]
+    inside = [rule for rule in present if "{layer}" in rule.name]
+    yield from (_parameter(rule, shape, None, None) for rule in outside)
+    for layer, moe in enumerate(shape.moe_layers):
+        for rule in inside:
+            if rule.layers == ("dense" if moe else "moe"):
+                continue
+            for expert in _experts(rule, shape):
+                yield _parameter(rule, shape, layer, expert)
+
+
+def _experts(rule: Rule, shape: Shape) -> Iterable[int | None]:
+    return range(shape["experts"]) if "{expert}" in rule.name else (None,)
+
+
+def _parameter(rule: Rule, shape: Shape, layer: int | None, expert: int | None) -> Parameter:
+    numbers = {"layer": layer, "expert": expert}
+    segments = tuple(
+        segment if segment.name is None else replace(segment, name=segment.name.format(**numbers))
+        for segment in rule.rows(shape)
+    )
+    rows = total_rows(segments)
+    return Parameter(
+        name=rule.name.format(**numbers),
+        layer=layer,
+        expert=expert,
+        shape=(rows,) if rule.columns is None else (rows, shape[rule.columns]),
+        segments=segments,
+        split=rule.split,
+        moe=layer is not None and shape.moe_layers[layer],
+        latent="latent" in shape.has,
+    )

@@ -1,0 +1,176 @@
+"""Mapping tables: which Hugging Face tensors Megatron's parameters are made of.
+
+The tables are put together from parts, because families differ in one part at a time: how queries,
+keys and values are stored, whether the MLP has experts, whether attention is latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mindspeed.models.rows import (
+    Layout,
+    grouped_pack,
+    grouped_qkv,
+    padded_vocabulary,
+    stacked,
+    whole,
+)
+from mindspeed.models.table import Rule
+
+_LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+_ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF + "self_attn."
+_EXPERT = _LAYER + "mlp.experts.local_experts.{expert}."
+
+_OUTSIDE = (
+    Rule(
+        "embedding.word_embeddings.weight",
+        padded_vocabulary("model.embed_tokens.weight"),
+        "hidden",
+        "rows",
+    ),
+    Rule("decoder.final_layernorm.weight", whole("model.norm.weight", "hidden")),
+    Rule(
+        "output_layer.weight", padded_vocabulary("lm_head.weight"), "hidden", "rows", needs="untied"
+    ),
+)
+_NORMS = (
+    Rule(_LAYER + "input_layernorm.weight", whole(_HF + "input_layernorm.weight", "hidden")),
+    Rule(
+        _LAYER + "pre_mlp_layernorm.weight",
+        whole(_HF + "post_attention_layernorm.weight", "hidden"),
+    ),
+)
+
+
+def _attention(qkv: Mapping[str, Layout]) -> tuple[Rule, ...]:
+    """Attention with the projection to queries, keys and values as ``qkv`` has it."""
+    out = _ATTENTION + "linear_proj."
+    rules = [
+        Rule(_ATTENTION + "linear_qkv.weight", qkv["weight"], "hidden", "rows"),
+        Rule(out + "weight", whole(_HF_ATTENTION + "o_proj.weight", "hidden"), "query", "columns"),
+        Rule(out + "bias", whole(_HF_ATTENTION + "o_proj.bias", "hidden"), needs="proj_bias"),
+    ]
+    if "bias" in qkv:
+        bias = _ATTENTION + "linear_qkv.bias"
+        rules.append(Rule(bias, qkv["bias"], split="rows", needs="qkv_bias"))
+    for part in "qk":
+        norm = whole(f"{_HF_ATTENTION}{part}_norm.weight", "head")
+        rules.append(Rule(f"{_ATTENTION}{part}_layernorm.weight", norm, needs="qk_norm"))
+    return tuple(rules)
+
+
+def _projections(kind: str) -> tuple[str, str, str]:
+    query, key, value = (f"{_HF_ATTENTION}{part}_proj.{kind}" for part in "qkv")
+    return query, key, value
+
+
+_SEPARATE = _attention({kind: grouped_qkv(*_projections(kind)) for kind in ("weight", "bias")})
+_PACKED = _attention({"weight": grouped_pack(_HF_ATTENTION + "W_pack.weight")})
+
+
+def _gated_mlp(megatron: str, gate: str, up: str, down: str, size: str) -> tuple[Rule, ...]:
+    """A gated MLP of ``size`` rows; rules still without layers and needs."""
+    return (
+        Rule(megatron + "linear_fc1.weight", stacked((gate, up), size), "hidden", "halves"),
+        Rule(megatron + "linear_fc2.weight", whole(down, "hidden"), size, "columns"),
+    )
+
+
+def _in(rules: tuple[Rule, ...], **changes: Any) -> tuple[Rule, ...]:
+    return tuple(replace(rule, **changes) for rule in rules)
+
+
+def _mlp_names(prefix: str) -> tuple[str, str, str]:
+    gate, up, down = (f"{prefix}{part}_proj.weight" for part in ("gate", "up", "down"))
+    return gate, up, down
+
+
+_DENSE = _in(_gated_mlp(_LAYER + "mlp.", *_mlp_names(_HF + "mlp."), "ffn"), layers="dense")
+
+
+def _experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    scores = Rule(_LAYER + "mlp.router.weight", whole(_HF + router, "experts"), "hidden")
+    expert = _gated_mlp(_EXPERT, _HF + gate, _HF + up, _HF + down, "expert_ffn")
+    return _in((scores, *expert), layers="moe")
+
+
+_MIXTRAL_EXPERTS = _experts(
+    "block_sparse_moe.gate.weight",
+    *(f"block_sparse_moe.experts.{{expert}}.{part}.weight" for part in ("w1", "w3", "w2")),
+)
+_PLAIN_EXPERTS = _experts("mlp.gate.weight", *_mlp_names("mlp.experts.{expert}."))
+_SHARED_EXPERT = (
+    Rule(
+        _LAYER + "mlp.router.expert_bias",
+        whole(_HF + "mlp.gate.e_score_correction_bias", "experts"),
+        needs="expert_bias",
+        layers="moe",
+    ),
+    *_in(
+        _gated_mlp(
+            _LAYER + "mlp.shared_experts.", *_mlp_names(_HF + "mlp.shared_experts."), "shared_ffn"
+        ),
+        needs="shared_expert",
+        layers="moe",
+    ),
+)
+
+
+def _latent() -> tuple[Rule, ...]:
+    def rule(ours: str, theirs: str, rows: str, columns: str | None = None, **more: Any) -> Rule:
+        layout = whole(f"{_HF_ATTENTION}{theirs}.weight", rows)
+        return Rule(f"{_ATTENTION}{ours}.weight", layout, columns, **more)
+
+    q, down = {"needs": "q_lora"}, "rows_if_local"
+    return (
+        rule("linear_q_proj", "q_proj", "q_up", "hidden", split="rows", needs="direct_q"),
+        rule("linear_q_down_proj", "q_a_proj", "q_lora", "hidden", split=down, **q),
+        rule("q_layernorm", "q_a_layernorm", "q_lora", **q),
+        rule("linear_q_up_proj", "q_b_proj", "q_up", "q_lora", split="rows", **q),
+        rule("linear_kv_down_proj", "kv_a_proj_with_mqa", "kv_down", "hidden", split=down),
+        rule("kv_layernorm", "kv_a_layernorm", "kv_lora"),
+        rule("linear_kv_up_proj", "kv_b_proj", "kv_up", "kv_lora", split="rows"),
+        rule("linear_proj", "o_proj", "hidden", "value", split="columns"),
+    )
+
+
+def _bloom() -> tuple[Rule, ...]:
+    hf = "transformer.h.{layer}."
+    pairs: tuple[tuple[str, str, str, str | None, Any], ...] = (
+        ("input_layernorm", "input_layernorm", "hidden", None, None),
+        ("pre_mlp_layernorm", "post_attention_layernorm", "hidden", None, None),
+        ("self_attention.linear_qkv", "self_attention.query_key_value", "qkv", "hidden", "rows"),
+        ("self_attention.linear_proj", "self_attention.dense", "hidden", "query", "columns"),
+        ("mlp.linear_fc1", "mlp.dense_h_to_4h", "ffn", "hidden", "rows"),
+        ("mlp.linear_fc2", "mlp.dense_4h_to_h", "hidden", "ffn", "columns"),
+    )
+    norms = {
+        "embedding.word_embeddings_layernorm": "transformer.word_embeddings_layernorm",
+        "decoder.final_layernorm": "transformer.ln_f",
+    }
+    words = padded_vocabulary("transformer.word_embeddings.weight")
+    rules = [Rule("embedding.word_embeddings.weight", words, "hidden", "rows")]
+    for kind in ("weight", "bias"):
+        rules += [Rule(f"{a}.{kind}", whole(f"{b}.{kind}", "hidden")) for a, b in norms.items()]
+        for ours, theirs, rows, columns, split in pairs:
+            rules.append(
+                Rule(
+                    f"{_LAYER}{ours}.{kind}",
+                    whole(f"{hf}{theirs}.{kind}", rows),
+                    columns if kind == "weight" else None,
+                    # The bias of a row-parallel layer is whole on every rank.
+                    split if kind == "weight" or split == "rows" else None,
+                )
+            )
+    return tuple(rules)
+
+
+LLAMA = _OUTSIDE + _NORMS + _SEPARATE + _DENSE
+BAICHUAN = _OUTSIDE + _NORMS + _PACKED + _DENSE
+MIXTRAL = _OUTSIDE + _NORMS + _SEPARATE + _MIXTRAL_EXPERTS
+QWEN_MOE = _OUTSIDE + _NORMS + _SEPARATE + _DENSE + _PLAIN_EXPERTS
+DEEPSEEK = _OUTSIDE + _NORMS + _latent() + _DENSE + _PLAIN_EXPERTS + _SHARED_EXPERT
+BLOOM = _bloom()

@@ -1,0 +1,107 @@
+"""The Megatron side of the comparison, on any layout: loss and gradients of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from models.tiny import LENGTH, batch
+
+COMMON = (
+    "--micro-batch-size=2",
+    "--lr=1",
+    "--train-iters=1",
+    "--mock-data",
+    "--tokenizer-type=NullTokenizer",
+    "--make-vocab-size-divisible-by=64",
+    "--no-gradient-accumulation-fusion",
+)
+
+
+def resolved(folder: str, flags: Sequence[str], world_size: int = 1) -> Any:
+    """Final values of a run that takes its model from ``folder``."""
+    from mindspeed.training.arguments import build_parser
+    from mindspeed.training.data import load_tokenizer
+    from mindspeed.training.recipe import parse_with_recipe
+    from mindspeed.training.resolve import resolve
+
+    words = [f"--model={folder}", f"--seq-length={LENGTH}", *COMMON, *flags]
+    args = parse_with_recipe(words, build_parser())
+    args.max_position_embeddings = max(args.max_position_embeddings, LENGTH)
+    args = resolve(args, world_size).args
+    load_tokenizer(args)
+    return args
+
+
+def loaded(folder: str, flags: Sequence[str]) -> tuple[Any, Any]:
+    """Values and the built model of this rank, its weights read from ``folder``."""
+    import torch.distributed as dist
+
+    from mindspeed.models.hf_load import load_hf
+    from mindspeed.training import setup
+    from mindspeed.training.model import build
+
+    args = resolved(folder, flags, dist.get_world_size())
+    setup.initialize(args)
+    model = build(args)
+    assert load_hf(args, model.modules, folder) == []
+    return args, model
+
+
+def logits(folder: str, flags: Sequence[str] = ()) -> torch.Tensor:
+    """Logits ``[b, s, v]``; the vocabulary without its padding."""
+    args, model = loaded(folder, flags)
+    tokens, _ = batch()
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    with torch.no_grad():
+        out = model.modules[0].eval()(tokens, positions, None)
+    assert bool((out[..., args.vocab_size :] == float("-inf")).all())
+    return out[..., : args.vocab_size]
+
+
+def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """The loss (last stage), and this rank's parts of all gradients.
+
+    Gradients take the place of the weights, so that they are found, cut and named like them.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mindspeed.models.families import family_of_args
+    from mindspeed.models.hf_load import parts
+    from mindspeed.models.shape import shape_of
+    from mindspeed.training.step import forward_step
+
+    args, model = loaded(folder, flags)
+    tokens, labels = batch()
+    data = {
+        "tokens": tokens,
+        "labels": labels,
+        "position_ids": torch.arange(LENGTH).expand_as(tokens),
+        "attention_mask": None,
+        "loss_mask": torch.ones(tokens.shape),
+    }
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([data]),
+        model=model.chunks[0],
+        num_microbatches=1,
+        seq_length=LENGTH,
+        micro_batch_size=tokens.shape[0],
+        forward_only=False,
+    )
+    buffers = {id(buffer) for module in model.modules for buffer in module.buffers()}
+    with torch.no_grad():
+        for module in model.modules:
+            for parameter in module.parameters():
+                parameter.copy_(parameter.main_grad)
+    found = [
+        (part.parameter.name, part.start, part.data.clone())
+        for part in parts(model.modules, family_of_args(args), shape_of(args))
+        if id(part.data) not in buffers
+    ]
+    loss = reports[0][0] / reports[0][1] if reports else None
+    return {"loss": loss, "parts": found}

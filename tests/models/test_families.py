@@ -1,0 +1,120 @@
+"""Every family against Hugging Face's own class: logits, loss and every gradient, in fp32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+from mindspeed.models.families import family_of_config
+from mindspeed.models.rows import split
+from mindspeed.models.shape import shape_of
+from mindspeed.models.table import parameters
+from models import model_ranks
+from models.tiny import CASES
+
+SETUP = "mindspeed.megatron_adaptor"
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    """``oracle(name)``: directory of the tiny model and what Hugging Face computes."""
+    known = {}
+
+    def get(name):
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            model = CASES[name].model()
+            CASES[name].save(model, folder)
+            known[name] = (str(folder), CASES[name].truth(model, tmp_path_factory.mktemp("grad")))
+        return known[name]
+
+    return get
+
+
+def assembled(folder, results, flags):
+    """Gradients of the whole model by the names of the files, from all ranks' parts."""
+    args = model_ranks.resolved(folder, flags)
+    config = json.loads(Path(folder, "config.json").read_text())
+    table = parameters(family_of_config(config).rules, shape_of(args))
+    whole = {p.name: (torch.zeros(p.shape), p.segments) for p in table}
+    for result in results:
+        for name, start, data in result["parts"]:
+            bounds = zip(start, data.shape, strict=True)
+            whole[name][0][tuple(slice(first, first + size) for first, size in bounds)] = data
+    return {k: v for tensor, rows in whole.values() for k, v in split(tensor, rows).items()}
+
+
+def compare(oracle, ranks, name, size, flags):
+    folder, truth = oracle(name)
+    flags = (*CASES[name].flags, *flags)
+    run = model_ranks.loss_and_gradients
+    results = ranks(size, run, folder, flags, setup=SETUP, timeout=120)
+    losses = [result["loss"] for result in results if result["loss"] is not None]
+    for loss in losses:
+        torch.testing.assert_close(loss, truth["loss"], **TOLERANCE)
+    ours = assembled(folder, results, CASES[name].flags)
+    theirs = truth["gradients"]
+    theirs = {k: v for k, v in theirs.items() if not k.endswith("e_score_correction_bias")}
+    ours = {k: v for k, v in ours.items() if not k.endswith("e_score_correction_bias")}
+    assert set(ours) == set(theirs)
+    for key, gradient in theirs.items():
+        where = lambda message, key=key: f"{key}: {message}"  # noqa: E731
+        torch.testing.assert_close(ours[key], gradient, msg=where, **TOLERANCE)
+        assert gradient.abs().max() > 0, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_hugging_face(oracle, ranks, name):
+    folder, truth = oracle(name)
+    (ours,) = ranks(1, model_ranks.logits, folder, CASES[name].flags, setup=SETUP)
+    torch.testing.assert_close(ours, truth["logits"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_equal_hugging_face(oracle, ranks, name):
+    compare(oracle, ranks, name, 1, ())
+
+
+TP = ("--tensor-model-parallel-size=2",)
+TP_SP = (*TP, "--sequence-parallel")
+PP = ("--pipeline-model-parallel-size=2",)
+EP = ("--expert-model-parallel-size=2",)
+LOCAL = ("--transformer-impl=local",)
+GROUPED = ("--moe-grouped-gemm",)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "flags"),
+    [
+        ("llama2-gqa", 2, TP_SP),
+        ("llama3.2-tied", 2, PP),
+        ("internlm", 2, TP),
+        ("baichuan2-13b", 2, TP_SP),
+        ("bloom", 2, TP_SP),
+        ("bloom", 2, PP),
+        ("mixtral", 2, EP),
+        ("qwen3-moe", 2, (*EP, *GROUPED)),
+        ("deepseek-v3", 2, EP),
+        ("deepseek-v3", 2, TP_SP),
+        ("llama2-gqa", 1, LOCAL),
+        ("internlm", 1, LOCAL),
+        ("baichuan2-13b", 2, (*LOCAL, *TP)),
+        ("qwen3-moe", 1, LOCAL),
+        ("deepseek-v3", 1, LOCAL),
+        ("deepseek-v3", 2, (*LOCAL, *EP)),
+    ],
+    ids=lambda value: (
+        "+".join(f.strip("-").replace("-parallel-size", "") for f in value)
+        if isinstance(value, tuple)
+        else str(value)
+    ),
+)
+def test_the_same_in_other_layouts(oracle, ranks, name, size, flags):
+    compare(oracle, ranks, name, size, flags)

@@ -1,0 +1,127 @@
+"""Presets and the config reader: published sizes, both directions, messages for the user."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from mindspeed.errors import ConfigError
+from mindspeed.models.families import FAMILIES, family_of_args, family_of_config
+from mindspeed.models.presets import model_flags, presets
+from mindspeed.models.shape import shape_of
+from mindspeed.models.table import parameters
+from mindspeed.training.arguments import build_parser
+from mindspeed.training.recipe import dump, flag_words, parse_with_recipe
+from mindspeed.training.resolve import resolve
+
+# Billions of parameters as the models' own cards and papers give them.
+PUBLISHED = {
+    "llama-7b": 6.738,
+    "llama-65b": 65.286,
+    "llama2-70b": 68.977,
+    "llama3.1-8b": 8.030,
+    "llama3.2-1b": 1.236,
+    "bloom-7b1": 7.069,
+    "bloom-176b": 176.247,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-72b": 72.706,
+    "qwen3-4b": 4.022,
+    "qwen3-30b-a3b": 30.532,
+    "qwen3-235b-a22b": 235.094,
+    "mistral-7b-v0.1": 7.242,
+    "mixtral-8x7b": 46.703,
+    "deepseek-v3": 671.026,
+}
+RUN = ["--lr=1", "--train-iters=1", "--seq-length=64", "--mock-data"]
+RUN.append("--tokenizer-type=NullTokenizer")
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return build_parser()
+
+
+def values(parser, *words):
+    return resolve(parse_with_recipe([*words, *RUN], parser), 1).args
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(parser, name):
+    args = values(parser, "--model", name)
+    table = parameters(FAMILIES[presets()[name].family].rules, shape_of(args))
+    total = sum(math.prod(parameter.shape) for parameter in table)
+    assert round(total / 1e9, 3) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_config_json_and_flags_say_the_same(parser, name):
+    family = FAMILIES[presets()[name].family]
+    flags = presets()[name].flags
+    args = parser.parse_args([*flag_words(flags, parser), *RUN])
+    resolved = resolve(args, 1).args
+    assert family.read(family.write(resolved)) == {
+        **flags,
+        "max_position_embeddings": max(flags["max_position_embeddings"], 64),
+    }
+    assert family_of_args(resolved) is family
+
+
+def test_a_model_without_a_name_is_found_by_its_flags(parser):
+    def found(name):
+        return family_of_args(values(parser, "--model", name, "--model-family=")).name
+
+    own = ("llama3.2-1b", "qwen2.5-7b", "qwen3-8b", "mixtral-8x7b", "bloom-7b1", "deepseek-v3")
+    families = ("llama", "qwen2", "qwen3", "mixtral", "bloom", "deepseek_v3")
+    assert tuple(found(name) for name in own) == families
+    assert found("mistral-7b-v0.1") == "mistral" and found("baichuan2-13b") == "baichuan"
+    assert found("internlm-7b") == "llama"  # the same tensors, and a class of transformers
+    with pytest.raises(ConfigError, match="no counterpart"):
+        family_of_args(
+            values(
+                parser,
+                "--num-layers=2",
+                "--hidden-size=8",
+                "--squared-relu",
+                "--num-attention-heads=2",
+            )
+        )
+
+
+def test_command_line_and_recipe_win_over_the_preset(parser, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model:\n  model: llama2-7b\n  num_layers: 4\n  hidden_size: 256\n")
+    words = ["--config", str(recipe), "--hidden-size", "512", *RUN]
+    args = parse_with_recipe(words, parser)
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size) == (4, 512, 11008)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(args, parser))
+    same = parse_with_recipe(["--config", str(again)], parser)
+    assert dump(same, parser) == dump(args, parser)
+
+
+def test_messages_name_what_is_wrong():
+    with pytest.raises(ConfigError, match="llama2-7b"):
+        model_flags("llama2-7")
+    with pytest.raises(ConfigError, match="nearest is qwen3"):
+        family_of_config({"model_type": "qwen33"})
+    llama = dict(presets()["llama3.1-8b"].config)
+    with pytest.raises(ConfigError, match="no hidden_size"):
+        FAMILIES["llama"].read({k: v for k, v in llama.items() if k != "hidden_size"})
+    scaling = {**llama["rope_scaling"], "low_freq_factor": 2.0}
+    with pytest.raises(ConfigError, match=r"low_freq_factor is 2\.0"):
+        FAMILIES["llama"].read({**llama, "rope_scaling": scaling})
+    with pytest.raises(ConfigError, match="hidden_act is 'gelu'"):
+        FAMILIES["llama"].read({**llama, "hidden_act": "gelu"})
+    deepseek = {**presets()["deepseek-v3"].config, "topk_group": 8}
+    with pytest.raises(ConfigError, match="best 1 experts, the model by its best 2"):
+        FAMILIES["deepseek_v3"].read(deepseek)
+
+
+def test_an_old_and_a_new_config_json_mean_the_same():
+    old = dict(presets()["llama3.1-8b"].config)
+    new = {k: v for k, v in old.items() if not k.startswith("rope")}
+    new["rope_parameters"] = {"rope_theta": old["rope_theta"], **old["rope_scaling"]}
+    assert FAMILIES["llama"].read(new) == FAMILIES["llama"].read(old)
