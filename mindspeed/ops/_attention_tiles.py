@@ -69,8 +69,7 @@ def forward_piece(
     """
     q, out, lse = (views[i][:, :, piece.rows] for i in (0, 3, 4))
     k, v = (views[i][:, :, piece.columns] for i in (1, 2))
-    if problem.dropout or (fused is not None and not fused.takes(q, v)):
-        fused = None
+    fused = _usable(problem, fused, q, v)
     for tile in tiles(problem, piece, q, fused):
         qt, kt, vt = q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns]
         got = (
@@ -82,6 +81,7 @@ def forward_piece(
         if tile.bias is not None and fused is not None:
             blind = (tile.bias == float("-inf")).all(-1)
             lse[:, :, tile.rows].masked_fill_(blind, float("-inf"))
+            out[:, :, tile.rows].masked_fill_(blind.unsqueeze(-1), 0.0)
 
 
 def backward(
@@ -117,8 +117,7 @@ def backward_piece(
     k, v, dk, dv = (views[i][:, :, piece.columns] for i in (2, 3, 6, 7))
     # A blind row's probabilities are exp(score - inf) = 0.
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    if problem.dropout or dpse is not None or (fused is not None and not fused.takes(q, v)):
-        fused = None
+    fused = _usable(problem, fused if dpse is None else None, q, v)
     cuts = list(tiles(problem, piece, q, fused))
     wide = accumulation_dtype(q) if len(cuts) > 1 else q.dtype
     dk_sum, dv_sum = (x if x.dtype == wide else x.to(wide) for x in (dk, dv))
@@ -138,6 +137,17 @@ def backward_piece(
     if wide != q.dtype:
         dk.copy_(dk_sum)
         dv.copy_(dv_sum)
+
+
+def _usable(
+    problem: Problem, fused: Fused | None, q: torch.Tensor, v: torch.Tensor
+) -> Fused | None:
+    """The fused kernel, unless it cannot do what is asked for."""
+    if fused is None or problem.dropout or not fused.takes(q, v):
+        return None
+    # Distances of thousands are no 16-bit numbers.
+    rounds = fused.bias_dtype(q) != accumulation_dtype(q)
+    return None if problem.has_slopes and rounds else fused
 
 
 @dataclass(frozen=True)

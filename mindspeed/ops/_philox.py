@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -44,12 +45,38 @@ def _from_default_generator(x: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([seed, torch.zeros(1, dtype=torch.int64)])
 
 
-def _from_cuda_generator(x: torch.Tensor, count: int) -> torch.Tensor:
+def _from_device_generator(x: torch.Tensor, count: int) -> torch.Tensor:
     # Host only: reading and moving the offset does not synchronise with the device.
-    generator = torch.cuda.default_generators[x.device.index or 0]
+    generator = _default_generator(x)
     offset = generator.get_offset()
     generator.set_offset(offset + (count + 3) // 4 * 4)  # a multiple of 4 is required
     return torch.tensor([generator.initial_seed(), offset], dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def default_generator_at(x: torch.Tensor, rng: torch.Tensor | None) -> Iterator[None]:
+    """Let a kernel that draws from the default generator of ``x``'s device draw a pair's numbers.
+
+    Args:
+        x: a tensor on CUDA or NPU.
+        rng: the pair of :func:`reserve`; None when nothing is drawn.
+    """
+    if rng is None:
+        yield
+        return
+    generator = _default_generator(x)
+    before = generator.initial_seed(), generator.get_offset()
+    generator.manual_seed(int(rng[0]))
+    generator.set_offset(int(rng[1]))
+    try:
+        yield
+    finally:
+        generator.manual_seed(before[0])
+        generator.set_offset(before[1])
+
+
+def _default_generator(x: torch.Tensor) -> torch.Generator:
+    return getattr(torch, x.device.type).default_generators[x.device.index or 0]
 
 
 def _fake(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -64,7 +91,8 @@ _RESERVE = Operator(
     "reserve_philox(Tensor x, SymInt count) -> Tensor",
     reference=_from_default_generator,
     fake=_fake,
-    cuda=[plain_torch(_from_cuda_generator)],
+    cuda=[plain_torch(_from_device_generator)],
+    npu=[plain_torch(_from_device_generator)],
     samples=_samples,
     tags=[torch.Tag.nondeterministic_seeded],
 )

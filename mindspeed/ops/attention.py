@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from mindspeed.ops import _attention_cpu, _attention_tiles
+from mindspeed.ops import _attention_cpu, _attention_cuda, _attention_npu, _attention_tiles
 from mindspeed.ops._attention_problem import SCHEMA, Problem
 from mindspeed.ops._layout import axis, bnsd
 from mindspeed.ops._numerics import random
 from mindspeed.ops._philox import reserve
-from mindspeed.ops._registry import Operator, plain_torch
+from mindspeed.ops._registry import Operator, plain_torch, torch_npu
 from mindspeed.ops._visibility import (
     BAND,
     CAUSAL,
@@ -228,6 +228,12 @@ ATTENTION_BACKWARD = Operator(
     reference=_reference_backward,
     fake=_fake_backward,
     cpu=[plain_torch(_attention_cpu.backward)],
+    cuda=[plain_torch(_attention_cuda.backward)],
+    npu=[
+        torch_npu(
+            _attention_npu.backward, "npu_fusion_attention_grad", "npu_fusion_attention_grad_v2"
+        )
+    ],
     samples=_samples_backward,
     on_host=[6 + i for i in _ON_HOST],
 )
@@ -237,6 +243,12 @@ ATTENTION = Operator(
     reference=_with_sink(_reference),
     fake=_fake,
     cpu=[plain_torch(_with_sink(_attention_cpu.forward))],
+    cuda=[plain_torch(_with_sink(_attention_cuda.forward))],
+    npu=[
+        torch_npu(
+            _with_sink(_attention_npu.forward), "npu_fusion_attention", "npu_fusion_attention_v2"
+        )
+    ],
     autograd=(_save, _backward),
     samples=_samples,
     on_host=[3 + i for i in _ON_HOST],

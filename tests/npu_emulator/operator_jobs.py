@@ -26,17 +26,27 @@ def verify(name: str) -> list[Any]:
     return [verify(operator, "npu", dtype) for dtype in operator.dtypes]
 
 
+# torch_npu 2.13's meta kernel of npu_fusion_attention_grad_v2 fails without rotary parts.
+_BROKEN_META = "empty_like(): argument 'input' (position 1) must be Tensor, not list"
+
+
 def contract(name: str) -> int:
     """Every sample's shapes and dtypes; returns how many were compared.
 
-    A sample for which our kernel takes its plain torch formula, and that reads values, is left out.
+    Left out: samples for which our kernel takes its plain torch formula, and that reads values, and
+    those that torch_npu's own meta kernel does not survive.
     """
     operator, compared = find(name), 0
     kernel = operator.chosen("npu").load()
     for dtype in operator.dtypes:
         for sample in operator.samples(dtype):
             with contextlib.suppress(DataDependentOutputException):
-                assert_contract(operator, kernel, sample, operator.on_host)
+                try:
+                    assert_contract(operator, kernel, sample, operator.on_host)
+                except TypeError as error:
+                    if _BROKEN_META not in str(error):
+                        raise
+                    continue
                 compared += 1
     return compared
 
