@@ -13,30 +13,18 @@ from typing import Any
 
 import torch
 
+from mindspeed.te import kernels
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
 from mindspeed.te.linear import (
     DelayedWgrad,
     Plan,
     add_delayed,
+    added_to_main_grad,
     compute_dtype,
     mark_bias,
     mark_linear,
     refuse_userbuffers,
-    weight_gradient,
 )
-
-
-def grouped_matmul(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], splits: Sequence[int], transposed: bool
-) -> torch.Tensor:
-    """Multiply each group of rows with its own matrix: ``W^T`` when ``transposed``, else ``W``."""
-    size = weights[0].shape[0 if transposed else 1]
-    out = x.new_empty(x.shape[0], size)
-    parts = zip(weights, x.split(list(splits)), out.split(list(splits)), strict=True)
-    for weight, rows, result in parts:
-        if rows.shape[0]:
-            torch.mm(rows, weight.t() if transposed else weight, out=result)
-    return out
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -56,7 +44,7 @@ class _GroupedLinear(torch.autograd.Function):
         x = x.to(dtype)
         keep = any(w.requires_grad for w in weights)
         ctx.save_for_backward(x if keep else None, *parameters)
-        out = grouped_matmul(x, [w.to(dtype) for w in weights], splits, transposed=True)
+        out = kernels.grouped_matmul(x, [w.to(dtype) for w in weights], splits, True)
         for bias, rows in zip(biases, out.split(splits) if biases else (), strict=True):
             rows.add_(bias)
         return out
@@ -69,7 +57,7 @@ class _GroupedLinear(torch.autograd.Function):
         dgrad = None
         if ctx.needs_input_grad[0]:
             cast = [w.to(ctx.dtype) for w in weights]
-            dgrad = grouped_matmul(grad, cast, ctx.splits, transposed=False).to(ctx.x_dtype)
+            dgrad = kernels.grouped_matmul(grad, cast, ctx.splits, False).to(ctx.x_dtype)
         wgrads = _weight_gradients(ctx, weights, x, grad)
         bgrads = []
         for bias, rows in zip(biases, grad.split(ctx.splits) if biases else (), strict=True):
@@ -79,20 +67,30 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _weight_gradients(
     ctx: Any, weights: Sequence[torch.Tensor], x: torch.Tensor | None, grad: torch.Tensor
-) -> list[torch.Tensor | None]:
+) -> Sequence[torch.Tensor | None]:
     if x is None:
         return [None] * len(weights)
-    fuse, splits = ctx.plan.fuse_wgrad, ctx.splits
-    groups = list(zip(weights, x.split(splits), grad.split(splits), strict=True))
+    splits = ctx.splits
+    # All or none: a frozen expert among others has no buffer.
+    fuse = ctx.plan.fuse_wgrad and all(getattr(w, "main_grad", None) is not None for w in weights)
+
+    def compute() -> Sequence[torch.Tensor | None]:
+        if fuse:
+            main_grads = [w.main_grad for w in weights]  # type: ignore[attr-defined]
+            kernels.accumulate_grouped_wgrad(grad, x, splits, main_grads)
+            return [added_to_main_grad(w) for w in weights]
+        wgrads = kernels.grouped_wgrad(grad, x, splits).unbind(0)
+        parts = zip(weights, wgrads, strict=True)
+        return [g.to(w.dtype) if w.requires_grad else None for w, g in parts]
+
     if ctx.plan.delayed is None:
-        return [weight_gradient(w, a, g, fuse) if w.requires_grad else None for w, a, g in groups]
+        return compute()
 
-    def compute() -> None:
-        for weight, rows, grads in groups:
-            if weight.requires_grad:
-                add_delayed(weight, weight_gradient(weight, rows, grads, fuse), fuse)
+    def later() -> None:
+        for weight, wgrad in zip(weights, compute(), strict=True):
+            add_delayed(weight, wgrad, fuse)
 
-    ctx.plan.delayed.append(compute)
+    ctx.plan.delayed.append(later)
     return [None] * len(weights)
 
 
@@ -101,28 +99,41 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, splits: list[int], trans_b: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        splits: list[int],
+        trans_b: bool,
+        fuse_into: list[Any],  # in a list: autograd is not to see a second path to the parameter
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.splits, ctx.trans_b = splits, trans_b
-        return grouped_matmul(x, weight.unbind(0), splits, transposed=trans_b)
+        ctx.splits, ctx.trans_b, ctx.fuse_into = splits, trans_b, fuse_into
+        return kernels.grouped_matmul(x, weight.unbind(0), splits, trans_b)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         grad, (x, weight), splits = grads[0].contiguous(), ctx.saved_tensors, ctx.splits
         dgrad = wgrad = None
         if ctx.needs_input_grad[0]:
-            dgrad = grouped_matmul(grad, weight.unbind(0), splits, transposed=not ctx.trans_b)
+            dgrad = kernels.grouped_matmul(grad, weight.unbind(0), splits, not ctx.trans_b)
         if ctx.needs_input_grad[1]:
-            wgrad = torch.empty_like(weight)
-            for out, rows, g in zip(wgrad, x.split(splits), grad.split(splits), strict=True):
-                left, right = (g, rows) if ctx.trans_b else (rows, g)
-                torch.mm(left.t(), right, out=out)
-        return dgrad, wgrad, None, None
+            left, right = (grad, x) if ctx.trans_b else (x, grad)
+            for parameter in ctx.fuse_into:
+                main_grads = parameter.main_grad.view(weight.shape).unbind(0)
+                kernels.accumulate_grouped_wgrad(left, right, splits, main_grads)
+                wgrad = added_to_main_grad(parameter, weight.shape)
+            if not ctx.fuse_into:
+                wgrad = kernels.grouped_wgrad(left, right, splits)
+        return dgrad, wgrad, None, None, None
 
 
 def gmm(
-    a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False
+    a: torch.Tensor,
+    b: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    trans_b: bool = False,
+    *,
+    fuse_into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply group i of the rows of ``a [t, k]`` with ``b[i]``, the grouped_gemm package's call.
 
@@ -131,8 +142,20 @@ def gmm(
         b: ``[groups, k, n]``, or ``[groups, n, k]`` with ``trans_b``.
         batch_sizes: Rows of each group.
         trans_b: Multiply with the transposed matrices.
+        fuse_into: Parameter that ``b`` is a view of; the weight gradient is added to its
+            ``main_grad``.
     """
-    return _GroupedMatmul.apply(a, b, batch_sizes.tolist(), trans_b)  # type: ignore[no-any-return]
+    parameters = [] if getattr(fuse_into, "main_grad", None) is None else [fuse_into]
+    return _GroupedMatmul.apply(a, b, batch_sizes.tolist(), trans_b, parameters)  # type: ignore[no-any-return]
+
+
+def lay_in_one_buffer(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Move parameters of one shape behind each other, where one kernel reads them as one tensor.
+
+    Megatron's distributed optimizer moves them again, into its own buffer.
+    """
+    for parameter, place in zip(parameters, torch.stack(list(parameters)).detach(), strict=True):
+        parameter.data = place
 
 
 class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
@@ -205,6 +228,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             )
             mark_linear(weight, parallel_mode, rng_tracker_name)
             self.register_parameter(f"weight{i}", weight)
+        lay_in_one_buffer([getattr(self, f"weight{i}") for i in range(num_gemms)])
         for i in range(num_gemms if bias else 0):
             vector = self.new_vector(self.out_features, 0.0, dtype=params_dtype, device=device)
             mark_bias(vector, parallel_mode, self.sequence_parallel)

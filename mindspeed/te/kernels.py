@@ -68,6 +68,11 @@ def rotate(
     return torch.cat([out, passing], dim=-1) if passing.shape[-1] else out
 
 
+def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
+    """The attention mask to use in the local spec; one that is given decides what is masked."""
+    return mask
+
+
 def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
     """Add ``grad^T x`` to ``main_grad``; ``x`` is ``[tokens, in]``, ``grad`` ``[tokens, out]``."""
     if x.shape[0]:
@@ -87,12 +92,12 @@ def grouped_matmul(
     return out
 
 
-def grouped_wgrad(
-    left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]
-) -> tuple[torch.Tensor, ...]:
-    """Return ``left^T right`` of each group of rows."""
-    parts = zip(left.split(list(splits)), right.split(list(splits)), strict=True)
-    return tuple(a.t() @ b for a, b in parts)
+def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+    """Return ``left^T right`` of each group of rows, stacked; zero for an empty group."""
+    out = left.new_empty(len(splits), left.shape[1], right.shape[1])
+    for part, a, b in zip(out, left.split(list(splits)), right.split(list(splits)), strict=True):
+        torch.mm(a.t(), b, out=part)
+    return out
 
 
 def accumulate_grouped_wgrad(
@@ -161,8 +166,3 @@ def moe_sort_chunks(
     rows, places = sizes.tolist(), order.tolist()
     split = [x.split(rows) for x in tensors]
     return tuple(torch.cat([chunks[i] for i in places]) for chunks in split)
-
-
-def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
-    """The attention mask to use in the local spec; one that is given decides what is masked."""
-    return mask

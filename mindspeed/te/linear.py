@@ -16,7 +16,7 @@ With ``fuse_wgrad_accumulation`` the weight gradient goes straight into ``weight
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,21 +49,33 @@ class Plan:
 def weight_gradient(
     weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, fuse: bool
 ) -> torch.Tensor | None:
-    """Return the gradient of ``weight``, or add it to ``main_grad`` and return a placeholder.
-
-    The placeholder lets autograd run the hooks of the parameter; it is zero only when the owner of
-    the buffer asks for that (``zero_out_wgrad``: the same parameter also receives other gradients).
-    """
+    """Return the gradient of ``weight``, or add it to ``main_grad`` and return a placeholder."""
     x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     main_grad = getattr(weight, "main_grad", None) if fuse else None
     if main_grad is None:
         return (grad.t() @ x).to(weight.dtype)
     kernels.accumulate_wgrad(x, grad, main_grad)
+    return added_to_main_grad(weight)
+
+
+def added_to_main_grad(
+    weight: torch.Tensor, shape: Sequence[int] | None = None
+) -> torch.Tensor | None:
+    """Note on the parameter that its gradient is in ``main_grad``, and return a placeholder.
+
+    The placeholder lets autograd run the hooks of the parameter; it is zero only when the owner of
+    the buffer asks for that (``zero_out_wgrad``: the same parameter also receives other gradients).
+
+    Args:
+        weight: The parameter.
+        shape: Shape that autograd expects, of the parameter by default.
+    """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     zero = getattr(weight, "zero_out_wgrad", False)
-    return get_dummy_wgrad(weight.shape, weight.dtype, zero=zero, where=weight.device)
+    wanted = weight.shape if shape is None else shape
+    return get_dummy_wgrad(list(wanted), weight.dtype, zero=zero, where=weight.device)
 
 
 class _Linear(torch.autograd.Function):

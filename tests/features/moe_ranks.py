@@ -20,36 +20,36 @@ MOE: dict[str, Any] = {
 def train(
     flags: dict[str, Any], overrides: dict[str, Any], spec: str, steps: int = 1
 ) -> tuple[list[float], Results]:
-    """Losses of a few steps of plain gradient descent; gradients and bytes of the last."""
+    """Losses of a few steps of gradient descent; loss of each token and gradients of the last.
+
+    Hooks on saved tensors would hide ``main_grad`` from Megatron's linear layers, so nothing is
+    counted here.
+    """
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from mindspeed.adaptor import session
-    from mindspeed.testing.saved import saved_for_backward
 
     size = dist.get_world_size()
     session.install().configure(flags)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=size)
-        from megatron.core import tensor_parallel
-
-        tensor_parallel.model_parallel_cuda_manual_seed(123)
+    _start(size)
     config = gpt_ranks.config(
         "layernorm-gelu-bias", **{**MOE, "expert_model_parallel_size": size, **overrides}
     )
-    dtype = config.params_dtype
-    model = gpt_ranks.build(config, spec).to(dtype)
+    model = gpt_ranks.build(config, spec).to(config.params_dtype)
+    _fill_stacked_weights(model)
     losses = []
     for _ in range(steps):
-        model.zero_grad()
-        with _Count() as count, saved_for_backward(model) as saved:
-            tensors = gpt_ranks.run(model)
-        losses.append(float(tensors["loss"].float().mean()))
+        _clear_gradients(model, config.gradient_accumulation_fusion)
+        with _Count() as count:
+            loss = gpt_ranks.run(model)["loss"]
+        losses.append(float(loss.float().mean()))
+        grads = {name: _gradient(p) for name, p in gpt_ranks.weights_of(model).items()}
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.02 * parameter.grad
+            for name, parameter in gpt_ranks.weights_of(model).items():
+                parameter -= 0.02 * grads[name].to(parameter.dtype)
     session.current().detach_features()
-    return losses, Results(tensors, saved.bytes, count.ops)
+    tensors = {"loss": loss, **_by_expert(model, grads)}
+    return losses, Results(tensors, 0, count.ops)
 
 
 def with_and_without(
@@ -62,3 +62,98 @@ def with_and_without(
     """With the feature's flags, and without them (with ``unfused`` in the model's config)."""
     fused = train(flags, overrides, spec, steps)
     return fused, train({}, overrides | (unfused or {}), spec, steps)
+
+
+def _start(size: int) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=size)
+        tensor_parallel.model_parallel_cuda_manual_seed(123)
+
+
+def _clear_gradients(model: torch.nn.Module, fused: bool) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+        if fused:  # what Megatron's gradient buffers do
+            parameter.main_grad = torch.zeros(parameter.shape)
+            parameter.grad_added_to_main_grad = False
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if getattr(parameter, "grad_added_to_main_grad", False):
+        return parameter.main_grad
+    return parameter.grad.float()
+
+
+def _stacked(model: torch.nn.Module) -> Any:
+    """Name, weights and their shape by expert of every ``GroupedMLP``."""
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedMLP):
+            count, hidden = module.num_local_experts, module.config.hidden_size
+            yield f"{name}.weight1", module.weight1, (count, hidden, -1), f"{name}.linear_fc1"
+            yield f"{name}.weight2", module.weight2, (count, -1, hidden), f"{name}.linear_fc2"
+
+
+def _fill_stacked_weights(model: torch.nn.Module) -> None:
+    """Give stacked experts the weights of sequential ones."""
+    for _, weight, shape, layer in _stacked(model):
+        for i, part in enumerate(weight.data.view(shape)):
+            part.copy_(gpt_ranks._slice(part.t(), f"{layer}.weight{i}").t())
+
+
+def _by_expert(model: torch.nn.Module, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for name, _, shape, layer in _stacked(model):
+        for i, part in enumerate(grads.pop(name).view(shape)):
+            grads[f"{layer}.weight{i}"] = part.t()
+    return grads
+
+
+def grouped_and_sequential_experts(
+    sizes: list[int], options: dict[str, Any], recompute: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Output and gradients of input, probabilities and weights of both kinds of local experts."""
+    import torch.distributed as dist
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    _start(dist.get_world_size())
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    common = MOE | {"num_moe_experts": len(sizes)} | options
+    results = []
+    for grouped in (True, False):
+        only_grouped = {"moe_grouped_gemm": True, **recompute} if grouped else {}
+        config = gpt_ranks.config("layernorm-gelu-bias", **common, **only_grouped)
+        kind, submodules = LocalSpecProvider().grouped_mlp_modules(grouped, False)
+        given = () if submodules is None else (submodules,)
+        experts = kind(len(sizes), config, *given, pg_collection=groups).to(config.params_dtype)
+        generator = torch.Generator().manual_seed(1)
+        draw = lambda *shape, g=generator: torch.randn(shape, generator=g) * 0.3  # noqa: E731
+        rows, hidden, inner = sum(sizes), config.hidden_size, config.moe_ffn_hidden_size
+        x = draw(rows, hidden).to(config.params_dtype).requires_grad_()
+        probs = draw(rows).abs().requires_grad_()
+        first = draw(len(sizes), hidden, inner * (1 + config.gated_linear_unit))
+        second = draw(len(sizes), inner, hidden)
+        if grouped:
+            experts.weight1.data.view(first.shape).copy_(first)
+            experts.weight2.data.view(second.shape).copy_(second)
+        else:
+            for expert, w1, w2 in zip(experts.local_experts, first, second, strict=True):
+                expert.linear_fc1.weight.data.copy_(w1.t())
+                expert.linear_fc2.weight.data.copy_(w2.t())
+        out, _ = experts(x, torch.tensor(sizes), probs)
+        out.backward(draw(rows, hidden).to(out.dtype))
+        if grouped:
+            weights = [
+                experts.weight1.grad.view(first.shape), experts.weight2.grad.view(second.shape)
+            ]  # fmt: skip
+        else:
+            layers = ("linear_fc1", "linear_fc2")
+            weights = [
+                torch.stack([getattr(e, n).weight.grad.t() for e in experts.local_experts])
+                for n in layers
+            ]
+        results.append([out.detach(), x.grad, probs.grad, *weights])
+    return results[0], results[1]
