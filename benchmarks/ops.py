@@ -9,7 +9,7 @@ outputs once, what it writes into twice) over that time, that rate as a fraction
 ``torch.clone`` of as many bytes reaches in the same run, and TFLOP/s where the operator has a FLOP
 formula. All contenders take turns. On a GPU or NPU the times are those of events around one call,
 the median, with the L2 cache overwritten before each; on the CPU they are the fastest of the
-repeats, and the table shows the ratio to torch eager of the same formula.
+repeats, and the table shows the ratio to torch eager of the same formula, forward and backward.
 
 Writes FILE.csv, FILE.json and, when matplotlib is installed, FILE.png.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ops_peers import PEERS, has_liger
+from ops_peers import PEERS, BackwardPeer, has_liger
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--against", nargs="+", choices=CONTENDERS[1:], help="default: all that run; CPU: eager"
     )
-    parser.add_argument("--repeats", type=int, help="timed calls; default: 200, CPU 9")
+    parser.add_argument("--repeats", type=int, help="timed calls; default: 200, CPU 15")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU; default: 1")
     parser.add_argument("--quick", action="store_true", help="small sizes, three calls")
     parser.add_argument("--out", type=Path, help="files without ending; default: ops-DEVICE")
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.hidden = options.hidden or sizes
     options.dtype = options.dtype or (["fp32", "bf16"] if cpu else ["bf16"])
     options.against = options.against or (["eager"] if cpu else list(CONTENDERS[1:]))
-    options.repeats = options.repeats or (3 if options.quick else 9 if cpu else 200)
+    options.repeats = options.repeats or (3 if options.quick else 15 if cpu else 200)
     options.out = options.out or Path(f"ops-{options.device}")
     known = {one.name for one in operators() if one.workload}
     unknown = set(options.operator or ()) - known
@@ -222,26 +222,40 @@ def time_on_device(calls: dict[str, Call], options: argparse.Namespace) -> dict[
 
 
 def print_table(rows: list[Row]) -> None:
-    """One line a case and contender; where it is slower than eager, the line says so."""
-    head = f"{'operator':<28}{'dtype':<6}{'hidden':>7} {'contender':<10}"
+    """One line a case and contender, then the operators that torch eager beats."""
+    head = f"{'operator':<36}{'dtype':<6}{'hidden':>7} {'contender':<10}"
     print(head + f"{'ms':>10}{'GB/s':>9}{'of clone':>9}{'TFLOP/s':>9}{'eager/it':>9}")
     for row in rows:
         flops = "" if row.teraflops is None else f"{row.teraflops:.2f}"
         ratio = "" if row.speed_over_eager is None else f"{row.speed_over_eager:.2f}"
         print(
-            f"{row.operator:<28}{row.dtype:<6}{row.hidden:>7} {row.contender:<10}"
+            f"{row.operator:<36}{row.dtype:<6}{row.hidden:>7} {row.contender:<10}"
             f"{row.milliseconds:>10.3f}{row.gigabytes_per_second:>9.1f}"
             f"{row.fraction_of_clone:>9.2f}{flops:>9}{ratio:>9}"
         )
-    ours = [r for r in rows if r.contender == "mindspeed"]
-    slower = [r for r in ours if r.speed_over_eager is not None and r.speed_over_eager < 1]
-    names = ", ".join(
-        f"{r.operator} {r.dtype} {r.hidden} ({r.speed_over_eager:.2f})" for r in slower
-    )
-    print(f"slower than torch eager of the same formula: {names or 'none'}")
-    alone = sorted({r.operator for r in ours if r.speed_over_eager is None})
+    both = both_ways(rows)
+    for (operator, dtype, hidden), ratio in both.items():
+        print(
+            f"{operator:<36}{dtype:<6}{hidden:>7} eager over it, with its backward {ratio:>25.2f}"
+        )
+    slower = [f"{' '.join(map(str, case))} ({r:.2f})" for case, r in both.items() if r < 1]
+    print(f"slower than torch eager of the same formula: {', '.join(slower) or 'none'}")
+    alone = {row.operator for row in rows if row.speed_over_eager is None}
     if alone:
-        print(f"without a formula to compare with: {', '.join(alone)}")
+        print(f"without a formula to compare with: {', '.join(sorted(alone))}")
+
+
+def both_ways(rows: list[Row]) -> dict[tuple[str, str, int], float]:
+    """Time of torch eager over the operator's: forward, plus backward where there is one."""
+    times: dict[tuple[str, str, int], dict[str, float]] = {}
+    for row in rows:
+        peer = PEERS.get(row.operator)
+        family = peer.of if isinstance(peer, BackwardPeer) else row.operator
+        total = times.setdefault((family, row.dtype, row.hidden), dict.fromkeys(CONTENDERS, 0.0))
+        total[row.contender] += row.milliseconds
+    return {
+        case: total["eager"] / total["mindspeed"] for case, total in times.items() if total["eager"]
+    }
 
 
 def write(rows: list[Row], options: argparse.Namespace) -> None:

@@ -96,6 +96,58 @@ def swiglu(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | No
     return y if weight is None else (y * weight).to(x.dtype)
 
 
+def dropout_add_norm(
+    x0: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    p: float,
+    eps: float,
+    rms: bool,
+) -> torch.Tensor:
+    """As Megatron writes it: dropout, addition, and torch's norm."""
+    total = F.dropout(x0, p) + residual
+    if not rms:
+        return F.layer_norm(total, weight.shape, weight, bias, eps)
+    normed = F.rms_norm(total, weight.shape, weight, eps)
+    return normed if bias is None else normed + bias
+
+
+def _without_scales(
+    x0: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rowscale: Any,
+    layerscale: Any,
+    rng: Any,
+    p: float,
+    eps: float,
+    rms: bool,
+    *_: Any,
+) -> Arguments:
+    return x0, residual, weight, bias, p, eps, rms
+
+
+def _norm_backward(
+    dout: torch.Tensor,
+    dpre: Any,
+    pre: torch.Tensor,
+    mean: Any,
+    rstd: Any,
+    weight: torch.Tensor,
+    rng: Any,
+    x0: Any,
+    rowscale: Any,
+    layerscale: Any,
+    p: float,
+    rms: bool,
+    separate: bool,
+) -> tuple[Arguments, torch.Tensor]:
+    bias = None if rms else weight
+    return (pre, pre, weight, bias, None, None, rng, p, 1e-5, rms), dout
+
+
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
     """As Megatron writes it, with cos and sin rounded to the dtype of x."""
     if mode == 0:
@@ -227,6 +279,8 @@ PEERS: dict[str, Peer | BackwardPeer] = {
     "swiglu_backward": BackwardPeer(
         "swiglu", lambda dy, x, bias, weight: ((x, bias, weight), dy), liger_swiglu_backward
     ),
+    "dropout_add_norm": Peer(dropout_add_norm, _without_scales),
+    "dropout_add_norm_backward": BackwardPeer("dropout_add_norm", _norm_backward),
     "rotary_position_embedding": Peer(rotary, liger=liger_rotary),
     "rotary_position_embedding_backward": BackwardPeer(
         "rotary_position_embedding",
