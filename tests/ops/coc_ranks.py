@@ -7,6 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
+from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed.ops import _fused_collectives, lcal_functional
 from mindspeed.ops._group import comm_name, resolve
@@ -93,6 +94,31 @@ def kinds_on_npu():
     world = dist.group.WORLD
     kinds = {one.name: one.chosen("npu").kind for one in operators() if one.communicates}
     return kinds, resolve(comm_name(world)) is world
+
+
+def count_flops():
+    """What torch's counter says of one call of each operator with a group, on two ranks."""
+    name = dist.group.WORLD.group_name
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()].group_name
+    a, b, out, tall = torch.ones(4, 3), torch.ones(3, 5), torch.empty(4, 5), torch.empty(8, 5)
+    tokens, weight = torch.ones(4, 6, 3), torch.ones(2, 3, 5)
+    calls = {
+        "coc_matmul_all_reduce": (a, b, out, 1, name),
+        "coc_matmul_reduce_scatter": (a, b, out[:2], 1, name),
+        "coc_all_gather_matmul": (a, b, tall, 1, name),
+        "coc_all_gather_matmul_v2": (a, b, tall, torch.empty(8, 3), 1, name),
+        "mm_all_reduce": (a, b, None, None, None, None, 0, name),
+        "grouped_mat_mul_all_reduce": ([a, a[:2]], [b, b[:, :1]], None, name),
+        "all_to_all_all_gather_bmm": (tokens, weight, None, name, own, 0),
+        "bmm_reduce_scatter_all_to_all": (torch.ones(2, 12, 3), weight, None, name, own, 0),
+    }
+    counts = {}
+    for one in operators():
+        if one.communicates:
+            with FlopCounterMode(display=False) as counter:
+                one(*calls[one.name])
+            counts[one.name] = counter.get_total_flops()
+    return counts
 
 
 def grouped(arguments, device="cpu"):

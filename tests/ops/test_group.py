@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import coc_ranks
 import group_ranks
 
 import mindspeed.ops.catalog as catalog
@@ -31,3 +32,18 @@ def test_the_catalogue_knows_which_operators_need_a_group():
     assert not communicating & {"rms_norm", "rms_norm_backward"}
     for one in catalog.operators():
         assert not (one.communicates and list(one.samples(one.dtypes[0])))
+
+
+def test_flops_of_operators_with_a_group(ranks):
+    """Two operations for every product of numbers that this rank forms."""
+    for counts in ranks(2, coc_ranks.count_flops):
+        assert counts == {
+            "coc_matmul_all_reduce": 2 * 4 * 3 * 5,
+            "coc_matmul_reduce_scatter": 2 * 4 * 3 * 5,
+            "coc_all_gather_matmul": 2 * 8 * 3 * 5,
+            "coc_all_gather_matmul_v2": 2 * 8 * 3 * 5,
+            "mm_all_reduce": 2 * 4 * 3 * 5,
+            "grouped_mat_mul_all_reduce": 2 * 4 * 3 * 5 + 2 * 2 * 3 * 1,
+            "all_to_all_all_gather_bmm": 2 * 2 * 12 * 3 * 5,
+            "bmm_reduce_scatter_all_to_all": 2 * 2 * 12 * 3 * 5,
+        }
