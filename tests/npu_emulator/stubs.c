@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DEVICES = 8 };
+enum { DEVICES = 8, CORES = 24 };
 static const size_t TOTAL_BYTES = (size_t)64 << 30;
 static size_t used_bytes;
 static __thread int32_t device;
@@ -19,6 +19,8 @@ int aclrtGetDeviceCount(uint32_t *count) { *count = DEVICES; return 0; }
 int aclrtSetDevice(int32_t index) { device = index; return 0; }
 int aclrtGetDevice(int32_t *index) { *index = device; return 0; }
 int aclrtGetCurrentContext(void **current) { *current = &context; return 0; }
+int aclGetDeviceCapability(uint32_t index, int what, int64_t *value) { *value = CORES; return 0; }
+int aclrtGetDeviceInfo(uint32_t index, int what, int64_t *value) { *value = CORES; return 0; }
 const char *aclrtGetSocName(void) { return "Ascend910B1"; }
 const char *aclGetRecentErrMsg(void) { return "the emulator's CANN stubs know no error"; }
 
