@@ -12,6 +12,7 @@ FILES = (
     "_expert_exchange",
     "_mm_all_reduce",
     "attention",
+    "npu_ring_attention_update",
     "grouped_matmul",
     "lcal_functional",
     "moe_permutation",
