@@ -329,6 +329,8 @@ def run_file(request: dict[str, Any], write: Any) -> None:
 def main(copy: str, adaptor: str) -> None:
     """Imports the adaptor and Megatron, then serves requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # When this process dies, no grandchild that lives on may keep the driver waiting for answers.
+    os.register_at_fork(after_in_child=answers.close)
     os.dup2(2, 1)  # whatever imports print is no answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets Ctrl-C, and this goes with it
     die_with_parent()

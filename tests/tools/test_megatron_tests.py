@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,28 @@ def test_an_interrupted_run_goes_on_where_it_stopped(checkout, tmp_path):
         file.write('{"cut off')
     run(checkout, results, "--resume", "--select", "test_fates.py")
     assert outcomes(results) == {**EXPECTED, "b": "failed", "d": "passed", "e": "passed"}
+
+
+KILLER = """
+import os, signal, time
+
+def test_kills_the_nursery_and_leaves_a_process_behind():
+    nursery = os.getppid()
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+        time.sleep(250)
+        os._exit(0)
+    os.kill(nursery, signal.SIGKILL)
+    time.sleep(250)
+"""
+
+
+def test_a_process_left_behind_does_not_keep_the_driver_waiting(checkout, tmp_path):
+    (checkout / "tests/unit_tests/test_killer.py").write_text(KILLER)
+    results, began = tmp_path / "results.jsonl", time.monotonic()
+    run(checkout, results, "--select", "test_killer.py")
+    assert "the process that forks the ranks died 3 times" in results.read_text()
+    assert time.monotonic() - began < 240  # not the end of the process that was left behind
 
 
 def test_a_test_that_needs_a_download_is_reported_with_its_reason_and_not_counted(tmp_path):
