@@ -9,16 +9,17 @@ from mindspeed.ops import _registry
 from mindspeed.ops._registry import Operator
 
 FILES = (
+    "_dropout_add_norm",
     "_expert_exchange",
     "_mm_all_reduce",
     "attention",
-    "npu_ring_attention_update",
     "grouped_matmul",
     "lcal_functional",
     "moe_permutation",
     "npu_grouped_mat_mul_all_reduce",
     "npu_groupmatmul_add",
     "npu_matmul_add",
+    "npu_ring_attention_update",
     "npu_rotary_position_embedding",
     "rms_norm",
     "scaled_masked_softmax",

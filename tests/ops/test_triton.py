@@ -56,3 +56,10 @@ def test_binary_for_hopper_spills_nothing_and_loads_vectors(name, hidden, ranks,
         assert one["local"] == 0 and one["stack"] == 0, one
         assert one["registers"] * 32 * one["warps"] <= jobs.REGISTERS_PER_BLOCK, one
         assert one["vector_loads"] > 0, one
+
+
+def test_backward_of_dropout_draws_the_mask_of_the_forward_again(ranks, triton):
+    environment = triton | {"TRITON_INTERPRET": "1"}
+    ((rate, same),) = ranks(1, jobs.dropout_masks, env=environment, timeout=240)
+    assert abs(rate - 0.7) < 4 * (0.7 * 0.3 / 6000) ** 0.5
+    assert same

@@ -41,6 +41,23 @@ def interpret(name: str, dtype: torch.dtype) -> float:
     return worst
 
 
+def dropout_masks() -> tuple[float, bool]:
+    """Rate of kept values in the forward, and whether the backward drops the same ones."""
+    rows, columns, p = 30, 200, 0.3
+    x, weight, rng = torch.ones(rows, columns), torch.ones(columns), torch.tensor([5, 8])
+    _, forward = launcher("dropout_add_norm")
+    _, pre, _, rstd, mask = forward(
+        x, None, weight, None, None, None, rng, p, 1e-5, True, False, True
+    )
+    _, backward = launcher("dropout_add_norm_backward")
+    empty = rstd.new_empty(0)
+    dx0, dresidual, *_ = backward(
+        x, x * 3, pre, empty, rstd, weight, rng, None, None, None, p, True, True
+    )
+    same = torch.equal(pre != 0, mask) and torch.equal(dx0 != 0, mask & (dresidual != 0))
+    return float(mask.float().mean()), same
+
+
 def compile_for_hopper(name: str, hidden: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Compile every launch of a workload to an sm_90 binary and read what it uses."""
     operator, kernel = launcher(name)
