@@ -23,10 +23,15 @@ PLAIN = (
 FUSED = "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-flash-attn"
 PERMUTE = "--use-fused-moe-token-permute-and-unpermute"
 DENSE_CALLS = {
-    *("npu_rms_norm", "npu_rms_norm_backward", "npu_swiglu", "npu_swiglu_backward"),
-    *("npu_rotary_mul", "npu_rotary_mul_backward"),
+    *("npu::npu_rms_norm", "npu::npu_rms_norm_backward"),
+    *("npu::npu_swiglu", "npu::npu_swiglu_backward"),
+    *("npu::npu_rotary_mul", "npu::npu_rotary_mul_backward"),
+    *("npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"),
 }
-EXPERT_CALLS = {"npu_grouped_matmul", "npu_moe_token_permute", "npu_moe_token_permute_grad_v2"}
+EXPERT_CALLS = {
+    *("npu::npu_grouped_matmul", "npu::npu_moe_token_permute"),
+    "npu::npu_moe_token_permute_grad_v2",
+}
 
 
 class Layout(NamedTuple):
@@ -51,6 +56,12 @@ LAYOUTS = {
     "fused": Layout(fused=FUSED, calls=frozenset(DENSE_CALLS)),
     "fused-tensor-parallel": Layout(
         2, flags=f"{TP} --sequence-parallel", fused=FUSED, calls=frozenset(DENSE_CALLS)
+    ),
+    "fused-bf16": Layout(
+        flags="--bf16",
+        fused=FUSED,
+        calls=frozenset(DENSE_CALLS | {"atb::_npu_matmul_add_fp32"}),
+        tolerance=1e-2,
     ),
     "fused-experts": Layout(
         2,
@@ -98,7 +109,7 @@ def test_training_equals_the_cpu(rank_pool, npu_pool, weights, tmp_path, layout)
     npu, cpu = tmp_path / "npu.jsonl", tmp_path / "cpu.jsonl"
     on_npu = [*command, *fused.split(), "--metrics-file", str(npu)]
     for result in npu_pool.run(ranks, jobs.train, on_npu, setup=NPU_SETUP, **OPTIONS):
-        assert {f"npu::{name}" for name in calls} <= result.pop("calls").keys()
+        assert calls <= result.pop("calls").keys()
         assert result == {"backend": "hccl", "iteration": 4, "devices": ["npu"]}
     on_cpu = [*command, *PLAIN.split(), "--metrics-file", str(cpu)]
     rank_pool.run(ranks, jobs.train, on_cpu, setup=CPU_SETUP, **OPTIONS)
