@@ -82,7 +82,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
-        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.attn_mask_type, self._window = attn_mask_type, window_size
         self.attention_type, self.layer_number = attention_type, layer_number
         tp_size = tensor_parallel_size(tp_group, tp_size)
         self.tp_size, self.tp_group = tp_size, tp_group
@@ -96,6 +96,13 @@ class DotProductAttention(TransformerEngineBaseModule):
             shape = (1, num_attention_heads // tp_size, 1, 1)
             self.softmax_offset = Parameter(torch.zeros(shape, device=place()))
         self.register_load_state_dict_post_hook(_forgive_missing_extra_state)
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """How many keys before and after its own position a query may see; -1: all of them."""
+        if self._window is not None:
+            return self._window
+        return (-1, 0) if "causal" in self.attn_mask_type else (-1, -1)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -128,7 +135,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self._refuse(checkpoint_core_attention)
         layout = qkv_format or self.qkv_format
         mask_type = attn_mask_type or self.attn_mask_type
-        window = self.window_size if window_size is None else window_size
+        window = self._window if window_size is None else window_size
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None or bias is not None:

@@ -101,6 +101,17 @@ def not_supported() -> tuple[bool, str]:
     return False, _REASON
 
 
+class Fp8Padding:
+    """Padding of each expert's rows for fp8 matrix products: refused."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        raise NotImplementedError(_REASON)
+
+
+class Fp8Unpadding(Fp8Padding):
+    """Takes the padding away: refused."""
+
+
 class Format(enum.Enum):
     """Number formats a recipe may name."""
 

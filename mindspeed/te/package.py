@@ -47,6 +47,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "checkpoint": "distributed:checkpoint",
         "fp8_autocast": "fp8:fp8_autocast",
         "fp8_model_init": "fp8:fp8_model_init",
+        "Fp8Padding": "fp8:Fp8Padding",
+        "Fp8Unpadding": "fp8:Fp8Unpadding",
         "moe_permute": "permutation:moe_permute",
         "moe_permute_with_probs": "permutation:moe_permute_with_probs",
         "moe_unpermute": "permutation:moe_unpermute",

@@ -44,6 +44,14 @@ def module(**options):
     return DotProductAttention(4, 8, **{"attn_mask_type": "causal", **options})
 
 
+@pytest.mark.parametrize(
+    ("mask_type", "given", "window"),
+    [("causal", None, (-1, 0)), ("no_mask", None, (-1, -1)), ("causal", (3, 0), (3, 0))],
+)
+def test_the_window_is_known_by_its_two_sides(mask_type, given, window):
+    assert module(attn_mask_type=mask_type, window_size=given).window_size == window
+
+
 @pytest.mark.parametrize("groups", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("size_v", [8, 4], ids=["equal", "mla"])
 @pytest.mark.parametrize("window", [None, (3, 0)], ids=["full", "window"])

@@ -53,6 +53,24 @@ def test_a_missing_piece_is_an_import_error(clean_modules):
         journal.undo()
 
 
+def test_what_needs_fp8_is_refused_by_the_flags_that_ask_for_it(clean_modules):
+    journal = Journal()
+    te.install(journal, "cpu")
+    try:
+        pytorch = importlib.import_module("transformer_engine.pytorch")
+        uses = (
+            lambda: pytorch.fp8_autocast(enabled=True),
+            lambda: pytorch.fp8_model_init(enabled=True),
+            lambda: pytorch.Fp8Padding(2),
+            lambda: pytorch.Fp8Unpadding(2),
+        )
+        for use in uses:
+            with pytest.raises(NotImplementedError, match="remove --fp8-format"):
+                use()
+    finally:
+        journal.undo()
+
+
 def test_a_broken_native_package_is_put_aside_and_comes_back_on_undo(clean_modules, monkeypatch):
     broken = type(sys)("transformer_engine")
     part = type(sys)("transformer_engine.debug")
