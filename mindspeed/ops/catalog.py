@@ -13,6 +13,7 @@ FILES = (
     "_expert_exchange",
     "_mm_all_reduce",
     "attention",
+    "ffn",
     "grouped_matmul",
     "lcal_functional",
     "moe_permutation",
@@ -21,9 +22,11 @@ FILES = (
     "npu_matmul_add",
     "npu_ring_attention_update",
     "npu_rotary_position_embedding",
+    "quant_gmm",
     "rms_norm",
     "scaled_masked_softmax",
     "swiglu",
+    "weight_quant_gmm",
 )
 """Files of this package that define operators."""
 

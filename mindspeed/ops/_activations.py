@@ -1,0 +1,45 @@
+"""Activations of the quantised products and of the feed-forward network, by code and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fast_gelu(x: torch.Tensor) -> torch.Tensor:
+    """``x * sigmoid(1.702 x)`` (Hendrycks and Gimpel, 2016)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+BY_CODE: Mapping[int, Activation] = {
+    0: lambda x: x,
+    1: F.relu,
+    2: partial(F.gelu, approximate="tanh"),
+    4: fast_gelu,
+    5: F.silu,
+}
+"""``act_type`` of torch_npu's grouped products."""
+
+PLAIN: Mapping[str, Activation] = {
+    "fastgelu": fast_gelu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+"""Activations of one input, by the names of ``npu_ffn``."""
+
+GATED: Mapping[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu}
+"""The first half goes through the activation and is multiplied with the second."""
+
+
+def apply(name: str, x: torch.Tensor) -> torch.Tensor:
+    """The activation ``name`` of :data:`PLAIN` or :data:`GATED` over the last dimension."""
+    if name in PLAIN:
+        return PLAIN[name](x)
+    gate, up = x.chunk(2, -1)
+    return GATED[name](gate) * up

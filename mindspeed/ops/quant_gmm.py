@@ -1,0 +1,262 @@
+"""Grouped products of int8 matrices: ``npu_quant_gmm`` (borders of the groups) and ``_v2`` (sizes).
+
+    y[g] = act((x[g] @ w[g] + bias[g]) * scale[g] * per_token_scale)
+
+Sums of products are exact in int32. Forward only. Source: the A8W8 form of torch_npu's
+``npu_grouped_matmul``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed.ops._activations import BY_CODE
+from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._groups import cumulative, sample_ends
+from mindspeed.ops._numerics import random
+from mindspeed.ops._registry import Operator, torch_npu
+from mindspeed.ops.grouped_matmul import npu_grouped_matmul
+
+__all__ = ["npu_quant_gmm", "npu_quant_gmm_v2"]
+
+_OUTPUTS = (torch.float16, torch.bfloat16, torch.int8)
+
+
+def npu_quant_gmm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    offset: torch.Tensor | None = None,
+    per_token_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    group_list: torch.Tensor | Sequence[int] | None = None,
+    output_dtype: torch.dtype | None = None,
+    act_type: int = 0,
+) -> torch.Tensor:
+    """Multiply each group of int8 rows with its own int8 matrix and scale the result.
+
+    Args:
+        x: ``[T, K]`` int8, rows sorted by group.
+        weight: ``[E, K, N]`` int8.
+        scale: ``[E, N]``: fp32, bf16, or int64 with the bits of an fp32 number in its low half.
+        offset: only None, as in torch_npu.
+        per_token_scale: ``[T]`` fp32; not with an int8 output.
+        bias: ``[E, N]`` int32.
+        group_list: row after the last of each group, int64 tensor ``[E]`` or list.
+        output_dtype: fp16 (default), bf16, or int8, which needs an int64 scale.
+        act_type: 0 none, 1 relu, 2 gelu (tanh), 4 fast gelu, 5 silu.
+
+    Returns:
+        ``[T, N]`` in ``output_dtype``; int8 is rounded and clamped.
+
+    Raises:
+        OperatorError: wrong dtype, shape, act_type or group borders.
+    """
+    return _quant_gmm(
+        Check("npu_quant_gmm"), False, x, weight, scale, offset, per_token_scale, bias, group_list,
+        output_dtype, act_type,
+    )  # fmt: skip
+
+
+def npu_quant_gmm_v2(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    offset: torch.Tensor | None = None,
+    per_token_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    group_list: torch.Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+    act_type: int = 0,
+) -> torch.Tensor:
+    """:func:`npu_quant_gmm` with ``group_list`` holding the rows of each group.
+
+    Args:
+        x: See :func:`npu_quant_gmm`, like everything that is not listed here.
+        weight: Matrices.
+        scale: Scales.
+        offset: Only None.
+        per_token_scale: Scale of each row.
+        bias: Biases.
+        group_list: rows of each group, int64 tensor ``[E]``.
+        output_dtype: Dtype of the result.
+        act_type: Activation.
+
+    Returns:
+        As :func:`npu_quant_gmm`.
+
+    Raises:
+        OperatorError: as :func:`npu_quant_gmm`; a group_list that is not a tensor.
+    """
+    check = Check("npu_quant_gmm_v2")
+    if group_list is not None:
+        check.tensor(group_list=group_list)
+    return _quant_gmm(
+        check, True, x, weight, scale, offset, per_token_scale, bias, group_list, output_dtype,
+        act_type,
+    )  # fmt: skip
+
+
+def _quant_gmm(
+    check: Check,
+    sizes: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    per_token_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_list: torch.Tensor | Sequence[int] | None,
+    output_dtype: torch.dtype | None,
+    act_type: int,
+) -> torch.Tensor:
+    check.dtype((torch.int8,), x=x, weight=weight)
+    check.rank(2, x=x)
+    check.rank(3, weight=weight)
+    if group_list is None:
+        check.fail("group_list", f"a group for each of the {x.shape[0]} rows", None)
+    ends = cumulative(check, "group_list", group_list, x, sizes=sizes)
+    check.shape((ends.shape[0], x.shape[1], weight.shape[2]), weight=weight)
+    columns = (ends.shape[0], weight.shape[2])
+    check.dtype((torch.int64, torch.bfloat16, torch.float32), scale=scale)
+    check.shape(columns, scale=scale)
+    check.require(offset is None, "offset", "None", offset)
+    if bias is not None:
+        check.dtype((torch.int32,), bias=bias)
+        check.shape(columns, bias=bias)
+    dtype = output_dtype or torch.float16
+    check.choice(_OUTPUTS, output_dtype=dtype)
+    check.choice(tuple(BY_CODE), act_type=act_type)
+    if per_token_scale is not None:
+        check.dtype(FLOATS[:1], per_token_scale=per_token_scale)
+        check.shape(x.shape[:1], per_token_scale=per_token_scale)
+    if dtype == torch.int8:
+        check.require(scale.dtype == torch.int64, "scale", "int64 for an int8 output", scale.dtype)
+        check.require(
+            per_token_scale is None, "per_token_scale", "None for an int8 output", per_token_scale
+        )
+    given = {"weight": weight, "scale": scale, "bias": bias, "per_token_scale": per_token_scale}
+    check.same("device", x=x, **given)
+    return QUANT_GROUPED_MATMUL(  # type: ignore[no-any-return]
+        x, weight, scale, bias, per_token_scale, ends, act_type, dtype
+    )
+
+
+def unpacked_scale(scale: torch.Tensor) -> torch.Tensor:
+    """The numbers of a scale: fp32 where it holds their bits, else as they are, at least fp32."""
+    if scale.dtype == torch.int64:
+        return scale.to(torch.int32).view(torch.float32)
+    return scale.to(torch.promote_types(scale.dtype, torch.float32))
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    per_token_scale: torch.Tensor | None,
+    ends: torch.Tensor,
+    act_type: int,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[2], dtype=output_dtype)
+    scale, start = unpacked_scale(scale), 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            total = int_product(x[start:end], weight[group])
+            if bias is not None:
+                total = total + bias[group]
+            y = total.to(scale.dtype) * scale[group]
+            if per_token_scale is not None:
+                y = y * per_token_scale[start:end, None]
+            y = BY_CODE[act_type](y)
+            out[start:end] = y.round().clamp_(-128, 127) if output_dtype == torch.int8 else y
+        start = end
+    return out
+
+
+def int_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``x @ w`` of int8 matrices, exact, as int32."""
+    if x.device.type == "cpu":
+        return torch._int_mm(x, w.contiguous())
+    # Integer products of other devices are picky about sizes; 2^53 holds any sum of int8 products.
+    return (x.double() @ w.double()).to(torch.int32)
+
+
+_CODES = {torch.float16: 5, torch.bfloat16: 15}
+"""Numbers of dtypes in torch_npu's ``output_dtype``."""
+
+
+def _npu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    per_token_scale: torch.Tensor | None,
+    ends: torch.Tensor,
+    act_type: int,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    if not x.shape[0] or output_dtype == torch.int8:
+        # torch_npu's meta kernel refuses to be asked for int8, and its default is not documented.
+        return _reference(x, weight, scale, bias, per_token_scale, ends, act_type, output_dtype)
+    return npu_grouped_matmul(
+        [x],
+        [weight],
+        bias=None if bias is None else [bias],
+        scale=[scale],
+        per_token_scale=None if per_token_scale is None else [per_token_scale],
+        group_list=ends,
+        group_type=0,
+        act_type=act_type,
+        output_dtype=_CODES[output_dtype],
+    )
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    per_token_scale: torch.Tensor | None,
+    ends: torch.Tensor,
+    act_type: int,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2], dtype=output_dtype)
+
+
+def _flops(x: Any, weight: Any, *unused: Any, out_shape: Any = None, **more: Any) -> int:
+    return 2 * int(x[0]) * int(x[1]) * int(weight[-1])
+
+
+def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(-128, 128, shape, generator=generator)  # noqa: E731
+    for sizes, inner, outer, act in (((3, 0, 5), 8, 16, 0), ((7, 4), 33, 5, 5), ((0,), 4, 8, 1)):
+        x, w = draw(sum(sizes), inner).to(torch.int8), draw(len(sizes), inner, outer).to(torch.int8)
+        scale = random((len(sizes), outer), torch.float32, seed=1).abs() / 1000
+        bias = draw(len(sizes), outer).to(torch.int32)
+        per_token = random((sum(sizes),), torch.float32, seed=2).abs()
+        yield x, w, scale, None, None, sample_ends(sizes), act, dtype
+        yield x, w, scale, bias, per_token, sample_ends(sizes), act, dtype
+        packed = scale.view(torch.int32).to(torch.int64)
+        yield x, w, packed, bias, None, sample_ends(sizes), act, torch.int8
+
+
+QUANT_GROUPED_MATMUL = Operator(
+    "quant_grouped_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias,"
+    " Tensor? per_token_scale, Tensor ends, int act_type, ScalarType output_dtype) -> Tensor",
+    reference=_reference,
+    fake=_fake,
+    npu=[torch_npu(_npu, "npu_grouped_matmul")],
+    flops=_flops,
+    samples=_samples,
+    dtypes=(torch.float16, torch.bfloat16),
+    public="mindspeed.ops.quant_gmm.npu_quant_gmm",
+)

@@ -1,0 +1,228 @@
+"""Grouped products with int8 weights: ``npu_weight_quant_gmm`` and ``_v2`` (sizes of groups).
+
+    y[g] = act(x[g] @ ((w[g] + antiquant_offset[g]) * antiquant_scale[g]) + bias[g])
+
+Forward only. Source: the A16W8 form of torch_npu's ``npu_grouped_matmul``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed.ops._activations import BY_CODE
+from mindspeed.ops._check import Check
+from mindspeed.ops._groups import cumulative, sample_ends
+from mindspeed.ops._numerics import accumulation_dtype, random
+from mindspeed.ops._registry import Operator, torch_npu
+from mindspeed.ops.grouped_matmul import npu_grouped_matmul
+
+__all__ = ["npu_weight_quant_gmm", "npu_weight_quant_gmm_v2"]
+
+
+def npu_weight_quant_gmm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    *,
+    antiquant_offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    group_list: torch.Tensor | Sequence[int] | None = None,
+    act_type: int = 0,
+) -> torch.Tensor:
+    """Multiply each group of rows with its own matrix, which is stored in int8.
+
+    Args:
+        x: ``[T, K]``, fp16 or bf16, rows sorted by group.
+        weight: ``[E, K, N]`` int8.
+        antiquant_scale: ``[E, N]``, dtype of ``x``.
+        antiquant_offset: ``[E, N]``, dtype of ``x``.
+        bias: ``[E, N]``, fp16 with fp16, fp32 with bf16.
+        group_list: row after the last of each group, int64 tensor ``[E]`` or list.
+        act_type: 0 none, 1 relu, 2 gelu (tanh), 4 fast gelu, 5 silu.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``x``.
+
+    Raises:
+        OperatorError: wrong dtype, shape, act_type or group borders; an argument that requires a
+            gradient.
+    """
+    check = Check("npu_weight_quant_gmm")
+    return _weight_quant_gmm(
+        check, False, x, weight, antiquant_scale, antiquant_offset, bias, group_list, act_type
+    )
+
+
+def npu_weight_quant_gmm_v2(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    *,
+    antiquant_offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    group_list: torch.Tensor | None = None,
+    act_type: int = 0,
+) -> torch.Tensor:
+    """:func:`npu_weight_quant_gmm` with ``group_list`` holding the rows of each group.
+
+    Args:
+        x: See :func:`npu_weight_quant_gmm`, like everything that is not listed here.
+        weight: Matrices.
+        antiquant_scale: Scales.
+        antiquant_offset: Offsets.
+        bias: Biases.
+        group_list: rows of each group, int64 tensor ``[E]``.
+        act_type: Activation.
+
+    Returns:
+        As :func:`npu_weight_quant_gmm`.
+
+    Raises:
+        OperatorError: as :func:`npu_weight_quant_gmm`; a group_list that is not a tensor.
+    """
+    check = Check("npu_weight_quant_gmm_v2")
+    if group_list is not None:
+        check.tensor(group_list=group_list)
+    return _weight_quant_gmm(
+        check, True, x, weight, antiquant_scale, antiquant_offset, bias, group_list, act_type
+    )
+
+
+def _weight_quant_gmm(
+    check: Check,
+    sizes: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    antiquant_offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_list: torch.Tensor | Sequence[int] | None,
+    act_type: int,
+) -> torch.Tensor:
+    check.dtype((torch.float16, torch.bfloat16), x=x)
+    check.dtype((torch.int8,), weight=weight)
+    check.rank(2, x=x)
+    check.rank(3, weight=weight)
+    if group_list is None:
+        check.fail("group_list", f"a group for each of the {x.shape[0]} rows", None)
+    ends = cumulative(check, "group_list", group_list, x, sizes=sizes)
+    check.shape((ends.shape[0], x.shape[1], weight.shape[2]), weight=weight)
+    columns = (ends.shape[0], weight.shape[2])
+    scales = {"antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
+    for name, value in scales.items():
+        if value is not None:
+            check.dtype((x.dtype,), **{name: value})
+            check.shape(columns, **{name: value})
+    if bias is not None:
+        check.dtype((torch.float16 if x.dtype == torch.float16 else torch.float32,), bias=bias)
+        check.shape(columns, bias=bias)
+    check.choice(tuple(BY_CODE), act_type=act_type)
+    check.same("device", x=x, weight=weight, bias=bias, **scales)
+    check.forward_only(x=x, bias=bias, **scales)
+    return WEIGHT_QUANT_GROUPED_MATMUL(  # type: ignore[no-any-return]
+        x, weight, antiquant_scale, antiquant_offset, bias, ends, act_type
+    )
+
+
+def dequantised(
+    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """``(weight + offset) * scale`` over the columns of one matrix or several."""
+    wide = weight.to(dtype)
+    if offset is not None:
+        wide = wide.add_(offset.unsqueeze(-2))
+    return wide.mul_(scale.unsqueeze(-2))
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    antiquant_offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    act_type: int,
+) -> torch.Tensor:
+    wide = accumulation_dtype(x)
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            offset = None if antiquant_offset is None else antiquant_offset[group]
+            matrix = dequantised(weight[group], antiquant_scale[group], offset, wide)
+            y = x[start:end].to(wide) @ matrix
+            if bias is not None:
+                y = y.add_(bias[group])
+            out[start:end] = BY_CODE[act_type](y)
+        start = end
+    return out
+
+
+def _npu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    antiquant_offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    act_type: int,
+) -> torch.Tensor:
+    if not x.shape[0]:
+        return x.new_empty(0, weight.shape[2])
+    if antiquant_offset is None:  # the op takes scale and offset together
+        antiquant_offset = torch.zeros_like(antiquant_scale)
+    return npu_grouped_matmul(
+        [x],
+        [weight],
+        bias=None if bias is None else [bias],
+        antiquant_scale=[antiquant_scale],
+        antiquant_offset=[antiquant_offset],
+        group_list=ends,
+        group_type=0,
+        act_type=act_type,
+    )
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    antiquant_offset: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    act_type: int,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _flops(x: Any, weight: Any, *unused: Any, out_shape: Any = None, **more: Any) -> int:
+    return 2 * int(x[0]) * int(x[1]) * int(weight[-1])
+
+
+def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    for sizes, inner, outer, act in (((3, 0, 5), 8, 16, 0), ((7, 4), 33, 5, 2), ((0,), 4, 8, 1)):
+        shape = (len(sizes), inner, outer)
+        weight = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+        x, scale = random((sum(sizes), inner), dtype), random((len(sizes), outer), dtype, seed=1)
+        offset = random(scale.shape, dtype, seed=2)
+        bias = random(scale.shape, dtype, seed=3)
+        bias = bias.float() if dtype == torch.bfloat16 else bias
+        yield x, weight, scale, None, None, sample_ends(sizes), 0
+        yield x, weight, scale, offset, bias, sample_ends(sizes), act
+
+
+WEIGHT_QUANT_GROUPED_MATMUL = Operator(
+    "weight_quant_grouped_matmul(Tensor x, Tensor weight, Tensor antiquant_scale,"
+    " Tensor? antiquant_offset, Tensor? bias, Tensor ends, int act_type) -> Tensor",
+    reference=_reference,
+    fake=_fake,
+    npu=[torch_npu(_npu, "npu_grouped_matmul")],
+    flops=_flops,
+    samples=_samples,
+    dtypes=(torch.float16, torch.bfloat16),
+    public="mindspeed.ops.weight_quant_gmm.npu_weight_quant_gmm",
+)
