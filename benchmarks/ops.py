@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="files without ending; default: ops-DEVICE")
     options = parser.parse_args(arguments)
     cpu = options.device == "cpu"
-    sizes = [64] if options.quick else [4096] if cpu else [1024, 2048, 4096, 8192, 16384]
+    sizes = [256] if options.quick else [4096] if cpu else [1024, 2048, 4096, 8192, 16384]
     options.hidden = options.hidden or sizes
     options.dtype = options.dtype or (["fp32", "bf16"] if cpu else ["bf16"])
     options.against = options.against or (["eager"] if cpu else list(CONTENDERS[1:]))

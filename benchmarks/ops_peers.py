@@ -145,7 +145,7 @@ def _norm_backward(
     separate: bool,
 ) -> tuple[Arguments, torch.Tensor]:
     bias = None if rms else weight
-    return (pre, pre, weight, bias, None, None, rng, p, 1e-5, rms), dout
+    return (torch.zeros_like(pre), pre, weight, bias, None, None, rng, p, 1e-5, rms), dout
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
@@ -156,6 +156,32 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> 
     else:
         rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
+
+
+def ring_attention_update(
+    prev: torch.Tensor,
+    prev_max: torch.Tensor,
+    prev_sum: torch.Tensor,
+    cur: torch.Tensor,
+    cur_max: torch.Tensor,
+    cur_sum: torch.Tensor,
+    ends: None,
+    layout: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ring attention is written without it, in layout SBH."""
+    if layout != "SBH":
+        raise NotImplementedError(f"the formula is for SBH, not {layout}")
+    most = torch.maximum(prev_max, cur_max)
+    before = prev_sum * torch.exp(prev_max - most)
+    now = cur_sum * torch.exp(cur_max - most)
+    total = before + now
+    heads = (
+        prev.view(*prev.shape[:2], total.size(1), -1),
+        cur.view(*cur.shape[:2], total.size(1), -1),
+    )
+    old, new = ((part / total)[..., :1].permute(2, 0, 1, 3) for part in (before, now))
+    out = heads[0] * old + heads[1] * new
+    return out.view(prev.shape).to(prev.dtype), most, total
 
 
 def permute(tokens: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -287,6 +313,7 @@ PEERS: dict[str, Peer | BackwardPeer] = {
         lambda dy, cos, sin, mode: ((dy, cos, sin, mode), dy),
         inputs=(0,),
     ),
+    "ring_attention_update": Peer(ring_attention_update),
     "moe_permute": Peer(permute, invert),
     "moe_unpermute": Peer(unpermute),
     "moe_unpermute_backward": BackwardPeer(

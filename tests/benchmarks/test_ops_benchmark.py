@@ -9,8 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from mindspeed.ops.catalog import operators
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ops.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+from ops_peers import PEERS  # noqa: E402
+
+OPERATORS = {one.name: one for one in operators()}
 
 
 def run(*arguments):
@@ -64,3 +72,58 @@ def test_an_operator_without_workload_is_refused():
     done = run("--operator", "mm_all_reduce")
     assert done.returncode == 2
     assert "--operator: no workload for mm_all_reduce; there are " in done.stderr
+
+
+def rms_statistics(dy, x, gamma, _, offset):
+    return dy, x, gamma, torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6), offset
+
+
+def norm_without_dropout(x0, residual, weight, bias, rowscale, layerscale, rng, p, *rest):
+    return x0, residual, weight, bias, rowscale, layerscale, None, 0.0, *rest
+
+
+def norm_statistics(dout, dpre, pre, mean, rstd, weight, rng, x0, rows, columns, p, *rest):
+    mean = pre.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(pre.var(-1, keepdim=True, unbiased=False) + 1e-5)
+    return dout, dpre, pre, mean, rstd, weight, None, x0, rows, columns, 0.0, *rest
+
+
+def positive_sums(prev, prev_max, prev_sum, cur, cur_max, cur_sum, *rest):
+    lanes = (x[..., :1].expand_as(x).contiguous() for x in (prev_max, prev_sum, cur_max, cur_sum))
+    prev_max, prev_sum, cur_max, cur_sum = lanes
+    return prev, prev_max, prev_sum.exp(), cur, cur_max, cur_sum.exp(), *rest
+
+
+CONSISTENT = {
+    "rms_norm_backward": rms_statistics,
+    "dropout_add_norm": norm_without_dropout,
+    "dropout_add_norm_backward": norm_statistics,
+    "ring_attention_update": positive_sums,
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_computes_what_its_operator_computes(name):
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(x):
+        is_floating = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return torch.randn(x.shape, generator=generator) if is_floating else x
+
+    operator = OPERATORS[name]
+    arguments = tuple(numbers(x) for x in operator.workload(256, torch.float32, "cpu"))
+    arguments = CONSISTENT.get(name, lambda *same: same)(*arguments)
+    ours, theirs = (
+        tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments) for _ in range(2)
+    )
+    out, expected = operator(*ours), PEERS[name].call(theirs, lambda formula: formula)()
+    if written := operator.mutated():
+        out, expected = ours[written[0]], theirs[written[0]]
+    pairs = list(zip(*map(as_list, (out, expected)), strict=False))
+    assert pairs
+    for got, wanted in pairs:
+        torch.testing.assert_close(got.view_as(wanted), wanted, rtol=1e-4, atol=1e-4)
+
+
+def as_list(value):
+    return list(value) if isinstance(value, (tuple, list)) else [value]
