@@ -7,8 +7,9 @@ pairs that they let meet. Same losses. Worth it always.
 
 ``--attention-mask-type causal`` (default) says that the mask Megatron's data loader makes for the
 local spec is the causal one, so it is not read (``--no-create-attention-mask-in-dataloader`` saves
-making it); ``general`` reads it. ``--sparse-mode 4`` with ``--pre-tockens`` and ``--next-tockens``
-is a sliding window in every causal layer.
+making it); ``general`` reads it, or the one of ``mindspeed.model.transformer.set_attention_mask``
+where there is none. ``--sparse-mode 4`` with ``--pre-tockens`` and ``--next-tockens`` is a sliding
+window in every causal layer.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def _validate(options: FlashAttentionOptions, megatron: Megatron) -> list[Proble
 
 
 def _attach(seams: Seams, options: FlashAttentionOptions, megatron: Megatron) -> None:
+    from mindspeed.ops.attention_mask import mask_of_the_user
     from mindspeed.te import flash
 
     def attend(q: Any, k: Any, v: Any, seen: Visibility, **more: Any) -> torch.Tensor:
@@ -91,7 +93,9 @@ def _attach(seams: Seams, options: FlashAttentionOptions, megatron: Megatron) ->
         return flash.attend_packed(q, k, v, documents, kind, window=window, **more)
 
     def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
-        return None if causal and options.attention_mask_type == "causal" else mask
+        if options.attention_mask_type == "general":
+            return mask_of_the_user() if mask is None else mask
+        return None if causal else mask
 
     windowed = options.sparse_mode == _BAND
     seams.use_kernels(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.model.transformer import set_attention_mask
 from tests.te import gpt_ranks
 
 ON = {"use_flash_attn": True}
@@ -108,8 +109,16 @@ def given_masks() -> dict[str, torch.Tensor]:
     def run(mask: torch.Tensor | None) -> Any:
         return lambda: module(*_qkv(16, 1), mask, attn_mask_type=kind).detach()
 
+    def shared() -> torch.Tensor:
+        set_attention_mask(masked)
+        try:
+            return run(None)()
+        finally:
+            set_attention_mask(None)
+
     general = ON | {"attention_mask_type": "general"}
     return {
+        "shared": _configured(general, shared),
         "without": _configured(ON, run(None)),
         "causal": _configured(ON, run(masked)),
         "general": _configured(general, run(masked)),

@@ -76,6 +76,7 @@ def test_mask_of_the_data_loader(ranks):
     (out,) = ranks(1, flash_ranks.given_masks, setup=ADAPTOR)
     torch.testing.assert_close(out["causal"], out["without"])
     torch.testing.assert_close(out["general"], out["plain"])
+    torch.testing.assert_close(out["shared"], out["plain"])
     assert not torch.allclose(out["general"], out["causal"])
 
 

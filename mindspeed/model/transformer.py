@@ -1,0 +1,11 @@
+"""The attention mask that the process shares; see :mod:`mindspeed.ops.attention_mask`."""
+
+from __future__ import annotations
+
+from mindspeed.ops.attention_mask import (
+    generate_attention_mask,
+    get_attention_mask,
+    set_attention_mask,
+)
+
+__all__ = ["generate_attention_mask", "get_attention_mask", "set_attention_mask"]
