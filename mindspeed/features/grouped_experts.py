@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -18,7 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupedExpertsOptions:
-    """No flags of our own."""
+    """Megatron's ``--moe-grouped-gemm`` switches the feature on."""
+
+    gemm_gradient_accumulation_fusion: bool = flag(
+        False, "weight gradients of grouped experts go into main_grad (they do when dense ones do)"
+    )
+
+
+def _validate(options: GroupedExpertsOptions, megatron: Megatron) -> list[Problem]:
+    if not options.gemm_gradient_accumulation_fusion:
+        return []
+    name, needed = "--gemm-gradient-accumulation-fusion", []
+    if not megatron.get("moe_grouped_gemm"):
+        needed.append(Problem(name, "the experts are not grouped", "add --moe-grouped-gemm"))
+    if not megatron.get("gradient_accumulation_fusion"):
+        fix = "remove --no-gradient-accumulation-fusion"
+        needed.append(Problem(name, "gradient accumulation fusion is off", fix))
+    return needed
 
 
 def _attach(seams: Seams, options: GroupedExpertsOptions, megatron: Megatron) -> None:
@@ -37,7 +54,10 @@ FEATURE = Feature(
     summary="the linear layers of all experts of a rank in one launch",
     level=1,
     options=GroupedExpertsOptions,
-    enabled=lambda options, megatron: bool(megatron.get("moe_grouped_gemm")),
+    enabled=lambda options, megatron: (
+        options.gemm_gradient_accumulation_fusion or bool(megatron.get("moe_grouped_gemm"))
+    ),
+    validate=_validate,
     attach=_attach,
     seams=("kernels",),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.te.fused_experts import as_one
 from tests.features import fused_ranks, moe_ranks
@@ -86,3 +87,7 @@ def test_flags():
     assert names(ON | FUSION) == {"grouped-experts", "fused-wgrad"}
     assert not names(ON | FUSION | {"optimization_level": 0})
     assert not names({"gradient_accumulation_fusion": False})
+    both = {"gemm_gradient_accumulation_fusion": True}
+    assert names(ON | FUSION | both) == {"grouped-experts", "fused-wgrad"}
+    with pytest.raises(ConfigError, match=r"not grouped; add --moe-grouped-gemm\n.*fusion is off"):
+        resolve(both, "cpu")
