@@ -158,6 +158,12 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> 
     return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
 
 
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
+    """torch's own causal attention, ``[s, b, n, d]``: whichever fused kernel it has."""
+    heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3)
+
+
 def ring_attention_update(
     prev: torch.Tensor,
     prev_max: torch.Tensor,
@@ -312,6 +318,10 @@ PEERS: dict[str, Peer | BackwardPeer] = {
         "rotary_position_embedding",
         lambda dy, cos, sin, mode: ((dy, cos, sin, mode), dy),
         inputs=(0,),
+    ),
+    "attention": Peer(attention),
+    "attention_backward": BackwardPeer(
+        "attention", lambda dout, q, k, v, *rest: ((q, k, v), dout), inputs=(0, 1, 2)
     ),
     "ring_attention_update": Peer(ring_attention_update),
     "moe_permute": Peer(permute, invert),

@@ -216,7 +216,8 @@ class Operator:
                 for kind, reason in self.refusals(device):
                     note_fallback(self.name, f"{kind} is refused: {reason}")
         if device == "cpu" and _cpu_mode == "compile" and not self.communicates:
-            kernel = _compiled(kernel)
+            # A kernel of the CPU's own is no formula that a compiler could fuse.
+            kernel = _compiled(kernel) if self.chosen("cpu").kind == "reference" else kernel
         return kernel
 
     def _run(self, device: DeviceName, *args: Any) -> Any:

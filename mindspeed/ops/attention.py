@@ -28,7 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mindspeed.ops import _attention_cpu, _attention_cuda, _attention_npu, _attention_tiles
 from mindspeed.ops._attention_problem import SCHEMA, Problem
 from mindspeed.ops._layout import axis, bnsd
-from mindspeed.ops._numerics import random
+from mindspeed.ops._numerics import WORKLOAD_ROWS, random
 from mindspeed.ops._philox import reserve
 from mindspeed.ops._registry import Operator, plain_torch, torch_npu
 from mindspeed.ops._visibility import (
@@ -122,6 +122,7 @@ def _fake_backward(
     )
 
 
+_WORKLOAD_HEAD = 128
 _TENSOR_OPTIONS = 6  # the first fields of Problem
 
 
@@ -220,6 +221,19 @@ def _samples_backward(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield random(out.shape, dtype, seed=4), q, k, v, out, lse, *options, grads
 
 
+def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    shape = (WORKLOAD_ROWS, 1, max(hidden // _WORKLOAD_HEAD, 1), _WORKLOAD_HEAD)
+    qkv = (torch.ones(shape, dtype=dtype, device=device) for _ in range(3))
+    problem = Problem(layout="SBND", scale=_WORKLOAD_HEAD**-0.5, mode=TOP_LEFT_CAUSAL)
+    return *qkv, *problem.options()
+
+
+def _workload_backward(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    q, k, v, *options = _workload(hidden, dtype, device)
+    out, lse = ATTENTION(q, k, v, *options)
+    return torch.ones_like(out), q, k, v, out, lse, *options, False
+
+
 _ON_HOST = [3, 4, 5]  # rng, cu_q, cu_k among the options
 
 ATTENTION_BACKWARD = Operator(
@@ -235,6 +249,7 @@ ATTENTION_BACKWARD = Operator(
         )
     ],
     samples=_samples_backward,
+    workload=_workload_backward,
     on_host=[6 + i for i in _ON_HOST],
 )
 
@@ -251,6 +266,7 @@ ATTENTION = Operator(
     ],
     autograd=(_save, _backward),
     samples=_samples,
+    workload=_workload,
     on_host=[3 + i for i in _ON_HOST],
     public="mindspeed.ops.fusion_attention_v2.npu_fusion_attention",
 )

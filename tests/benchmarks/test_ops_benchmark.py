@@ -94,7 +94,12 @@ def positive_sums(prev, prev_max, prev_sum, cur, cur_max, cur_sum, *rest):
     return prev, prev_max, prev_sum.exp(), cur, cur_max, cur_sum.exp(), *rest
 
 
+def attended(dout, q, k, v, out, lse, *rest):
+    return dout, q, k, v, *OPERATORS["attention"](q, k, v, *rest[:-1]), *rest
+
+
 CONSISTENT = {
+    "attention_backward": attended,
     "rms_norm_backward": rms_statistics,
     "dropout_add_norm": norm_without_dropout,
     "dropout_add_norm_backward": norm_statistics,

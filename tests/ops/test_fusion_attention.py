@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from mindspeed.ops import OperatorError, _attention_cpu
+from mindspeed.ops import OperatorError, _attention_cpu, set_cpu_mode
 from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
 from mindspeed.ops.fusion_attention_v2 import npu_fusion_attention, npu_fusion_attention_grad
@@ -437,6 +437,16 @@ def test_compiles_as_one_graph():
     expected = with_gradients(step, qkv)
     torch.manual_seed(1)
     assert_equal(with_gradients(compiled, qkv), expected, 1e-6)
+
+
+def test_runs_where_formulas_are_compiled():
+    q, k, v = (x[0].transpose(0, 1) for x in tensors(1))
+    expected = npu_fusion_attention(q, k, v, 4, "TND", **LENGTHS)[0]
+    set_cpu_mode("compile")
+    try:
+        assert torch.equal(npu_fusion_attention(q, k, v, 4, "TND", **LENGTHS)[0], expected)
+    finally:
+        set_cpu_mode("eager")
 
 
 def call(**changes):
