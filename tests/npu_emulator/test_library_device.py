@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from npu_emulator import library_jobs as jobs
@@ -23,6 +24,7 @@ def test_the_device_answers(npu):
     assert found["properties"] == ("Ascend910B1", 64 << 30, 24)
 
 
+@pytest.mark.slow  # the transfer layer imports torch's inductor
 def test_the_names_of_torch_cuda_mean_the_npu(npu):
     found = npu(jobs.cuda_names)
     assert found == {
@@ -43,12 +45,14 @@ def test_the_names_of_torch_cuda_mean_the_npu(npu):
     }
 
 
+@pytest.mark.slow  # the transfer layer imports torch's inductor
 def test_sums_in_float64(npu_ranks):
     assert (
         npu_ranks(2, jobs.sums_in_float64, backend=None) == [["hccl", torch.float64, 4.0, 4.0]] * 2
     )
 
 
+@pytest.mark.slow  # the transfer layer imports torch's inductor
 def test_groups_with_options(npu_ranks):
     config = {"group_name": "tp", "hccl_buffer_size": 200}
     assert (
