@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"--operator: there is no {', '.join(sorted(unknown))}; see mindspeed ops")
     failed, apart = set(), []
-    print(f"{'operator':<34}{'runs':<12}{'dtype':<10}{'samples':>8}{'error/allowed':>15}  result")
+    print(f"{'operator':<38}{'runs':<12}{'dtype':<10}{'samples':>8}{'error/allowed':>15}  result")
     for name, operator in chosen.items():
         if options.operator and name not in options.operator:
             continue
@@ -207,7 +207,7 @@ def _line(result: Result) -> str:
     verdict = "pass" if result.passed else f"FAIL {result.problem or ''}".rstrip()
     dtype = str(result.dtype).removeprefix("torch.")
     return (
-        f"{result.operator:<34}{result.kind:<12}{dtype:<10}{result.samples:>8}"
+        f"{result.operator:<38}{result.kind:<12}{dtype:<10}{result.samples:>8}"
         f"{result.worst:>15.3f}  {verdict}"
     )
 
