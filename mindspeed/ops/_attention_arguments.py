@@ -192,11 +192,11 @@ class Arguments:
             allowed = [(self.heads,), (sequences, self.heads)]
             fits = tuple(pse.shape) in allowed
             self.check.require(fits, "pse", f"slopes of shape {allowed}", tuple(pse.shape))
-            sizes = (
-                lengths.values() if self.packed else [self._size(x, "S") for x in (self.q, self.k)]
-            )
-            queries, keys = (x.tolist() if self.packed else x for x in sizes)
-            self.check.require(queries == keys, "pse_type", "0 or 1 where Sq is not Skv", pse_type)
+            if self.packed:
+                square = torch.equal(lengths["cu_q"], lengths["cu_k"])
+            else:
+                square = self._size(self.q, "S") == self._size(self.k, "S")
+            self.check.require(square, "pse_type", "0 or 1 where Sq is not Skv", pse_type)
             return
         self.check.same("dtype", query=self.q, pse=pse)
         self.check.require(not self.packed, "pse_type", "2 or 3 with TND", pse_type)

@@ -245,6 +245,32 @@ def test_packed_sequences_equal_sequences_alone(name):
     assert_equal(with_gradients(ours, (q, k, v)), with_gradients(alone, (q, k, v)))
 
 
+@pytest.mark.parametrize("mode", [0, 1])
+def test_packs_with_slopes_and_with_a_mask_of_the_longest_sequence(mode):
+    lengths, slopes = [3, 5], torch.tensor([[0.5, 0.25, 0.125, 0.0625], [1.0, 0.1, 0.2, 0.3]])
+    q, k, v = (x[0].transpose(0, 1) for x in tensors(1, sq=8, sk=8))
+    mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(2)) < 0.3
+
+    def ours(*qkv):
+        return npu_fusion_attention(
+            *qkv, 4, "TND", atten_mask=mask, sparse_mode=mode, pre_tokens=3, next_tokens=1,
+            pse=slopes, pse_type=2, actual_seq_qlen=[3, 8], actual_seq_kvlen=[3, 8],
+        )[0]  # fmt: skip
+
+    def alone(q, k, v):
+        parts = []
+        for i, qkv in enumerate(zip(*(x.split(lengths) for x in (q, k, v)), strict=True)):
+            n = lengths[i]
+            distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
+            bias = -slopes[i].double().view(1, 4, 1, 1) * distance
+            masked = hidden(mode, n, n, 3, 1, mask=mask)
+            out, _ = dense(*(x.transpose(0, 1)[None] for x in qkv), masked, 1.0, bias)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    assert_equal(with_gradients(ours, (q, k, v)), with_gradients(alone, (q, k, v)), 1e-6)
+
+
 CUT_PACKS = {
     # (band, ends of queries, ends of keys), queries and keys of the cut sequence in the whole one
     7: ((6, -2), [3, 5], [3, 9], (slice(3, 5), slice(3, 9)), slice(2, 4)),
