@@ -25,10 +25,9 @@ from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._group import comm_name, group_name, resolve
 from mindspeed.ops._numerics import accumulation_dtype
 from mindspeed.ops._registry import Operator, note_fallback, torch_npu
+from mindspeed.ops.quant_gmm import int_product, unpacked_scale
 
 __all__ = ["MM_ALL_REDUCE", "checked_arguments"]
-
-_EXACT_IN_FP32 = 1032  # inner lengths up to which sums of int8 products stay below 2^24
 
 
 def checked_arguments(
@@ -161,16 +160,16 @@ def _reference(
     group: str,
 ) -> torch.Tensor:
     if dequant_scale is not None:
-        term = _integer_sum(x1, x2, bias)
-        term = term * _float_scale(dequant_scale)
+        term = int_product(x1.flatten(0, -2), x2)
+        term = term if bias is None else term.add_(bias)
+        term = term * unpacked_scale(dequant_scale)
     elif antiquant_scale is not None:
-        wide = accumulation_dtype(x1)
-        weight = x2.to(wide)
-        for add, part in ((True, antiquant_offset), (False, antiquant_scale)):
-            if part is not None:
-                part = _by_row(part.to(wide), x2.size(0), antiquant_group_size)
-                weight = weight.add_(part) if add else weight.mul_(part)
-        term = x1.to(wide) @ weight
+        x = x1.to(accumulation_dtype(x1))
+        weight = x2.to(x.dtype)
+        if antiquant_offset is not None:
+            weight.add_(_by_row(antiquant_offset, x2, antiquant_group_size))
+        weight.mul_(_by_row(antiquant_scale, x2, antiquant_group_size))
+        term = x @ weight
         term = term if bias is None else term.add_(bias)
     else:
         # Both accumulate in fp32 and round once, the bias included.
@@ -180,21 +179,9 @@ def _reference(
     return term
 
 
-def _integer_sum(x1: torch.Tensor, x2: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x1 @ x2 + bias`` of integers, exactly, as floating-point numbers."""
-    narrow = bias is None and x1.size(-1) <= _EXACT_IN_FP32
-    wide = torch.float32 if narrow else torch.float64
-    product = x1.to(wide) @ x2.to(wide)
-    return product if bias is None else product.add_(bias)
-
-
-def _float_scale(scale: torch.Tensor) -> torch.Tensor:
-    """An fp32 scale; npu_trans_quant_param puts the bits of fp32 in the low half of int64."""
-    return scale.to(torch.int32).view(torch.float32) if scale.dtype == torch.int64 else scale
-
-
-def _by_row(x: torch.Tensor, rows: int, group_size: int) -> torch.Tensor:
-    return x.repeat_interleave(group_size, 0)[:rows] if group_size else x
+def _by_row(part: torch.Tensor, x2: torch.Tensor, group_size: int) -> torch.Tensor:
+    """A scale or offset that fits x2 when each of its rows is for ``group_size`` rows of x2."""
+    return part.repeat_interleave(group_size, 0)[: x2.size(0)] if group_size else part
 
 
 def _output_dtype(x1: torch.Tensor, dequant_scale: torch.Tensor | None) -> torch.dtype:

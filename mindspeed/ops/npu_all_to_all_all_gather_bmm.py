@@ -6,24 +6,24 @@ AlltoAllAllGatherBatchMatMul; torch_npu has it no more, so every device runs the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from mindspeed.ops._activations import PLAIN, Activation
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._expert_exchange import ALL_TO_ALL_ALL_GATHER_BMM
 from mindspeed.ops._group import group_name, resolve
 
 __all__ = ["npu_all_to_all_all_gather_bmm"]
 
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: Mapping[str, Activation] = {
     "None": lambda x: x,
-    "GELU": F.gelu,
-    "Silu": F.silu,
-    "FastGELU": lambda x: x * torch.sigmoid(1.702 * x),
-    "Relu": torch.relu,
+    "GELU": PLAIN["gelu"],
+    "Silu": PLAIN["silu"],
+    "FastGELU": PLAIN["fastgelu"],
+    "Relu": PLAIN["relu"],
 }
 
 Result = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
