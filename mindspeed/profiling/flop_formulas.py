@@ -5,10 +5,10 @@ of CUDA. The formulas here complete it: products with an accumulator written in 
 gradients), grouped products of MoE experts, vector products, and the attention kernels of the CPU
 and of devices outside torch.
 
-A multiplication and an addition count as two operations. Attention counts the whole score matrix,
-whatever the mask hides, and its backward five products, because the kernels compute the scores
-anew (:func:`repeated_in`). An operator of our own registers its formula where it is defined, with
-``torch.utils.flop_counter.register_flop_formula``.
+A multiplication and an addition count as two operations. torch's attention counts the whole score
+matrix, whatever the mask hides, and its backward five products, because the kernels compute the
+scores anew (:func:`repeated_in`). An operator of our own registers its formula where it is defined,
+with ``torch.utils.flop_counter.register_flop_formula``; our attention counts the pairs that meet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def repeated_in(operator: Any, args: Sequence[Any], flops: int) -> int:
     Of the five products of an attention backward three have the head size of the queries and two
     that of the values; one of the three is the scores.
     """
-    if operator not in _ATTENTION_BACKWARDS:
+    ours = str(operator) == _OUR_ATTENTION_BACKWARD  # it may not be defined in this process
+    if operator not in _ATTENTION_BACKWARDS and not ours:
         return 0
     d, dv = args[1].shape[-1], args[3].shape[-1]  # (grad, query, key, value, ...)
     return flops * d // (3 * d + 2 * dv)
@@ -120,6 +121,7 @@ _FORMULAS: dict[Any, Formula] = {
     for name, formula in _BY_NAME.items()
     if hasattr(torch.ops.aten, name)  # some are newer than the oldest supported torch
 }
+_OUR_ATTENTION_BACKWARD = "mindspeed.attention_backward"
 _ATTENTION_BACKWARDS = {
     getattr(torch.ops.aten, name)
     for name in (

@@ -16,6 +16,7 @@ from mindspeed.ops import OperatorError, _attention_cpu, set_cpu_mode
 from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
 from mindspeed.ops.fusion_attention_v2 import npu_fusion_attention, npu_fusion_attention_grad
+from mindspeed.profiling.flop_formulas import repeated_in
 from mindspeed.testing import saved_for_backward
 
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
@@ -448,7 +449,9 @@ def test_flops_count_the_pairs_that_meet():
     pairs = 2 * 4 * 6 * 7 // 2
     counts = counter.get_flop_counts()["Global"]
     assert counts[torch.ops.mindspeed.attention] == 2 * pairs * (8 + 4)
-    assert counts[torch.ops.mindspeed.attention_backward] == 2 * pairs * (3 * 8 + 2 * 4)
+    backward = torch.ops.mindspeed.attention_backward
+    assert counts[backward] == 2 * pairs * (3 * 8 + 2 * 4)
+    assert repeated_in(backward, (None, q, k, v), counts[backward]) == 2 * pairs * 8
 
 
 def test_compiles_as_one_graph():
