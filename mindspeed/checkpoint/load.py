@@ -19,6 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mindspeed.checkpoint import directory
+from mindspeed.checkpoint.hf import args_of
 from mindspeed.checkpoint.state import (
     ARCHITECTURE,
     DETAILS,
@@ -32,6 +33,7 @@ from mindspeed.checkpoint.state import (
 from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.features.noop_layers import indices_of
+from mindspeed.models.hf_load import folder_of, is_hf, load_hf
 from mindspeed.pipeline.noop_layers import with_noop
 from mindspeed.training.model import BuiltModel, TrainedModel
 
@@ -58,6 +60,8 @@ def load(args: argparse.Namespace, model: BuiltModel) -> Loaded | None:
     Raises:
         CheckpointError: checkpoints exist, but none can be loaded, or they hold another model.
     """
+    if is_hf(args.load):
+        return _load_hf(args, model)
     tried: dict[Path, str] = {}
     for path in _agreed_candidates(args):
         reason = directory.problem_with(path)
@@ -79,8 +83,8 @@ def load(args: argparse.Namespace, model: BuiltModel) -> Loaded | None:
     return None
 
 
-def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
-    """The values of the run that wrote the latest good checkpoint. Reads one file, on any rank.
+def latest(root: str, step: int | None = None) -> Path:
+    """Directory of the latest good checkpoint.
 
     Raises:
         CheckpointError: there is none.
@@ -89,10 +93,23 @@ def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
     for path in directory.candidates(root, step):
         reason = directory.problem_with(path)
         if reason is None:
-            return _common(path)["args"]
+            return path
         tried[path] = reason
     directory.require_some(root, tried)
     raise CheckpointError(f"--load {root}: there is no checkpoint")
+
+
+def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
+    """The values of the run that wrote the latest good checkpoint. Reads one file, on any rank.
+
+    Of ``hf:DIR``, values that describe the model there.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if is_hf(root):
+        return args_of(folder_of(root))
+    return _common(latest(root, step))["args"]
 
 
 def take_architecture(args: argparse.Namespace, saved: argparse.Namespace) -> None:
@@ -113,6 +130,17 @@ def take_architecture(args: argparse.Namespace, saved: argparse.Namespace) -> No
     for name in ("tokenizer_type", "tokenizer_model", "vocab_size"):
         if getattr(args, name, None) is None:
             setattr(args, name, getattr(saved, name, None))
+
+
+def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Loaded:
+    folder = folder_of(args.load)
+    unused = load_hf(args, model.modules, folder)
+    if isinstance(model, TrainedModel):
+        model.optimizer.reload_model_params()
+    if dist.get_rank() == 0:
+        note = f"; not used: {', '.join(unused[:5])}" if unused else ""
+        print(f" loaded {folder} (Hugging Face){note}", flush=True)
+    return Loaded(Path(folder), 0)
 
 
 def _agreed_candidates(args: argparse.Namespace) -> list[Path]:

@@ -24,6 +24,9 @@ COMMANDS: dict[str, str] = {
     "quickstart": "pretrain a small LLaMA on this machine, from text to a picture of the loss",
     "preprocess": "turn text into token files",
     "pretrain": "pretrain a model",
+    "models": "list the models that --model knows",
+    "convert": "convert weights between Hugging Face and Megatron",
+    "export": "write a trained model for transformers",
     "generate": "continue a text with a trained model",
     "plot": "draw loss, throughput and memory of one or more runs",
     "features": "list the features: flag, level, devices, conflicts",
@@ -34,7 +37,7 @@ COMMANDS: dict[str, str] = {
 
 
 _format_for_developers = warnings.formatwarning
-_READ_ONLY = ("features", "ops", "patches", "doctor")
+_READ_ONLY = ("models", "features", "ops", "patches", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,16 @@ PREFIX = "hf:"
 _STATE = (".mlp.router.local_tokens_per_expert",)
 
 
+def is_hf(load: str | None) -> bool:
+    """Whether ``--load`` names a Hugging Face directory (``hf:DIR``)."""
+    return load is not None and load.startswith(PREFIX)
+
+
+def folder_of(load: str) -> str:
+    """``DIR`` of ``hf:DIR``."""
+    return load.removeprefix(PREFIX)
+
+
 @dataclass(frozen=True)
 class Part:
     """A local tensor: rows and columns of one parameter of the whole model."""

@@ -52,13 +52,24 @@ class DataSets:
 
 
 def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
-    """Build the tokenizer and derive the padded vocabulary size from it."""
+    """Build the tokenizer and derive the padded vocabulary size from it.
+
+    A model of a family has as many entries as its ``config.json`` says, which may be more.
+    """
     tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
     if args.vocab_size is None:
         args.vocab_size = tokenizer.vocab_size
+    entries = tokenizer.vocab_size
+    if args.mask_padded_vocab:
+        if args.tokenizer_type != "NullTokenizer" and entries > args.vocab_size:
+            raise DataError(
+                f"the tokenizer has {entries:,} entries, the model --vocab-size "
+                f"{args.vocab_size:,}: take the model's own tokenizer"
+            )
+        entries = args.vocab_size
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-        args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+        args.padded_vocab_size = -(-entries // multiple) * multiple
     return tokenizer
 
 

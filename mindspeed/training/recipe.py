@@ -27,6 +27,7 @@ import yaml
 
 from mindspeed.errors import ConfigError
 from mindspeed.files import check_path
+from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
 from mindspeed.training.arguments import Parser, parse, section_of
 from mindspeed.training.flag_types import DTYPES, Switch
@@ -38,6 +39,8 @@ ALL_SECTIONS = (*SECTIONS, "features")
 def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespace:
     """Parse flags, with those of ``--config`` below them, and those of ``--model`` below both.
 
+    ``--load hf:DIR`` without ``--model`` takes the model's flags from there, too.
+
     Raises:
         ConfigError: the recipe cannot be read, a key is unknown or in the wrong section, or a flag
             is wrong.
@@ -45,11 +48,15 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--model")
+    finder.add_argument("--load")
     given = list(tokens)
     path = finder.parse_known_args(given)[0].config
     if path is not None:
         given = [*recipe_words(read(path), parser, path), *given]
-    model = finder.parse_known_args(given)[0].model
+    found = finder.parse_known_args(given)[0]
+    model = found.model
+    if model is None and is_hf(found.load):
+        model = folder_of(found.load)
     if model is not None:
         given = [*flag_words(model_flags(model), parser), *given]
     return parse(given, parser)

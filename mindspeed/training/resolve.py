@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from mindspeed import device
+from mindspeed.checkpoint.directory import tracked
 from mindspeed.errors import ConfigError
+from mindspeed.models.hf_load import is_hf
 from mindspeed.training.options import (
     CheckpointOptions,
     DataOptions,
@@ -317,7 +319,7 @@ def _output(args: argparse.Namespace) -> Iterator[str]:
     if args.auto_resume:
         if args.save is None:
             yield "--auto-resume needs --save"
-        elif args.load is None:
+        elif args.load is None or (is_hf(args.load) and tracked(args.save) is not None):
             args.load = args.save
     if args.save_interval is not None and args.save is None:
         yield "--save-interval needs --save"

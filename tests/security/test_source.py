@@ -75,6 +75,8 @@ RULES: dict[str, tuple[Rule, dict[str, str]]] = {
         writes_bare,
         {
             "files.py": "is what the others go through",
+            "checkpoint/global_tensors.py": "into memory",
+            "checkpoint/hf.py": "into a file of atomic_writer",
             "checkpoint/directory.py": "inside a directory that is hardened, synced and renamed",
             "testing/": "temporary files of one test run",
             "device/host_memory.py": "asks the kernel, in /proc, to forget its peak",

@@ -1,0 +1,228 @@
+"""Whole tensors of a ``torch_dist`` checkpoint, one at a time, without a model or process group.
+
+:class:`GlobalTensors` reads any rectangle of a tensor from the pieces that a checkpoint has of it,
+whatever layout wrote them. :func:`write_tensors` writes a checkpoint that any layout can load,
+asking for each tensor when its turn comes. Both hold one tensor, or one file, in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from mindspeed.checkpoint.untrusted import read_index
+from mindspeed.errors import CheckpointError
+
+
+class GlobalTensors:
+    """The tensors of one checkpoint.
+
+    Args:
+        checkpoint: Directory of one iteration, or ``release``.
+
+    Raises:
+        SecurityError: Its index names something that no index needs.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder = checkpoint
+        index = read_index(checkpoint)
+        described = index.state_dict_metadata.items()
+        self._tensors = {k: v for k, v in described if isinstance(v, TensorStorageMetadata)}
+        self._storage: dict[MetadataIndex, Any] = index.storage_data
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a tensor, stacked dimensions included."""
+        return tuple(self._tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Type of a tensor."""
+        dtype: torch.dtype = self._tensors[key].properties.dtype
+        return dtype
+
+    def read(self, key: str, position: tuple[int, ...]) -> torch.Tensor:
+        """One layer's (and expert's) part of a tensor, whole.
+
+        Args:
+            key: Name in the checkpoint.
+            position: Indices in the stacked leading dimensions.
+
+        Raises:
+            CheckpointError: Pieces of it are missing.
+        """
+        size = self.shape(key)[len(position) :]
+        result = torch.empty(size, dtype=self.dtype(key))
+        filled = 0
+        for chunk in self._tensors[key].chunks:
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            lead = tuple(zip(offsets, sizes, strict=True))[: len(position)]
+            if not all(o <= p < o + n for p, (o, n) in zip(position, lead, strict=True)):
+                continue
+            piece = self._chunk(MetadataIndex(key, chunk.offsets))
+            inside = tuple(p - o for p, (o, _) in zip(position, lead, strict=True))
+            bounds = zip(offsets[len(position) :], sizes[len(position) :], strict=True)
+            target = result[tuple(slice(start, start + count) for start, count in bounds)]
+            target.copy_(piece.reshape(sizes)[inside])
+            filled += target.numel()
+        if filled != result.numel():
+            raise CheckpointError(
+                f"{self._folder}: {key} is incomplete: {filled} of {result.numel()} numbers"
+            )
+        return result
+
+    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+        info = self._storage[index]
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{self._folder}: {index.fqn} is stored compressed")
+        with open(self._folder / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            data = io.BytesIO(file.read(info.length))
+        tensor: torch.Tensor = torch.load(data, map_location="cpu", weights_only=True)
+        return tensor
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor, or one layer of a stack of them, that will be written.
+
+    Attributes:
+        key: Name in the checkpoint.
+        position: Indices in the stacked leading dimensions.
+        counts: Sizes of those.
+        shape: Shape without them.
+        dtype: Type.
+        read: Makes the tensor.
+    """
+
+    key: str
+    position: tuple[int, ...]
+    counts: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its contents."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def write_item(self) -> WriteItem:
+        """What torch's checkpoint library calls it."""
+        offsets = torch.Size((*self.position, *(0 for _ in self.shape)))
+        sizes = torch.Size((*(1 for _ in self.position), *self.shape))
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+            properties=TensorProperties(dtype=self.dtype),
+            size=torch.Size((*self.counts, *self.shape)),
+        )
+        return WriteItem(
+            index=MetadataIndex(self.key, offsets), type=WriteItemType.SHARD, tensor_data=data
+        )
+
+
+def write_tensors(
+    folder: Path, tensors: Sequence[StoredTensor], objects: Iterable[str], max_file_bytes: int
+) -> None:
+    """Write the tensor files and the index of a checkpoint.
+
+    Args:
+        folder: An existing directory.
+        tensors: What to write; read one after the other.
+        objects: Keys of empty extra state, which some modules want to find.
+        max_file_bytes: Largest size of a file with more than one tensor; memory holds one file.
+    """
+    planner = _Planner(tensors, tuple(objects))
+    dcp.save({}, storage_writer=_Writer(folder, max_file_bytes), planner=planner, no_dist=True)
+
+
+class _Planner(SavePlanner):
+    """Lists what is written, and makes each tensor when it is asked for."""
+
+    def __init__(self, tensors: Sequence[StoredTensor], objects: Sequence[str]) -> None:
+        self._tensors = {tensor.write_item.index: tensor for tensor in tensors}
+        self._objects = objects
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> SavePlan:
+        objects = [WriteItem(MetadataIndex(k), WriteItemType.BYTE_IO) for k in self._objects]
+        return SavePlan([*objects, *(t.write_item for t in self._tensors.values())])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(_EMPTY)
+        # The library adds a hint to the index, which plays no part in comparisons.
+        tensor = self._tensors[write_item.index]
+        assert write_item.tensor_data is not None
+        return tensor.read().reshape(write_item.tensor_data.chunk.sizes)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Files of limited size; torch's own writer keeps the tensors of a file until it is closed."""
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=False)
+        self._limit = max_file_bytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        files: queue.Queue[tuple[Any, str, list[WriteItem]]] = queue.Queue()
+        for number, items in enumerate(_files(plan.items, self._limit)):
+            name = f"__0_{number}.distcp"
+            files.put((self.fs.concat_path(self.path, name), name, items))
+        return self._write_data(planner, files)
+
+
+def _files(items: Sequence[WriteItem], limit: int) -> Iterator[list[WriteItem]]:
+    size, file = 0, list[WriteItem]()
+    for item in items:
+        data = item.tensor_data
+        bytes_ = data.chunk.sizes.numel() * data.properties.dtype.itemsize if data else 0
+        if file and size + bytes_ > limit:
+            yield file
+            size, file = 0, []
+        file.append(item)
+        size += bytes_
+    yield file
+
+
+def _empty() -> bytes:
+    """Extra state without content, as modules outside of fp8 have it, in Megatron's list of one."""
+    buffer = io.BytesIO()
+    torch.save([torch.empty(0, dtype=torch.uint8)], buffer)
+    return buffer.getvalue()
+
+
+_EMPTY = _empty()

@@ -1,0 +1,222 @@
+"""Hugging Face directories: byte for byte there and back, in every layout, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+from checkpoint import hf_ranks
+from models.tiny import CASES, batch
+from safetensors.torch import load_file, save_file
+
+from mindspeed.checkpoint import hf
+from mindspeed.checkpoint.load import latest, saved_args
+from mindspeed.errors import CheckpointError, ConfigError
+from mindspeed.models import hf_files
+
+SETUP = "mindspeed.megatron_adaptor"
+TP = "--tensor-model-parallel-size=2"
+PP = "--pipeline-model-parallel-size=2"
+EP = "--expert-model-parallel-size=2"
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """``directories(name)``: a tiny model of that family, as its files are."""
+    known = {}
+
+    def get(name):
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp(name)
+            CASES[name].save(CASES[name].model(), known[name])
+        return known[name]
+
+    return get
+
+
+def mindspeed(*words):
+    """Run our command and return its standard output."""
+    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    command = [sys.executable, "-m", "mindspeed", *map(str, words)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def files(folder):
+    """All tensors of a directory."""
+    return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def same(ours, theirs):
+    """The same names, types and bytes."""
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+@pytest.mark.parametrize(
+    "name", ["llama2-gqa", "internlm", "baichuan2-13b", "bloom", "qwen3", "mixtral", "deepseek-v3"]
+)
+def test_there_and_back_byte_for_byte(directories, tmp_path, name, implementation):
+    source = directories(name)
+    target = hf.Target(implementation, vocab_multiple=128, max_file_bytes=20_000)
+    assert hf.import_hf(str(source), str(tmp_path / "ck"), target) == []
+    hf.export_hf(
+        latest(str(tmp_path / "ck")),
+        saved_args(str(tmp_path / "ck")),
+        str(tmp_path / "hf"),
+        like=str(source),
+        max_shard_bytes=30_000,
+    )
+    same(files(tmp_path / "hf"), files(source))
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "hf", source))
+    assert ours["model_type"] == theirs["model_type"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "flags"),
+    [
+        ("llama2-gqa", 1, ()),
+        ("llama2-gqa", 2, (TP,)),
+        ("llama3.2-tied", 2, (PP,)),
+        ("bloom", 2, (TP,)),
+        ("qwen3-moe", 2, (EP, "--moe-grouped-gemm")),
+        ("qwen3-moe", 1, ("--transformer-impl=local",)),
+        ("deepseek-v3", 2, (EP, PP, "--decoder-first-pipeline-num-layers=1")),
+    ],
+)
+def test_a_converted_checkpoint_is_the_model_in_every_layout(
+    directories, ranks, tmp_path, name, size, flags
+):
+    source, output = str(directories(name)), str(tmp_path / "ck")
+    local = "--transformer-impl=local" in flags
+    size = size * (2 if PP in flags and EP in flags else 1)
+    hf.import_hf(source, output, hf.Target("local" if local else "transformer_engine", 64))
+    run = hf_ranks.weights
+    converted = ranks(size, run, source, output, flags, setup=SETUP, timeout=120)
+    direct = ranks(size, run, source, f"hf:{source}", flags, setup=SETUP, timeout=120)
+    for ours, theirs in zip(converted, direct, strict=True):
+        assert len(ours) == len(theirs) > 5
+        for (name, start, tensor), (name_, start_, tensor_) in zip(ours, theirs, strict=True):
+            assert (name, start) == (name_, start_) and torch.equal(tensor, tensor_), name
+
+
+def test_what_tp_2_trained_transformers_loads(directories, ranks, tmp_path):
+    source, run, out = directories("qwen3"), str(tmp_path / "run"), str(tmp_path / "hf")
+    ranks(2, hf_ranks.save_trained, str(source), run, (TP,), setup=SETUP, timeout=120)
+    assert "qwen3" in mindspeed("export", "--hf", "--load", run, "--output", out)
+    from transformers import AutoModelForCausalLM
+
+    original = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.mul_(1.5)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert type(loaded).__name__ == "Qwen3ForCausalLM"
+    tokens, _ = batch()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, original(tokens).logits)
+
+
+def test_memory_holds_one_file_and_one_tensor(directories, tmp_path, monkeypatch):
+    live, peak, limit = 0, 0, 20_000
+    read = hf_files.HFReader.read
+
+    def counted(self, parameter, *args, **kwargs):
+        nonlocal live, peak
+        tensor = read(self, parameter, *args, **kwargs)
+        live += tensor.nbytes
+        peak = max(peak, live)
+
+        def gone(size=tensor.nbytes):
+            nonlocal live
+            live -= size
+
+        weakref.finalize(tensor.untyped_storage(), gone)
+        return tensor
+
+    monkeypatch.setattr(hf_files.HFReader, "read", counted)
+    source = directories("deepseek-v3")
+    hf.import_hf(str(source), str(tmp_path), hf.Target(max_file_bytes=limit))
+    largest = max(tensor.nbytes for tensor in files(source).values())
+    assert 0 < peak <= limit + 2 * largest < sum(t.nbytes for t in files(source).values()) / 2
+
+
+def damaged(source, folder, change):
+    tensors = files(source)
+    change(tensors)
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_bad_input_is_said_before_anything_is_written(directories, tmp_path):
+    source, out = directories("llama2-gqa"), tmp_path / "out"
+    name = "model.layers.1.mlp.up_proj.weight"
+    missing = damaged(source, tmp_path / "a", lambda t: t.pop(name))
+    wrong = damaged(source, tmp_path / "b", lambda t: t.update({name: torch.zeros(4, 32)}))
+    with pytest.raises(CheckpointError, match=rf"{name} is missing.*mlp\.linear_fc1"):
+        hf.import_hf(missing, str(out))
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[4, 32\].*\[48, 32\]"):
+        hf.import_hf(wrong, str(out))
+    short = Path(damaged(source, tmp_path / "c", lambda t: None)) / "model.safetensors"
+    short.write_bytes(short.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        hf.import_hf(str(short.parent), str(out))
+    (tmp_path / "d").mkdir()
+    with pytest.raises(ConfigError, match=r"there is no config\.json"):
+        hf.import_hf(str(tmp_path / "d"), str(out))
+    assert not out.exists()
+
+
+def test_surplus_tensors_are_named_and_computed_buffers_are_not(directories, tmp_path):
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "x": torch.ones(1)}
+    folder = damaged(directories("llama2-gqa"), tmp_path / "a", lambda t: t.update(extra))
+    assert hf.import_hf(folder, str(tmp_path / "out")) == ["x"]
+    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+        hf.import_hf(folder, str(tmp_path / "out"))
+
+
+def test_an_index_that_names_a_missing_file(directories, tmp_path):
+    source = directories("llama2-gqa")
+    index = {"weight_map": dict.fromkeys(files(source), "model-00001-of-00002.safetensors")}
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"-00001-of-00002\.safetensors, which is missing"):
+        hf.import_hf(str(tmp_path), str(tmp_path / "out"))
+
+
+def test_bin_files_are_read_too(directories, tmp_path):
+    source = directories("bloom")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    plain = {name.removeprefix("transformer."): t for name, t in files(source).items()}
+    torch.save(plain, tmp_path / "pytorch_model.bin")
+    hf.import_hf(str(tmp_path), str(tmp_path / "ck"))
+    checkpoint = str(tmp_path / "ck")
+    hf.export_hf(latest(checkpoint), saved_args(checkpoint), str(tmp_path / "hf"))
+    same(files(tmp_path / "hf"), files(source))
+
+
+def test_the_commands_convert_both_ways_and_list_models(directories, tmp_path):
+    source, checkpoint, out = directories("mistral-window"), tmp_path / "ck", tmp_path / "hf"
+    assert "release" in mindspeed("convert", "--input", source, "--output", checkpoint)
+    assert "mistral" in mindspeed("convert", "--input", checkpoint, "--output", out)
+    same(files(out), files(source))
+    assert '"rotary_base": 1000000' in mindspeed("models", "qwen3-8b", "--json")
