@@ -206,8 +206,14 @@ def _reference(
             return x @ w if bias is None else torch.addmm(bias.to(x.dtype), x, w)
         return GROUPED_MATMUL(x, w, bias, ends)  # type: ignore[no-any-return]
 
-    hidden = product(x, weight1, bias1).to(accumulation_dtype(x))
+    hidden = product(x, weight1, bias1)
+    if activation not in _ONE_KERNEL:
+        hidden = hidden.to(accumulation_dtype(x))
     return product(apply(activation, hidden).to(x.dtype), weight2, bias2)
+
+
+_ONE_KERNEL = ("gelu", "relu", "silu")
+"""Activations that torch computes in fp32 inside one kernel, whatever the dtype."""
 
 
 def _npu(

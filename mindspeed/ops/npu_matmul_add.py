@@ -82,9 +82,9 @@ def _reference(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch
     if grad.dtype != wide:  # a 16-bit buffer: everything in fp32, rounded when it is complete
         grad.copy_(torch.addmm(grad.to(wide), grad_output.t().to(wide), total_input.to(wide)))
         return
-    parts = total_input.split(_ROWS_AT_ONCE), grad_output.split(_ROWS_AT_ONCE)
-    for x, dy in zip(*parts, strict=True):
-        grad.addmm_(dy.to(wide).t(), x.to(wide))
+    for start in range(0, total_input.shape[0], _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        grad.addmm_(grad_output[part].to(wide).t(), total_input[part].to(wide))
 
 
 def _torch(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor) -> None:

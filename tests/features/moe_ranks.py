@@ -31,10 +31,10 @@ def train(
 
     size = dist.get_world_size()
     session.install().configure(flags)
-    _start(size)
-    config = gpt_ranks.config(
-        "layernorm-gelu-bias", **{**MOE, "expert_model_parallel_size": size, **overrides}
-    )
+    tensor_parallel = overrides.get("tensor_model_parallel_size", 1)
+    _start(size // tensor_parallel, tensor_parallel)
+    parallel = {"expert_model_parallel_size": size // tensor_parallel}
+    config = gpt_ranks.config("layernorm-gelu-bias", **{**MOE, **parallel, **overrides})
     model = gpt_ranks.build(config, spec).to(config.params_dtype)
     _fill_stacked_weights(model)
     losses = []
@@ -64,11 +64,11 @@ def with_and_without(
     return fused, train({}, overrides | (unfused or {}), spec, steps)
 
 
-def _start(size: int) -> None:
+def _start(experts: int, tensors: int = 1) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=size)
+        parallel_state.initialize_model_parallel(tensors, expert_model_parallel_size=experts)
         tensor_parallel.model_parallel_cuda_manual_seed(123)
 
 

@@ -70,6 +70,19 @@ def test_weight_gradients_are_added_to_main_grad(ranks, grouped, spec, dtype):
     assert fused.ops["mindspeed::groupmatmul_add"] == (2 * 2 if grouped and spec == "local" else 0)
 
 
+@pytest.mark.parametrize("spec", ["te", "local"])
+def test_weight_gradients_with_tensor_and_sequence_parallelism(ranks, spec):
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    overrides = ALLTOALL | FUSION | parallel | ON | {"expert_tensor_parallel_size": 1}
+    unfused = {"gradient_accumulation_fusion": False}
+    arguments = (FUSION | ON, overrides, spec, unfused)
+    for (_, fused), (_, plain) in ranks(
+        2, moe_ranks.with_and_without, *arguments, setup=ADAPTOR, timeout=240
+    ):
+        fused_ranks.assert_equal(fused.tensors, plain.tensors, 2e-6)
+        assert fused.ops["mindspeed::matmul_add"] and not plain.ops["mindspeed::matmul_add"]
+
+
 def test_tensors_behind_each_other_are_one():
     whole = torch.arange(24.0).view(4, 2, 3)
     parts = list(whole.unbind(0))
