@@ -26,7 +26,7 @@ import torch
 
 from mindspeed.ops import _philox
 from mindspeed.ops._check import Check
-from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
+from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks
 from mindspeed.ops._registry import Operator, torch_npu, triton
 from mindspeed.ops.rms_norm import _reference as rms_norm_reference
 from mindspeed.ops.rms_norm import _reference_backward as rms_norm_reference_backward
@@ -121,10 +121,10 @@ def _sum(
     wide = accumulation_dtype(x0)
     h = _scaled(x0.to(wide), scales)
     if keep is not None:
-        h = torch.mul(h, keep).mul_(1 / (1 - p))
+        h = torch.mul(h, keep)
     if residual is not None:
-        return h + residual.to(wide)
-    return h.clone() if h.data_ptr() == x0.data_ptr() else h
+        return torch.add(residual.to(wide), h, alpha=1 / (1 - p))
+    return h.div(1 - p)
 
 
 def _reference(
@@ -141,22 +141,35 @@ def _reference(
     residual_in_fp32: bool,
     want_mask: bool,
 ) -> tuple[torch.Tensor, ...]:
-    wide, size = accumulation_dtype(x0), x0.shape[-1:]
+    exact, size = accumulation_dtype(x0), x0.shape[-1:]
     keep = None if rng is None else _philox.keep_mask(rng, x0.shape, p)
-    h = _sum(x0, residual, (rowscale, layerscale), keep, p)
-    pre = h.to(_pre_dtype(x0, residual, residual_in_fp32))
-    rounded = pre.to(wide)
-    gamma, beta = weight.to(wide), None if bias is None else bias.to(wide)
-    if rms:
-        out, rstd = rms_norm_reference(rounded, gamma, eps, 0.0)
-        mean = rstd.new_empty(0)
-        out = out if beta is None else out.add_(beta)
-    else:
-        out, mean, rstd = torch.native_layer_norm(rounded, size, gamma, beta, eps)
+    out = x0.new_empty(x0.shape)
+    pre = x0.new_empty(x0.shape, dtype=_pre_dtype(x0, residual, residual_in_fp32))
+    rstd = x0.new_empty((*x0.shape[:-1], 1), dtype=exact)
+    mean = rstd.new_empty(0 if rms else rstd.shape)
+    gamma, beta = weight.to(exact), None if bias is None else bias.to(exact)
+    matrices = [_rows(x, size) for x in (x0, residual, keep, out, pre)]
+    for block in row_blocks(matrices[0]):
+        x, stream, kept, y, h = (None if m is None else m[block] for m in matrices)
+        scales = (None if rowscale is None else rowscale.reshape(-1)[block], layerscale)
+        h.copy_(_sum(x, stream, scales, kept, p))
+        rounded = h.to(exact)
+        if rms:
+            normed, rstd.view(-1, 1)[block] = rms_norm_reference(rounded, gamma, eps, 0.0)
+            y.copy_(normed if beta is None else normed.add_(beta))
+        else:
+            normed, mean.view(-1, 1)[block], rstd.view(-1, 1)[block] = torch.native_layer_norm(
+                rounded, size, gamma, beta, eps
+            )
+            y.copy_(normed)
     mask = x0.new_empty(0, dtype=torch.bool)
     if want_mask:
         mask = torch.ones_like(x0, dtype=torch.bool) if keep is None else keep
-    return out.to(x0.dtype), pre.contiguous(), mean, rstd, mask
+    return out, pre, mean, rstd, mask
+
+
+def _rows(x: torch.Tensor | None, size: torch.Size) -> Any:
+    return None if x is None else x.reshape(-1, size[0])
 
 
 def _reference_backward(
@@ -174,34 +187,49 @@ def _reference_backward(
     rms: bool,
     separate: bool,
 ) -> tuple[torch.Tensor, ...]:
-    wide, size = accumulation_dtype(pre), pre.shape[-1:]
-    dy, h, gamma = dout.to(wide), pre.to(wide), weight.to(wide)
-    if rms:
-        g, dweight = rms_norm_reference_backward(dy, h, gamma, rstd, 0.0)
-        dbias = dy.reshape(-1, size[0]).sum(0)
-    else:
-        g, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, h, size, mean, rstd, gamma, gamma, [True, True, True]
-        )
-    if dpre is not None:
-        g = g.add_(dpre)
-    dresidual = g.to(pre.dtype) if separate else pre.new_empty(0)
-    u = g
+    exact, size = accumulation_dtype(pre), pre.shape[-1:]
+    gamma, keep = weight.to(exact), None
     if rng is not None:
-        u = torch.mul(g, _philox.keep_mask(rng, pre.shape, p)).mul_(1 / (1 - p))
-    scales = (rowscale, layerscale)
-    dscales = [pre.new_empty(0), pre.new_empty(0)]
-    if x0 is not None:
-        products = u * x0
-        if rowscale is not None:
-            dscales[0] = _scaled(products, (None, layerscale)).sum(-1).to(rowscale.dtype)
-        if layerscale is not None:
-            by_row = _scaled(products, (rowscale, None)).reshape(-1, size[0])
-            dscales[1] = by_row.sum(0).to(layerscale.dtype)
-    dx0 = _scaled(u, scales).to(dout.dtype)
-    if separate and dx0.data_ptr() == dresidual.data_ptr():
-        dx0 = dx0.clone()
-    return dx0, dresidual, dweight.to(weight.dtype), dbias.to(weight.dtype), *dscales
+        keep = _philox.keep_mask(rng, pre.shape, p)
+    dx0 = dout.new_empty(pre.shape)
+    dresidual = pre.new_empty(pre.shape if separate else 0)
+    sums = [pre.new_zeros(size, dtype=exact) for _ in range(3)]  # dweight, dbias, dlayerscale
+    drowscale = None if x0 is None or rowscale is None else torch.empty_like(rowscale)
+    matrices = [_rows(x, size) for x in (dout, dpre, pre, x0, keep, dx0)]
+    for block in row_blocks(matrices[0]):
+        dy, dstream, h, x, kept, dx = (None if m is None else m[block] for m in matrices)
+        dy, h, inverse = dy.to(exact), h.to(exact), rstd.view(-1, 1)[block]
+        if rms:
+            g, dweight = rms_norm_reference_backward(dy, h, gamma, inverse, 0.0)
+            dbias = dy.sum(0)
+        else:
+            g, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+                dy, h, size, mean.view(-1, 1)[block], inverse, gamma, gamma, [True, True, True]
+            )
+        sums[0] += dweight
+        sums[1] += dbias
+        if dstream is not None:
+            g = g.add_(dstream)
+        if separate:
+            _rows(dresidual, size)[block] = g
+        if kept is not None:
+            g = torch.mul(g, kept).div_(1 - p)
+        row = None if rowscale is None else rowscale.reshape(-1)[block]
+        dx.copy_(_scaled(g, (row, layerscale)))
+        if x is not None:
+            products = g * x
+            if drowscale is not None:
+                drowscale.view(-1)[block] = _scaled(products, (None, layerscale)).sum(-1)
+            sums[2] += _scaled(products, (row, None)).sum(0)
+    empty = pre.new_empty(0)
+    return (
+        dx0,
+        dresidual,
+        sums[0].to(weight.dtype),
+        sums[1].to(weight.dtype),
+        empty if drowscale is None else drowscale,
+        pre.new_empty(0) if x0 is None or layerscale is None else sums[2].to(layerscale.dtype),
+    )
 
 
 def _npu(

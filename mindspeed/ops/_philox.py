@@ -11,6 +11,7 @@ again.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -37,7 +38,12 @@ def keep_mask(rng: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
         p: probability of dropping.
     """
     generator = torch.Generator().manual_seed(int(rng[0]) + int(rng[1]))
-    return torch.empty(shape, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    count = math.prod(shape)
+    # Two numbers from every draw of 64 bits: half the time of bernoulli_.
+    draws = torch.empty((count + 1) // 2, dtype=torch.int64)
+    draws.random_(-(2**63), None, generator=generator)
+    first_kept = min(round(p * 2**32) - 2**31, 2**31 - 1)
+    return (draws.view(torch.int32)[:count] >= first_kept).view(shape)
 
 
 def _from_default_generator(x: torch.Tensor, count: int) -> torch.Tensor:
