@@ -150,7 +150,8 @@ def _reference(
     gamma, beta = weight.to(exact), None if bias is None else bias.to(exact)
     matrices = [_rows(x, size) for x in (x0, residual, keep, out, pre)]
     for block in row_blocks(matrices[0]):
-        x, stream, kept, y, h = (None if m is None else m[block] for m in matrices)
+        parts: list[Any] = [None if m is None else m[block] for m in matrices]
+        x, stream, kept, y, h = parts
         scales = (None if rowscale is None else rowscale.reshape(-1)[block], layerscale)
         h.copy_(_sum(x, stream, scales, kept, p))
         rounded = h.to(exact)
@@ -197,7 +198,8 @@ def _reference_backward(
     drowscale = None if x0 is None or rowscale is None else torch.empty_like(rowscale)
     matrices = [_rows(x, size) for x in (dout, dpre, pre, x0, keep, dx0)]
     for block in row_blocks(matrices[0]):
-        dy, dstream, h, x, kept, dx = (None if m is None else m[block] for m in matrices)
+        parts: list[Any] = [None if m is None else m[block] for m in matrices]
+        dy, dstream, h, x, kept, dx = parts
         dy, h, inverse = dy.to(exact), h.to(exact), rstd.view(-1, 1)[block]
         if rms:
             g, dweight = rms_norm_reference_backward(dy, h, gamma, inverse, 0.0)
