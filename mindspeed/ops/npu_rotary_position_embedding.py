@@ -206,8 +206,8 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         for shape, table in _SHAPES:
             x = random(shape, dtype)
             yield x, random(table, exact, seed=1), random(table, exact, seed=2), mode
-    x, table = random((3, 4, 2, 24), dtype)[..., 8:16], random((4, 2, 1, 8), dtype, seed=1)
-    yield x.transpose(0, 1), table[:, :1], table[:, 1:], 0
+    strided, both = random((3, 4, 2, 24), dtype)[..., 8:16], random((4, 2, 1, 8), dtype, seed=1)
+    yield strided.transpose(0, 1), both[:, :1], both[:, 1:], 0
 
 
 def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
