@@ -6,15 +6,15 @@
     four = CocOps(group, chunks=4)                                  # any group, overlapped
     four.all_gather_matmul(x, weight.t(), output)
 
-======================  =======================================  =============  ==================
-method                  result                                   a              output
-======================  =======================================  =============  ==================
-pure_matmul             ``a @ b``                                ``[m, k]``     ``[m, n]``
-matmul_all_reduce       ``sum over ranks of a @ b``              ``[m, k]``     ``[m, n]``
-matmul_reduce_scatter   this rank's rows of that sum             ``[m, k]``     ``[m / p, n]``
-all_gather_matmul       ``(rows of all ranks) @ b``              ``[m / p, k]`` ``[m, n]``
-all_gather_matmul_v2    the same, and the rows themselves        ``[m / p, k]`` ``[m, n]``
-======================  =======================================  =============  ==================
+======================  =======================================  ==============  ==============
+method                  result                                   input1          output
+======================  =======================================  ==============  ==============
+pure_matmul             ``input1 @ input2``                      ``[m, k]``      ``[m, n]``
+matmul_all_reduce       ``sum over ranks of input1 @ input2``    ``[m, k]``      ``[m, n]``
+matmul_reduce_scatter   this rank's rows of that sum             ``[m, k]``      ``[m / p, n]``
+all_gather_matmul       ``(input1 of all ranks) @ input2``       ``[m / p, k]``  ``[m, n]``
+all_gather_matmul_v2    the same, and the rows of all ranks      ``[m / p, k]``  ``[m, n]``
+======================  =======================================  ==============  ==============
 
 The bias, ``[1, n]`` or ``[n]``, is added once, after the communication. On every device the
 collectives of one chunk of rows overlap with the product of the next (:mod:`_overlap`); fused
@@ -43,8 +43,8 @@ __all__ = ["CocOps", "coc_ops"]
 class CocOps:
     """The operators for one group and one number of chunks.
 
-    ``b`` is ``[k, n]``, also as a transposed view, or ``[n, k]``; a square ``b`` is taken as it is.
-    All tensors have one dtype (fp16, bf16 or fp32), ``output`` is contiguous, nothing needs a
+    ``input2`` is ``[k, n]``, also as a transposed view, or ``[n, k]``; a square one is taken as it
+    is. All tensors have one dtype (fp16, bf16 or fp32), ``output`` is contiguous, nothing needs a
     gradient, and the methods return None.
 
     Attributes:
@@ -57,91 +57,93 @@ class CocOps:
 
     def pure_matmul(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        input1: torch.Tensor,
+        input2: torch.Tensor,
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = a @ b + bias``, without communication."""
-        b = _operands(Check("coc_ops.pure_matmul"), a, b, output, bias, 1)
-        torch.mm(a, b, out=output)
+        """``output = input1 @ input2 + bias``, without communication."""
+        b = _operands(Check("coc_ops.pure_matmul"), input1, input2, output, bias, 1)
+        torch.mm(input1, b, out=output)
         _add(output, bias)
 
     def matmul_all_reduce(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        input1: torch.Tensor,
+        input2: torch.Tensor,
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = sum over ranks of a @ b, + bias``."""
+        """``output = sum over ranks of input1 @ input2, + bias``."""
         check = Check("coc_ops.matmul_all_reduce")
         name = self._group(check)
-        b = _operands(check, a, b, output, bias, 1)
-        self._check_chunks(check, a.size(0))
-        MATMUL_ALL_REDUCE(a.contiguous(), b, output, self.chunks, name)
+        b = _operands(check, input1, input2, output, bias, 1)
+        self._check_chunks(check, input1.size(0))
+        MATMUL_ALL_REDUCE(input1.contiguous(), b, output, self.chunks, name)
         _add(output, bias)
 
     def matmul_reduce_scatter(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        input1: torch.Tensor,
+        input2: torch.Tensor,
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = this rank's rows of the sum over ranks of a @ b, + bias``."""
+        """``output = this rank's rows of the sum over ranks of input1 @ input2, + bias``."""
         check = Check("coc_ops.matmul_reduce_scatter")
         name = self._group(check)
         ranks = resolve(name).size()
         expected = f"a number of rows that {ranks} ranks divide"
-        check.require(a.dim() != 2 or a.size(0) % ranks == 0, "a", expected, a)
-        b = _operands(check, a, b, output, bias, 1 / ranks)
+        check.require(input1.dim() != 2 or input1.size(0) % ranks == 0, "input1", expected, input1)
+        b = _operands(check, input1, input2, output, bias, 1 / ranks)
         self._check_chunks(check, output.size(0))
-        MATMUL_REDUCE_SCATTER(a.contiguous(), b, output, self.chunks, name)
+        MATMUL_REDUCE_SCATTER(input1.contiguous(), b, output, self.chunks, name)
         _add(output, bias)
 
     def all_gather_matmul(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        input1: torch.Tensor,
+        input2: torch.Tensor,
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = (a of all ranks) @ b + bias``."""
-        self._all_gather(Check("coc_ops.all_gather_matmul"), a, b, output, None, bias)
+        """``output = (input1 of all ranks) @ input2 + bias``."""
+        self._all_gather(Check("coc_ops.all_gather_matmul"), input1, input2, output, None, bias)
 
     def all_gather_matmul_v2(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        input1: torch.Tensor,
+        input2: torch.Tensor,
         output: torch.Tensor,
         comm_output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """The same, and ``comm_output = a of all ranks``, ``[m, k]``."""
-        self._all_gather(Check("coc_ops.all_gather_matmul_v2"), a, b, output, comm_output, bias)
+        """The same, and ``comm_output = input1 of all ranks``, ``[m, k]``."""
+        self._all_gather(
+            Check("coc_ops.all_gather_matmul_v2"), input1, input2, output, comm_output, bias
+        )
 
     def _all_gather(
         self,
         check: Check,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        input1: torch.Tensor,
+        input2: torch.Tensor,
         output: torch.Tensor,
         comm_output: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> None:
         name = self._group(check)
         ranks = resolve(name).size()
-        b = _operands(check, a, b, output, bias, ranks)
-        self._check_chunks(check, a.size(0))
+        b = _operands(check, input1, input2, output, bias, ranks)
+        self._check_chunks(check, input1.size(0))
         if comm_output is None:
-            ALL_GATHER_MATMUL(a.contiguous(), b, output, self.chunks, name)
+            ALL_GATHER_MATMUL(input1.contiguous(), b, output, self.chunks, name)
         else:
-            check.floating(a=a, comm_output=comm_output)
-            check.shape((a.size(0) * ranks, a.size(1)), comm_output=comm_output)
+            check.floating(input1=input1, comm_output=comm_output)
+            check.shape((input1.size(0) * ranks, input1.size(1)), comm_output=comm_output)
             contiguous = comm_output.is_contiguous()
             check.require(contiguous, "comm_output", "a contiguous tensor", comm_output)
-            ALL_GATHER_MATMUL_V2(a.contiguous(), b, output, comm_output, self.chunks, name)
+            ALL_GATHER_MATMUL_V2(input1.contiguous(), b, output, comm_output, self.chunks, name)
         _add(output, bias)
 
     def _group(self, check: Check) -> str:
@@ -163,25 +165,34 @@ coc_ops = CocOps()
 
 def _operands(
     check: Check,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    input1: torch.Tensor,
+    input2: torch.Tensor,
     output: torch.Tensor,
     bias: torch.Tensor | None,
     growth: float,
 ) -> torch.Tensor:
-    """Check the tensors and return b as ``[k, n]``; ``output`` has ``growth`` times a's rows."""
-    check.floating(a=a, b=b, output=output, bias=bias)
-    check.rank(2, a=a, b=b, output=output)
-    k, n = a.size(1), output.size(1)
-    expected = f"shape {(k, n)} or {(n, k)}, from the columns of a and output"
-    check.require(tuple(b.shape) in ((k, n), (n, k)), "b", expected, tuple(b.shape))
-    check.shape((round(a.size(0) * growth), n), output=output)
+    """Check the tensors and return input2 as ``[k, n]``.
+
+    Args:
+        check: refuses in the name of the method.
+        input1: the left matrix.
+        input2: the right matrix, possibly transposed.
+        output: is written to.
+        bias: is added to output.
+        growth: rows of output over rows of input1.
+    """
+    check.floating(input1=input1, input2=input2, output=output, bias=bias)
+    check.rank(2, input1=input1, input2=input2, output=output)
+    k, n = input1.size(1), output.size(1)
+    expected = f"shape {(k, n)} or {(n, k)}, from the columns of input1 and output"
+    check.require(tuple(input2.shape) in ((k, n), (n, k)), "input2", expected, tuple(input2.shape))
+    check.shape((round(input1.size(0) * growth), n), output=output)
     check.require(output.is_contiguous(), "output", "a contiguous tensor", output)
     if bias is not None:
         fits = tuple(bias.shape) in ((n,), (1, n))
         check.require(fits, "bias", f"shape {(1, n)} or {(n,)}", tuple(bias.shape))
-    check.forward_only(a=a, b=b, output=output, bias=bias)
-    return b if tuple(b.shape) == (k, n) else b.t()
+    check.forward_only(input1=input1, input2=input2, output=output, bias=bias)
+    return input2 if tuple(input2.shape) == (k, n) else input2.t()
 
 
 def _add(output: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -24,7 +24,7 @@ def run_coc(method, arguments, outputs, chunks, device="cpu", group=None):
     """Call a method with this rank's arguments; returns what it wrote and what it sent."""
     given = {name: _move(x, device) for name, x in arguments[dist.get_rank()].items()}
     written = {
-        name: torch.full(shape, 7.0, dtype=given["a"].dtype, device=device)
+        name: torch.full(shape, 7.0, dtype=given["input1"].dtype, device=device)
         for name, shape in outputs.items()
     }
     ops = CocOps(group or dist.group.WORLD, chunks)

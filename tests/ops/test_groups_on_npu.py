@@ -41,8 +41,10 @@ def test_coc_ops(npu_ranks, dtype, transposed):
     left, rows, right = a.chunk(2, 1), a.chunk(2), b.chunk(2)
     if transposed:
         b, right = b.t().contiguous(), [x.t().contiguous() for x in right]
-    scattering = [{"a": left[r].contiguous(), "b": right[r], "bias": bias} for r in range(2)]
-    gathering = [{"a": rows[r], "b": b, "bias": bias} for r in range(2)]
+    scattering = [
+        {"input1": left[r].contiguous(), "input2": right[r], "bias": bias} for r in range(2)
+    ]
+    gathering = [{"input1": rows[r], "input2": b, "bias": bias} for r in range(2)]
     cases = {
         "matmul_all_reduce": (scattering, {"output": product}, "all_reduce", M * N),
         "matmul_reduce_scatter": (scattering, {"output": product}, "reduce_scatter", M * N),

@@ -34,7 +34,10 @@ def problem(method, p, transposed, bias):
     for rank in range(p):
         left = rows[rank] if gathers else columns[rank]
         right = b if gathers else inner[rank]
-        given = {"a": left.contiguous(), "b": right.t().contiguous() if transposed else right}
+        given = {
+            "input1": left.contiguous(),
+            "input2": right.t().contiguous() if transposed else right,
+        }
         arguments.append(given if bias is None else {**given, "bias": bias})
         scattered = product.chunk(p)[rank] if "scatter" in method else product
         gathered = {"comm_output": a} if method.endswith("v2") else {}
@@ -119,7 +122,7 @@ def test_a_square_b_is_taken_as_it_is():
 
 
 def test_rows_that_ranks_have_none_of(ranks):
-    arguments = [{"a": torch.ones(0, K), "b": torch.ones(K, N)}] * 2
+    arguments = [{"input1": torch.ones(0, K), "input2": torch.ones(K, N)}] * 2
     for method in SENT:
         shapes = {"output": (0, N)}
         if method.endswith("v2"):
@@ -163,18 +166,21 @@ def test_opcheck(ranks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": torch.ones(K + 1, N)}, r"b: expected shape \(8, 6\) or \(6, 8\)"),
-        ({"b": torch.ones(K, N).half()}, "b: expected the dtype of a"),
-        ({"a": torch.ones(K)}, "a: expected 2 dimensions"),
+        ({"input2": torch.ones(K + 1, N)}, r"input2: expected shape \(8, 6\) or \(6, 8\)"),
+        ({"input2": torch.ones(K, N).half()}, "input2: expected the dtype of input1"),
+        ({"input1": torch.ones(K)}, "input1: expected 2 dimensions"),
         ({"output": torch.ones(M + 1, N)}, r"output: expected shape \(32, 6\)"),
         ({"output": torch.ones(N, M).t()}, "output: expected a contiguous tensor"),
-        ({"output": torch.ones(M, N).double()}, "output: expected the dtype of a"),
+        ({"output": torch.ones(M, N).double()}, "output: expected the dtype of input1"),
         ({"bias": torch.ones(N, 1)}, r"bias: expected shape \(1, 6\) or \(6,\)"),
-        ({"a": torch.ones(M, K, requires_grad=True)}, "has no gradient, but a requires one"),
+        (
+            {"input1": torch.ones(M, K, requires_grad=True)},
+            "has no gradient, but input1 requires one",
+        ),
     ],
 )
 def test_refuses(change, message):
-    good = {"a": torch.ones(M, K), "b": torch.ones(K, N), "output": torch.ones(M, N)}
+    good = {"input1": torch.ones(M, K), "input2": torch.ones(K, N), "output": torch.ones(M, N)}
     with pytest.raises(ValueError, match=f"mindspeed.ops.coc_ops.pure_matmul.*{message}"):
         CocOps().pure_matmul(**{**good, **change})
 
@@ -184,7 +190,13 @@ def test_refuses(change, message):
     [
         ("matmul_all_reduce", (6, K), {"output": (6, N)}, 4, "chunks: expected a number of chunks"),
         ("matmul_all_reduce", (6, K), {"output": (6, N)}, 0, "chunks: expected a number of chunks"),
-        ("matmul_reduce_scatter", (5, K), {"output": (2, N)}, 1, "a: expected a number of rows"),
+        (
+            "matmul_reduce_scatter",
+            (5, K),
+            {"output": (2, N)},
+            1,
+            "input1: expected a number of rows",
+        ),
         ("all_gather_matmul", (6, K), {"output": (6, N)}, 1, "output: expected shape (12, 6)"),
         (
             "all_gather_matmul_v2",
@@ -196,6 +208,6 @@ def test_refuses(change, message):
     ],
 )
 def test_refuses_on_ranks(ranks, method, arguments, shapes, chunks, message):
-    given = [{"a": torch.ones(arguments), "b": torch.ones(K, N)}] * 2
+    given = [{"input1": torch.ones(arguments), "input2": torch.ones(K, N)}] * 2
     with pytest.raises(RankError, match=re.escape(message)):
         ranks(2, coc_ranks.run_coc, method, given, shapes, chunks)
