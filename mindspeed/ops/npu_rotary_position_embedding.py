@@ -88,7 +88,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0)
 
 
 def _pairs(x: torch.Tensor, mode: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return (x[..., ::2], x[..., 1::2]) if mode else x.chunk(2, -1)
+    first, second = (x[..., ::2], x[..., 1::2]) if mode else x.chunk(2, -1)
+    return first, second
 
 
 def _product(
