@@ -61,7 +61,9 @@ def with_and_without(
 ) -> tuple[tuple[list[float], Results], tuple[list[float], Results]]:
     """With the feature's flags, and without them (with ``unfused`` in the model's config)."""
     fused = train(flags, overrides, spec, steps)
-    return fused, train({}, overrides | (unfused or {}), spec, steps)
+    overrides = overrides | (unfused or {})
+    plain = {"optimization_level": 0, "moe_grouped_gemm": overrides.get("moe_grouped_gemm", False)}
+    return fused, train(plain, overrides, spec, steps)
 
 
 def _start(experts: int, tensors: int = 1) -> None:
@@ -119,6 +121,9 @@ def grouped_and_sequential_experts(
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from mindspeed.adaptor import session
+
+    session.install().configure({"moe_grouped_gemm": True})
     _start(dist.get_world_size())
     groups = ProcessGroupCollection.use_mpu_process_groups()
     common = MOE | {"num_moe_experts": len(sizes)} | options

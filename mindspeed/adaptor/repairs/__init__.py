@@ -14,6 +14,7 @@ from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
     dataset_helpers,
     fused_kernels,
+    grouped_experts,
     local_spec,
     mla_rope_fusion,
     optimizer_resume,
@@ -27,7 +28,11 @@ _EVERYWHERE = (rng_tracker,)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_CPU = (process_groups, yarn)
-_FOR_ARGUMENT = {"sft": packed_batch, "use_distributed_optimizer": optimizer_resume}
+_FOR_ARGUMENT = {
+    "sft": packed_batch,
+    "use_distributed_optimizer": optimizer_resume,
+    "moe_grouped_gemm": grouped_experts,
+}
 
 
 def repairs_for(device: str, te: str) -> tuple[Patch, ...]:
