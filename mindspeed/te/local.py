@@ -99,6 +99,19 @@ def new_norm(
     return norm
 
 
+def with_substitutes(upstream: type) -> type:
+    """Megatron's ``DotProductAttention`` with our constructor's arguments and our computation."""
+
+    class DotProductAttention(upstream):  # type: ignore[misc, valid-type]
+        __init__ = accept_head_sizes(upstream.__init__)
+        forward = core_attention_forward
+
+    DotProductAttention.__module__ = upstream.__module__
+    DotProductAttention.__qualname__ = upstream.__qualname__
+    DotProductAttention.__doc__ = upstream.__doc__
+    return DotProductAttention
+
+
 def accept_head_sizes(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``DotProductAttention.__init__``: accept the head sizes of keys and values."""
 

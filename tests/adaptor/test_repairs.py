@@ -35,16 +35,6 @@ def test_yarn_embeddings_are_made_on_the_cpu(ranks):
     assert torch.allclose(frequencies, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["sbhd", "thd", "thd-cp0", "thd-cp1"])
-def test_fused_rotary_embedding_of_latent_attention_equals_the_unfused_one(ranks, layout):
-    """Megatron's own unfused embedding is the truth, outputs and gradients, in float64."""
-    setup = "mindspeed.megatron_adaptor"
-    (pairs,) = ranks(1, repair_ranks.latent_rope, layout, setup=setup, timeout=240)
-    assert len(pairs) == 6
-    for fused, unfused in pairs:
-        torch.testing.assert_close(fused, unfused, rtol=0, atol=1e-12)
-
-
 def check_packed(batch):
     assert batch["tokens"].tolist() == [list(range(8))]
     assert batch["cu_seqlens"].tolist() == [[0, 3, 8]]

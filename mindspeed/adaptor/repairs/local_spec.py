@@ -12,7 +12,6 @@ from mindspeed.adaptor.patch import Patch
 from mindspeed.te import local
 
 OWNER = "repair:local-spec"
-_ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 
 PATCHES = (
     Patch(
@@ -24,18 +23,9 @@ PATCHES = (
         expects="(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, ...)",
     ),
     Patch(
-        f"{_ATTENTION}.__init__",
-        local.accept_head_sizes,
+        "megatron.core.transformer.dot_product_attention:DotProductAttention",
+        local.with_substitutes,
         OWNER,
-        "key and value heads of different sizes",
-        expects="(self, config, layer_number, attn_mask_type, attention_type, ...)",
-    ),
-    Patch(
-        f"{_ATTENTION}.forward",
-        lambda original: local.core_attention_forward,
-        OWNER,
-        "packed documents and attention bias",
-        kind="replace",
-        expects="(self, query, key, value, attention_mask, attn_mask_type, ...)",
+        "packed documents, attention bias, key and value heads of different sizes",
     ),
 )
