@@ -27,6 +27,7 @@ from mindspeed.adaptor.config_file import CONFIG_FILE, read_config_file
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import absent_triton, repairs_for, repairs_for_arguments
+from mindspeed.adaptor.repairs.mla_rope_fusion import corrected_arguments
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError, VersionError
@@ -72,7 +73,8 @@ class Session:
     def configure(self, values: Mapping[str, Any], *, strict: bool = False) -> Configuration:
         """Phase B: decide which features are on and attach them.
 
-        Another call replaces the choice, until the parallel groups exist.
+        Another call replaces the choice, until the parallel groups exist. A value of Megatron's
+        that cannot work on this device is corrected in ``values``.
 
         Args:
             values: Megatron's arguments and our options in one mapping.
@@ -87,6 +89,8 @@ class Session:
             refuse_unknown(values)
         # A view, not a copy: Megatron sets some values later (the padded vocabulary size).
         values = ChainMap(values, from_file)  # type: ignore[arg-type]  # it is only read
+        for name, value in corrected_arguments(values, self.device.name).items():
+            values[name] = value  # in Megatron's own namespace
         new = resolve(values, self.device.name)
         old = self.configuration
         if old is not None and _model_parallel_is_initialized():

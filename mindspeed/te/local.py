@@ -103,7 +103,7 @@ def with_substitutes(upstream: type) -> type:
     """Megatron's ``DotProductAttention`` with our constructor's arguments and our computation."""
 
     class DotProductAttention(upstream):  # type: ignore[misc, valid-type]
-        __init__ = accept_head_sizes(upstream.__init__)
+        __init__ = accept_head_sizes(upstream.__init__)  # type: ignore[misc]
         forward = core_attention_forward
 
     DotProductAttention.__module__ = upstream.__module__

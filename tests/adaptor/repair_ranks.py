@@ -102,3 +102,60 @@ def yarn_frequencies(repaired: bool) -> torch.Tensor:
     if repaired:
         embedding.__init__ = yarn.initialize_on_host(embedding.__init__)
     return embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra
+
+
+def latent_attention(impl: str, sequence_parallel: bool, repaired: bool) -> dict[str, torch.Tensor]:
+    """Gradients of one latent attention layer, assembled over the tensor ranks, in float64."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    from mindspeed.adaptor import session
+    from mindspeed.adaptor.repairs import latent_key_gradient
+
+    if not repaired:
+        session.current().engine.remove(latent_key_gradient.OWNER)
+    ranks = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(ranks)
+    model_parallel_cuda_manual_seed(1)
+    spec = {
+        "te": gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec,
+        "local": gpt_layer_specs.get_gpt_layer_local_spec,
+    }[impl](multi_latent_attention=True)
+    config = MLATransformerConfig(
+        num_layers=1, hidden_size=12, num_attention_heads=2, q_lora_rank=8, kv_lora_rank=6,
+        qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=4, rope_type="yarn",
+        apply_rope_fusion=True, hidden_dropout=0.0,
+        attention_dropout=0.0, add_bias_linear=False, params_dtype=torch.float64,
+        tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    attention = build_module(spec.submodules.self_attention, config=config, layer_number=1).double()
+    rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(5)
+    cuts = {}
+    for name, parameter in sorted(attention.named_parameters()):
+        dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else -1
+        cuts[name] = dim
+        shape = [n * ranks if i == dim else n for i, n in enumerate(parameter.shape)]
+        whole = torch.randn(shape, dtype=torch.float64, generator=generator)
+        part = whole if dim < 0 else whole.chunk(ranks, dim)[rank]
+        parameter.data.copy_(part)
+    x = torch.randn(8, 1, 12, dtype=torch.float64, generator=generator)
+    weight = torch.randn(8, 1, 12, dtype=torch.float64, generator=generator)
+    if sequence_parallel:
+        x, weight = x.chunk(ranks)[rank], weight.chunk(ranks)[rank]
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    out, _ = attention(x.clone(), mask)
+    (out * weight).sum().backward()
+    gradients = {}
+    for name, parameter in attention.named_parameters():
+        grad = parameter.grad
+        if cuts[name] >= 0:
+            parts = [torch.empty_like(grad) for _ in range(ranks)]
+            torch.distributed.all_gather(parts, grad.contiguous())
+            grad = torch.cat(parts, cuts[name])
+        elif sequence_parallel:
+            torch.distributed.all_reduce(grad)
+        gradients[name] = grad
+    return gradients

@@ -126,3 +126,19 @@ def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, 
         with pytest.raises(RuntimeError, match=f"kernel {name} needs Triton"):
             kernel[(1,)](torch.ones(1))
     assert isinstance(kernels_of_triton, types.ModuleType)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("impl", ["te", "local"])
+def test_gradients_of_latent_attention_are_whole_under_tensor_parallelism(
+    ranks, impl, sequence_parallel
+):
+    run, setup = repair_ranks.latent_attention, "mindspeed.megatron_adaptor"
+    (truth,) = ranks(1, run, impl, False, True, setup=setup, timeout=240)
+    for gradients in ranks(2, run, impl, sequence_parallel, True, setup=setup, timeout=240):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, truth[name], rtol=1e-9, atol=1e-9, msg=name)
+    down = "linear_kv_down_proj.weight"
+    broken = ranks(2, run, impl, sequence_parallel, False, setup=setup, timeout=240)
+    right = [torch.allclose(gradients[down], truth[down]) for gradients in broken]
+    assert all(right) == (impl == "te" and sequence_parallel)

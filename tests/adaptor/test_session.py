@@ -219,11 +219,10 @@ def test_features_survive_subclassed_and_copied_configs_and_apply_again():
 
 def test_mla_rope_fusion_is_switched_off_where_its_kernels_cannot_run():
     values = result(
-        "import mindspeed.megatron_adaptor\n"
-        "from megatron.core.transformer import MLATransformerConfig, TransformerConfig\n"
-        "sizes = {'num_layers': 1, 'hidden_size': 8, 'num_attention_heads': 2}\n"
-        "kinds = MLATransformerConfig, TransformerConfig\n"
-        "made = [kind(**sizes, apply_rope_fusion=True) for kind in kinds]\n"
-        "print(json.dumps([config.apply_rope_fusion for config in made]))"
+        "from mindspeed.adaptor import session\n"
+        "args = {'multi_latent_attention': True, 'apply_rope_fusion': True}\n"
+        "gpt = {'multi_latent_attention': False, 'apply_rope_fusion': True}\n"
+        "session.install().configure(args); session.current().configure(gpt)\n"
+        "print(json.dumps([args['apply_rope_fusion'], gpt['apply_rope_fusion']]))"
     )
     assert values == [False, True]

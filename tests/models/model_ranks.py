@@ -39,11 +39,13 @@ def loaded(folder: str, flags: Sequence[str]) -> tuple[Any, Any]:
     """Values and the built model of this rank, its weights read from ``folder``."""
     import torch.distributed as dist
 
+    from mindspeed.adaptor import session
     from mindspeed.models.hf_load import load_hf
     from mindspeed.training import setup
     from mindspeed.training.model import build
 
     args = resolved(folder, flags, dist.get_world_size())
+    session.install().configure(vars(args))
     setup.initialize(args)
     model = build(args)
     assert load_hf(args, model.modules, folder) == []

@@ -109,6 +109,7 @@ GROUPED = ("--moe-grouped-gemm",)
         ("qwen3-moe", 1, LOCAL),
         ("deepseek-v3", 1, LOCAL),
         ("deepseek-v3", 2, (*LOCAL, *EP)),
+        ("deepseek-v3", 2, (*LOCAL, *TP_SP)),
     ],
     ids=lambda value: (
         "+".join(f.strip("-").replace("-parallel-size", "") for f in value)

@@ -15,6 +15,7 @@ from mindspeed.adaptor.repairs import (
     dataset_helpers,
     fused_kernels,
     grouped_experts,
+    latent_key_gradient,
     local_spec,
     mla_rope_fusion,
     optimizer_resume,
@@ -24,7 +25,7 @@ from mindspeed.adaptor.repairs import (
     yarn,
 )
 
-_EVERYWHERE = (rng_tracker,)
+_EVERYWHERE = (rng_tracker, latent_key_gradient)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_CPU = (process_groups, yarn)
