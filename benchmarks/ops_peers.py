@@ -2,7 +2,7 @@
 
 A peer of an operator takes the same arguments. A backward operator's peer is autograd's backward of
 the forward formula, timed without that forward. ``prepare`` does what a user of eager torch would
-have done outside the timed call (reading group boundaries, inverting a permutation).
+have done outside the timed call (reading group boundaries).
 """
 
 from __future__ import annotations
@@ -190,14 +190,9 @@ def ring_attention_update(
     return out.view(prev.shape).to(prev.dtype), most, total
 
 
-def permute(tokens: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """As Megatron does it, with the source of every row known."""
-    return tokens.index_select(0, source)
-
-
-def invert(tokens: torch.Tensor, rows: torch.Tensor, *_: Any) -> Arguments:
-    """The source of every row from the rows of every token."""
-    return tokens, rows.flatten().argsort() // rows.size(1)
+def permute(tokens: torch.Tensor, rows: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Sort the places of all copies, then gather: the formula in torch_npu's documentation."""
+    return tokens.index_select(0, rows.flatten().argsort() // rows.size(1))
 
 
 def unpermute(
@@ -324,7 +319,7 @@ PEERS: dict[str, Peer | BackwardPeer] = {
         "attention", lambda dout, q, k, v, *rest: ((q, k, v), dout), inputs=(0, 1, 2)
     ),
     "ring_attention_update": Peer(ring_attention_update),
-    "moe_permute": Peer(permute, invert),
+    "moe_permute": Peer(permute),
     "moe_unpermute": Peer(unpermute),
     "moe_unpermute_backward": BackwardPeer(
         "moe_unpermute", lambda dy, permuted, rows, probs, p: ((permuted, rows, probs, p), dy)
