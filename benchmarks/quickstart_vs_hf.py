@@ -72,6 +72,7 @@ def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
     import torch
 
     from mindspeed import recipes
+    from mindspeed.adaptor import session
     from mindspeed.data.corpus import write_python_docs
     from mindspeed.data.preprocess import PreprocessOptions, preprocess
     from mindspeed.data.tokenizer import TokenizerOptions, save_tokenizer, train_bpe
@@ -98,6 +99,7 @@ def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
     }
     words = [f"--{name}={value}" for name, value in flags.items()]
     args = resolve(parse_with_recipe(words, build_parser()), world_size=1).args
+    session.install().configure(vars(args))
     setup.initialize(args)
     loaded = data.load_tokenizer(args)
     count_batches(args)
