@@ -142,8 +142,11 @@ def test_nothing_is_left_after_ctrl_c(tmp_path):
     script.write_text(
         textwrap.dedent(
             """
-            import os, time
+            import os, signal, time
             from mindspeed.testing import run_ranks
+
+            # A shell that starts the tests in the background has Ctrl-C ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
             def hang(folder):
                 open(os.path.join(folder, f"pid{os.environ['RANK']}"), "w").write(str(os.getpid()))
