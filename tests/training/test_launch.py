@@ -83,7 +83,8 @@ def test_sigterm_to_the_launcher_reaches_every_rank(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_know_each_other_and_the_store_listens_on_loopback_only(tmp_path, ranks):
     body = (
-        "print(rank, dist.get_world_size(), os.environ['MASTER_ADDR']); sys.stdout.flush(); return"
+        "line = f'{rank} {dist.get_world_size()} {os.environ[\"MASTER_ADDR\"]}\\n'; "
+        "os.write(1, line.encode()); return"
     )
     job = launch(tmp_path, body, ranks)
     output, _ = job.communicate(timeout=120)
@@ -98,7 +99,8 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(given, ranks, tmp_
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     body = (
-        "print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads()); "
+        "line = f'{os.environ[\"OMP_NUM_THREADS\"]} {torch.get_num_threads()}\\n'; "
+        "os.write(1, line.encode()); "
         "dist.destroy_process_group(); return"
     )
     job = launch(tmp_path, body, ranks)
