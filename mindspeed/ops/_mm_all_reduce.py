@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._group import comm_name, group_name, resolve
-from mindspeed.ops._numerics import accumulation_dtype
+from mindspeed.ops._numerics import accumulation_dtype, product_flops
 from mindspeed.ops._registry import Operator, note_fallback, torch_npu
 from mindspeed.ops.quant_gmm import int_product, unpacked_scale
 
@@ -232,11 +232,6 @@ def _fake(
     return x1.new_empty(shape, dtype=_output_dtype(x1, dequant_scale))
 
 
-def flops(x1_shape: tuple[int, ...], x2_shape: tuple[int, ...], *_: object, **__: object) -> int:
-    """Two operations for every element of x1 and column of x2."""
-    return 2 * math.prod(x1_shape) * x2_shape[1]
-
-
 MM_ALL_REDUCE = Operator(
     "mm_all_reduce(Tensor x1, Tensor x2, Tensor? bias, Tensor? antiquant_scale,"
     " Tensor? antiquant_offset, Tensor? dequant_scale, int antiquant_group_size, str group)"
@@ -244,7 +239,7 @@ MM_ALL_REDUCE = Operator(
     reference=_reference,
     fake=_fake,
     npu=[torch_npu(_npu, "npu_mm_all_reduce_base", "npu_trans_quant_param")],
-    flops=flops,
+    flops=product_flops,
     samples=lambda dtype: (),  # without a group there is nothing to run
     public="mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm",
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +24,18 @@ def random(shape: Sequence[int], dtype: torch.dtype, *, seed: int = 0) -> torch.
     """Normally distributed numbers on the CPU, the same for every dtype up to rounding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def product_flops(x: Sequence[int], w: Sequence[int], *unused: Any, **more: Any) -> int:
+    """Operations of a product: two for every element of the left side and column of the right.
+
+    Args:
+        x: shape of the left side; its rows may be grouped.
+        w: shape of the right side, whose last dimension are the columns.
+        *unused: what else the formula of an operator gets.
+        **more: the same.
+    """
+    return 2 * math.prod(x) * w[-1]
 
 
 def row_blocks(x: torch.Tensor) -> Iterator[slice]:

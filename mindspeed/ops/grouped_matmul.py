@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.ops._groups import sample_ends
-from mindspeed.ops._numerics import WORKLOAD_ROWS, random
+from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops._registry import Operator, plain_torch, torch_npu
 
 
@@ -181,10 +181,6 @@ def _outer_backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return dx, ddy, None
 
 
-def _flops(x: Any, weight: Any, *unused: Any, out_shape: Any = None, **more: Any) -> int:
-    return 2 * int(x[0]) * int(x[1]) * int(weight[-1])
-
-
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for sizes, inner, outer in _SHAPES:
         x = random((sum(sizes), inner), dtype)
@@ -227,7 +223,7 @@ GROUPED_MATMUL = Operator(
     cuda=[plain_torch(_torch, _torch_refused)],
     npu=[torch_npu(_npu, "npu_grouped_matmul")],
     autograd=(_save, _backward),
-    flops=_flops,
+    flops=product_flops,
     samples=_samples,
     workload=_workload,
     public="mindspeed.ops.gmm.npu_gmm",
@@ -240,7 +236,7 @@ GROUPED_OUTER = Operator(
     cuda=[plain_torch(_outer_torch, _torch_refused)],
     npu=[torch_npu(_outer_npu, "npu_grouped_matmul")],
     autograd=(_outer_save, _outer_backward),
-    flops=_flops,
+    flops=product_flops,
     samples=_outer_samples,
     workload=_outer_workload,
     public="mindspeed.ops.gmm.npu_gmm",

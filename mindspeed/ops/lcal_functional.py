@@ -33,7 +33,7 @@ from mindspeed.ops import _overlap
 from mindspeed.ops._check import Check
 from mindspeed.ops._fused_collectives import NPU, SYMMETRIC_MEMORY
 from mindspeed.ops._group import group_name, resolve, tensor_parallel
-from mindspeed.ops._mm_all_reduce import flops
+from mindspeed.ops._numerics import product_flops
 from mindspeed.ops._registry import Kernel, Operator
 
 __all__ = ["CocOps", "coc_ops"]
@@ -233,7 +233,7 @@ def _gathered_flops(
     a_shape: tuple[int, ...], b_shape: tuple[int, ...], output_shape: tuple[int, ...],
     *_: object, **__: object,
 ) -> int:  # fmt: skip
-    return flops((output_shape[0], a_shape[1]), b_shape)
+    return product_flops((output_shape[0], a_shape[1]), b_shape)
 
 
 def _define(name: str, reference: Kernel, gathers: bool = False, outputs: str = "") -> Operator:
@@ -244,7 +244,7 @@ def _define(name: str, reference: Kernel, gathers: bool = False, outputs: str = 
         fake=lambda *_: None,
         cuda=[kernel for kernel in (SYMMETRIC_MEMORY.get(name),) if kernel],
         npu=[NPU[name]],
-        flops=_gathered_flops if gathers else flops,
+        flops=_gathered_flops if gathers else product_flops,
         samples=lambda dtype: (),  # without a group there is nothing to run
         public=f"mindspeed.ops.lcal_functional.coc_ops.{name.removeprefix('coc_')}",
     )

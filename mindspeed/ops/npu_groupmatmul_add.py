@@ -14,7 +14,7 @@ import torch
 
 from mindspeed.ops._check import Check
 from mindspeed.ops._groups import cumulative, sample_ends
-from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
+from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu, triton
 from mindspeed.ops.npu_matmul_add import MATMUL_ADD
 
@@ -76,10 +76,6 @@ def _fake(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, grad: torch.Ten
     return None
 
 
-def _flops(x: Any, dy: Any, ends: Any, grad: Any, out_shape: Any = None, **unused: Any) -> int:
-    return 2 * int(x[0]) * int(x[1]) * int(dy[1])
-
-
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     wide = accumulation_dtype(torch.empty(0, dtype=dtype))
     for sizes, inner, outer in (
@@ -109,7 +105,7 @@ GROUPMATMUL_ADD = Operator(
     fake=_fake,
     cuda=[triton("groupmatmul_add:accumulate")],
     npu=[torch_npu(_npu, "npu_grouped_matmul_add_")],
-    flops=_flops,
+    flops=product_flops,
     samples=_samples,
     workload=_workload,
     public="mindspeed.ops.npu_groupmatmul_add.npu_groupmatmul_add_fp32",

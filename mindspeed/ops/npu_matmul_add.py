@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import Check
-from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
+from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
 from mindspeed.ops._registry import Operator, plain_torch, torch_npu
 
 __all__ = ["npu_matmul_add_fp16", "npu_matmul_add_fp32"]
@@ -111,10 +111,6 @@ def _fake(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tens
     return None
 
 
-def _flops(x: Any, dy: Any, grad: Any, out_shape: Any = None, **unused: Any) -> int:
-    return 2 * int(x[0]) * int(x[1]) * int(dy[1])
-
-
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for rows, inner, outer in ((5, 8, 3), (33, 16, 40), (1, 1, 1), (0, 4, 6), (4100, 2, 3)):
@@ -136,7 +132,7 @@ MATMUL_ADD = Operator(
     fake=_fake,
     cuda=[plain_torch(_torch, _torch_refused)],
     npu=[torch_npu(_atb, "atb::_npu_matmul_add_fp32"), plain_torch(_torch, _torch_refused)],
-    flops=_flops,
+    flops=product_flops,
     samples=_samples,
     workload=_workload,
     public="mindspeed.ops.npu_matmul_add.npu_matmul_add_fp32",

@@ -16,7 +16,7 @@ import torch
 from mindspeed.ops._activations import BY_CODE
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._groups import cumulative, sample_ends
-from mindspeed.ops._numerics import random
+from mindspeed.ops._numerics import product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu
 from mindspeed.ops.grouped_matmul import npu_grouped_matmul
 
@@ -231,10 +231,6 @@ def _fake(
     return x.new_empty(x.shape[0], weight.shape[2], dtype=output_dtype)
 
 
-def _flops(x: Any, weight: Any, *unused: Any, out_shape: Any = None, **more: Any) -> int:
-    return 2 * int(x[0]) * int(x[1]) * int(weight[-1])
-
-
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-128, 128, shape, generator=generator)  # noqa: E731
@@ -255,7 +251,7 @@ QUANT_GROUPED_MATMUL = Operator(
     reference=_reference,
     fake=_fake,
     npu=[torch_npu(_npu, "npu_grouped_matmul")],
-    flops=_flops,
+    flops=product_flops,
     samples=_samples,
     dtypes=(torch.float16, torch.bfloat16),
     public="mindspeed.ops.quant_gmm.npu_quant_gmm",

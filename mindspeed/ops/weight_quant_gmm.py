@@ -15,7 +15,7 @@ import torch
 from mindspeed.ops._activations import BY_CODE
 from mindspeed.ops._check import Check
 from mindspeed.ops._groups import cumulative, sample_ends
-from mindspeed.ops._numerics import accumulation_dtype, random
+from mindspeed.ops._numerics import accumulation_dtype, product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu
 from mindspeed.ops.grouped_matmul import npu_grouped_matmul
 
@@ -198,10 +198,6 @@ def _fake(
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-def _flops(x: Any, weight: Any, *unused: Any, out_shape: Any = None, **more: Any) -> int:
-    return 2 * int(x[0]) * int(x[1]) * int(weight[-1])
-
-
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for sizes, inner, outer, act in (((3, 0, 5), 8, 16, 0), ((7, 4), 33, 5, 2), ((0,), 4, 8, 1)):
@@ -221,7 +217,7 @@ WEIGHT_QUANT_GROUPED_MATMUL = Operator(
     reference=_reference,
     fake=_fake,
     npu=[torch_npu(_npu, "npu_grouped_matmul")],
-    flops=_flops,
+    flops=product_flops,
     samples=_samples,
     dtypes=(torch.float16, torch.bfloat16),
     public="mindspeed.ops.weight_quant_gmm.npu_weight_quant_gmm",
