@@ -156,8 +156,10 @@ class TestGloo:
         groups = 6
         eager = ranks(4, faq_ranks.sockets_after_groups, groups, env={"TORCH_GLOO_LAZY_INIT": "0"})
         lazy = ranks(4, faq_ranks.sockets_after_groups, groups, env={"TORCH_GLOO_LAZY_INIT": "1"})
+        # A group listens on one socket; an eager one also holds one to each of its 3 peers. Wide
+        # bounds: other sockets of the process come and go.
         assert min(eager) >= groups * 3
-        assert [cost - few for cost, few in zip(eager, lazy, strict=True)] == [groups * 3] * 4
+        assert max(lazy) < groups * 2
 
     def test_the_adaptor_makes_gloo_lazy_unless_told_otherwise(self) -> None:
         program = "import os, mindspeed.megatron_adaptor; print(os.environ['TORCH_GLOO_LAZY_INIT'])"
