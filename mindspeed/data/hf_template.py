@@ -1,0 +1,247 @@
+"""The chat template that a Hugging Face tokenizer brings (Jinja), and where its answers are.
+
+The template is rendered as transformers renders it (same options, same helper functions), in
+Jinja's sandbox and without importing transformers. Such a program says nothing about which
+characters are the assistant's, so it runs twice: once with the answers, once with marks in their
+place. What stands between the marks is the format; where the two renderings agree on it, the rest
+are the answers, also where a template trims them or drops the reasoning of earlier turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mindspeed.data.templates import ChatTemplate, Message, Rendered, Span
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.files import check_path
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def load(tokenizer: Any, source: Path | None = None) -> JinjaTemplate:
+    """The chat template of a tokenizer, or of the ``.jinja`` file ``source`` with its tokens.
+
+    Raises:
+        ConfigError: no tokenizer is given.
+        DataError: it has no chat template, or a template that is no valid Jinja.
+    """
+    directory = getattr(tokenizer, "directory", tokenizer)
+    if directory is None:
+        raise ConfigError(
+            "--prompt-type hf takes the chat template of a Hugging Face tokenizer: give its "
+            "directory with --tokenizer-model"
+        )
+    directory = Path(directory)
+    config = _config(directory)
+    if source is not None and source.suffix == ".jinja":
+        text = check_path(source, "input").read_text("utf-8")
+        return JinjaTemplate(str(source), text, config)
+    return JinjaTemplate("hf", _template(directory, config), config)
+
+
+class JinjaTemplate(ChatTemplate):
+    """A Jinja chat template with the special tokens of its tokenizer.
+
+    Args:
+        name: for messages.
+        source: the Jinja program.
+        config: ``tokenizer_config.json``.
+    """
+
+    plain = False
+
+    def __init__(self, name: str, source: str, config: Mapping[str, Any]) -> None:
+        self.name = name
+        self._program = _compile(name, source)
+        self._tokens = {key: _content(config.get(key)) for key in _TOKEN_NAMES}
+        self._known = _special_tokens(config)
+        self.special = ()
+        self.stop = self._stop()
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+        text = self._run(messages, add_generation_prompt)
+        marked = [
+            {**message, "content": _mark(index)} if message.get("role") == "assistant" else message
+            for index, message in enumerate(messages)
+        ]
+        answers = [index for index, m in enumerate(messages) if m.get("role") == "assistant"]
+        frame = self._run(marked, add_generation_prompt)
+        parts = _split(frame, [_mark(index) for index in answers])
+        spans = _locate(text, parts, [messages[index]["content"] for index in answers])
+        if parts is None or spans is None:
+            raise DataError(
+                f"the chat template {self.name} changes what the assistant says, so that it cannot "
+                "be found in the text: choose another --prompt-type, or leave reasoning "
+                "(<think>...</think>) out of the answers"
+            )
+        return Rendered(text, tuple((a, b + self._stop_length(text[b:])) for a, b in spans))
+
+    def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        tokens = {name: token for name, token in self._tokens.items() if token is not None}
+        try:
+            return self._program.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **tokens,
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template {self.name} refuses the conversation: {error}"
+            ) from (error)
+
+    def _stop(self) -> tuple[str, ...]:
+        """The end-of-text token, and the one that follows an answer where it is another."""
+        found = [self._tokens["eos_token"]]
+        example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            rendered = self.render(example)
+            found.insert(0, rendered.text[slice(*rendered.spans[0])].removeprefix("b").strip())
+        except DataError:  # a template that wants other messages says so when it gets them
+            pass
+        return tuple(dict.fromkeys(token for token in found if token))
+
+    def _stop_length(self, rest: str) -> int:
+        """Characters of the special token that ``rest`` begins with, and the blanks before it."""
+        blanks = len(rest) - len(rest.lstrip())
+        fitting = [token for token in self._known if rest.startswith(token, blanks)]
+        return blanks + max(map(len, fitting)) if fitting else 0
+
+
+def _mark(index: int) -> str:
+    return f"\N{OBJECT REPLACEMENT CHARACTER}answer-{index}\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+def _split(frame: str, marks: Sequence[str]) -> list[str] | None:
+    """The text around the marks; None where a mark is not there exactly once and in order."""
+    parts = []
+    for mark in marks:
+        before, found, frame = frame.partition(mark)
+        if not found or mark in frame:
+            return None
+        parts.append(before)
+    return [*parts, frame]
+
+
+def _locate(text: str, parts: list[str] | None, answers: Sequence[str]) -> list[Span] | None:
+    """Where each answer stands in ``text``, which must be ``parts`` with something between."""
+    if parts is None:
+        return None
+    for strip in (str, str.strip):
+        filled = [strip(answer) for answer in answers]
+        pieces = [parts[0]]
+        spans = []
+        for answer, part in zip(filled, parts[1:], strict=True):
+            start = sum(map(len, pieces))
+            spans.append((start, start + len(answer)))
+            pieces += [answer, part]
+        if "".join(pieces) == text:
+            return spans
+    return _align(text, parts)
+
+
+def _align(text: str, parts: list[str]) -> list[Span] | None:
+    """Answers that the template shortened: each ends where the next part of the format begins."""
+    if not text.startswith(parts[0]) or not text.endswith(parts[-1]):
+        return None
+    spans, start = [], len(parts[0])
+    for part in parts[1:-1]:
+        end = text.find(part, start)
+        if end < 0 or not part:
+            return None
+        spans.append((start, end))
+        start = end + len(part)
+    end = len(text) - len(parts[-1])
+    return [*spans, (start, end)] if end >= start else None
+
+
+def _compile(name: str, source: str) -> Any:
+    """A template in the environment transformers documents for chat templates."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"the chat template {name} is no valid Jinja: {error}") from error
+
+
+def _generation_tag() -> Any:
+    """``{% generation %}...{% endgeneration %}`` marks answers in some templates: its content."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    return Generation
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _template(directory: Path, config: Mapping[str, Any]) -> str:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return check_path(file, "input").read_text("utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    if not isinstance(found, str):
+        raise DataError(
+            f"the tokenizer in {directory} has no chat template (neither chat_template.jinja nor "
+            "an entry in tokenizer_config.json): name one with --prompt-type, for example chatml"
+        )
+    return found
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = directory / name
+        if path.is_file():
+            try:
+                config |= json.loads(check_path(path, "input").read_text("utf-8"))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path} is no valid JSON: {error}") from error
+    file = directory / "tokenizer.json"
+    if "added_tokens_decoder" not in config and file.is_file():
+        added = json.loads(check_path(file, "input").read_text("utf-8")).get("added_tokens", [])
+        config["added_tokens_decoder"] = {str(token["id"]): token for token in added}
+    return config
+
+
+def _special_tokens(config: Mapping[str, Any]) -> tuple[str, ...]:
+    named = [_content(config.get(name)) for name in _TOKEN_NAMES]
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    named += [_content(token) for token in extra]
+    added = config.get("added_tokens_decoder", {}).values()
+    named += [token["content"] for token in added if token.get("special")]
+    return tuple(dict.fromkeys(token for token in named if token))
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, Mapping) else token

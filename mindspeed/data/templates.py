@@ -1,0 +1,244 @@
+"""Chat templates: a conversation becomes one text, and the assistant's parts of it are known.
+
+    load("llama3").render([{"role": "user", "content": "Hi"}, {"role": "assistant", ...}])
+        .text   <|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nHi<|eot_id|>...
+        .spans  ((start, end), ...)  character ranges of what the assistant says and its stop token
+
+Training tokenizes ``text`` once and trains the tokens that overlap a span; generation renders with
+``add_generation_prompt=True`` and ends at one of ``stop``. Formats are data (``templates.yaml``),
+and a format of your own is a YAML file with the same fields:
+
+================== ==============================================================================
+``prefix``         start of the text (bos)
+``system``         the system message as a block of its own, or
+``system_in_user`` how it joins the first user message (``{system}`` and ``{content}``)
+``default_system`` the system message where a conversation has none
+``user``           a user message; ``{content}`` is its text
+``assistant``      an answer: up to ``{content}`` not trained, ``{content}`` and the rest trained
+``separator``      follows an answer, not trained
+``end``            follows the last answer, trained
+``end_replaces``   this mark of an earlier answer's end is trained as ``end``
+``generation``     what makes the assistant speak (default: ``assistant`` up to ``{content}``)
+``stop``           strings at which generation ends
+``special``        single tokens that the tokenizer must know
+``plain``          the tokenizer adds its own bos, because the text names none
+================== ==============================================================================
+
+The name ``hf`` stands for the tokenizer's own chat template (:mod:`mindspeed.data.hf_template`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.files import check_path
+
+ROLES = ("system", "user", "assistant")
+_SUFFIXES = (".yaml", ".yml", ".jinja")
+
+Message = Mapping[str, str]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: all of it.
+        spans: ``[start, end)`` characters of every answer and its stop token, in order.
+        replaced: ``(start, end, text)``: the token at ``[start, end)`` is trained as the token
+            ``text`` (formats that do not write an answer's end).
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    replaced: tuple[tuple[int, int, str], ...] = ()
+
+
+class ChatTemplate(ABC):
+    """How conversations become text.
+
+    Attributes:
+        name: as given to :func:`load`.
+        stop: strings at which generation ends.
+        special: what the tokenizer must know as single tokens.
+        plain: the tokenizer's own special tokens (bos) are to be added.
+    """
+
+    name: str
+    stop: tuple[str, ...]
+    special: tuple[str, ...]
+    plain: bool
+
+    @abstractmethod
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+        """Turn a conversation into text.
+
+        Args:
+            messages: ``{"role": "system" | "user" | "assistant", "content": text}`` each; a
+                system message comes first, an empty one suppresses the default.
+            add_generation_prompt: end with what makes the assistant speak.
+
+        Raises:
+            DataError: a role or content that the format has no place for.
+        """
+
+
+@dataclass(frozen=True)
+class TextTemplate(ChatTemplate):
+    """A format described by strings; the fields are those of the table above."""
+
+    name: str
+    user: str
+    assistant: str
+    description: str = ""
+    prefix: str = ""
+    system: str = ""
+    system_in_user: str = ""
+    default_system: str = ""
+    separator: str = ""
+    end: str = ""
+    end_replaces: str = ""
+    generation: str | None = None
+    stop: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+    plain: bool = False
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+        system, turns = self._system_and_turns(messages)
+        text = self.prefix
+        if system and self.system:
+            text += self.system.replace("{content}", system)
+        spans: list[Span] = []
+        replaced = []
+        for index, (role, content) in enumerate(turns):
+            if role == "user":
+                if spans and self.end_replaces and turns[index - 1][0] == "assistant":
+                    at = len(text) + self.user.index(self.end_replaces)
+                    replaced.append((at, at + len(self.end_replaces), self.end))
+                if system and self.system_in_user:
+                    first, _, second = self.system_in_user.partition("{system}")
+                    content = first + system + second.replace("{content}", content)
+                    system = ""
+                before, _, after = self.user.partition("{content}")
+                text += before + content + after
+                continue
+            before, _, after = self.assistant.partition("{content}")
+            if index == len(turns) - 1:
+                after += self.end
+            start = len(text) + len(before)
+            text += before + content + after
+            spans.append((start, len(text)))
+            text += self.separator
+        if add_generation_prompt:
+            before = self.assistant.partition("{content}")[0]
+            text += before if self.generation is None else self.generation
+        return Rendered(text, tuple(spans), tuple(replaced))
+
+    def _system_and_turns(self, messages: Sequence[Message]) -> tuple[str, list[tuple[str, str]]]:
+        turns = [checked(message, index) for index, message in enumerate(messages)]
+        system = self.default_system
+        if turns and turns[0][0] == "system":
+            system = turns.pop(0)[1]
+        if any(role == "system" for role, _ in turns):
+            raise DataError("a system message must be the first message of a conversation")
+        if system and not (self.system or self.system_in_user):
+            raise DataError(f"the chat template {self.name} has no place for a system message")
+        return system, turns
+
+
+def load(name_or_path: str | Path, tokenizer: Any = None) -> ChatTemplate:
+    """The chat template of a name, or of a file.
+
+    Args:
+        name_or_path: a name of :func:`names`, ``hf``, a YAML file with the fields of one template,
+            a ``.jinja`` file, or a tokenizer directory (its own chat template).
+        tokenizer: for ``hf`` and ``.jinja``: a tokenizer of :mod:`mindspeed.data.tokenizer` or a
+            directory with its files.
+
+    Raises:
+        ConfigError: unknown name, with the names that exist; ``hf`` without a tokenizer.
+        DataError: a file is missing or wrong, or the tokenizer has no chat template.
+    """
+    name, path = str(name_or_path), Path(name_or_path)
+    if name in names():
+        return builtin()[name]
+    if name == "hf" or path.suffix == ".jinja" or path.is_dir():
+        from mindspeed.data import hf_template
+
+        if name == "hf":
+            return hf_template.load(tokenizer)
+        return hf_template.load(path if path.is_dir() else tokenizer, source=path)
+    if path.suffix in _SUFFIXES:
+        if not path.is_file():
+            raise DataError(f"--prompt-type {path}: there is no such file")
+        return _from_mapping(path.stem, _read(path), str(path))
+    raise ConfigError(
+        f"--prompt-type {name} is unknown; allowed are {', '.join(names())}, hf (the tokenizer's "
+        "own chat template) or a .yaml or .jinja file"
+    )
+
+
+def names() -> tuple[str, ...]:
+    """The templates that come with the library."""
+    return tuple(builtin())
+
+
+@cache
+def builtin() -> dict[str, TextTemplate]:
+    """All templates of ``templates.yaml`` by name."""
+    path = Path(__file__).with_name("templates.yaml")
+    return {name: _from_mapping(name, entry, str(path)) for name, entry in _read(path).items()}
+
+
+def checked(message: Any, index: int) -> tuple[str, str]:
+    """Role and content of a message.
+
+    Raises:
+        DataError: names the message and what is wrong with it.
+    """
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ROLES:
+        raise DataError(
+            f"message {index + 1}: role {role!r} is unknown; allowed are {', '.join(ROLES)}"
+        )
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise DataError(
+            f"message {index + 1} ({role}): content is {type(content).__name__}, a string is "
+            "expected"
+        )
+    return role, content
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(check_path(path, "input").read_text("utf-8"))
+    except yaml.YAMLError as error:
+        raise DataError(f"{path} is no valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: fields such as user: and assistant: are expected")
+    return content
+
+
+def _from_mapping(name: str, entry: Mapping[str, Any], source: str) -> TextTemplate:
+    allowed = [field.name for field in fields(TextTemplate) if field.name != "name"]
+    for key in entry:
+        if key not in allowed:
+            raise DataError(f"{source}: {name}: unknown field {key!r}; allowed: {allowed}")
+    for key in ("user", "assistant"):
+        if "{content}" not in str(entry.get(key, "")):
+            raise DataError(f"{source}: {name}: the field {key} must hold {{content}}")
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+    }
+    return TextTemplate(name, **values)
