@@ -61,7 +61,6 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
     words += ["--tensor-model-parallel-size", str(source.tp)]
     words += ["--pipeline-model-parallel-size", str(source.pp)]
     words += ["--ckpt-step", str(source.step)] if source.step is not None else []
-    words += ["--lr", "1", "--train-iters", "1", "--eval-iters", "0", "--mock-data"]  # unused
     args = parse(words)
     take_architecture(args, saved)
     for name in ("bf16", "fp16", "transformer_impl", "padded_vocab_size"):
@@ -75,7 +74,7 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
             f"the checkpoint's vocabulary of {vocab} rows cannot be divided by "
             f"--tensor-model-parallel-size {source.tp}"
         )
-    return resolve(args, world_size).args
+    return resolve(args, world_size, training=False).args
 
 
 def load_model(source: Source, world_size: int) -> LoadedModel:

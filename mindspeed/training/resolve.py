@@ -26,6 +26,7 @@ from mindspeed.training.options import (
     OptimizerOptions,
     TrainingOptions,
 )
+from mindspeed.training.sinks import missing_packages
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,28 @@ def model_parallel_size(args: argparse.Namespace) -> int:
     )
 
 
-def resolve(args: argparse.Namespace, world_size: int, recipe: str = "") -> Settings:
+def resolve(
+    args: argparse.Namespace, world_size: int, recipe: str = "", *, training: bool = True
+) -> Settings:
     """Complete ``args`` in place and check them.
 
     Args:
         args: parsed flags (:func:`mindspeed.training.arguments.parse`).
         world_size: number of ranks.
         recipe: the same values as a recipe, kept beside checkpoints.
+        training: a model is trained; otherwise it only runs forward, and duration, schedule and
+            data are neither asked for nor checked.
 
     Raises:
         ConfigError: one line per problem, each naming the flags and what to change.
     """
-    problems = [*_required(args), *_parallel(args, world_size)]
+    problems = [*_required(args, training), *_parallel(args, world_size)]
     if not problems:
         _shape(args)
         _precision(args)
-        problems = [*_batch(args), *_model(args), *_duration(args), *_output(args), *_data(args)]
+        problems = [*_batch(args), *_model(args), *_output(args)]
+        if training:
+            problems += [*_experts(args), *_duration(args), *_data(args)]
     if problems:
         raise ConfigError("\n".join(problems))
     return Settings(
@@ -83,11 +90,12 @@ def _typed(options: type, args: argparse.Namespace) -> Any:
     return options(**{field.name: getattr(args, field.name) for field in fields(options)})
 
 
-def _required(args: argparse.Namespace) -> Iterator[str]:
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "lr"):
+def _required(args: argparse.Namespace, training: bool) -> Iterator[str]:
+    shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    for name in (*shape, "lr") if training else shape:
         if getattr(args, name) is None:
             yield f"--{name.replace('_', '-')} is missing"
-    if (args.train_iters is None) == (args.train_samples is None):
+    if training and (args.train_iters is None) == (args.train_samples is None):
         yield "give one of --train-iters and --train-samples"
 
 
@@ -257,6 +265,16 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         yield "give one of --swiglu, --squared-relu and --quick-geglu"
 
 
+def _experts(args: argparse.Namespace) -> Iterator[str]:
+    """Megatron says so too, but only in the first step, as a traceback of every rank."""
+    tp = args.tensor_model_parallel_size
+    if args.num_experts and tp > 1 and not args.sequence_parallel:
+        yield (
+            f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tp} needs "
+            "--sequence-parallel: add it, or spread the experts with --expert-model-parallel-size"
+        )
+
+
 def _graphs(args: argparse.Namespace) -> Iterator[str]:
     here = device.current().name
     off = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
@@ -327,6 +345,9 @@ def _output(args: argparse.Namespace) -> Iterator[str]:
         yield f"--keep-last {args.keep_last} must be at least 1"
     if args.use_checkpoint_args and args.load is None:
         yield "--use-checkpoint-args needs --load"
+    if args.tensorboard_log_interval < 1:
+        yield f"--tensorboard-log-interval {args.tensorboard_log_interval} must be at least 1"
+    yield from missing_packages(args)
     args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
 
 
