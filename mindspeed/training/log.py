@@ -1,8 +1,8 @@
-"""What a run prints and records: one aligned line per log interval, JSON lines, TensorBoard.
+"""What a run reports: one aligned line and one record per log interval.
 
 The last rank speaks, because the last pipeline stage knows the loss. Between log lines a step only
 appends a device tensor to a list; sums over data-parallel ranks and copies to the host happen once
-per interval.
+per interval. Where the records go is the matter of :mod:`mindspeed.training.sinks`.
 
     iteration     10/   600 | consumed samples:     160 | lm loss: 7.621034E+00 | grad norm: ...
 """
@@ -10,15 +10,12 @@ per interval.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +25,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from mindspeed import device
-from mindspeed.errors import ConfigError
-from mindspeed.files import atomic_write_text, make_dirs, secure_open
 from mindspeed.training.flops import training_flops
 from mindspeed.training.model import TrainedModel
+from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
 
 GIGA = 10**9
@@ -50,7 +46,7 @@ class Log:
         self._args = args
         self._model = model
         self._speaks = dist.get_rank() == dist.get_world_size() - 1
-        self._sinks = _sinks(args, iteration) if self._speaks else []
+        self._sinks = open_sinks(args, iteration) if self._speaks else []
         self._losses: list[torch.Tensor] = []
         self._grad_norm: float | None = None
         self._skipped = 0
@@ -94,8 +90,12 @@ class Log:
         """Print and record a loss on held-out data."""
         if not self._speaks or loss is None:
             return
-        metrics = {"iteration": iteration, f"{name}_loss": loss}
         perplexity = math.exp(min(20.0, loss))
+        metrics = {
+            "iteration": iteration,
+            f"{name}_loss": loss,
+            f"{name}_perplexity": perplexity,
+        }
         line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
         for sink in self._sinks:
             sink.record(iteration, metrics, f"{line} lm loss PPL: {perplexity:.6E} |")
@@ -119,11 +119,10 @@ class Log:
         """Print the summary and what can be done next."""
         if not self._speaks:
             return
-        for sink in self._sinks:
-            sink.close()
+        commands = [command for command in (sink.close() for sink in self._sinks) if command]
+        summary = _summary(self._args, iteration, self._last_loss, self._tokens, self._started)
         print(
-            _summary(self._args, iteration, self._last_loss, self._tokens, self._started),
-            flush=True,
+            "\n".join([summary, *(f"  look at    {command}" for command in commands)]), flush=True
         )
 
     def _metrics(self, iteration: int, elapsed: float, loss: float | None) -> dict[str, Any]:
@@ -251,111 +250,3 @@ def _auxiliary_losses(args: argparse.Namespace, iterations: int) -> dict[str, fl
 
         MTPLossLoggingHelper.track_mtp_metrics(scale, 0, None, None, found)
     return {name.replace(" ", "_"): float(value) for name, value in found.items()}
-
-
-class _Console:
-    """Log lines on standard output."""
-
-    def record(self, iteration: int, metrics: Mapping[str, Any], line: str) -> None:
-        print(line, flush=True)
-
-    def message(self, text: str) -> None:
-        print(text, flush=True)
-
-    def advance(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _ProgressBar(_Console):
-    """Log lines above a progress bar, on a terminal."""
-
-    def __init__(self, done: int, total: int) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(initial=done, total=total, unit="it", dynamic_ncols=True, leave=False)
-
-    def record(self, iteration: int, metrics: Mapping[str, Any], line: str) -> None:
-        self._bar.write(line)
-        if metrics.get("lm_loss") is not None:
-            self._bar.set_postfix_str(f"loss {metrics['lm_loss']:.3f}", refresh=False)
-
-    def message(self, text: str) -> None:
-        self._bar.write(text)
-
-    def advance(self) -> None:
-        self._bar.update()
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _JsonLines(_Console):
-    """One JSON object per report; a run that resumes drops what the lost iterations wrote."""
-
-    def __init__(self, path: Path, done: int) -> None:
-        make_dirs(path.parent)
-        if path.exists():
-            lines = path.read_text("utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _iteration_of(line) <= done]
-            if len(kept) < len(lines):
-                atomic_write_text(path, "".join(kept))
-        self._file = secure_open(path, "a")
-
-    def record(self, iteration: int, metrics: Mapping[str, Any], line: str) -> None:
-        finite = {k: v if _is_finite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps({**finite, "time": time.time()}) + "\n")
-        self._file.flush()
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _TensorBoard(_Console):
-    """One curve per metric."""
-
-    def __init__(self, directory: str, memory: bool) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "--tensorboard-dir needs the package: pip install tensorboard"
-            ) from error
-        make_dirs(directory)
-        self._writer = SummaryWriter(directory)
-        self._left_out = {"iteration", "eta_seconds"} | (set() if memory else {"memory_gb"})
-
-    def record(self, iteration: int, metrics: Mapping[str, Any], line: str) -> None:
-        for name, value in metrics.items():
-            if value is not None and name not in self._left_out:
-                self._writer.add_scalar(name.replace("_", "-"), value, iteration)
-        self._writer.flush()
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _sinks(args: argparse.Namespace, done: int) -> list[_Console]:
-    on_terminal = args.progress_bar and sys.stderr.isatty()
-    sinks: list[_Console] = [_ProgressBar(done, args.train_iters) if on_terminal else _Console()]
-    path = args.metrics_file or (args.save and str(Path(args.save) / "metrics.jsonl"))
-    if path:
-        sinks.append(_JsonLines(Path(path), done))
-    if args.tensorboard_dir:
-        sinks.append(_TensorBoard(args.tensorboard_dir, args.log_memory_to_tensorboard))
-    return sinks
-
-
-def _iteration_of(line: str) -> float:
-    try:
-        return json.loads(line)["iteration"]
-    except (ValueError, KeyError, TypeError):  # a line that a killed run left half-written
-        return math.inf
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)

@@ -241,7 +241,15 @@ class LoggingOptions:
     metrics_file: str | None = flag(None, "JSON lines file (default: SAVE/metrics.jsonl)")
     progress_bar: bool = flag(True, "progress bar when the output is a terminal")
     log_params_norm: bool = flag(False, "log the norm of the parameters")
+    tensorboard_log_interval: int = flag(1, "iterations between points, if --log-interval is less")
+    tensorboard_queue_size: int = flag(1000, "points that TensorBoard holds back at most")
     log_memory_to_tensorboard: bool = flag(False, "memory curve in TensorBoard")
+    log_loss_scale_to_tensorboard: bool = flag(True, "loss scale curve in TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "perplexity curves in TensorBoard")
+    wandb_project: str | None = flag(None, "record to this project of Weights & Biases")
+    wandb_exp_name: str | None = flag(None, "name of the run there (default: that of --save)")
+    wandb_save_dir: str | None = flag(None, "directory of W&B's files (default: --save)")
+    wandb_entity: str | None = flag(None, "user or team the project belongs to")
 
 
 SECTIONS: dict[str, type] = {

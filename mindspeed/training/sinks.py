@@ -1,0 +1,287 @@
+"""Where the metrics of a run go: terminal, JSON lines, TensorBoard, Weights & Biases.
+
+:class:`mindspeed.training.log.Log` makes one stream of records, and each sink shows or keeps it in
+its own way. Only one rank opens sinks. A run that resumes goes on in the same files: what was
+recorded behind the loaded checkpoint is dropped (JSON lines), hidden (TensorBoard), or not
+recorded a second time (W&B), so that no iteration appears twice.
+
+Curves have Megatron-LM's names, so that runs of both lie over each other in one dashboard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import netrc
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+from mindspeed.files import atomic_write_text, make_dirs, secure_open
+
+Metrics = Mapping[str, Any]
+
+# Our key -> the name of the curve in Megatron-LM.
+CURVES = {
+    "lm_loss": "lm loss",
+    "learning_rate": "learning-rate",
+    "global_batch_size": "batch-size",
+    "seconds_per_iteration": "iteration-time",
+    "tflops_per_device": "throughput",
+    "validation_loss": "lm loss validation",
+    "validation_perplexity": "lm loss validation ppl",
+    "test_loss": "lm loss test",
+    "test_perplexity": "lm loss test ppl",
+}
+_NO_CURVE = ("iteration", "eta_seconds")
+
+
+class Sink(Protocol):
+    """One destination of the metrics."""
+
+    def record(self, iteration: int, metrics: Metrics, line: str) -> None:
+        """Take the metrics up to ``iteration``; ``line`` is the same for people."""
+
+    def message(self, text: str) -> None:
+        """Show a line that is no metric."""
+
+    def advance(self) -> None:
+        """One more step is done."""
+
+    def close(self) -> str | None:
+        """Write what is left; returns a command that shows it."""
+
+
+def open_sinks(args: argparse.Namespace, done: int) -> list[Sink]:
+    """All destinations that ``args`` ask for.
+
+    Args:
+        args: final values.
+        done: iterations that are done already; later ones in the files are of a lost run.
+    """
+    on_terminal = args.progress_bar and sys.stderr.isatty()
+    sinks: list[Sink] = [ProgressBar(done, args.train_iters) if on_terminal else Console()]
+    path = args.metrics_file or (args.save and str(Path(args.save) / "metrics.jsonl"))
+    if path:
+        sinks.append(JsonLines(Path(path), done))
+    if args.tensorboard_dir:
+        sinks.append(TensorBoard(args, done))
+    if args.wandb_project:
+        sinks.append(WeightsAndBiases(args, done))
+    return sinks
+
+
+def missing_packages(args: argparse.Namespace) -> Iterator[str]:
+    """One line for each package that a flag needs and that is not installed."""
+    for flag, value, package, install in (
+        ("--tensorboard-dir", args.tensorboard_dir, "tensorboard", "'mindspeed[suite]'"),
+        ("--wandb-project", args.wandb_project, "wandb", "wandb"),
+    ):
+        if value and importlib.util.find_spec(package) is None:
+            yield f"{flag} {value} needs the package {package}: pip install {install}"
+
+
+class Silent:
+    """Shows nothing; the base of sinks that only record."""
+
+    def message(self, text: str) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def close(self) -> str | None:
+        return None
+
+
+class Console(Silent):
+    """Log lines on standard output."""
+
+    def record(self, iteration: int, metrics: Metrics, line: str) -> None:
+        print(line, flush=True)
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class ProgressBar:
+    """Log lines above a progress bar, on a terminal."""
+
+    def __init__(self, done: int, total: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(initial=done, total=total, unit="it", dynamic_ncols=True, leave=False)
+
+    def record(self, iteration: int, metrics: Metrics, line: str) -> None:
+        self._bar.write(line)
+        if metrics.get("lm_loss") is not None:
+            self._bar.set_postfix_str(f"loss {metrics['lm_loss']:.3f}", refresh=False)
+
+    def message(self, text: str) -> None:
+        self._bar.write(text)
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class JsonLines(Silent):
+    """One JSON object per report."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        make_dirs(path.parent)
+        if path.exists():
+            lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+            kept = [line for line in lines if _iteration_of(line) <= done]
+            if len(kept) < len(lines):
+                atomic_write_text(path, "".join(kept))
+        self._file = secure_open(path, "a")
+
+    def record(self, iteration: int, metrics: Metrics, line: str) -> None:
+        finite = {k: v if _is_finite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps({**finite, "time": time.time()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Silent):
+    """One curve per metric."""
+
+    def __init__(self, args: argparse.Namespace, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._directory = args.tensorboard_dir
+        make_dirs(self._directory)
+        self._writer = SummaryWriter(
+            self._directory, purge_step=done + 1, max_queue=args.tensorboard_queue_size
+        )
+        self._interval = args.tensorboard_log_interval
+        self._left_out = {
+            key
+            for key, wanted in (
+                ("memory_gb", args.log_memory_to_tensorboard),
+                ("loss_scale", args.log_loss_scale_to_tensorboard),
+                ("validation_perplexity", args.log_validation_ppl_to_tensorboard),
+                ("test_perplexity", args.log_validation_ppl_to_tensorboard),
+            )
+            if not wanted
+        }
+
+    def record(self, iteration: int, metrics: Metrics, line: str) -> None:
+        if iteration % self._interval == 0:
+            for name, value in curves(metrics, self._left_out).items():
+                self._writer.add_scalar(name, value, iteration)
+            self._writer.flush()
+
+    def close(self) -> str:
+        self._writer.close()
+        return f"tensorboard --logdir {self._directory}"
+
+
+class WeightsAndBiases(Silent):
+    """One curve per metric at Weights & Biases; without key or network in files, for later.
+
+    ``wandb sync DIR/wandb/offline-run-*`` uploads what was recorded offline. The variable
+    WANDB_MODE overrules our choice. A resumed run keeps its identity, which lies in
+    ``DIR/wandb/run_id.txt``.
+    """
+
+    def __init__(self, args: argparse.Namespace, done: int) -> None:
+        import wandb
+
+        directory = Path(args.wandb_save_dir or args.save or ".")
+        make_dirs(directory / "wandb")
+        settings = wandb.Settings()
+        self._run = wandb.init(
+            project=args.wandb_project,
+            name=args.wandb_exp_name or directory.resolve().name,
+            entity=args.wandb_entity,
+            dir=str(directory),
+            id=_run_id(directory / "wandb" / "run_id.txt", done),
+            resume="allow",
+            mode=_wandb_mode(settings.base_url),
+            config=_plain(vars(args)),
+            # What is printed is in the log already, with the ranks of all nodes.
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def record(self, iteration: int, metrics: Metrics, line: str) -> None:
+        # W&B drops values of a step below its latest one: those that a lost run recorded stay.
+        self._run.log(curves(metrics), step=iteration)
+
+    def close(self) -> str | None:
+        offline, files = self._run.offline, Path(self._run.dir).parent
+        self._run.finish()
+        return f"wandb sync {files}" if offline else None
+
+
+def curves(metrics: Metrics, left_out: Sequence[str] | set[str] = ()) -> dict[str, float]:
+    """The metrics that make a curve, under Megatron-LM's names."""
+    return {
+        CURVES.get(key, key.replace("_", "-")): value
+        for key, value in metrics.items()
+        if value is not None and key not in _NO_CURVE and key not in left_out
+    }
+
+
+def _run_id(file: Path, done: int) -> str:
+    """The identity of the run: that of the run it continues, or a new one."""
+    if done and file.exists():
+        known = file.read_text("utf-8").strip()
+        if known:
+            return known
+    fresh = uuid.uuid4().hex[:12]
+    atomic_write_text(file, fresh + "\n")
+    return fresh
+
+
+def _wandb_mode(base_url: str, timeout: float = 3.0) -> Literal["online", "offline"] | None:
+    """None (W&B decides) if WANDB_MODE is set; online with a key and a network, else offline."""
+    if os.environ.get("WANDB_MODE"):
+        return None
+    address = urlsplit(base_url)
+    host = address.hostname or ""
+    if not (os.environ.get("WANDB_API_KEY") or _netrc_knows(host)):
+        return "offline"
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError:
+        return "offline"
+    return "online"
+
+
+def _netrc_knows(host: str) -> bool:
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _plain(values: Metrics) -> dict[str, Any]:
+    """Values that JSON can hold; data types, functions and the like as text."""
+    simple = (str, int, float, bool, type(None), list, tuple)
+    return {k: v if isinstance(v, simple) else str(v) for k, v in values.items()}
+
+
+def _iteration_of(line: str) -> float:
+    """Iteration of a record; infinite for what a killed run left half-written."""
+    try:
+        iteration = json.loads(line)["iteration"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+    return iteration if isinstance(iteration, int) and line.endswith("\n") else math.inf
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
