@@ -253,14 +253,16 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output, or ``(output, bias)`` with ``return_bias``."""
         row = self.parallel_mode == "row" and comm.group_size(self.tp_group) > 1
-        out = linear(
-            inp, self.weight, None if row or not self.apply_bias else self.bias, self._plan()
-        )
+        out = self._multiply(inp, None if row or not self.apply_bias else self.bias)
         if row:
             out = comm.reduce_output(out, self.tp_group, self.sequence_parallel)
             if self.apply_bias and self.bias is not None:
                 out = out + self.bias.to(out.dtype)
         return (out, self.bias) if self.return_bias else out
+
+    def _multiply(self, inp: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The layer without its norm and its output's reduction; adapters replace it."""
+        return linear(inp, self.weight, bias, self._plan())
 
     def _plan(self) -> Plan:
         column = self.parallel_mode == "column" and comm.group_size(self.tp_group) > 1

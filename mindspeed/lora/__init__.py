@@ -1,0 +1,31 @@
+"""Low-rank adapters: train a small correction of a frozen model.
+
+    y = x W^T + (alpha / r) (x A^T) B^T        W frozen, A [r, in], B [out, r], B = 0 at first
+
+    from mindspeed import lora
+
+    lora.attach(chunks, lora.LoraConfig(target_modules=("query_key_value", "dense")))
+    lora.load(chunks, "out/adapter")     # a checkpoint of ours, or a PEFT directory
+    lora.merge(chunks)                   # W += (alpha / r) B A, and the adapters are gone
+
+``chunks`` are this rank's pipeline stages, wrapped or not. Everything works under tensor, pipeline,
+sequence and expert parallelism, with both layer specs, and costs no collective that the frozen
+model does not have, except one sum per step:
+
+============  =====================================================================================
+``config``    :class:`LoraConfig`, and which names mean which modules
+``linear``    base and adapter in one autograd function; how the adapter is cut over TP ranks
+``attach``    freezes a model and gives its linear layers adapters
+``gradients`` the sum per step
+``state``     what an adapter checkpoint holds
+``peft``      files of the ``peft`` package, read and written
+``merge``     adapters into weights: in a model, or checkpoint to checkpoint
+============  =====================================================================================
+"""
+
+from mindspeed.lora.attach import adapted, attach
+from mindspeed.lora.config import LoraConfig
+from mindspeed.lora.load import is_adapter, load
+from mindspeed.lora.merge import merge
+
+__all__ = ["LoraConfig", "adapted", "attach", "is_adapter", "load", "merge"]

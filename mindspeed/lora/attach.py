@@ -1,0 +1,182 @@
+"""Freeze a model and give its linear layers adapters.
+
+Only the adapters and ``modules_to_save`` stay trainable. A holds the same values however the model
+is cut: each matrix is drawn whole from a seed made of its name, and a rank keeps its slice.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.errors import ConfigError
+from mindspeed.lora.config import ALL_LINEAR, LoraConfig
+from mindspeed.lora.linear import AdaptedLinear, give_adapter
+from mindspeed.lora.names import (
+    linear_layers,
+    named_modules,
+    order_of,
+    parts_of,
+    targeted,
+)
+
+_ENDS = ("word_embeddings", "output_layer")
+
+
+def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
+    """Freeze a model and attach adapters. Collective over the pipeline.
+
+    Call it before the model is wrapped for data parallelism and before its optimizer is made. The
+    base model's weights may be loaded before or after; an adapter changes nothing until it is
+    trained.
+
+    Args:
+        chunks: This rank's pipeline stages, wrapped for precision or not.
+        config: What is adapted, and how.
+
+    Raises:
+        ConfigError: A name matches no module (the message lists what there is), or the model has
+            adapters already.
+    """
+    modules = bare(chunks)
+    if adapted(modules):
+        raise ConfigError("the model has adapters already; merge them first (lora.merge)")
+    _check_names(modules, config)
+    for module in modules:
+        module.requires_grad_(False)
+        for name, layer, cut in list(linear_layers(module)):
+            parts = parts_of(name, layer, module.config, cut)
+            if targets := targeted(name, parts, config.target_modules):
+                order = order_of(parts, module.config.kv_channels)
+                give_adapter(layer, config, cut, targets, parts, order)
+                _draw(name, layer)
+        _unfreeze(module, config.modules_to_save)
+        _carry_gradients(module, config.forward_hooks)
+        module.config.moe_router_bias_update_rate = 0.0  # the router is frozen too
+        module.lora_config = config
+
+
+def adapted(chunks: Iterable[Any]) -> LoraConfig | None:
+    """The adapters' options if a model has adapters, else None."""
+    configs = [getattr(module, "lora_config", None) for module in bare(chunks)]
+    return next((config for config in configs if config is not None), None)
+
+
+def bare(chunks: Iterable[Any]) -> list[Any]:
+    """Pipeline stages without data-parallel and precision wrappers."""
+    stages = []
+    for chunk in chunks:
+        while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
+            chunk = chunk.module
+        stages.append(chunk)
+    return stages
+
+
+def adapted_layers(chunk: Any) -> list[tuple[str, AdaptedLinear]]:
+    """Layers with adapters by their names in the whole model."""
+    named = named_modules(chunk)
+    return [(name, module) for name, module in named if isinstance(module, AdaptedLinear)]
+
+
+def _check_names(modules: list[Any], config: LoraConfig) -> None:
+    """Every name means a module of some pipeline stage, and none means two things."""
+    matched, there, problems = set[str](), set[str](), list[str]()
+    for module in modules:
+        for name, layer, cut in linear_layers(module):
+            there.add(name.rpartition(".")[2])
+            parts = parts_of(name, layer, module.config, cut)
+            matched |= {t for t in config.target_modules if targeted(name, parts, (t,))}
+            asked = targeted(name, parts, config.target_modules)
+            if len(asked) > 1 and "all" in asked:
+                problems.append(f"{name} is named whole and by its parts: name it one way")
+            if asked and _means(name, config.modules_to_save):
+                problems.append(f"{name} is in --lora-target-modules and --lora-modules-to-save")
+        saved = {n for n, _ in named_modules(module) if _means(n, config.modules_to_save)}
+        matched |= {s for s in config.modules_to_save if any(_means(n, (s,)) for n in saved)}
+    matched, there, problems = _from_all_stages(matched, there, problems)
+    for name in (*config.target_modules, *config.modules_to_save):
+        if name not in matched:
+            known = ", ".join(sorted(there))
+            problems.append(
+                f"{name} matches no linear layer of this model; it has {known} (or {ALL_LINEAR}); "
+                "embeddings can only be trained whole, with --lora-modules-to-save"
+            )
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _from_all_stages(
+    matched: set[str], there: set[str], problems: list[str]
+) -> tuple[set[str], set[str], list[str]]:
+    from megatron.core import parallel_state
+
+    mine = (matched, there, problems)
+    if not parallel_state.model_parallel_is_initialized():
+        return mine
+    group = parallel_state.get_pipeline_model_parallel_group()
+    found: list[Any] = [mine] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(found, mine, group=group)
+    for more_matched, more_there, more_problems in found:
+        matched, there = matched | more_matched, there | more_there
+        problems = problems + more_problems
+    return matched, there, problems
+
+
+def _means(name: str, wanted: tuple[str, ...]) -> bool:
+    """Whether a module's name ends in one of the names, or in what HF calls them."""
+    ours = {"embed_tokens": "word_embeddings", "lm_head": "output_layer"}
+    return any(name == w or name.endswith(f".{w}") for w in (ours.get(w, w) for w in wanted))
+
+
+def _unfreeze(chunk: Any, names: tuple[str, ...]) -> None:
+    for name, module in named_modules(chunk):
+        if _means(name, names):
+            module.requires_grad_(True)
+    tied = getattr(chunk, "share_embeddings_and_output_weights", False)
+    if tied and any(_means(end, names) for end in _ENDS):
+        # Either name means both ends, which may be on different ranks.
+        for end in _ENDS:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith(f"{end}.weight"):
+                    parameter.requires_grad_(True)
+
+
+def _draw(name: str, layer: AdaptedLinear) -> None:
+    """A from a seed made of its name, B zero."""
+    options = layer._lora
+    for b in layer.lora_B.values():
+        torch.nn.init.zeros_(b)
+    for part, a in layer.lora_A.items():
+        split = options.cut.size if options.cut.mode == "row" else 1
+        seed = options.config.seed + zlib.crc32(f"{name}.{part}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.empty(a.shape[0], a.shape[1] * split)
+        if options.config.init == "gaussian":
+            whole.normal_(std=1 / options.config.r, generator=generator)
+        else:
+            bound = 1 / math.sqrt(whole.shape[1])
+            whole.uniform_(-bound, bound, generator=generator)
+        with torch.no_grad():
+            a.copy_(whole.chunk(split, 1)[options.cut.rank if split > 1 else 0])
+
+
+def _carry_gradients(chunk: Any, names: tuple[str, ...]) -> None:
+    """Let the first activations require gradients.
+
+    Recomputation runs a layer inside an autograd function, which returns gradients only if one of
+    its inputs requires them; with a frozen embedding none would.
+    """
+    for name, module in named_modules(chunk):
+        if name == "embedding" or name.rpartition(".")[2] in names:
+            module.register_forward_hook(_require_gradients)
+
+
+def _require_gradients(module: Any, inputs: Any, output: Any) -> None:
+    if torch.is_grad_enabled() and isinstance(output, torch.Tensor) and output.is_leaf:
+        output.requires_grad_(True)

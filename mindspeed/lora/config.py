@@ -1,0 +1,120 @@
+"""What is adapted: options of an adapter, and the names that users give to modules.
+
+A Megatron linear layer is often several layers of other libraries in one: ``linear_qkv`` holds
+queries, keys and values, ``linear_fc1`` holds gate and up. Such a layer has *parts*, and a name
+means the whole layer (one A for all parts) or one part (an A of its own):
+
+===================================  ==============================================
+``query_key_value``, ``linear_qkv``  queries, keys and values with one A
+``q_proj``, ``k_proj``, ``v_proj``   one of them, with its own A, as PEFT does it
+``gate_proj``, ``up_proj``           gate or up; ``dense_h_to_4h`` is the latter
+``linear_fc1``                       both with one A
+``all-linear``                       every linear layer but the output layer, by parts
+===================================  ==============================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed.errors import CheckpointError, ConfigError
+from mindspeed.files import check_path
+
+DESCRIPTION = "adapter.json"
+ALL_LINEAR = "all-linear"
+WHOLE = "all"
+
+# Name -> the Megatron modules it may mean, with the part of each.
+MEANINGS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "query_key_value": (("linear_qkv", WHOLE),),
+    "W_pack": (("linear_qkv", WHOLE),),
+    "q_proj": (("linear_qkv", "q"), ("linear_q_proj", WHOLE)),
+    "k_proj": (("linear_qkv", "k"),),
+    "v_proj": (("linear_qkv", "v"),),
+    "q_a_proj": (("linear_q_down_proj", WHOLE),),
+    "q_b_proj": (("linear_q_up_proj", WHOLE),),
+    "kv_a_proj_with_mqa": (("linear_kv_down_proj", WHOLE),),
+    "kv_b_proj": (("linear_kv_up_proj", WHOLE),),
+    "dense": (("linear_proj", WHOLE),),
+    "o_proj": (("linear_proj", WHOLE),),
+    "gate_proj": (("linear_fc1", "gate"),),
+    "up_proj": (("linear_fc1", "up"),),
+    "dense_h_to_4h": (("linear_fc1", "up"),),
+    "down_proj": (("linear_fc2", WHOLE),),
+    "dense_4h_to_h": (("linear_fc2", WHOLE),),
+    "lm_head": (("output_layer", WHOLE),),
+    "embed_tokens": (("word_embeddings", WHOLE),),
+}
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Options of an adapter; ``--lora-*`` on the command line.
+
+    Attributes:
+        target_modules: Names of the modules that get an adapter, see the module's table.
+        r: Rank.
+        alpha: The correction is multiplied by alpha / r.
+        dropout: Probability with which an input of A is dropped.
+        modules_to_save: Names of modules that are trained whole and saved with the adapter.
+        init: Distribution of A: uniform (Kaiming), or normal with standard deviation 1 / r.
+        use_rslora: Multiply by alpha / sqrt(r) instead.
+        adapter_name: Name in PEFT directories.
+        forward_hooks: Modules whose output is to carry gradients, beside the embedding.
+        seed: Of A; the values do not depend on how the model is cut.
+    """
+
+    target_modules: tuple[str, ...]
+    r: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    modules_to_save: tuple[str, ...] = ()
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    use_rslora: bool = False
+    adapter_name: str = "default"
+    forward_hooks: tuple[str, ...] = ("word_embeddings", "input_layernorm")
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if not self.target_modules and not self.modules_to_save:
+            raise ConfigError("--lora-target-modules is empty: name the modules to adapt")
+        if self.r < 1:
+            raise ConfigError(f"--lora-r {self.r} must be at least 1")
+        if self.alpha <= 0:
+            raise ConfigError(f"--lora-alpha {self.alpha} must be positive")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"--lora-dropout {self.dropout} must be at least 0 and less than 1")
+        if self.init not in ("kaiming", "gaussian"):
+            raise ConfigError(f"--lora-init {self.init} is not one of kaiming, gaussian")
+
+    @property
+    def scale(self) -> float:
+        """What the correction is multiplied by."""
+        return self.alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+    def to_json(self) -> str:
+        """The description that lies beside an adapter's weights."""
+        return json.dumps({"type": "lora", **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, path: Path) -> LoraConfig:
+        """Read a description.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        try:
+            values: dict[str, Any] = json.loads(check_path(path, "input").read_text("utf-8"))
+            known = {field.name for field in fields(cls)}
+            values = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in values.items()
+                if name in known
+            }
+            return cls(**values)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
