@@ -291,14 +291,15 @@ def _start(command: Sequence[str], output: Any) -> subprocess.Popen[bytes]:
 
 def _losses(metrics: Path) -> tuple[float, float]:
     """First and last training loss of a run."""
-    from mindspeed.cli.plot import LOSS, read_run
+    from mindspeed.cli.metrics import LOSS, read_run
 
     values = list(read_run(metrics, "quickstart").curve(LOSS).values())
     return values[0], values[-1]
 
 
 def _draw(plan: Plan) -> str:
-    from mindspeed.cli.plot import draw, read_run
+    from mindspeed.cli.figures import draw
+    from mindspeed.cli.metrics import read_run
 
     try:
         title = f"mindspeed quickstart: LLaMA, TP {plan.tp} x PP {plan.pp}"
@@ -323,7 +324,7 @@ def _write_sample(plan: Plan, console: Console) -> str:
 
 
 def _print_summary(plan: Plan, console: Console, seconds: float) -> None:
-    from mindspeed.cli.plot import VALIDATION_LOSS, read_run
+    from mindspeed.cli.metrics import VALIDATION_LOSS, read_run
 
     first, last = _losses(plan.metrics)
     validation = list(read_run(plan.metrics, "quickstart").curve(VALIDATION_LOSS).values())

@@ -1,0 +1,160 @@
+"""The picture of ``mindspeed plot``: the loss above, what else was measured below.
+
+With several runs a strip between them shows by how much the losses differ from those of the first
+run. Panels without data are left out. Drawn without pyplot: no display, no global state.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed.cli.metrics import LOSS, VALIDATION_LOSS, Curve, Run, relative_errors
+from mindspeed.errors import ConfigError
+from mindspeed.files import atomic_write_bytes
+
+FORMATS = (".png", ".svg", ".pdf")
+
+# Panel below the loss -> (key in the metrics file, is it noisy).
+PANELS: Mapping[str, tuple[str, bool]] = {
+    "learning rate": ("learning_rate", False),
+    "gradient norm": ("grad_norm", True),
+    "tokens/s": ("tokens_per_second", True),
+    "memory per device [GB]": ("memory_gb", False),
+}
+COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
+GREY = "#475569"
+
+
+def smoothed(values: Sequence[float], reach: float) -> np.ndarray:
+    """Gaussian average over about ``reach`` neighbours on each side; gaps (nan, inf) drop out.
+
+    The window is centred, so the curve does not lag behind a falling loss.
+    """
+    array = np.asarray(values, dtype=float)
+    finite = np.isfinite(array)
+    half = min(math.ceil(3 * reach), max(len(array) - 1, 0))
+    window = np.exp(-0.5 * (np.arange(-half, half + 1) / max(reach, 1e-9)) ** 2)
+    total = np.convolve(np.where(finite, array, 0.0), window)[half : half + len(array)]
+    weight = np.convolve(finite.astype(float), window)[half : half + len(array)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(weight > 0, total / weight, np.nan)
+
+
+def draw(
+    runs: Sequence[Run], output: Path, *, title: str | None = None, smooth: float | None = None
+) -> None:
+    """Draw all runs into one picture.
+
+    Args:
+        runs: What to draw.
+        output: File to write; its ending chooses the format.
+        title: Line above the picture.
+        smooth: Reach of the moving average in points; None for a hundredth of the curve.
+
+    Raises:
+        ConfigError: The ending is not known, or matplotlib is not installed.
+    """
+    if output.suffix not in FORMATS:
+        raise ConfigError(f"--output {output}: the file must end in {', '.join(FORMATS)}")
+    figure_class = _figure_class()
+    panels = [name for name, (key, _) in PANELS.items() if any(run.curve(key) for run in runs)]
+    errors = [relative_errors(runs[0], run_) for run_ in runs[1:]]
+    rows = [2.4, *([0.8] if any(errors) else []), *([1.0] if panels else [])]
+    figure = figure_class(figsize=(11, 2.6 + 2.1 * sum(rows) / 1.5), layout="constrained")
+    grid = figure.add_gridspec(len(rows), max(len(panels), 1), height_ratios=rows)
+    _draw_loss(figure.add_subplot(grid[0, :]), runs, smooth)
+    if any(errors):
+        _draw_errors(figure.add_subplot(grid[1, :]), runs[0].name, errors)
+    for column, name in enumerate(panels):
+        _draw_panel(figure.add_subplot(grid[-1, column]), runs, name)
+    if title:
+        figure.suptitle(title, fontsize=14, fontweight="bold", color="#0f172a")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=output.suffix[1:], dpi=130)
+    atomic_write_bytes(output, buffer.getvalue())
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("drawing needs matplotlib: pip install 'mindspeed[plot]'") from error
+    return Figure
+
+
+def _draw_loss(axes: Any, runs: Sequence[Run], smooth: float | None) -> None:
+    several = len(runs) > 1
+    for index, run_ in enumerate(runs):
+        color = COLORS[index % len(COLORS)]
+        prefix = f"{run_.name}: " if several else ""
+        _draw_curve(axes, run_.curve(LOSS), color, smooth, label=f"{prefix}training")
+        validation = run_.curve(VALIDATION_LOSS)
+        if validation:
+            values = list(validation.values())
+            axes.plot(
+                list(validation),
+                values,
+                color=color if several else COLORS[3],
+                marker="o",
+                markersize=6,
+                markeredgecolor="white",
+                linewidth=1.2,
+                linestyle=(0, (4, 3)),
+                label=f"{prefix}validation {values[-1]:.2f}",
+            )
+    _decorate(axes, "loss")
+    axes.set_xlabel("iteration", color=GREY)
+    axes.legend(frameon=False, fontsize=11)
+
+
+def _draw_errors(axes: Any, reference: str, errors: Sequence[Curve]) -> None:
+    """Percent by which the losses of the second, third ... run differ from those of the first."""
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    for index, curve in enumerate(errors, start=1):
+        percent = {iteration: 100 * error for iteration, error in curve.items()}
+        if percent:
+            _draw_curve(axes, percent, COLORS[index % len(COLORS)], None)
+    _decorate(axes, f"loss, difference to {reference} [%]")
+
+
+def _draw_panel(axes: Any, runs: Sequence[Run], name: str) -> None:
+    key, noisy = PANELS[name]
+    highest = 0.0
+    for index, run_ in enumerate(runs):
+        curve = run_.curve(key)
+        if curve:
+            _draw_curve(axes, curve, COLORS[index % len(COLORS)], None if noisy else 0.0)
+            highest = max(highest, *curve.values())
+    _decorate(axes, name)
+    axes.set_ylim(0, 1.1 * highest or 1.0)
+    axes.set_xlabel("iteration", color=GREY, fontsize=9)
+
+
+def _draw_curve(
+    axes: Any, curve: Curve, color: str, smooth: float | None, label: str | None = None
+) -> None:
+    """Values thin, moving average thick; the label gets the last average."""
+    iterations, values = list(curve), list(curve.values())
+    average = smoothed(values, max(len(values) / 100, 1.0) if smooth is None else smooth)
+    if label is not None:
+        label = f"{label} {average[-1]:.2f}"
+    axes.plot(iterations, values, color=color, alpha=0.3, linewidth=0.9)
+    axes.plot(iterations, average, color=color, linewidth=2.0, label=label)
+
+
+def _decorate(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=GREY)
+    axes.grid(color="#e2e8f0", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=GREY, labelsize=9, length=0)
+    axes.margins(x=0.02)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#cbd5e1")
