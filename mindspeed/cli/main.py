@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "preprocess": "turn text into token files",
     "pretrain": "pretrain a model",
     "models": "list the models that --model knows",
+    "recipes": "list the recipes that --config knows, print one",
     "convert": "convert weights between Hugging Face and Megatron",
     "export": "write a trained model for transformers",
     "generate": "continue a text with a trained model",
@@ -37,7 +38,7 @@ COMMANDS: dict[str, str] = {
 
 
 _format_for_developers = warnings.formatwarning
-_READ_ONLY = ("models", "features", "ops", "patches", "doctor")
+_READ_ONLY = ("models", "recipes", "features", "ops", "patches", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

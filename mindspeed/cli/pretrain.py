@@ -52,7 +52,7 @@ def _prepare(argv: Sequence[str], ranks: int | None = None) -> Settings:
     from mindspeed.training.arguments import build_parser
     from mindspeed.training.data import check_files, load_tokenizer
     from mindspeed.training.recipe import dump, parse_with_recipe
-    from mindspeed.training.resolve import model_parallel_size, resolve
+    from mindspeed.training.resolve import assume_data, default_ranks, resolve
 
     parser = build_parser(with_help=bool({"-h", "--help"} & set(argv)))
     args = parse_with_recipe(argv, parser)
@@ -60,7 +60,9 @@ def _prepare(argv: Sequence[str], ranks: int | None = None) -> Settings:
     recipe = dump(args, parser)
     if args.use_checkpoint_args and args.load:
         take_architecture(args, saved_args(args.load, args.ckpt_step))
-    settings = resolve(args, ranks or args.nproc or model_parallel_size(args), recipe)
+    if args.dry_run:
+        assume_data(args)
+    settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe)
     session.install().configure(vars(args))
     check_files(args)
     load_tokenizer(args)

@@ -1,29 +1,56 @@
-"""Recipes that come with the package: ``mindspeed pretrain --config $(...)``.
+"""Recipes that come with the package, by name: ``mindspeed pretrain --config llama2-7b``.
 
-:func:`path` finds one by name, also in an installed wheel.
+``table.yaml`` holds one entry per model and purpose, flat and with shared parts, because most
+differ in a handful of values. A file beside it, such as ``quickstart.yaml``, is a recipe of its own
+in the form that users write. ``mindspeed recipes show NAME`` turns both into that form.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mindspeed.errors import ConfigError
 
 _HERE = Path(__file__).parent
+_TABLE = "table"
+
+
+@functools.cache
+def table() -> Mapping[str, Mapping[str, Any]]:
+    """Recipes of the table: name -> flags by their names in a recipe, not in sections."""
+    entries = yaml.safe_load((_HERE / f"{_TABLE}.yaml").read_text("utf-8"))
+    return {name: flags for name, flags in entries.items() if not name.startswith("_")}
+
+
+def files() -> Mapping[str, Path]:
+    """Recipes that are files: name -> file."""
+    return {file.stem: file for file in sorted(_HERE.glob("*.yaml")) if file.stem != _TABLE}
 
 
 def names() -> list[str]:
-    """Names of all recipes, such as ``quickstart``."""
-    files = (file.relative_to(_HERE).with_suffix("") for file in _HERE.rglob("*.yaml"))
-    return sorted(file.as_posix() for file in files)
+    """Names of all recipes, such as ``quickstart`` and ``llama2-7b``."""
+    return [*files(), *table()]
 
 
 def path(name: str) -> Path:
     """File of the recipe ``name``.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No file has that name.
     """
-    if name not in names():
-        raise ConfigError(f"no recipe {name!r}; there are {', '.join(names())}")
-    return _HERE / f"{name}.yaml"
+    if name not in files():
+        raise ConfigError(f"no file holds a recipe {name!r}; there are {', '.join(files())}")
+    return files()[name]
+
+
+def unknown(name: str) -> str:
+    """What to say when ``name`` is neither a recipe nor a file: the closest names."""
+    near = difflib.get_close_matches(name, names(), n=3, cutoff=0.4)
+    hint = f"; closest: {', '.join(near)}" if near else ""
+    return f"there is no such file and no recipe of that name{hint} (mindspeed recipes lists them)"

@@ -20,7 +20,12 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.training.flops import training_flops
+from mindspeed.training.flops import (
+    attention_weights,
+    layer_kinds,
+    mlp_weights,
+    training_flops,
+)
 from mindspeed.training.resolve import Settings
 
 GIB = 2**30
@@ -47,22 +52,28 @@ class Estimate:
 
 def estimate(args: argparse.Namespace) -> Estimate:
     """Estimate a run from its final values."""
-    layer, edge = _layer_parameters(args), args.padded_vocab_size * args.hidden_size
-    copies = 2 if args.untie_embeddings_and_output_weights else 1
-    total = args.num_layers * layer + copies * edge
+    dense, expert = _matrices(args)
+    edge = args.padded_vocab_size * args.hidden_size
+    edges = 2 if args.untie_embeddings_and_output_weights else 1
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    on_rank = -(-args.num_layers // pp) * _layer_parameters(args, args.expert_model_parallel_size)
-    on_rank = (on_rank + (copies if pp == 1 else 1) * edge) // tp
+    layers = -(-args.num_layers // pp)  # experts are in the last ones: the last stage is fullest
+    experts_per_rank = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    dense_here = (sum(dense[-layers:]) + (edges if pp == 1 else 1) * edge) // tp
+    expert_here = sum(expert[-layers:]) // experts_per_rank
+    on_rank = dense_here + expert_here
     narrow = args.fp16 or args.bf16
     main = 12 if narrow else 8
-    shared_by = args.data_parallel_size if args.use_distributed_optimizer else 1
+    replicas = args.data_parallel_size * args.context_parallel_size
+    expert_replicas = max(1, args.world_size // (experts_per_rank * pp))
+    if not args.use_distributed_optimizer:
+        replicas = expert_replicas = 1
     wide_gradients = not narrow or args.accumulate_allreduce_grads_in_fp32
     return Estimate(
-        parameters=total,
+        parameters=sum(dense) + sum(expert) + edges * edge,
         parameters_per_rank=on_rank,
         weights=on_rank * (2 if narrow else 4),
         gradients=on_rank * (4 if wide_gradients else 2),
-        optimizer=on_rank * main / shared_by,
+        optimizer=main * (dense_here / replicas + expert_here / expert_replicas),
         activations=_activations(args),
         bubble=bubble_fraction(args),
         flops_per_step=training_flops(args, args.global_batch_size),
@@ -107,18 +118,20 @@ def _layout(args: argparse.Namespace) -> str:
     )
 
 
-def _layer_parameters(args: argparse.Namespace, expert_parallel: int = 1) -> int:
-    """Weights of one transformer layer; norms and biases are left out as too few to matter."""
-    hidden = args.hidden_size
-    query = args.kv_channels * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    attention = hidden * (2 * query + 2 * args.kv_channels * groups)
-    matrices = 3 if args.swiglu or args.quick_geglu else 2
-    if not args.num_experts:
-        return attention + matrices * hidden * args.ffn_hidden_size
-    experts = args.num_experts // expert_parallel
-    shared = args.moe_shared_expert_intermediate_size or 0
-    return attention + matrices * hidden * (experts * args.moe_ffn_hidden_size + shared)
+def _matrices(args: argparse.Namespace) -> tuple[list[int], list[int]]:
+    """Entries of every layer's matrices: what all replicas hold, and the routed experts.
+
+    Norms and biases are left out as too few to matter.
+    """
+    plain, sparse = layer_kinds(args)
+    attention = attention_weights(args)
+    dense = [attention + mlp_weights(args, args.ffn_hidden_size)] * plain
+    if not sparse:
+        return dense, [0] * plain
+    shared = mlp_weights(args, args.moe_shared_expert_intermediate_size or 0)
+    router = args.num_experts * args.hidden_size
+    experts = args.num_experts * mlp_weights(args, args.moe_ffn_hidden_size)
+    return dense + [attention + shared + router] * sparse, [0] * plain + [experts] * sparse
 
 
 def _activations(args: argparse.Namespace) -> float:

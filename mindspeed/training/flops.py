@@ -17,19 +17,19 @@ _MULTIPLY_ADD = 2
 
 def training_flops(args: argparse.Namespace, samples: int) -> float:
     """Floating-point operations to train on ``samples`` sequences."""
-    dense, sparse = _layer_kinds(args)
+    dense, sparse = layer_kinds(args)
     layers = dense + sparse
     per_token = (
-        dense * _mlp(args, args.ffn_hidden_size)
+        dense * mlp_weights(args, args.ffn_hidden_size)
         + (sparse * _experts(args) if sparse else 0)
-        + layers * (_latent_attention(args) if args.multi_latent_attention else _attention(args))
+        + layers * (attention_weights(args) + _attention_core(args))
         + (1 + (args.mtp_num_layers or 0)) * args.hidden_size * args.padded_vocab_size
         + (args.mtp_num_layers or 0) * (3 * args.hidden_size + 2 * args.hidden_size**2)
     )
     return _FORWARD_AND_BACKWARD * _MULTIPLY_ADD * per_token * args.seq_length * samples
 
 
-def _layer_kinds(args: argparse.Namespace) -> tuple[int, int]:
+def layer_kinds(args: argparse.Namespace) -> tuple[int, int]:
     """Numbers of dense and of mixture-of-experts layers, prediction layers included."""
     extra = args.mtp_num_layers or 0
     if not args.num_experts:
@@ -41,25 +41,23 @@ def _layer_kinds(args: argparse.Namespace) -> tuple[int, int]:
     return args.num_layers + extra - sparse, sparse
 
 
-def _mlp(args: argparse.Namespace, width: int) -> int:
+def mlp_weights(args: argparse.Namespace, width: int) -> int:
+    """Entries of the matrices of one MLP."""
     return args.hidden_size * width * (3 if args.swiglu or args.quick_geglu else 2)
 
 
-def _experts(args: argparse.Namespace) -> int:
-    shared = args.moe_shared_expert_intermediate_size or 0
-    return args.moe_router_topk * _mlp(args, args.moe_ffn_hidden_size) + _mlp(args, shared)
-
-
-def _attention(args: argparse.Namespace) -> float:
+def attention_weights(args: argparse.Namespace) -> int:
+    """Entries of the matrices of one attention; with latent attention, of its norms too."""
+    if args.multi_latent_attention:
+        return _latent_attention_weights(args)
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     key_and_value = 2 * args.kv_channels * groups
     gate = query if args.attention_output_gate else 0
-    projections = args.hidden_size * (query + key_and_value + gate) + query * args.hidden_size
-    return projections + 2 * query * args.seq_length / 2
+    return args.hidden_size * (query + key_and_value + gate) + query * args.hidden_size
 
 
-def _latent_attention(args: argparse.Namespace) -> float:
+def _latent_attention_weights(args: argparse.Namespace) -> int:
     heads, hidden = args.num_attention_heads, args.hidden_size
     query_head = args.qk_head_dim + args.qk_pos_emb_head_dim
     if args.q_lora_rank is None:
@@ -67,6 +65,21 @@ def _latent_attention(args: argparse.Namespace) -> float:
     else:
         query = args.q_lora_rank * (hidden + heads * query_head + 1)
     latent = args.kv_lora_rank * (hidden + heads * (args.qk_head_dim + args.v_head_dim) + 1)
-    core = args.seq_length * heads * (query_head + args.v_head_dim) / 2
     rope = hidden * args.qk_pos_emb_head_dim
-    return query + latent + rope + heads * args.v_head_dim * hidden + core
+    return query + latent + rope + heads * args.v_head_dim * hidden
+
+
+def _attention_core(args: argparse.Namespace) -> float:
+    """Multiply-adds of one token with the keys and the values before it."""
+    if args.multi_latent_attention:
+        width = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
+    else:
+        width = 2 * args.kv_channels
+    return args.num_attention_heads * width * args.seq_length / 2
+
+
+def _experts(args: argparse.Namespace) -> int:
+    shared = args.moe_shared_expert_intermediate_size or 0
+    return args.moe_router_topk * mlp_weights(args, args.moe_ffn_hidden_size) + mlp_weights(
+        args, shared
+    )

@@ -82,6 +82,9 @@ class ModelOptions:
 class ParallelOptions:
     """How the model is cut over the ranks."""
 
+    devices: int | None = flag(
+        None, "ranks the values are meant for: --dry-run counts with them, any other number runs"
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers of one virtual pipeline stage (interleaved schedule)"
     )

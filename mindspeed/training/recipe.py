@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import yaml
 
+from mindspeed import recipes
 from mindspeed.errors import ConfigError
 from mindspeed.files import check_path
 from mindspeed.models.hf_load import folder_of, is_hf
@@ -52,7 +53,7 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
     given = list(tokens)
     path = finder.parse_known_args(given)[0].config
     if path is not None:
-        given = [*recipe_words(read(path), parser, path), *given]
+        given = [*recipe_words(find(path, parser), parser, path), *given]
     found = finder.parse_known_args(given)[0]
     model = found.model
     if model is None and is_hf(found.load):
@@ -62,14 +63,31 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
     return parse(given, parser)
 
 
+def find(name: str, parser: Parser) -> Mapping[str, Any]:
+    """A recipe by its file or by the name of one that comes with the package, in sections.
+
+    Raises:
+        ConfigError: there is neither, or the file is no recipe.
+    """
+    if Path(name).is_file():
+        return read(name)
+    if name in recipes.files():
+        return read(str(recipes.path(name)))
+    if name not in recipes.table():
+        raise ConfigError(f"--config {name}: {recipes.unknown(name)}")
+    table = section_of(parser)
+    sections: dict[str, dict[str, Any]] = {section: {} for section in ALL_SECTIONS}
+    for key, value in recipes.table()[name].items():
+        sections[table[key][0]][key] = value
+    return sections
+
+
 def read(path: str) -> Mapping[str, Any]:
     """Read a recipe file as a mapping of sections.
 
     Raises:
-        ConfigError: there is no such file or it is no YAML mapping.
+        ConfigError: it is no YAML mapping.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"--config {path}: there is no such file")
     try:
         recipe = yaml.safe_load(check_path(path, "input").read_text("utf-8"))
     except yaml.YAMLError as error:
@@ -118,7 +136,26 @@ def dump(args: argparse.Namespace, parser: Parser) -> str:
         value = getattr(args, key, None)
         if value is not None and (value != action.default or _always_shown(key)):
             recipe[section][key] = _plain(value)
-    return yaml.safe_dump({k: v for k, v in recipe.items() if v}, sort_keys=False)
+    return to_yaml(recipe)
+
+
+def to_yaml(recipe: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of a recipe; empty sections are left out."""
+    return yaml.dump({k: dict(v) for k, v in recipe.items() if v}, Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists on one line, and repeats a value rather than refer to it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+
+
+_Dumper.add_representer(list, _represent_list)
 
 
 def _always_shown(key: str) -> bool:

@@ -51,6 +51,26 @@ def model_parallel_size(args: argparse.Namespace) -> int:
     )
 
 
+def default_ranks(args: argparse.Namespace) -> int:
+    """Ranks where neither a launcher nor ``--nproc`` says how many.
+
+    Those of ``--devices`` for ``--dry-run`` and where this machine has as many, else as few as can
+    hold the model.
+    """
+    smallest = model_parallel_size(args)
+    if args.devices is None:
+        return smallest
+    return args.devices if args.dry_run or device.current().count() >= args.devices else smallest
+
+
+def assume_data(args: argparse.Namespace) -> None:
+    """Data and tokenizer of a dry run that names none; the vocabulary is the model's."""
+    given = (args.data_path, args.train_data_path, args.data_args_path, args.mock_data)
+    args.mock_data = args.mock_data or not any(given)
+    if args.tokenizer_type is None and args.tokenizer_model is None and args.vocab_size:
+        args.tokenizer_type = "NullTokenizer"
+
+
 def resolve(
     args: argparse.Namespace, world_size: int, recipe: str = "", *, training: bool = True
 ) -> Settings:

@@ -1,0 +1,57 @@
+"""Resolves recipes and command lines inside a rank, where Megatron is behind the adaptor."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SETUP = "trainer_warm"
+
+
+def resolve_recipes(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What a dry run knows of each recipe; and whether its YAML text gives the same values."""
+    return {name: _resolved(name) for name in names}
+
+
+def _resolved(name: str) -> dict[str, Any]:
+    from mindspeed.cli.recipes import text_of
+    from mindspeed.errors import MindSpeedError
+    from mindspeed.training.estimate import GIB, estimate
+
+    try:
+        args = _dry_run(name)
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "mine.yaml"
+            copy.write_text(text_of(name))
+            again = _dry_run(str(copy))
+    except MindSpeedError as error:
+        return {"error": str(error)}
+    figures = estimate(args)
+    return {
+        "error": None,
+        "values": {name: value for name, value in vars(args).items() if _is_plain(value)},
+        "same as its text": vars(args) | {"config": ""} == vars(again) | {"config": ""},
+        "parameters": figures.parameters,
+        "gib": figures.memory / GIB,
+    }
+
+
+def layers_of_stages(layout: str, stages: int) -> list[int]:
+    """Transformer layers of each pipeline stage of a layout."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    parsed = PipelineParallelLayerLayout.from_str(layout, stages).layout
+    return [sum(layer.name == "decoder" for layer in chunks[0]) for chunks in parsed]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a test process can unpickle it without Megatron."""
+    return value is None or isinstance(value, bool | int | float | str | list | tuple)
+
+
+def _dry_run(config: str) -> Any:
+    from mindspeed.cli.pretrain import _prepare
+
+    return _prepare(["--config", config, "--dry-run"]).args

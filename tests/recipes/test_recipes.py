@@ -1,0 +1,75 @@
+"""Recipes by name: one for every model, each resolves, fits and says what its YAML says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_jobs import SETUP, layers_of_stages, resolve_recipes
+
+from mindspeed import recipes
+from mindspeed.models.presets import presets
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "training"))  # trainer_warm
+
+# Millions of parameters that the publishers state, without norms and biases in the first digits.
+PUBLISHED = {
+    "llama-7b": 6738,
+    "llama-65b": 65286,
+    "llama2-70b": 68977,
+    "bloom-176b": 176247,
+    "baichuan2-13b": 13897,
+    "llama3.2-1b": 1236,
+    "qwen2.5-0.5b": 494,
+    "qwen3-30b-a3b": 30532,
+    "mixtral-8x7b": 46703,
+    "deepseek-v3": 671026,
+}
+
+
+@pytest.fixture(scope="module")
+def resolved(rank_pool):
+    names = list(recipes.table())
+    (answer,) = rank_pool.run(1, resolve_recipes, names, setup=SETUP, backend=None, timeout=240)
+    return answer
+
+
+def test_every_model_has_a_recipe_of_its_name():
+    assert set(presets()) <= set(recipes.table())
+
+
+@pytest.mark.parametrize("name", recipes.table())
+def test_a_recipe_resolves_for_its_devices_and_fits_into_64_gb(name, resolved):
+    assert resolved[name]["error"] is None
+    assert resolved[name]["values"]["world_size"] == recipes.table()[name]["devices"]
+    assert resolved[name]["gib"] < 60
+    assert resolved[name]["same as its text"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameter_count_is_the_published_one(name, resolved):
+    assert resolved[name]["parameters"] / 1e6 == pytest.approx(PUBLISHED[name], rel=0.005)
+
+
+def test_values_of_the_original_scripts(resolved):
+    seven = resolved["llama-7b"]["values"]
+    assert (seven["lr"], seven["micro_batch_size"], seven["global_batch_size"]) == (1e-6, 2, 64)
+    assert (seven["adam_beta1"], seven["adam_beta2"], seven["weight_decay"]) == (0.9, 0.95, 0.01)
+    layouts = {
+        name: (values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"])
+        for name, values in ((name, answer["values"]) for name, answer in resolved.items())
+    }
+    assert layouts["llama-33b"] == (4, 4)
+    assert layouts["llama-65b"] == layouts["internlm-65b"] == (8, 4)
+    assert (layouts["llama2-34b"], layouts["llama2-70b"]) == ((8, 2), (8, 8))
+    bloom = resolved["bloom-176b"]["values"]
+    assert layouts["bloom-176b"] == (8, 12)
+    assert bloom["rampup_batch_size"] == [192, 16, 9765625]
+    assert bloom["lr"] == 6e-5
+
+
+def test_bloom_176b_has_five_layers_at_its_ends_and_six_between(ranks):
+    layout = recipes.table()["bloom-176b"]["pipeline_model_parallel_layout"]
+    (counts,) = ranks(1, layers_of_stages, layout, 12, setup=SETUP, backend=None)
+    assert counts == [5, *[6] * 10, 5]
