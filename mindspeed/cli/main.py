@@ -21,21 +21,34 @@ from mindspeed.errors import MindSpeedError
 from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
 
 COMMANDS: dict[str, str] = {
-    "quickstart": "pretrain a small LLaMA on this machine, from text to a picture of the loss",
+    "quickstart": "the whole way on this machine: from text to a tuned, evaluated model",
+    "corpus": "write practice data from this Python's documentation",
+    "tokenizer": "train a byte-level BPE tokenizer",
     "preprocess": "turn text into token files",
     "pretrain": "pretrain a model",
     "models": "list the models that --model knows",
     "recipes": "list the recipes that --config knows, print one",
     "convert": "convert weights between Hugging Face and Megatron",
     "export": "write a trained model for transformers",
+    "verify": "compare a checkpoint's logits with those of transformers",
     "generate": "continue a text with a trained model",
-    "plot": "draw loss, throughput and memory of one or more runs",
+    "plot": "draw loss, gradient norm, throughput and memory of one or more runs",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: what runs on this device, and why not something faster",
     "patches": "list what is changed in Megatron, and check it against a Megatron version",
     "doctor": "say what works on this machine, and why not",
 }
 
+
+# The order of mindspeed --help.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "begin": ("quickstart", "doctor"),
+    "data": ("corpus", "tokenizer", "preprocess"),
+    "train": ("pretrain", "finetune", "models", "recipes", "plot"),
+    "weights": ("convert", "export", "verify", "merge-lora"),
+    "use": ("generate", "chat", "serve", "evaluate"),
+    "look inside": ("features", "ops", "patches"),
+}
 
 _format_for_developers = warnings.formatwarning
 _READ_ONLY = ("models", "recipes", "features", "ops", "patches", "doctor")
@@ -72,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
-    module = importlib.import_module(f"mindspeed.cli.{command}")
+    module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
     if getattr(module, "PASS_THROUGH", False):
         return int(module.run(rest))
     parser = argparse.ArgumentParser(
@@ -109,11 +122,14 @@ def _warning_line(
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
+    lines = []
+    for title, names in GROUPS.items():
+        shown = (f"  {name:<12}{COMMANDS[name]}" for name in names if name in COMMANDS)
+        lines += [f"{title}:", *shown, ""]
     parser = argparse.ArgumentParser(
         "mindspeed",
         description="Train large models with Megatron on Ascend NPU, NVIDIA GPU and plain CPU.",
-        epilog="commands:\n" + "\n".join(lines) + "\n\nmindspeed <command> --help tells more",
+        epilog="\n".join([*lines, "mindspeed <command> --help tells more"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="mindspeed <command> [options]",
     )

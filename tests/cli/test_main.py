@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mindspeed.cli.main import COMMANDS, main
+from mindspeed.cli.main import COMMANDS, GROUPS, main
 
 
 def test_help_lists_every_command(capsys):
@@ -18,6 +18,9 @@ def test_help_lists_every_command(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert all(f"  {name}" in text for name in COMMANDS)
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert set(COMMANDS) <= set(grouped)
 
 
 EVERY_HELP = """

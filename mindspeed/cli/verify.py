@@ -1,0 +1,155 @@
+"""``mindspeed verify``: does transformers compute what this checkpoint computes?
+
+    mindspeed verify --load runs/my --hf exported --input corpus.jsonl
+
+Both models read the same text in one process, and their logits are compared. The status is 1 when
+they differ by more than ``--tolerance``. The Hugging Face directory is usually one that ``mindspeed
+export`` wrote, or one that ``mindspeed convert`` read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+
+HELP = "compare a checkpoint's logits with those of transformers"
+
+TOLERANCE = {"fp32": 1e-3, "half": 0.25}  # largest difference of a logit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this sub-command."""
+    parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face model")
+    parser.add_argument(
+        "--input", type=Path, required=True, metavar="FILE", help="text, or jsonl with a text field"
+    )
+    parser.add_argument("--samples", type=int, default=8, help="sequences (default: 8)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="largest difference of a logit (default: 0.001 in fp32, 0.25 in bf16 and fp16)",
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same text.
+
+    Attributes:
+        largest: largest difference of a logit.
+        agreement: share of positions where both find the same token most likely.
+        losses: mean loss of ours and theirs.
+        tokens: positions compared.
+    """
+
+    largest: float
+    agreement: float
+    losses: tuple[float, float]
+    tokens: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load both models, compare, print."""
+    if not (args.hf / "config.json").is_file():
+        raise ConfigError(f"--hf {args.hf}: no Hugging Face model, it has no config.json")
+    texts = _texts(args.input)
+    from mindspeed.training.quiet import choose_warnings
+
+    choose_warnings()
+    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    from mindspeed.inference.load import Source, load_model
+
+    loaded = load_model(Source(args.load, args.ckpt_step), 1)
+    length = loaded.args.seq_length
+    rows = [ids[:length] for ids in map(loaded.tokenizer.tokenize, texts) if len(ids) > 1]
+    rows = sorted(rows, key=len, reverse=True)[: args.samples]
+    if not rows:
+        raise DataError(f"--input {args.input}: no text of two tokens or more")
+    result = compare(loaded.stage, _transformers_model(args.hf, loaded), rows)
+    exact = not (loaded.args.bf16 or loaded.args.fp16)
+    tolerance = args.tolerance or TOLERANCE["fp32" if exact else "half"]
+    good = result.largest <= tolerance
+    print(
+        f"{result.tokens} tokens: logits differ by at most {result.largest:.2e} "
+        f"({'within' if good else 'MORE than'} {tolerance:g}), the same token is likeliest at "
+        f"{result.agreement:.2%}, loss {result.losses[0]:.6f} here and {result.losses[1]:.6f} "
+        "in transformers"
+    )
+    return 0 if good else 1
+
+
+def compare(ours: Any, theirs: Any, rows: list[list[int]]) -> Comparison:
+    """Run both models over ``rows`` one by one.
+
+    Args:
+        ours: A whole ``GPTModel``, on one rank.
+        theirs: A ``PreTrainedModel``.
+        rows: token ids.
+    """
+    import torch
+
+    largest, same, count = 0.0, 0, 0
+    sums = [0.0, 0.0]
+    for row in rows:
+        here, there = _logits(ours, theirs, torch.tensor([row]))
+        largest = max(largest, float((here - there).abs().max()))
+        same += int((here.argmax(-1) == there.argmax(-1)).sum())
+        count += len(row)
+        labels = torch.tensor(row[1:])
+        for index, logits in enumerate((here, there)):
+            losses = torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
+            sums[index] += float(losses)
+    targets = count - len(rows)
+    return Comparison(largest, same / count, (sums[0] / targets, sums[1] / targets), count)
+
+
+def _logits(ours: Any, theirs: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [tokens, vocabulary] of both models in fp32, without padding entries."""
+    import torch
+
+    with torch.inference_mode():
+        device = next(ours.parameters()).device
+        tokens = tokens.to(device)
+        positions = torch.arange(tokens.shape[1], device=device)[None]
+        here = ours(input_ids=tokens, position_ids=positions, attention_mask=None)[0].float().cpu()
+        there = theirs(input_ids=tokens).logits[0].float().cpu()
+    entries = min(here.shape[-1], there.shape[-1])
+    return here[:, :entries], there[:, :entries]
+
+
+def _transformers_model(directory: Path, loaded: Any) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("this needs transformers: pip install 'mindspeed[suite]'") from error
+    first = next(loaded.stage.parameters())
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=first.dtype, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(f"--hf {directory}: transformers cannot load it: {error}") from error
+    return model.to(first.device).eval()
+
+
+def _texts(path: Path) -> list[str]:
+    """Texts of a jsonl file, or the lines of a plain one."""
+    if not path.is_file():
+        raise DataError(f"--input {path}: there is no such file")
+    lines = path.read_text("utf-8").splitlines()
+    if path.suffix != ".jsonl":
+        return [line for line in lines if line.strip()]
+    try:
+        return [json.loads(line)["text"] for line in lines if line.strip()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"--input {path}: lines of {{'text': ...}} are expected") from error

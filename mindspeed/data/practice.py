@@ -1,0 +1,150 @@
+"""Practice material for the whole way of a model, made from the documentation of this Python.
+
+:func:`write` fills a directory; nothing is downloaded, and the same Python gives the same files:
+
+==================== =========================================================================
+``corpus.jsonl``     text to pretrain on (:mod:`mindspeed.data.corpus`)
+``instructions.jsonl`` questions with answers to tune on, in Alpaca's columns
+``boolq/dev.jsonl``  an exam in BoolQ's published format, with names the instructions do not use
+``template.yaml``    how a question and its answer become text (:mod:`mindspeed.data.templates`)
+==================== =========================================================================
+
+The instructions are of two kinds: explanations of the topics of ``help()``, and yes/no questions
+about built-in names ("is KeyError an exception") asked as BoolQ's prompt asks them. Even built-in
+names are for tuning, odd ones for the exam, so a good mark is not learned by heart.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed.data import corpus
+from mindspeed.errors import DataError
+from mindspeed.files import atomic_write_text, make_dirs
+
+LONGEST_ANSWER = 160  # characters
+TEMPLATE = """\
+# A question and its answer as text, as BoolQ's prompt has it: tuning teaches the exam's form.
+description: question, "Answer:", answer
+user: "{content}\\nAnswer:"
+assistant: " {content}<|endoftext|>"
+generation: ""
+stop: ["<|endoftext|>"]
+special: ["<|endoftext|>"]
+"""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the material lies."""
+
+    directory: Path
+
+    @property
+    def corpus(self) -> Path:
+        return self.directory / "corpus.jsonl"
+
+    @property
+    def instructions(self) -> Path:
+        return self.directory / "instructions.jsonl"
+
+    @property
+    def exam(self) -> Path:
+        return self.directory / "boolq" / "dev.jsonl"
+
+    @property
+    def template(self) -> Path:
+        return self.directory / "template.yaml"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A yes/no question with the passage that answers it."""
+
+    name: str
+    passage: str
+    is_exception: bool
+
+    @property
+    def question(self) -> str:
+        """As in BoolQ: without a question mark."""
+        return f"is {self.name} an exception"
+
+
+def write(directory: Path) -> tuple[Files, corpus.CorpusSummary]:
+    """Write all material below ``directory``, the corpus last.
+
+    Raises:
+        DataError: This Python carries no documentation.
+    """
+    files = Files(directory)
+    known = list(facts())
+    pairs = [*explanations(), *(_as_instruction(fact) for fact in known[::2])]
+    if not pairs:
+        raise DataError("this Python carries no documentation (it was started with -OO?)")
+    make_dirs(files.exam.parent)
+    _write_lines(files.instructions, pairs)
+    _write_lines(files.exam, (_as_exam(fact) for fact in known[1::2]))
+    atomic_write_text(files.template, TEMPLATE)
+    return files, corpus.write_python_docs(files.corpus)
+
+
+def explanations() -> Iterator[Mapping[str, str]]:
+    """The first sentence of every topic of ``help()`` that has a short one."""
+    for document in corpus.python_docs():
+        if not document.source.startswith(f"{corpus.SOURCE_NAME}/topics/"):
+            return
+        title, *paragraphs = re.split(r"\n\s*\n", document.text)
+        sentence = next(filter(None, map(_first_sentence, paragraphs)), None)
+        if sentence is not None:
+            name = " ".join(title.splitlines()[0].split())
+            yield {"instruction": f"Explain in one sentence: {name}", "output": sentence}
+
+
+def facts() -> Iterator[Fact]:
+    """What ``builtins`` says of its names, exceptions and others, in alphabetical order."""
+    for name, value in sorted(vars(builtins).items()):
+        if name.startswith("_") or not callable(value):
+            continue
+        is_exception = isinstance(value, type) and issubclass(value, BaseException)
+        paragraphs = re.split(r"\n\s*\n", value.__doc__ or "")
+        passage = next(filter(None, map(_first_sentence, paragraphs)), None)
+        if passage is not None:
+            yield Fact(name, passage, is_exception)
+
+
+def _first_sentence(paragraph: str) -> str | None:
+    """The first sentence of a paragraph of prose; None for a heading, a grammar or a long one."""
+    if re.search(r"::=|[=*~-]{4}", paragraph) or not re.match(r"\s*[A-Z][a-z]* ", paragraph):
+        return None
+    words = " ".join(paragraph.split())
+    sentence = re.match(r".+?\.(?=\s|$)", words)
+    if sentence is None or len(sentence[0]) > LONGEST_ANSWER:
+        return None
+    return None if words.startswith(("New in", "Changed in", "See ", "Note")) else sentence[0]
+
+
+def _as_instruction(fact: Fact) -> dict[str, str]:
+    answer = "Yes" if fact.is_exception else "No"
+    question = f"Question: {fact.question}?"
+    return {"instruction": fact.passage, "input": question, "output": answer}
+
+
+def _as_exam(fact: Fact) -> dict[str, Any]:
+    return {
+        "question": fact.question,
+        "title": fact.name,
+        "answer": fact.is_exception,
+        "passage": fact.passage,
+    }
+
+
+def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    atomic_write_text(path, "".join(lines))
