@@ -1,7 +1,8 @@
 """``mindspeed generate``: continue a text with a trained model.
 
     mindspeed generate --load runs/quickstart/checkpoints --prompt "The import statement"
-    mindspeed generate --load DIR --tp 2 --pp 2 --greedy --prompt-file prompts.txt
+    mindspeed generate --load hf:models/llama2-7b --tp 2 --pp 2 --greedy --prompt-file prompts.txt
+    mindspeed generate --load DIR --num-beams 4 --num-return-sequences 2 --prompt "Once upon a"
 
 The tokenizer and the shape of the model come from the checkpoint, whatever layout it was trained
 in. Text goes to standard output as it is made (with one prompt), everything else to standard error.
@@ -10,92 +11,59 @@ in. Text goes to standard output as it is made (with one prompt), everything els
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed.cli.inference_flags import (
+    add_model_arguments,
+    add_sampling_arguments,
+    run_model,
+    sampling_options,
+)
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.inference.sampling import SamplingOptions
 
 if TYPE_CHECKING:
-    from mindspeed.inference.load import LoadedModel
+    from mindspeed.inference.generator import Generator
 
 HELP = "continue a text with a trained model"
-
-_UNFINISHED = "\ufffd"  # how a part of a character decodes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
-    parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints")
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    add_model_arguments(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     parser.add_argument(
         "--prompt-file", type=Path, metavar="FILE", help="one prompt a line, instead of --prompt"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=SamplingOptions.max_new_tokens)
-    parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top-k", type=int, default=0, help="0: all tokens")
-    parser.add_argument("--top-p", type=float, default=0.95, help="1: all tokens")
-    parser.add_argument("--seed", type=int, default=SamplingOptions.seed)
     parser.add_argument(
-        "--tp", "--tensor-model-parallel-size", type=int, default=1, help="tensor-parallel size"
+        "--batch-size", type=int, default=16, help="prompts in one pass (default: %(default)s)"
     )
+    add_sampling_arguments(parser)
+    parser.add_argument("--num-beams", type=int, default=1, help="sequences a beam search follows")
+    parser.add_argument("--num-return-sequences", type=int, default=1, help="texts for each prompt")
+    parser.add_argument("--length-penalty", type=float, default=1.0, help="above 0: longer beams")
     parser.add_argument(
-        "--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages"
-    )
-    parser.add_argument(
-        "--tokenizer-model", metavar="DIR", help="default: the tokenizer of the training"
+        "--recompute", action="store_true", help="run the whole text for every token: slow, exact"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate; started by hand with more than one rank, start the ranks first."""
-    options = SamplingOptions(
-        max_new_tokens=args.max_new_tokens,
-        greedy=args.greedy,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
+    options = sampling_options(
+        args,
+        num_beams=args.num_beams,
+        num_return_sequences=args.num_return_sequences,
+        length_penalty=args.length_penalty,
+        recompute=args.recompute,
     )
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size {args.batch_size}: at least 1 is needed")
     texts = _prompts(args)
-    from mindspeed.training.quiet import choose_warnings
-
-    choose_warnings()
-    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.inference.load import Source, load_model, resolve_source
-    from mindspeed.training.guard import stop_together
-    from mindspeed.training.launch import inside_a_job, run_ranks
-
-    source = Source(args.load, args.ckpt_step, args.tp, args.pp, args.tokenizer_model)
-    size = args.tp * args.pp
-    if not inside_a_job() and size > 1:
-        resolve_source(source, size)  # says what is wrong once, before any rank starts
-        return run_ranks(_command(args), size)
-    with stop_together("generate"):
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone
-            loaded = load_model(source, int(os.environ.get("WORLD_SIZE", "1")))
-        _print_all(loaded, texts, options)
-    return 0
-
-
-def _command(args: argparse.Namespace) -> list[str]:
-    """This command line again, for one rank."""
-    words = [sys.executable, "-m", "mindspeed", "generate"]
-    for name, value in vars(args).items():
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words += [option] if value else []
-        elif isinstance(value, list):
-            words += [f"{option}={item}" for item in value]
-        elif value is not None:
-            words.append(f"{option}={value}")
-    return words
+    return run_model(
+        "generate", args, lambda generator: _print_all(generator, texts, options, args.batch_size)
+    )
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -109,54 +77,25 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def _print_all(loaded: LoadedModel, texts: Sequence[str], options: SamplingOptions) -> None:
-    """Print every prompt with its continuation; rank 0 speaks, all ranks take part."""
+def _print_all(
+    generator: Generator, texts: Sequence[str], options: SamplingOptions, batch_size: int
+) -> None:
+    """Print every prompt with its continuations; rank 0 speaks, all ranks take part."""
     import torch.distributed as dist
 
-    from mindspeed.inference.generate import ModelRanks, generate
-
-    tokenizer = loaded.tokenizer
-    # A model that only ever saw documents after an end-of-text token begins with one.
-    prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
     speaks = dist.get_rank() == 0
-    if len(texts) == 1:
-        for piece in _pieces(loaded, prompts[0], options):
+    if len(texts) == options.num_return_sequences == options.num_beams == 1:
+        if speaks:
+            print(texts[0], end="", flush=True)
+        for piece in generator.pieces(texts, options):
             if speaks:
-                print(piece, end="", flush=True)
+                print(piece.text, end="", flush=True)
         if speaks:
             print()
         return
-    rows = generate(
-        loaded.stage,
-        prompts,
-        options,
-        ranks=ModelRanks.of_megatron(),
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-    )
-    for prompt, row in zip(prompts, rows, strict=True):
-        if speaks:
-            print(tokenizer.detokenize([*prompt, *row]))
-            print("-" * 40)
-
-
-def _pieces(loaded: LoadedModel, prompt: Sequence[int], options: SamplingOptions) -> Iterator[str]:
-    """The text of one prompt and its continuation, piece by piece, never half a character."""
-    from mindspeed.inference.generate import ModelRanks, stream
-
-    tokens, printed = list(prompt), ""
-    steps = stream(
-        loaded.stage,
-        [prompt],
-        options,
-        ranks=ModelRanks.of_megatron(),
-        vocab_size=loaded.tokenizer.vocab_size,
-        eod=loaded.tokenizer.eod,
-    )
-    yield (printed := loaded.tokenizer.detokenize(tokens))
-    for step in steps:
-        tokens += step.values()
-        text = loaded.tokenizer.detokenize(tokens)
-        if not text.endswith(_UNFINISHED):
-            yield text[len(printed) :]
-            printed = text
+    results = generator.generate(texts, options, batch_size)
+    for text, completions in zip(texts, results, strict=True):
+        for completion in completions:
+            if speaks:
+                print(text + completion.text)
+                print("-" * 40)

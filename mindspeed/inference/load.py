@@ -1,19 +1,26 @@
-"""A trained model ready to generate, from a checkpoint of any layout.
+"""A trained model ready to generate, from a checkpoint of any layout or a Hugging Face directory.
 
-The shape of the model, its precision and its tokenizer come from the checkpoint; tensor and
-pipeline size are free, because the files are resharded while they are read. Only weights are
-loaded. Sequence parallelism and virtual stages play no role in generation and are left off.
+The shape of the model, its precision and its tokenizer come from there; tensor and pipeline size
+are free, because the files are resharded while they are read. Only weights are loaded. Sequence
+parallelism and virtual stages play no role in generation and are left off.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mindspeed.checkpoint.load import load, saved_args, take_architecture
+from mindspeed.adaptor import session
+from mindspeed.checkpoint import directory
+from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
-from mindspeed.errors import ConfigError
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.files import check_path
+from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
 from mindspeed.training.configs import transformer_config
@@ -23,11 +30,21 @@ from mindspeed.training.resolve import resolve
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """This rank's stage and what belongs to it."""
+    """This rank's stage and what belongs to it.
+
+    Attributes:
+        stage: Without wrappers, in evaluation mode.
+        tokenizer: The checkpoint's, unless another was asked for.
+        args: Final values.
+        eos: Ids that end a text.
+        start: Ids that every text begins with (bos), where the model was trained so.
+    """
 
     stage: Any
     tokenizer: TextTokenizer
     args: argparse.Namespace
+    eos: frozenset[int]
+    start: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,11 +52,12 @@ class Source:
     """Which checkpoint, on how many ranks.
 
     Attributes:
-        root: Directory of checkpoints (``--save`` of the training).
+        root: Directory of checkpoints (``--save`` of the training), or ``hf:DIR``.
         step: Iteration; None for the latest.
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
-        tokenizer: Overrides the tokenizer of the checkpoint where a field is set.
+        tokenizer: Directory of another tokenizer than the checkpoint's.
+        lora: Directory of an adapter, ours or PEFT's.
     """
 
     root: str
@@ -47,6 +65,7 @@ class Source:
     tp: int = 1
     pp: int = 1
     tokenizer: str | None = None
+    lora: str | None = None
 
 
 def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
@@ -80,9 +99,45 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
 def load_model(source: Source, world_size: int) -> LoadedModel:
     """Build and load this rank's stage. Collective."""
     args = resolve_source(source, world_size)
+    session.install().configure(vars(args))
     setup.initialize(args)
     tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
     config = transformer_config(args)
     model = BuiltModel(config, build_modules(args, config, gpt_model))
     load(args, model)
-    return LoadedModel(model.modules[0].eval(), tokenizer, args)
+    if source.lora is not None:
+        from mindspeed import lora
+
+        lora.load(model.modules, source.lora)
+    return finish(model.modules[0].eval(), tokenizer, args)
+
+
+def finish(stage: Any, tokenizer: TextTokenizer, args: argparse.Namespace) -> LoadedModel:
+    """Add what the files say about where texts begin and end."""
+    special = getattr(args, "tokenizer_hf_include_special_tokens", False)
+    start = getattr(tokenizer, "start", ()) if special or _from_hugging_face(args) else ()
+    return LoadedModel(stage, tokenizer, args, frozenset(_ends(tokenizer, args)), tuple(start))
+
+
+def _from_hugging_face(args: argparse.Namespace) -> bool:
+    """Such models expect what their tokenizer adds; ours saw what preprocessing wrote."""
+    if args.load is None or is_hf(args.load):
+        return args.load is not None
+    return latest(args.load, args.ckpt_step).name == directory.RELEASE
+
+
+def _ends(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[int]:
+    """The tokenizer's end of text, and all that ``generation_config.json`` lists."""
+    yield tokenizer.eod
+    folder = folder_of(args.load) if is_hf(args.load) else getattr(args, "tokenizer_model", None)
+    path = Path(folder or "") / "generation_config.json"
+    if folder is None or not path.is_file():
+        return
+    try:
+        found = json.loads(check_path(path, "input").read_text("utf-8")).get("eos_token_id")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise DataError(f"{path} is no valid JSON object: {error}") from error
+    listed = found if isinstance(found, list) else [found]
+    yield from (
+        token for token in listed if isinstance(token, int) and token < tokenizer.vocab_size
+    )

@@ -1,24 +1,47 @@
 """How the next token is chosen from logits ``[b, v]``.
 
-Greedy takes the largest logit. Sampling divides by the temperature, keeps the ``top_k`` largest,
-of those the smallest set that holds ``top_p`` of their probability, and draws from what is left:
-the order Hugging Face uses, with both filters at once if both are given. Draws come from a CPU
-generator of their own, so that text depends on ``seed`` alone and not on the device or on what
-else draws random numbers in the process.
+    logits -> repetition penalty -> no end before min_new_tokens      greedy: the largest
+                                 -> / temperature -> top_k -> top_p   sampling: a draw
+
+The order is Hugging Face's, with both filters at once if both are given. Every sequence draws from
+a CPU generator of its own, made from ``seed`` and the number of the sequence, so that its text
+depends neither on the device, nor on the layout, nor on what else is in the batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mindspeed.errors import ConfigError
 
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring seeds over all 64 bits
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What is generated and how it is chosen."""
+    """What is generated and how it is chosen.
+
+    Attributes:
+        max_new_tokens: Upper limit of new tokens per sequence.
+        greedy: Take the most likely token, or with several beams the most likely beams.
+        temperature: Divides the logits before sampling.
+        top_k: Keep the most likely tokens, this many; 0 keeps all.
+        top_p: Keep the fewest most likely tokens that have this probability together.
+        seed: Of all draws.
+        min_new_tokens: The end token is not chosen before.
+        repetition_penalty: Divides positive logits of tokens that occurred, multiplies negative.
+        num_beams: Sequences that a beam search follows; 1 is no beam search.
+        length_penalty: A finished beam scores its log-probability / length ** penalty.
+        early_stopping: End a beam search when ``num_beams`` have finished, not when none of the
+            others can become better.
+        num_return_sequences: Continuations of each prompt.
+        stop: Strings that end a sequence; they are no part of its text.
+        logprobs: Also return the log-probability of each token, and of this many most likely ones.
+        recompute: Run the whole sequence for every token instead of keeping keys and values.
+    """
 
     max_new_tokens: int = 128
     greedy: bool = False
@@ -26,41 +49,126 @@ class SamplingOptions:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 1234
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    num_return_sequences: int = 1
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    recompute: bool = False
 
     def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise ConfigError(problem)
+
+    def _problem(self) -> str | None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens {self.max_new_tokens}: at least 1 is needed")
-        if not self.greedy and self.temperature <= 0:
-            raise ConfigError(
+            return f"--max-new-tokens {self.max_new_tokens}: at least 1 is needed"
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            return (
+                f"--min-new-tokens {self.min_new_tokens}: 0 up to --max-new-tokens "
+                f"{self.max_new_tokens} is allowed"
+            )
+        if not self.greedy and not self.temperature > 0:
+            return (
                 f"--temperature {self.temperature}: sampling needs a value above 0; "
                 "for the most likely token use --greedy"
             )
         if self.top_k < 0:
-            raise ConfigError(f"--top-k {self.top_k}: 0 (all tokens) or more is allowed")
+            return f"--top-k {self.top_k}: 0 (all tokens) or more is allowed"
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p}: above 0 up to 1 (all tokens) is allowed")
+            return f"--top-p {self.top_p}: above 0 up to 1 (all tokens) is allowed"
+        if not self.repetition_penalty > 0:
+            return f"--repetition-penalty {self.repetition_penalty}: a value above 0 is needed"
+        return self._number_problem()
+
+    def _number_problem(self) -> str | None:
+        if self.num_beams < 1:
+            return f"--num-beams {self.num_beams}: at least 1 is needed"
+        if self.num_return_sequences < 1:
+            return f"--num-return-sequences {self.num_return_sequences}: at least 1 is needed"
+        one_answer = self.greedy or self.num_beams > 1
+        if one_answer and self.num_return_sequences > self.num_beams:
+            return (
+                f"--num-return-sequences {self.num_return_sequences} is more than --num-beams "
+                f"{self.num_beams}: a search returns at most its beams; raise --num-beams, or "
+                "sample without beams"
+            )
+        if any(not stop for stop in self.stop):
+            return "--stop '': an empty string would stop everything"
+        if self.logprobs is not None and self.logprobs < 0:
+            return f"--logprobs {self.logprobs}: 0 (of the chosen tokens) or more is allowed"
+        return None
 
 
-def next_token_probabilities(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
-    """Probabilities ``[b, v]`` that sampling draws from, in fp32."""
-    scores = logits.float() / options.temperature
-    if 0 < options.top_k < scores.shape[-1]:
-        smallest_kept = scores.topk(options.top_k).values[:, -1:]
+def generator_of(seed: int, row: int) -> torch.Generator:
+    """The generator of sequence ``row``."""
+    return torch.Generator().manual_seed((seed * _GOLDEN + row) % 2**63)
+
+
+def process(
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    options: SamplingOptions,
+    eos: Collection[int],
+    new_tokens: Sequence[int],
+) -> torch.Tensor:
+    """Apply what holds for greedy choice, sampling and beams alike.
+
+    Args:
+        scores: Logits, or in beam search log-probabilities, ``[b, v]`` in fp32.
+        tokens: Prompt and new tokens, ``[b, s]``.
+        options: Repetition penalty and least number of tokens.
+        eos: Ids that end a sequence.
+        new_tokens: How many of each row's tokens are new.
+    """
+    if options.repetition_penalty != 1:
+        tokens = tokens.to(scores.device)
+        seen = scores.gather(1, tokens)
+        penalty = options.repetition_penalty
+        seen = torch.where(seen < 0, seen * penalty, seen / penalty)
+        scores = scores.scatter(1, tokens, seen)
+    early = [count < options.min_new_tokens for count in new_tokens]
+    if eos and any(early):
+        scores = scores.clone()
+        rows = torch.tensor(early, device=scores.device).nonzero()
+        scores[rows, torch.tensor(sorted(eos), device=scores.device)] = float("-inf")
+    return scores
+
+
+def keep_likely(scores: torch.Tensor, options: SamplingOptions, at_least: int = 1) -> torch.Tensor:
+    """Set what ``top_k`` and ``top_p`` drop to -infinity; ``at_least`` tokens stay in any case."""
+    top_k = max(options.top_k, at_least) if options.top_k else 0
+    if 0 < top_k < scores.shape[-1]:
+        smallest_kept = scores.topk(top_k).values[:, -1:]
         scores = scores.masked_fill(scores < smallest_kept, float("-inf"))
     if options.top_p < 1:
         descending, order = scores.sort(descending=True)
         before = descending.softmax(-1).cumsum(-1).roll(1, dims=-1)
-        before[:, 0] = 0.0  # the most likely token always stays
+        before[:, :at_least] = 0.0
         dropped = (before >= options.top_p).scatter(-1, order, before >= options.top_p)
         scores = scores.masked_fill(dropped, float("-inf"))
-    return scores.softmax(-1)
+    return scores
+
+
+def next_token_probabilities(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    """Probabilities ``[b, v]`` that sampling draws from, in fp32."""
+    return keep_likely(logits.float() / options.temperature, options).softmax(-1)
 
 
 def choose(
-    logits: torch.Tensor, options: SamplingOptions, generator: torch.Generator
+    logits: torch.Tensor, options: SamplingOptions, generators: Sequence[torch.Generator]
 ) -> torch.Tensor:
-    """Next token ids ``[b]`` on the CPU."""
+    """Next token ids ``[b]`` on the CPU; one generator a row.
+
+    A draw is the first token at which the summed probabilities exceed a uniform number.
+    """
     if options.greedy:
         return logits.argmax(-1).cpu()
-    probabilities = next_token_probabilities(logits, options).cpu()
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    sums = next_token_probabilities(logits, options).cpu().double().cumsum(-1)
+    uniform = [torch.rand(1, dtype=torch.float64, generator=g) for g in generators]
+    drawn = torch.searchsorted(sums, torch.stack(uniform) * sums[:, -1:], right=True)[:, 0]
+    return drawn.clamp(max=sums.shape[1] - 1)  # a product that was rounded up to the sum of all

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from mindspeed import recipes
+from mindspeed.cli.inference_flags import command_line
 from mindspeed.data.preprocess import PreprocessOptions, preprocess
 from mindspeed.data.tokenizer import TokenizerOptions, save_tokenizer, train_bpe
 from mindspeed.errors import CheckpointError, ConfigError, DataError
@@ -109,6 +110,6 @@ def test_the_command_for_the_ranks_repeats_every_flag():
     generate.add_arguments(parser)
     words = ["--load=d", "--prompt=-a b", "--prompt=c", "--greedy", "--tp=2", "--top-p=0.5"]
     args = parser.parse_args(words)
-    command = generate._command(args)
+    command = command_line("generate", args)
     assert command[1:4] == ["-m", "mindspeed", "generate"]
     assert parser.parse_args(command[4:]) == args

@@ -25,7 +25,7 @@ def test_probabilities_equal_those_of_hugging_face(temperature, top_k, top_p):
 def test_draws_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(20_000, 1)
     options = SamplingOptions(temperature=1.5)
-    drawn = choose(logits, options, torch.Generator().manual_seed(1))
+    drawn = choose(logits, options, [torch.Generator().manual_seed(1)] * len(logits))
     observed = drawn.bincount(minlength=4).double()
     expected = next_token_probabilities(logits[:1], options)[0].double() * len(drawn)
     chi_square = float(((observed - expected) ** 2 / expected).sum())
@@ -34,7 +34,7 @@ def test_draws_follow_the_distribution():
 
 def test_greedy_takes_the_largest_logit():
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.5, 0.1, 0.2]])
-    chosen = choose(logits, SamplingOptions(greedy=True), torch.Generator())
+    chosen = choose(logits, SamplingOptions(greedy=True), [])
     assert chosen.tolist() == [1, 0]
 
 

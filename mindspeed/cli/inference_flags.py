@@ -1,0 +1,107 @@
+"""Flags and start-up that ``generate``, ``chat`` and ``serve`` share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mindspeed.inference.sampling import SamplingOptions
+
+if TYPE_CHECKING:
+    from mindspeed.inference.generator import Generator
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, on how many ranks."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--load",
+        required=True,
+        metavar="DIR",
+        help="directory of checkpoints, or hf:DIR for a Hugging Face model",
+    )
+    group.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    group.add_argument("--lora-load", metavar="DIR", help="adapter to put on the model, or PEFT's")
+    group.add_argument(
+        "--tp", "--tensor-model-parallel-size", type=int, default=1, help="tensor-parallel size"
+    )
+    group.add_argument(
+        "--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages"
+    )
+    group.add_argument(
+        "--tokenizer-model", metavar="DIR", help="default: the tokenizer of the training"
+    )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen."""
+    group = parser.add_argument_group("choice of tokens")
+    group.add_argument("--max-new-tokens", type=int, default=SamplingOptions.max_new_tokens)
+    group.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    group.add_argument("--temperature", type=float, default=0.8, help="default: %(default)s")
+    group.add_argument("--top-k", type=int, default=0, help="0 (default): all tokens")
+    group.add_argument("--top-p", type=float, default=0.95, help="1: all; default: %(default)s")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, help="1 (default): none")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; repeatable")
+    group.add_argument("--seed", type=int, default=SamplingOptions.seed)
+
+
+def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOptions:
+    """The options of :func:`add_sampling_arguments`.
+
+    Raises:
+        ConfigError: A value is not allowed.
+    """
+    values: dict[str, object] = {
+        "max_new_tokens": args.max_new_tokens,
+        "greedy": args.greedy,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "repetition_penalty": args.repetition_penalty,
+        "stop": tuple(args.stop or ()),
+        "seed": args.seed,
+    }
+    return SamplingOptions(**{**values, **more})  # type: ignore[arg-type]
+
+
+def run_model(command: str, args: argparse.Namespace, body: Callable[[Generator], None]) -> int:
+    """Load the model and run ``body`` on every rank; started by hand, start the ranks first."""
+    from mindspeed.training.quiet import choose_warnings
+
+    choose_warnings()
+    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.load import Source, load_model, resolve_source
+    from mindspeed.training.guard import stop_together
+    from mindspeed.training.launch import inside_a_job, run_ranks
+
+    model, tokenizer = args.load, args.tokenizer_model
+    source = Source(model, args.ckpt_step, args.tp, args.pp, tokenizer, args.lora_load)
+    size = args.tp * args.pp
+    if not inside_a_job() and size > 1:
+        resolve_source(source, size)  # says what is wrong once, before any rank starts
+        return run_ranks(command_line(command, args), size)
+    with stop_together(command):
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone
+            loaded = load_model(source, int(os.environ.get("WORLD_SIZE", "1")))
+        body(Generator.of(loaded))
+    return 0
+
+
+def command_line(command: str, args: argparse.Namespace) -> list[str]:
+    """This command line again, for one rank."""
+    words = [sys.executable, "-m", "mindspeed", command]
+    for name, value in vars(args).items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif isinstance(value, list):
+            words += [f"{option}={item}" for item in value]
+        elif value is not None:
+            words.append(f"{option}={value}")
+    return words

@@ -1,0 +1,116 @@
+"""Tokens in, logits of the last one out: passes through all stages of a model.
+
+    first stage --hidden--> ... --hidden--> last stage: logits of all TP ranks gathered
+
+With the cache (Megatron's ``StaticInferenceContext``) a pass costs what its own tokens cost; keys
+and values of the rest are kept: 2 x layers x rows x length x kv heads x head size elements over all
+ranks. Without (``recompute``) every pass runs the whole sequences, exactly as training does: slow,
+and the truth that the cache is compared with.
+
+Per pass and stage boundary ``b x s x hidden`` elements travel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed import device
+from mindspeed.inference.ranks import ModelRanks
+
+
+class Decoder:
+    """Sequences that grow together, one row each.
+
+    Args:
+        model: This rank's stage, a ``GPTModel`` without wrappers.
+        ranks: The ranks that hold the model.
+        rows: Number of sequences.
+        length: Tokens that the longest may reach.
+        recompute: Keep no cache.
+    """
+
+    def __init__(
+        self, model: Any, ranks: ModelRanks, rows: int, length: int, recompute: bool = False
+    ) -> None:
+        self._model, self._ranks = model, ranks
+        self._place = device.current().torch_device()
+        self._seen = torch.empty(rows, 0, dtype=torch.long)
+        self._context = None
+        if not recompute:
+            from megatron.core.inference.contexts import StaticInferenceContext
+
+            self._context = StaticInferenceContext(rows, length)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of this rank's keys and values."""
+        pairs = self._context.key_value_memory_dict.values() if self._context else ()
+        return sum(t.numel() * t.element_size() for pair in pairs for t in pair)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Append ``tokens`` ``[b, s]``; logits ``[b, v]`` behind them, on the last stage only."""
+        if self._context is None:
+            self._seen = tokens = torch.cat((self._seen, tokens), dim=1)
+        start = self._context.sequence_len_offset if self._context else 0
+        rows, length = tokens.shape
+        if length == 1 and start:
+            self._context.enable_decode_mode()  # type: ignore[union-attr]
+        if not self._ranks.first:
+            self._model.set_input_tensor(self._receive(length, rows))
+        output = self._model(
+            tokens.to(self._place),
+            torch.arange(start, start + length, device=self._place).expand(rows, -1),
+            self._causal_mask(length),
+            inference_context=self._context,
+            runtime_gather_output=True,
+        )
+        if self._context is not None:
+            self._context.sequence_len_offset += length
+        if self._ranks.last:
+            return output[:, -1]
+        hidden = output.to(self._pipeline_dtype).contiguous()
+        dist.send(hidden, self._ranks.neighbour(1), self._ranks.pipeline)
+        return None
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these rows: row ``i`` becomes a copy of row ``rows[i]``.
+
+        Repeats a prompt for several continuations, follows beams to their parents, drops what has
+        ended. Only the part of the cache that is in use is copied.
+        """
+        if torch.equal(rows, torch.arange(self._rows)):
+            return
+        if self._context is None:
+            self._seen = self._seen[rows]
+            return
+        rows, used = rows.to(self._place), self._context.sequence_len_offset
+        for layer, pair in self._context.key_value_memory_dict.items():
+            new = [t.new_empty(t.shape[0], len(rows), *t.shape[2:]) for t in pair]
+            for target, source in zip(new, pair, strict=True):
+                torch.index_select(source[:used], 1, rows, out=target[:used])
+            self._context.key_value_memory_dict[layer] = tuple(new)
+        self._context.max_batch_size = len(rows)
+
+    @property
+    def _rows(self) -> int:
+        return self._context.max_batch_size if self._context else len(self._seen)
+
+    @property
+    def _pipeline_dtype(self) -> torch.dtype:
+        config = self._model.config
+        return config.pipeline_dtype or config.params_dtype
+
+    def _receive(self, length: int, rows: int) -> torch.Tensor:
+        shape = (length, rows, self._model.config.hidden_size)
+        hidden = torch.empty(shape, dtype=self._pipeline_dtype, device=self._place)
+        dist.recv(hidden, src=self._ranks.neighbour(-1), group=self._ranks.pipeline)
+        return hidden
+
+    def _causal_mask(self, length: int) -> torch.Tensor | None:
+        """Megatron's form: True is hidden. A single token sees all keys there are."""
+        if length == 1:
+            return None
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=self._place).triu(1)
