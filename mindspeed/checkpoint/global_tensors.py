@@ -8,6 +8,7 @@ asking for each tensor when its turn comes. Both hold one tensor, or one file, i
 from __future__ import annotations
 
 import io
+import math
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import CheckpointError
@@ -76,7 +78,7 @@ class GlobalTensors:
             CheckpointError: Pieces of it are missing.
         """
         size = self.shape(key)[len(position) :]
-        result = torch.empty(size, dtype=self.dtype(key))
+        result: torch.Tensor | None = None
         filled = 0
         for chunk in self._tensors[key].chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
@@ -85,13 +87,17 @@ class GlobalTensors:
                 continue
             piece = self._chunk(MetadataIndex(key, chunk.offsets))
             inside = tuple(p - o for p, (o, _) in zip(position, lead, strict=True))
+            if sizes[len(position) :] == size:
+                return piece.reshape(sizes)[inside]
+            if result is None:
+                result = torch.empty(size, dtype=self.dtype(key))
             bounds = zip(offsets[len(position) :], sizes[len(position) :], strict=True)
             target = result[tuple(slice(start, start + count) for start, count in bounds)]
             target.copy_(piece.reshape(sizes)[inside])
             filled += target.numel()
-        if filled != result.numel():
+        if result is None or filled != result.numel():
             raise CheckpointError(
-                f"{self._folder}: {key} is incomplete: {filled} of {result.numel()} numbers"
+                f"{self._folder}: {key} is incomplete: {filled} of {math.prod(size)} numbers"
             )
         return result
 
@@ -100,9 +106,8 @@ class GlobalTensors:
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self._folder}: {index.fqn} is stored compressed")
         with open(self._folder / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            data = io.BytesIO(file.read(info.length))
-        tensor: torch.Tensor = torch.load(data, map_location="cpu", weights_only=True)
+            view: Any = _create_file_view(file, info.offset, info.length)
+            tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
         return tensor
 
 

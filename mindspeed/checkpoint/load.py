@@ -19,7 +19,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mindspeed.checkpoint import directory
-from mindspeed.checkpoint.hf import args_of
 from mindspeed.checkpoint.state import (
     ARCHITECTURE,
     DETAILS,
@@ -31,6 +30,7 @@ from mindspeed.checkpoint.state import (
     without_noop_layers,
 )
 from mindspeed.checkpoint.untrusted import read_index
+from mindspeed.checkpoint.weights.hugging_face import args_of
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.models.hf_load import folder_of, is_hf, load_hf
@@ -109,7 +109,7 @@ def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
     """
     if is_hf(root):
         return args_of(folder_of(root))
-    return _common(latest(root, step))["args"]
+    return common_state(latest(root, step))["args"]
 
 
 def take_architecture(args: argparse.Namespace, saved: argparse.Namespace) -> None:
@@ -152,13 +152,14 @@ def _agreed_candidates(args: argparse.Namespace) -> list[Path]:
     return [Path(path) for path in found[0]]
 
 
-def _common(path: Path) -> dict[str, Any]:
+def common_state(path: Path) -> dict[str, Any]:
+    """What a ``torch_dist`` checkpoint holds beside tensors: values of the run, iteration ..."""
     return dist_checkpointing.load_common_state_dict(str(path))
 
 
 def _load_one(args: argparse.Namespace, model: BuiltModel, path: Path) -> Loaded:
     index = read_index(path)
-    common = _common(path)
+    common = common_state(path)
     saved = common.get("args", argparse.Namespace())
     check_architecture(args, saved, str(path))
     weights_only = args.finetune or path.name == directory.RELEASE

@@ -148,7 +148,9 @@ def stored_args(args: argparse.Namespace) -> argparse.Namespace:
         for name, value in vars(args).items()
         if _is_plain(value) and name not in ("rank", "local_rank")
     }
-    return argparse.Namespace(**plain, no_persist_layer_norm=not args.persist_layer_norm)
+    if hasattr(args, "persist_layer_norm"):  # Megatron-LM's flag, and ours, says the opposite
+        plain["no_persist_layer_norm"] = not args.persist_layer_norm
+    return argparse.Namespace(**plain)
 
 
 def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, where: str) -> None:

@@ -1,19 +1,28 @@
-"""Convert weights between Hugging Face and Megatron.
+"""Convert weights between Hugging Face and Megatron, and between Megatron's formats and layouts.
 
-mindspeed convert --input DIR_WITH_CONFIG_JSON --output CHECKPOINTS     to Megatron (torch_dist)
-mindspeed convert --input CHECKPOINTS --output NEW_DIR                  to Hugging Face
+mindspeed convert --input Qwen3-8B --output CHECKPOINTS                     for every layout
+mindspeed convert --input Qwen3-8B --output LEGACY --format torch --tp 2    a file for each rank
+mindspeed convert --input LEGACY --output NEW --format torch --tp 4 --pp 2  another layout
+mindspeed convert --input CHECKPOINTS --output NEW_DIR --to hf              for transformers
 
-A torch_dist checkpoint fits any tensor, pipeline, virtual pipeline and expert parallel size, so
-none is asked for. One tensor is in memory at a time; nothing appears before everything is written.
+What --input holds is seen from its files: a Hugging Face directory, or the latest checkpoint in
+torch_dist, legacy (mp_rank_XX, also DeepSpeed's) or safetensors format. One tensor is in memory at
+a time, of a torch_dist checkpoint one file; nothing appears before everything is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindspeed.checkpoint.weights.convert import Format, Target
 
 HELP = "convert weights between Hugging Face and Megatron"
 _DTYPES = ("fp32", "bf16", "fp16")
+_MEGATRON = ("torch_dist", "torch", "deepspeed", "safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,70 +30,156 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", required=True, metavar="DIR", help="what to convert")
     parser.add_argument("--output", required=True, metavar="DIR", help="where to write")
     parser.add_argument(
-        "--to", choices=("hf", "megatron"), help="default: megatron if --input has a config.json"
+        "--to",
+        choices=("hf", "megatron"),
+        help="default: megatron if --input has a config.json or --format is given, otherwise hf",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: as read)")
-    to_megatron = parser.add_argument_group("to Megatron")
-    to_megatron.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        default="transformer_engine",
-        help="layer spec; models with experts have other names in each",
-    )
-    to_megatron.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=128,
-        help="pad the vocabulary to a multiple of this; times the tensor-parallel size to come",
-    )
-    add_export_arguments(parser.add_argument_group("to Hugging Face"))
+    add_common_arguments(parser)
+    _add_megatron_arguments(parser.add_argument_group("to Megatron"))
 
 
-def add_export_arguments(group: argparse._ArgumentGroup) -> None:
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that ``mindspeed export`` has, too."""
-    group.add_argument("--ckpt-step", type=int, help="iteration (default: the latest)")
-    group.add_argument(
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: as read)")
+    parser.add_argument(
+        "--verify", action="store_true", help="read the output again and compare every byte"
+    )
+    parser.add_argument(
+        "--added-token-num",
+        type=int,
+        default=0,
+        metavar="N",
+        help="grow the vocabulary by N tokens, each the mean of the others (default 0)",
+    )
+    parser.add_argument("--ckpt-step", type=int, help="iteration (default: the latest)")
+    parser.add_argument(
         "--hf-config-dir",
         metavar="DIR",
-        help="directory whose further config keys, tokenizer and generation settings to copy",
+        help="Hugging Face directory that says which model a checkpoint is, and whose further "
+        "config keys, tokenizer and generation settings go with an exported model",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=float,
+        metavar="GB",
+        help="size of a file (default 5, of torch_dist 1)",
+    )
+
+
+def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--format",
+        "--ckpt-format",
+        choices=_MEGATRON,
+        help="torch: legacy, a file for each rank; deepspeed: the same under DeepSpeed's names; "
+        "safetensors: whole tensors under Megatron's names (default: torch_dist)",
+    )
+    layout = (
+        ("--tp", "--tensor-model-parallel-size", "tensor parallel size"),
+        ("--pp", "--pipeline-model-parallel-size", "pipeline parallel size"),
+        ("--vpp", "--num-virtual-stages-per-pipeline-rank", "virtual stages of a pipeline rank"),
+        ("--ep", "--expert-model-parallel-size", "expert parallel size"),
+    )
+    for short, long, text in layout:
+        group.add_argument(
+            short,
+            long,
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"{text}; legacy formats (default 1)",
+        )
+    for which in ("first", "last"):
+        group.add_argument(
+            f"--decoder-{which}-pipeline-num-layers",
+            type=int,
+            metavar="N",
+            help=f"layers of the {which} stage, if it has another number; legacy formats",
+        )
+    group.add_argument(
+        "--moe-grouped-gemm",
+        action="store_true",
+        help="experts are computed together; legacy formats for transformer_engine",
     )
     group.add_argument(
-        "--max-shard-size", type=float, default=5.0, metavar="GB", help="size of a file (default 5)"
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="layer spec (default: as read; of a Hugging Face model transformer_engine)",
+    )
+    group.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N times --tp (default: as read, or 128)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert."""
-    to = args.to or ("megatron" if (Path(args.input) / "config.json").is_file() else "hf")
-    if to == "hf":
-        return export(args.input, args)
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.checkpoint.hf import Target, import_hf
-    from mindspeed.training.flag_types import DTYPES
+    from mindspeed.checkpoint.weights.convert import Target
+    from mindspeed.errors import ConfigError
+    from mindspeed.models.layout import Layout
 
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    target = Target(args.transformer_impl, args.make_vocab_size_divisible_by, dtype)
-    unused = import_hf(args.input, args.output, target)
-    if unused:
-        print(f"not part of the model: {', '.join(unused)}")
-    print(f"wrote {Path(args.output) / 'release'}; load it with --load {args.output}")
-    return 0
-
-
-def export(checkpoints: str, args: argparse.Namespace) -> int:
-    """Write the latest checkpoint of a run as a Hugging Face directory."""
-    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.checkpoint.hf import export_hf
-    from mindspeed.checkpoint.load import latest, saved_args
-    from mindspeed.training.flag_types import DTYPES
-
-    family = export_hf(
-        latest(checkpoints, args.ckpt_step),
-        saved_args(checkpoints, args.ckpt_step),
-        args.output,
-        like=args.hf_config_dir,
-        dtype=DTYPES[args.dtype] if args.dtype else None,
-        max_shard_bytes=int(args.max_shard_size * 1e9),
+    from_hf = (Path(args.input) / "config.json").is_file()
+    to_hf = args.to == "hf" or not (args.to or args.format or from_hf)
+    form: Format = "hf" if to_hf else args.format or "torch_dist"
+    layout = Layout(
+        args.tp,
+        args.pp,
+        args.vpp,
+        args.ep,
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
     )
-    print(f"wrote {args.output} as {family.name} ({family.architecture})")
+    if min(args.tp, args.pp, args.vpp, args.ep) < 1:
+        raise ConfigError("--tp, --pp, --vpp and --ep are at least 1")
+    if layout != Layout() and form not in ("torch", "deepspeed"):
+        raise ConfigError(
+            "--tp, --pp, --vpp, --ep and stages of a size of their own are for --format torch and "
+            f"deepspeed; {form} fits every layout, so leave them out"
+        )
+    target = Target(
+        form,
+        layout,
+        transformer_impl=args.transformer_impl,
+        grouped=args.moe_grouped_gemm,
+        vocab_multiple=args.make_vocab_size_divisible_by or (128 if from_hf else None),
+        **common_values(args),
+    )
+    return convert(args, target)
+
+
+def common_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The common options as fields of a target."""
+    from mindspeed.errors import ConfigError
+    from mindspeed.training.flag_types import DTYPES
+
+    if args.added_token_num < 0:
+        raise ConfigError(f"--added-token-num {args.added_token_num} is negative")
+    return {
+        "dtype": DTYPES[args.dtype] if args.dtype else None,
+        "added_tokens": args.added_token_num,
+        "like": args.hf_config_dir,
+        "max_file_bytes": int(args.max_shard_size * 1e9) if args.max_shard_size else None,
+        "progress": sys.stderr.isatty(),
+    }
+
+
+def convert(args: argparse.Namespace, target: Target) -> int:
+    """Open, convert, and say what was done."""
+    from mindspeed.checkpoint.weights import convert as formats
+
+    source = formats.open_weights(args.input, step=args.ckpt_step, like=args.hf_config_dir)
+    if source.unused:
+        print(f"not part of the model: {', '.join(source.unused)}")
+    written = formats.convert(source, args.output, target)
+    if args.verify:
+        count = formats.verify(written, args.output, like=args.hf_config_dir)
+        print(f"verified {count} parameters byte for byte")
+    if target.format == "hf":
+        family = written.family
+        print(f"wrote {args.output} as {family.name} ({family.architecture})")
+    else:
+        print(f"wrote {Path(args.output) / 'release'}; load it with --load {args.output}")
     return 0

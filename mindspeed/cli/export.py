@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from mindspeed.cli.convert import add_export_arguments, export
+from mindspeed.cli.convert import add_common_arguments, common_values, convert
 
 HELP = "write a trained model for transformers"
 
@@ -15,12 +15,16 @@ HELP = "write a trained model for transformers"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed export``."""
     parser.add_argument("--hf", action="store_true", required=True, help="as Hugging Face has it")
-    parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints")
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", dest="input", help="directory of checkpoints"
+    )
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as trained")
-    add_export_arguments(parser.add_argument_group("details"))
+    add_common_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Export."""
-    return export(args.load, args)
+    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    from mindspeed.checkpoint.weights.convert import Target
+
+    return convert(args, Target("hf", **common_values(args)))

@@ -123,14 +123,18 @@ class HFReader:
         count = parameter.shape[0] - start if count is None else count
         width = [len(range(*columns.indices(size))) for size in parameter.shape[1:]]
         dtype = dtype or self.dtype(parameter.sources[0])
-        result = torch.zeros(count, *width, dtype=dtype)
+        result: torch.Tensor | None = None
         for segment, position in overlap(parameter.segments, start, count):
             if segment.name is not None:
                 part = self._slice(segment.name)
                 rows = slice(segment.start, segment.start + segment.count)
                 part = part[rows, columns] if width else part[rows]
+                if segment.count == count:
+                    return part.to(dtype)
+                if result is None:
+                    result = torch.zeros(count, *width, dtype=dtype)
                 result[position : position + segment.count] = part
-        return result
+        return torch.zeros(count, *width, dtype=dtype) if result is None else result
 
     def check(self, parameter: Parameter) -> None:
         """See that the sources of a parameter are there and have its shape."""

@@ -15,7 +15,7 @@ or latent attention; ``tests/models`` compares this module with Megatron's own s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mindspeed.models.table import Parameter
@@ -61,6 +61,28 @@ def module_name(parameter: Parameter, scheme: Scheme, *, grouped: bool = False) 
     if grouped and parameter.expert is not None:
         name = name.replace(f".local_experts.{parameter.expert}.", ".") + str(parameter.expert)
     return name
+
+
+def local_name(
+    parameter: Parameter,
+    scheme: Scheme,
+    layer: int | None,
+    expert: int | None,
+    *,
+    grouped: bool = False,
+) -> str:
+    """Name in the state dict of one rank, which counts its own layers and experts.
+
+    Args:
+        parameter: Which one.
+        scheme: The layer spec.
+        layer: Number of its layer in the stage.
+        expert: Number of its expert on the rank.
+        grouped: Experts are computed together.
+    """
+    name = parameter.name.replace(f".layers.{parameter.layer}.", f".layers.{layer}.", 1)
+    name = name.replace(f".local_experts.{parameter.expert}.", f".local_experts.{expert}.", 1)
+    return module_name(replace(parameter, name=name, expert=expert), scheme, grouped=grouped)
 
 
 def address(

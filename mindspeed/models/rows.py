@@ -114,18 +114,24 @@ def source_rows(segments: Sequence[Segment]) -> dict[str, int]:
 
 
 def split(tensor: torch.Tensor, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
-    """The tensors that a whole stack was made of.
+    """The tensors that a whole stack was made of; those in one piece are views of it.
 
     Args:
         tensor: The stack, its rows in the first dimension.
         segments: Its layout.
     """
     sizes = source_rows(segments)
-    result = {name: tensor.new_empty(count, *tensor.shape[1:]) for name, count in sizes.items()}
+    result: dict[str, torch.Tensor] = {}
     position = 0
     for segment in segments:
         if segment.name is not None:
             part = tensor[position : position + segment.count]
-            result[segment.name][segment.start : segment.start + segment.count] = part
+            rows = sizes[segment.name]
+            if segment.count == rows:
+                result[segment.name] = part
+            else:
+                if segment.name not in result:
+                    result[segment.name] = tensor.new_empty(rows, *tensor.shape[1:])
+                result[segment.name][segment.start : segment.start + segment.count] = part
         position += segment.count
     return result

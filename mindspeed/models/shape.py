@@ -48,7 +48,7 @@ def shape_of(args: Any) -> Shape:
     heads, head = args.num_attention_heads, args.kv_channels
     grouped = value("group_query_attention")
     groups = args.num_query_groups if grouped else heads
-    vocab = args.vocab_size
+    vocab = value("vocab_size") or args.padded_vocab_size
     experts = value("num_experts")
     sizes = {
         "hidden": args.hidden_size,

@@ -76,7 +76,7 @@ RULES: dict[str, tuple[Rule, dict[str, str]]] = {
         {
             "files.py": "is what the others go through",
             "checkpoint/global_tensors.py": "into memory",
-            "checkpoint/hf.py": "into a file of atomic_writer",
+            "checkpoint/weights/": "into files of atomic_writer and secure_open",
             "checkpoint/directory.py": "inside a directory that is hardened, synced and renamed",
             "testing/": "temporary files of one test run",
             "device/host_memory.py": "asks the kernel, in /proc, to forget its peak",

@@ -1,0 +1,12 @@
+"""Weights of a whole model, whatever files hold them.
+
+    Hugging Face          config.json, model-00001-of-00004.safetensors or pytorch_model*.bin
+    torch_dist            release/.metadata, __0_0.distcp ...        any layout loads it
+    legacy (torch)        release/mp_rank_01_002/model_optim_rng.pt  a file for each rank
+    legacy (deepspeed)    release/mp_rank_01_model_states.pt         the same, as DeepSpeed has it
+    safetensors           release/model.safetensors, megatron.json   whole parameters
+
+A format is a reader, which is a :class:`~mindspeed.checkpoint.weights.whole.Weights` that makes one
+parameter at a time, and a function that writes such weights, asking for one parameter at a time. So
+every format converts to every other one, in every layout, and nobody holds a model in memory.
+"""

@@ -1,0 +1,237 @@
+"""Any format to any other: open, adapt, write, look once more, publish.
+
+    source = open_weights("Qwen3-8B")
+    convert(source, "checkpoints", Target("torch", Layout(tensor=4, pipeline=2)))
+
+What is wrong with the source is said before anything is written; the output appears under its name
+when all its bytes are on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from mindspeed.checkpoint import directory
+from mindspeed.checkpoint.weights.hugging_face import HFWeights, hf_family, write_hf
+from mindspeed.checkpoint.weights.legacy import LegacyWeights, write_legacy
+from mindspeed.checkpoint.weights.rank_files import is_legacy
+from mindspeed.checkpoint.weights.safetensors_files import (
+    ARGS,
+    SafetensorsWeights,
+    write_safetensors,
+)
+from mindspeed.checkpoint.weights.torch_dist import TorchDistWeights, write_torch_dist
+from mindspeed.checkpoint.weights.whole import Adapted, Weights, padded_vocab
+from mindspeed.errors import CheckpointError
+from mindspeed.files import atomic_write_text, harden_tree, make_dirs
+from mindspeed.models.hf_files import CONFIG
+from mindspeed.models.layout import Layout
+from mindspeed.models.naming import Scheme
+
+Format = Literal["hf", "torch_dist", "torch", "deepspeed", "safetensors"]
+FORMATS: tuple[Format, ...] = ("hf", "torch_dist", "torch", "deepspeed", "safetensors")
+_DEEPSPEED_TRACKER = "latest"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to write.
+
+    Attributes:
+        format: Of the files.
+        layout: Ranks that a legacy checkpoint has files for.
+        transformer_impl: Layer spec of the Megatron model; None keeps the source's.
+        grouped: Experts are computed together, in a legacy checkpoint.
+        vocab_multiple: Each rank's rows of the vocabulary are a multiple of this; None keeps the
+            source's padding where it fits.
+        dtype: Type of the weights; None keeps theirs.
+        added_tokens: So many more tokens, each the mean of the others.
+        like: Hugging Face directory whose further keys and tokenizer go with a Hugging Face model.
+        max_file_bytes: Largest size of a file with more than one tensor; None takes the format's.
+        progress: Show a bar.
+    """
+
+    format: Format
+    layout: Layout = field(default_factory=Layout)
+    transformer_impl: Scheme | None = None
+    grouped: bool = False
+    vocab_multiple: int | None = None
+    dtype: torch.dtype | None = None
+    added_tokens: int = 0
+    like: str | None = None
+    max_file_bytes: int | None = None
+    progress: bool = False
+
+
+def open_weights(path: str | Path, *, step: int | None = None, like: str | None = None) -> Weights:
+    """The weights in a directory of any format.
+
+    Args:
+        path: Directory with a ``config.json``, directory of checkpoints, or one checkpoint.
+        step: Iteration; None for the latest one.
+        like: Hugging Face directory that says which family a Megatron model is of.
+
+    Raises:
+        CheckpointError: There are none, or they are incomplete.
+        ConfigError: Megatron does not have this model.
+    """
+    path = Path(path)
+    if (path / CONFIG).is_file():
+        return HFWeights(path)
+
+    def family(args: argparse.Namespace):  # type: ignore[no-untyped-def]
+        return hf_family(args, like)
+
+    checkpoint = _checkpoint(path, step)
+    if is_legacy(checkpoint):
+        known = HFWeights(like).args if like else None
+        return LegacyWeights(checkpoint, known, family)
+    if (checkpoint / ARGS).is_file():
+        return SafetensorsWeights(checkpoint, family)
+    from mindspeed.checkpoint.load import common_state
+
+    if (problem := directory.problem_with(checkpoint)) is not None:
+        raise CheckpointError(f"{checkpoint} cannot be read: {problem}")
+    args = common_state(checkpoint)["args"]
+    return TorchDistWeights(checkpoint, args, family(args))
+
+
+def convert(source: Weights, output: str | Path, target: Target) -> Weights:
+    """Write a model in another format.
+
+    Returns:
+        What was written, as it was asked for: the source with all changes.
+
+    Raises:
+        CheckpointError: ``output`` exists, or the source is incomplete.
+        ConfigError: The model cannot be spread over the layout.
+    """
+    total = sum(source.nbytes(parameter) for parameter in source.table)
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc=target.format, disable=not target.progress
+    ) as bar:
+        weights = _adapted(source, target, bar.update)
+        with _published(Path(output), target.format) as folder:
+            _write(weights, folder, target)
+    return weights
+
+
+def verify(written: Weights, output: str | Path, *, like: str | None = None) -> int:
+    """Read an output again and compare every parameter with what it was made of, byte for byte.
+
+    Args:
+        written: As :func:`convert` returns it.
+        output: What it wrote.
+        like: As in :func:`open_weights`.
+
+    Returns:
+        The number of parameters.
+
+    Raises:
+        CheckpointError: Names the first parameter that differs.
+    """
+    found = open_weights(output, like=like)
+    rows = {parameter.name: parameter.shape[0] for parameter in found.table}
+    for parameter in written.table:
+        if parameter.name not in rows:
+            raise CheckpointError(f"{output}: there is no {parameter.name}")
+    for parameter, original in zip(found.table, written.table, strict=True):
+        # A Hugging Face directory has no padding.
+        theirs = written.read(original)[: parameter.shape[0]]
+        if not _same_bytes(found.read(parameter), theirs):
+            raise CheckpointError(f"{output}: {parameter.name} is not what was written")
+    return len(found.table)
+
+
+def _same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    same = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    raw = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[ours.element_size()]
+    return same and torch.equal(ours.contiguous().view(raw), theirs.contiguous().view(raw))
+
+
+def _adapted(source: Weights, target: Target, on_read) -> Weights:  # type: ignore[no-untyped-def]
+    """The source as the target wants it."""
+    padded = padded_vocab(source, target.added_tokens, target.vocab_multiple, target.layout.tensor)
+    weights = Adapted(
+        source,
+        dtype=target.dtype,
+        added_tokens=target.added_tokens,
+        padded_vocab=padded,
+        on_read=on_read,
+    )
+    args = weights.args
+    args.transformer_impl = target.transformer_impl or args.transformer_impl
+    args.params_dtype = weights.dtype(weights.table[0])
+    args.bf16, args.fp16 = (args.params_dtype == t for t in (torch.bfloat16, torch.float16))
+    return weights
+
+
+def _write(weights: Weights, folder: Path, target: Target) -> None:
+    limit = target.max_file_bytes
+    if target.format == "hf":
+        write_hf(weights, folder, like=target.like, max_shard_bytes=limit or 5_000_000_000)
+    elif target.format == "safetensors":
+        write_safetensors(weights, folder, max_shard_bytes=limit or 5_000_000_000)
+    elif target.format == "torch_dist":
+        write_torch_dist(weights, folder, max_file_bytes=limit or 1 << 30)
+    else:
+        deepspeed = target.format == "deepspeed"
+        write_legacy(weights, folder, target.layout, grouped=target.grouped, deepspeed=deepspeed)
+
+
+def _checkpoint(path: Path, step: int | None) -> Path:
+    """The checkpoint that a path names: itself, or the latest one in it."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such directory")
+    if is_legacy(path) or (path / ARGS).is_file() or (path / ".metadata").is_file():
+        return path
+    tried = {}
+    for candidate in directory.candidates(path, step):
+        if not candidate.is_dir():
+            tried[candidate] = "there is no such directory"
+            continue
+        return candidate
+    tracker = path / _DEEPSPEED_TRACKER
+    if tracker.is_file() and (named := path / tracker.read_text("utf-8").strip()).is_dir():
+        return named
+    directory.require_some(path, tried)
+    raise CheckpointError(f"{path} holds neither a checkpoint nor a {CONFIG}")
+
+
+@contextmanager
+def _published(output: Path, format_: Format) -> Iterator[Path]:
+    """A folder for files that appear under their name whole or not at all."""
+    final = output
+    if format_ == "hf":
+        if output.exists():
+            raise CheckpointError(f"{output} exists; give a new directory")
+    else:
+        final = output / directory.RELEASE
+        if final.exists() or directory.tracked(output) is not None:
+            raise CheckpointError(f"{output} holds checkpoints already; give a new directory")
+    made = [p for p in (output, *output.parents) if not p.exists()]
+    unfinished = final.with_name(final.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield make_dirs(unfinished)
+        harden_tree(unfinished)
+        unfinished.rename(final)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for folder in made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        raise
+    if format_ != "hf":
+        atomic_write_text(output / directory.TRACKER, directory.RELEASE)
+    if format_ == "deepspeed":
+        atomic_write_text(output / _DEEPSPEED_TRACKER, directory.RELEASE)

@@ -1,0 +1,149 @@
+"""Hugging Face directories: ``config.json``, safetensors or ``.bin``, and the tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed.checkpoint.weights.whole import Weights
+from mindspeed.files import atomic_write_text
+from mindspeed.models.families import Family, family_of_args, family_of_config
+from mindspeed.models.hf_files import (
+    CONFIG,
+    HFReader,
+    TensorSpec,
+    read_config,
+    specs_of,
+    write_weights,
+)
+from mindspeed.models.naming import Scheme
+from mindspeed.models.rows import split
+from mindspeed.models.table import Parameter
+
+# What belongs to a model beside its weights; copied as it is.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def args_of(
+    folder: str | Path, transformer_impl: Scheme = "transformer_engine"
+) -> argparse.Namespace:
+    """Final values of a model as its directory describes it, on one rank and without padding.
+
+    Raises:
+        ConfigError: ``config.json`` is missing or asks for what Megatron has not.
+    """
+    from mindspeed.training.arguments import build_parser
+    from mindspeed.training.recipe import flag_words
+    from mindspeed.training.resolve import resolve
+
+    flags = family_of_config(config := read_config(folder)).read(config)
+    parser = build_parser()
+    words = [*flag_words(flags, parser), f"--seq-length={flags['max_position_embeddings']}"]
+    words += ["--lr=1", "--train-iters=1", "--eval-iters=0", "--mock-data"]  # no part of a model
+    words += ["--transformer-impl", transformer_impl]
+    if any((Path(folder) / name).is_file() for name in COMPANIONS[:3]):
+        words += ["--tokenizer-type=HuggingFaceTokenizer"]
+        words += [f"--tokenizer-model={Path(folder).resolve()}"]
+    else:
+        words += ["--tokenizer-type=NullTokenizer"]
+    args = resolve(parser.parse_args(words), 1).args
+    args.padded_vocab_size = args.vocab_size
+    return args
+
+
+class HFWeights(Weights):
+    """The model of a directory; everything that is wrong with its files is said at once.
+
+    Args:
+        folder: The directory.
+        transformer_impl: Layer spec of the Megatron model that it becomes.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape than ``config.json`` says.
+        ConfigError: Megatron does not have this model.
+    """
+
+    def __init__(self, folder: str | Path, transformer_impl: Scheme = "transformer_engine") -> None:
+        family = family_of_config(read_config(folder))
+        super().__init__(str(folder), args_of(folder, transformer_impl), family)
+        self._reader = HFReader(folder, family.prefixes)
+        for parameter in self.table:
+            self._reader.check(parameter)
+        self.unused = self._reader.surplus(self.table)
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """Type of its first source."""
+        return self._reader.dtype(parameter.sources[0])
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """The parameter, put together from its sources."""
+        return self._reader.read(parameter)
+
+
+def write_hf(
+    weights: Weights, folder: Path, *, like: str | None = None, max_shard_bytes: int
+) -> Family:
+    """Write a directory that transformers loads.
+
+    Args:
+        weights: The model.
+        folder: An existing directory.
+        like: Directory whose ``config.json`` (keys that are not about the shape), tokenizer and
+            generation settings go with the model.
+        max_shard_bytes: Largest size of a file with more than one tensor.
+
+    Returns:
+        The family it was written as.
+    """
+    base = read_config(like) if like else {}
+    specs: list[TensorSpec] = []
+    for parameter in weights.table:
+        specs += specs_of(parameter, weights.dtype(parameter))
+
+    def contents() -> Iterator[tuple[str, torch.Tensor]]:
+        for parameter in weights.table:
+            yield from split(weights.read(parameter), parameter.segments).items()
+
+    config: dict[str, Any] = {**base, **weights.family.write(weights.args)}
+    if base:
+        config |= {k: base[k] for k in ("architectures", "model_type") if k in base}
+    config["torch_dtype"] = _DTYPES[specs[0].dtype]
+    write_weights(folder, specs, contents(), max_shard_bytes)
+    atomic_write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    _copy_companions(like or getattr(weights.args, "tokenizer_model", None), folder)
+    return weights.family
+
+
+def hf_family(args: argparse.Namespace, like: str | None) -> Family:
+    """The family a model is written as: that of ``like``, or the one its values describe.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    return family_of_config(read_config(like)) if like else family_of_args(args)
+
+
+def _copy_companions(source: str | None, target: Path) -> None:
+    if source is None:
+        return
+    for name in COMPANIONS:
+        path = Path(source) / name
+        if path.is_file():
+            shutil.copyfile(path, target / name)

@@ -1,0 +1,199 @@
+"""Megatron's legacy format (``--ckpt-format torch``): read in any layout, written in any other.
+
+A parameter of the whole model is in the files of some ranks under a name that depends on the layer
+spec, the stage's own count of layers and the rank's own count of experts. Readers find all of this
+in the files; the optimizer's state stays behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed.checkpoint.state import stored_args
+from mindspeed.checkpoint.weights.rank_files import Rank, RankFile, file_name, load_files
+from mindspeed.checkpoint.weights.whole import Weights
+from mindspeed.errors import CheckpointError
+from mindspeed.models.families import Family
+from mindspeed.models.layout import Layout, Place, cut, joined, part_shape, places
+from mindspeed.models.naming import Scheme, local_name
+from mindspeed.models.table import Parameter
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_OUTPUT = "output_layer.weight"
+
+
+class LegacyWeights(Weights):
+    """The model of one checkpoint, its files mapped into memory.
+
+    Args:
+        folder: Directory of one iteration, or ``release``.
+        args: The values of the run, for files that do not have them.
+        family: The family of a model with such values.
+
+    Raises:
+        CheckpointError: Files, values or parameters are missing.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        args: argparse.Namespace | None,
+        family: Callable[[argparse.Namespace], Family],
+    ) -> None:
+        stored, self._files = load_files(folder)
+        args = stored or args
+        if args is None:
+            raise CheckpointError(
+                f"{folder}: its files do not say what model they hold; name a directory that does "
+                "with --hf-config-dir"
+            )
+        super().__init__(str(folder), args, family(args))
+        self._tensor = 1 + max(rank.tensor for rank in self._files)
+        pipeline = 1 + max(rank.pipeline for rank in self._files)
+        expert = 1 + max(rank.expert for rank in self._files)
+        self._layout = Layout(self._tensor, pipeline, len(self._files[Rank(0, 0, 0)]), expert)
+        self._stages = self._found_stages()
+        keys = {key for chunks in self._files.values() for chunk in chunks for key in chunk}
+        engine = any(".layer_norm_weight" in key for key in keys)
+        self._scheme: Scheme = "transformer_engine" if engine else "local"
+        self._grouped = any(".mlp.experts.linear_fc1.weight0" in key for key in keys)
+        self._check()
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """As stored."""
+        return self._part(parameter, 0).dtype
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """The parameter, put together from the parts of the tensor-parallel ranks."""
+        parts = [self._part(parameter, rank) for rank in range(self._tensor)]
+        return joined(parts, parameter, self._scheme)
+
+    def _part(self, parameter: Parameter, tensor: int) -> torch.Tensor:
+        place = self._place(parameter)
+        name = local_name(
+            parameter, self._scheme, place.layer, place.local_expert, grouped=self._grouped
+        )
+        rank = Rank(tensor, place.pipeline, place.expert or 0)
+        part = self._files[rank][place.virtual].get(name)
+        if part is None:
+            raise CheckpointError(
+                f"{self.where}: there is no {name} in the files of pipeline rank "
+                f"{place.pipeline} (Megatron's {parameter.name})"
+            )
+        return part
+
+    def _place(self, parameter: Parameter) -> Place:
+        experts = self.shape["experts"]
+        found = places(parameter, self._layout, self._stages, experts, tied=False)
+        return next(found)
+
+    def _found_stages(self) -> list[range]:
+        """Layers of each stage, counted in the files."""
+        stages, start = [], 0
+        for virtual, pipeline in product(range(self._layout.virtual), range(self._layout.pipeline)):
+            chunk = self._files[Rank(0, pipeline, 0)][virtual]
+            layers = {int(match[1]) for key in chunk if (match := _LAYER.match(key))}
+            stages.append(range(start, start + len(layers)))
+            start += len(layers)
+        if start != self.shape.num_layers:
+            raise CheckpointError(
+                f"{self.where} has {start} layers, but the values stored with it say "
+                f"{self.shape.num_layers}"
+            )
+        return stages
+
+    def _check(self) -> None:
+        for parameter in self.table:
+            expected = part_shape(parameter, self._scheme, self._tensor)
+            for rank in range(self._tensor):
+                found = tuple(self._part(parameter, rank).shape)
+                if found != expected:
+                    raise CheckpointError(
+                        f"{self.where}: {parameter.name} has shape {list(found)} on tensor rank "
+                        f"{rank}, but the values stored with it make it {list(expected)}"
+                    )
+
+
+def write_legacy(
+    weights: Weights,
+    folder: Path,
+    layout: Layout,
+    *,
+    grouped: bool = False,
+    deepspeed: bool = False,
+) -> None:
+    """Write a checkpoint with one file for each rank of a layout.
+
+    Args:
+        weights: The model; ``transformer_impl`` of its values says for which layer spec.
+        folder: An existing directory.
+        layout: The layout.
+        grouped: For experts that are computed together (``--moe-grouped-gemm``).
+        deepspeed: Files as DeepSpeed names them.
+
+    Raises:
+        ConfigError: The model cannot be spread like this.
+    """
+    args, shape = weights.args, weights.shape
+    layout.check(shape, args.num_attention_heads)
+    scheme: Scheme = args.transformer_impl
+    stages = layout.stages(shape.num_layers)
+    tied = "untied" not in shape.has
+
+    def targets(parameter: Parameter) -> list[tuple[int, int, int, str]]:
+        """Pipeline rank, expert rank, virtual stage and name of each copy of a parameter."""
+        found = []
+        for place in places(parameter, layout, stages, shape["experts"], tied=tied):
+            name = local_name(parameter, scheme, place.layer, place.local_expert, grouped=grouped)
+            name = _OUTPUT if place.copied else name
+            experts = range(layout.expert) if place.expert is None else (place.expert,)
+            found += [(place.pipeline, expert, place.virtual, name) for expert in experts]
+        return found
+
+    contents: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(
+        lambda: [{} for _ in range(layout.virtual)]
+    )
+    for parameter in weights.table:
+        entry = weights.dtype(parameter), part_shape(parameter, scheme, layout.tensor)
+        for pipeline, expert, virtual, name in targets(parameter):
+            contents[pipeline, expert][virtual][name] = entry
+    extra = _extra(args, layout, deepspeed)
+    files = {}
+    for pipeline, expert, tensor in product(
+        range(layout.pipeline), range(layout.expert), range(layout.tensor)
+    ):
+        rank = Rank(tensor, pipeline, expert)
+        name = file_name(
+            rank, pipeline=layout.pipeline > 1, expert=layout.expert > 1, deepspeed=deepspeed
+        )
+        chunks = contents[pipeline, expert]
+        files[rank] = RankFile(folder / name, chunks, extra, deepspeed=deepspeed)
+    for parameter in weights.table:
+        whole = weights.read(parameter)
+        for tensor, part in enumerate(cut(whole, parameter, scheme, layout.tensor)):
+            for pipeline, expert, virtual, name in targets(parameter):
+                files[Rank(tensor, pipeline, expert)].write(virtual, name, part)
+    for file in files.values():
+        file.finish()
+
+
+def _extra(args: argparse.Namespace, layout: Layout, deepspeed: bool) -> dict[str, Any]:
+    values = stored_args(args)
+    values.tensor_model_parallel_size = layout.tensor
+    values.pipeline_model_parallel_size = layout.pipeline
+    values.virtual_pipeline_model_parallel_size = layout.virtual if layout.virtual > 1 else None
+    values.expert_model_parallel_size = layout.expert
+    values.expert_tensor_parallel_size = layout.tensor
+    values.ckpt_format = "torch"
+    extra: dict[str, Any] = {"args": values, "checkpoint_version": 3.0, "iteration": 0}
+    if deepspeed:
+        extra["dp_world_size"] = 0
+    return extra

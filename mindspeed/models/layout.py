@@ -1,0 +1,195 @@
+"""Which part of a model one rank holds: tensor, pipeline, virtual pipeline and expert parallelism.
+
+Pure functions of numbers, without ranks or process groups. A pipeline's stages take turns: with
+four layers, two ranks and two virtual stages,
+
+    rank 0    layer 0    layer 2
+    rank 1    layer 1    layer 3
+
+Tensor parallelism cuts a parameter as its :data:`~mindspeed.models.table.Split` says; experts are
+dealt out in order, each with all its rows that tensor parallelism leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed.errors import ConfigError
+from mindspeed.models.naming import Scheme
+from mindspeed.models.shape import Shape
+from mindspeed.models.table import Parameter
+
+_FIRST = ("embedding.",)  # before the first layer; all other names outside the layers come last
+_WORDS = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks.
+
+    Attributes:
+        tensor: Tensor parallel size, of dense layers and of experts.
+        pipeline: Pipeline parallel size.
+        virtual: Virtual stages of each pipeline rank.
+        expert: Expert parallel size.
+        first: Layers of the first stage, where it has another number than the others.
+        last: Layers of the last stage, likewise.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    first: int | None = None
+    last: int | None = None
+
+    def stages(self, num_layers: int) -> list[range]:
+        """Layers of each stage, in the order in which a token meets them.
+
+        Stage ``i`` is virtual stage ``i // pipeline`` of pipeline rank ``i % pipeline``.
+
+        Raises:
+            ConfigError: The layers cannot be divided like this.
+        """
+        count = self.pipeline * self.virtual
+        if count == 1:
+            return [range(num_layers)]
+        fixed = {0: self.first, count - 1: self.last}
+        given = {stage: layers for stage, layers in fixed.items() if layers is not None}
+        if given and self.virtual > 1:
+            raise ConfigError("a first or last stage of its own size needs --vpp 1")
+        rest, others = num_layers - sum(given.values()), count - len(given)
+        if rest < 0 or (rest % others if others else rest):
+            raise ConfigError(
+                f"{rest} layers cannot be divided into {others} equal pipeline stages (--pp "
+                f"{self.pipeline}, --vpp {self.virtual}); choose a divisor, or give the first or "
+                "last stage a number of its own"
+            )
+        stages, start = [], 0
+        for stage in range(count):
+            layers = given[stage] if stage in given else rest // others
+            stages.append(range(start, start + layers))
+            start += layers
+        return stages
+
+    def check(self, shape: Shape, heads: int) -> None:
+        """See that a model can be spread like this.
+
+        Args:
+            shape: The model.
+            heads: Its attention heads.
+
+        Raises:
+            ConfigError: Names the two numbers that do not fit.
+        """
+        self.stages(shape.num_layers)
+        groups = shape["key"] // shape["head"]
+        facts = [
+            ("attention heads", heads, "--tp", self.tensor),
+            ("padded vocabulary entries", shape["padded_vocab"], "--tp", self.tensor),
+            ("feed-forward rows", shape["ffn"], "--tp", self.tensor),
+        ]
+        if shape["experts"]:
+            facts.append(("experts", shape["experts"], "--ep", self.expert))
+            facts.append(("rows of an expert", shape["expert_ffn"], "--tp", self.tensor))
+        elif self.expert > 1:
+            raise ConfigError(f"--ep {self.expert}: the model has no experts")
+        for what, number, flag, size in facts:
+            if number % size:
+                raise ConfigError(f"{number} {what} cannot be divided by {flag} {size}")
+        if groups % self.tensor and self.tensor % groups:
+            raise ConfigError(
+                f"{groups} key/value heads and --tp {self.tensor}: one must divide the other"
+            )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter in one file of a checkpoint that has a file for each rank.
+
+    Attributes:
+        pipeline: Rank in the pipeline.
+        virtual: Virtual stage.
+        expert: Rank among the experts' ranks; None: all of them have it.
+        layer: Number of the layer in its stage.
+        local_expert: Number of the expert on its rank.
+        copied: It is the word embeddings once more, for the output of a later stage.
+    """
+
+    pipeline: int
+    virtual: int
+    expert: int | None
+    layer: int | None
+    local_expert: int | None
+    copied: bool = False
+
+
+def places(
+    parameter: Parameter, layout: Layout, stages: Sequence[range], experts: int, *, tied: bool
+) -> Iterator[Place]:
+    """Where the ranks of a layout hold a parameter.
+
+    Args:
+        parameter: Which one.
+        layout: The layout.
+        stages: Its stages for this model.
+        experts: Experts of a layer.
+        tied: The output layer has the weights of the word embeddings.
+    """
+    expert = local = None
+    if parameter.expert is not None:
+        expert, local = divmod(parameter.expert, experts // layout.expert)
+    if parameter.layer is not None:
+        for number, layers in enumerate(stages):
+            if parameter.layer in layers:
+                virtual, pipeline = divmod(number, layout.pipeline)
+                yield Place(pipeline, virtual, expert, parameter.layer - layers.start, local)
+        return
+    first = parameter.name.startswith(_FIRST)
+    virtual, pipeline = divmod(0 if first else len(stages) - 1, layout.pipeline)
+    yield Place(pipeline, virtual, None, None, None)
+    if tied and parameter.name == _WORDS and layout.pipeline > 1:
+        yield Place(layout.pipeline - 1, layout.virtual - 1, None, None, None, copied=True)
+
+
+def cut(
+    tensor: torch.Tensor, parameter: Parameter, scheme: Scheme, size: int
+) -> Iterator[torch.Tensor]:
+    """A whole parameter -> the parts of all tensor-parallel ranks, one after the other."""
+    kind = _kind(parameter, scheme)
+    if kind is None:
+        yield from (tensor for _ in range(size))
+    elif kind == "halves":
+        gate, up = (half.chunk(size) for half in tensor.chunk(2))
+        yield from (torch.cat(pair) for pair in zip(gate, up, strict=True))
+    else:
+        yield from tensor.chunk(size, dim=1 if kind == "columns" else 0)
+
+
+def part_shape(parameter: Parameter, scheme: Scheme, size: int) -> tuple[int, ...]:
+    """Shape of what one tensor-parallel rank holds of a parameter."""
+    kind = _kind(parameter, scheme)
+    shape = list(parameter.shape)
+    if kind is not None:
+        shape[1 if kind == "columns" else 0] //= size
+    return tuple(shape)
+
+
+def joined(parts: Sequence[torch.Tensor], parameter: Parameter, scheme: Scheme) -> torch.Tensor:
+    """The parts of all tensor-parallel ranks -> the whole parameter."""
+    kind = _kind(parameter, scheme)
+    if kind is None or len(parts) == 1:
+        return parts[0]
+    if kind == "halves":
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[i] for i in (0, 1) for half in halves])
+    return torch.cat(tuple(parts), dim=1 if kind == "columns" else 0)
+
+
+def _kind(parameter: Parameter, scheme: Scheme) -> str | None:
+    if parameter.split == "rows_if_local":
+        return "rows" if scheme == "local" else None
+    return parameter.split
