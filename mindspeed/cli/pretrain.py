@@ -7,7 +7,6 @@ sizes need.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -46,27 +45,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _prepare(argv: Sequence[str], ranks: int | None = None) -> Settings:
-    """Flags to final values. Everything that can be wrong is said here, before a group exists."""
-    from mindspeed.adaptor import session
-    from mindspeed.checkpoint.load import saved_args, take_architecture
-    from mindspeed.training.arguments import build_parser
-    from mindspeed.training.data import check_files, load_tokenizer
-    from mindspeed.training.recipe import dump, parse_with_recipe
-    from mindspeed.training.resolve import assume_data, default_ranks, resolve
+    from mindspeed.training.initialize import prepare
 
-    parser = build_parser(with_help=bool({"-h", "--help"} & set(argv)))
-    args = parse_with_recipe(argv, parser)
-    _warn_of_ignored(args)
-    recipe = dump(args, parser)
-    if args.use_checkpoint_args and args.load:
-        take_architecture(args, saved_args(args.load, args.ckpt_step))
-    if args.dry_run:
-        assume_data(args)
-    settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe)
-    session.install().configure(vars(args))
-    check_files(args)
-    load_tokenizer(args)
-    return settings
+    return prepare(argv, ranks)
 
 
 def _train(settings: Settings) -> int:
@@ -74,9 +55,3 @@ def _train(settings: Settings) -> int:
 
     pretrain(settings)
     return 0
-
-
-def _warn_of_ignored(args: argparse.Namespace) -> None:
-    ignored = getattr(args, "ignored_flags", [])
-    if ignored and os.environ.get("RANK", "0") == "0":
-        print(f" without effect today: {' '.join(ignored)}", file=sys.stderr)

@@ -1,0 +1,164 @@
+"""From a command line to a job: :func:`prepare`, and Megatron-LM's way in for scripts of its style.
+
+    initialize_megatron(args_defaults={"no_load_rng": True, "no_load_optim": True})
+    config = core_transformer_config_from_args(get_args())
+
+This is the only place of the library that keeps arguments for whoever asks (:func:`get_args`), and
+nothing in the library asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed.adaptor import session
+from mindspeed.checkpoint.load import saved_args, take_architecture
+from mindspeed.data.tokenizer import TextTokenizer
+from mindspeed.errors import ConfigError
+from mindspeed.training import setup
+from mindspeed.training.arguments import Parser, build_parser
+from mindspeed.training.configs import transformer_config
+from mindspeed.training.data import check_files, load_tokenizer
+from mindspeed.training.recipe import dump, parse_with_recipe
+from mindspeed.training.resolve import Settings, assume_data, default_ranks, resolve
+
+_args: argparse.Namespace | None = None
+_tokenizer: TextTokenizer | None = None
+
+
+def prepare(
+    argv: Sequence[str],
+    ranks: int | None = None,
+    *,
+    parser: Parser | None = None,
+    training: bool = True,
+) -> Settings:
+    """From a command line to final values; everything that can be wrong is said here.
+
+    Args:
+        argv: flags; ``--config`` and ``--model`` are looked up.
+        ranks: size of the job; default ``--nproc``, else what the flags need.
+        parser: with further flags; default :func:`mindspeed.training.arguments.build_parser`.
+        training: also check what only training needs: duration, schedule and data.
+
+    Raises:
+        MindSpeedError: a flag or a file is wrong; names it.
+    """
+    parser = parser or build_parser(with_help=bool({"-h", "--help"} & set(argv)))
+    args = parse_with_recipe(argv, parser)
+    _warn_of_ignored(args)
+    recipe = dump(args, parser)
+    if args.use_checkpoint_args and args.load:
+        take_architecture(args, saved_args(args.load, args.ckpt_step))
+    if args.dry_run:
+        assume_data(args)
+    settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe, training=training)
+    session.install().configure(vars(args))
+    if training:
+        check_files(args)
+    named = args.tokenizer_type or args.tokenizer_model
+    _remember(args, load_tokenizer(args) if training or named else None)
+    return settings
+
+
+def initialize_megatron(
+    extra_args_provider: Callable[[Parser], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    *,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """Read the command line, join the job and make what a model needs. Collective.
+
+    Args:
+        extra_args_provider: adds a script's own flags to the parser.
+        args_defaults: values of flags that the command line does not set.
+        argv: the command line; default that of the process.
+
+    Returns:
+        Final values, which :func:`get_args` returns from now on.
+
+    Raises:
+        MindSpeedError: a flag or a file is wrong; names it.
+    """
+    parser = parser_of(extra_args_provider, args_defaults)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    given = sys.argv[1:] if argv is None else argv
+    args = prepare(given, ranks, parser=parser, training=False).args
+    setup.initialize(args)
+    return args
+
+
+def parser_of(
+    extra_args_provider: Callable[[Parser], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> Parser:
+    """The parser of all flags with a script's own flags and defaults.
+
+    Raises:
+        ConfigError: no flag has the name of a default.
+    """
+    parser = build_parser()
+    if extra_args_provider is not None:
+        extra_args_provider(parser)
+    known = {action.dest for action in parser._actions}
+    if wrong := [name for name in args_defaults or {} if name not in known]:
+        raise ConfigError(f"args_defaults: no flag sets {', '.join(wrong)}")
+    parser.set_defaults(**(args_defaults or {}))
+    return parser
+
+
+def get_args() -> argparse.Namespace:
+    """The values of this run.
+
+    Raises:
+        ConfigError: :func:`initialize_megatron` was not called.
+    """
+    if _args is None:
+        raise ConfigError("call initialize_megatron() first")
+    return _args
+
+
+def get_tokenizer() -> TextTokenizer:
+    """The tokenizer of this run.
+
+    Raises:
+        ConfigError: :func:`initialize_megatron` was not called, or no flag names a tokenizer.
+    """
+    get_args()
+    if _tokenizer is None:
+        raise ConfigError("there is no tokenizer: give --tokenizer-type and --tokenizer-model")
+    return _tokenizer
+
+
+def core_transformer_config_from_args(args: argparse.Namespace) -> Any:
+    """Megatron Core's model configuration."""
+    return transformer_config(args)
+
+
+def print_rank_0(message: object) -> None:
+    """Print on rank 0 only; everywhere before the job is joined."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def print_rank_last(message: object) -> None:
+    """Print on the last rank only; everywhere before the job is joined."""
+    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+        print(message, flush=True)
+
+
+def _remember(args: argparse.Namespace, tokenizer: TextTokenizer | None) -> None:
+    global _args, _tokenizer
+    _args, _tokenizer = args, tokenizer
+
+
+def _warn_of_ignored(args: argparse.Namespace) -> None:
+    ignored = getattr(args, "ignored_flags", [])
+    if ignored and os.environ.get("RANK", "0") == "0":
+        print(f" without effect today: {' '.join(dict.fromkeys(ignored))}", file=sys.stderr)
