@@ -26,7 +26,7 @@ import torch
 
 from mindspeed.ops import _philox
 from mindspeed.ops._check import Check
-from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks
+from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks, store
 from mindspeed.ops._registry import Operator, torch_npu, triton
 from mindspeed.ops.rms_norm import _reference as rms_norm_reference
 from mindspeed.ops.rms_norm import _reference_backward as rms_norm_reference_backward
@@ -111,20 +111,22 @@ def _pre_dtype(
 
 
 def _sum(
+    h: torch.Tensor,
     x0: torch.Tensor,
     residual: torch.Tensor | None,
     scales: Scales,
     keep: torch.Tensor | None,
     p: float,
-) -> torch.Tensor:
-    """``h`` in fp32, in memory of its own."""
-    wide = accumulation_dtype(x0)
-    h = _scaled(x0.to(wide), scales)
-    if keep is not None:
-        h = torch.mul(h, keep)
-    if residual is not None:
-        return torch.add(residual.to(wide), h, alpha=1 / (1 - p))
-    return h.div(1 - p)
+) -> None:
+    """``h = residual + dropout(scaled x0)``, computed in fp32; ``keep`` is of that dtype."""
+    wide, scale = accumulation_dtype(x0), 1 / (1 - p)
+    x = _scaled(x0.to(wide), scales)
+    if residual is None:
+        store(h, torch.mul, x if keep is None else x * keep, scale)
+    elif keep is None:
+        store(h, torch.add, residual.to(wide), x, alpha=scale)
+    else:
+        store(h, torch.addcmul, residual.to(wide), x, keep, value=scale)
 
 
 def _reference(
@@ -142,18 +144,19 @@ def _reference(
     want_mask: bool,
 ) -> tuple[torch.Tensor, ...]:
     exact, size = accumulation_dtype(x0), x0.shape[-1:]
-    keep = None if rng is None else _philox.keep_mask(rng, x0.shape, p)
+    draws = None if rng is None else _philox.draws(rng, x0.shape)
     out = x0.new_empty(x0.shape)
     pre = x0.new_empty(x0.shape, dtype=_pre_dtype(x0, residual, residual_in_fp32))
     rstd = x0.new_empty((*x0.shape[:-1], 1), dtype=exact)
     mean = rstd.new_empty(0 if rms else rstd.shape)
     gamma, beta = weight.to(exact), None if bias is None else bias.to(exact)
-    matrices = [_rows(x, size) for x in (x0, residual, keep, out, pre)]
+    matrices = [_rows(x, size) for x in (x0, residual, draws, out, pre)]
     for block in row_blocks(matrices[0]):
         parts: list[Any] = [None if m is None else m[block] for m in matrices]
-        x, stream, kept, y, h = parts
+        x, stream, drawn, y, h = parts
+        keep = None if drawn is None else _philox.kept(drawn, p, exact)
         scales = (None if rowscale is None else rowscale.reshape(-1)[block], layerscale)
-        h.copy_(_sum(x, stream, scales, kept, p))
+        _sum(h, x, stream, scales, keep, p)
         rounded = h.to(exact)
         if rms:
             normed, rstd.view(-1, 1)[block] = rms_norm_reference(rounded, gamma, eps, 0.0)
@@ -165,7 +168,9 @@ def _reference(
             y.copy_(normed)
     mask = x0.new_empty(0, dtype=torch.bool)
     if want_mask:
-        mask = torch.ones_like(x0, dtype=torch.bool) if keep is None else keep
+        mask = torch.ones_like(x0, dtype=torch.bool)
+        if draws is not None:
+            mask = _philox.kept(draws, p, torch.bool)
     return out, pre, mean, rstd, mask
 
 
@@ -189,17 +194,16 @@ def _reference_backward(
     separate: bool,
 ) -> tuple[torch.Tensor, ...]:
     exact, size = accumulation_dtype(pre), pre.shape[-1:]
-    gamma, keep = weight.to(exact), None
-    if rng is not None:
-        keep = _philox.keep_mask(rng, pre.shape, p)
+    gamma, zero = weight.to(exact), pre.new_zeros((), dtype=exact)
+    draws = None if rng is None else _philox.draws(rng, pre.shape)
     dx0 = dout.new_empty(pre.shape)
     dresidual = pre.new_empty(pre.shape if separate else 0)
     sums = [pre.new_zeros(size, dtype=exact) for _ in range(3)]  # dweight, dbias, dlayerscale
     drowscale = None if x0 is None or rowscale is None else torch.empty_like(rowscale)
-    matrices = [_rows(x, size) for x in (dout, dpre, pre, x0, keep, dx0)]
+    matrices = [_rows(x, size) for x in (dout, dpre, pre, x0, draws, dx0)]
     for block in row_blocks(matrices[0]):
         parts: list[Any] = [None if m is None else m[block] for m in matrices]
-        dy, dstream, h, x, kept, dx = parts
+        dy, dstream, h, x, drawn, dx = parts
         dy, h, inverse = dy.to(exact), h.to(exact), rstd.view(-1, 1)[block]
         if rms:
             g, dweight = rms_norm_reference_backward(dy, h, gamma, inverse, 0.0)
@@ -214,8 +218,8 @@ def _reference_backward(
             g = g.add_(dstream)
         if separate:
             _rows(dresidual, size)[block] = g
-        if kept is not None:
-            g = torch.mul(g, kept).div_(1 - p)
+        if drawn is not None:
+            g = torch.addcmul(zero, g, _philox.kept(drawn, p, exact), value=1 / (1 - p))
         row = None if rowscale is None else rowscale.reshape(-1)[block]
         dx.copy_(_scaled(g, (row, layerscale)))
         if x is not None:

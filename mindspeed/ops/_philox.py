@@ -29,21 +29,32 @@ def reserve(x: torch.Tensor, count: int) -> torch.Tensor:
     return _RESERVE(x, count)
 
 
-def keep_mask(rng: torch.Tensor, shape: torch.Size, p: float) -> torch.Tensor:
-    """The CPU's mask of a pair: bool, True with probability ``1 - p``.
+def draws(rng: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The CPU's numbers of a pair: int16, all 65,536 values equally likely.
 
     Args:
         rng: the pair of :func:`reserve`.
-        shape: shape of the mask.
-        p: probability of dropping.
+        shape: shape of the result.
     """
     generator = torch.Generator().manual_seed(int(rng[0]) + int(rng[1]))
     count = math.prod(shape)
-    # Two numbers from every draw of 64 bits: half the time of bernoulli_.
-    draws = torch.empty((count + 1) // 2, dtype=torch.int64)
-    draws.random_(-(2**63), None, generator=generator)
-    first_kept = min(round(p * 2**32) - 2**31, 2**31 - 1)
-    return (draws.view(torch.int32)[:count] >= first_kept).view(shape)
+    # Four numbers from every draw of 64 bits: a sixth of the time of bernoulli_.
+    drawn = torch.empty((count + 3) // 4, dtype=torch.int64)
+    drawn.random_(-(2**63), None, generator=generator)
+    return drawn.view(torch.int16)[:count].view(shape)
+
+
+def kept(numbers: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+    """1 where a number of :func:`draws` keeps an element and 0 where it drops it.
+
+    Args:
+        numbers: int16.
+        p: probability of dropping, met to 2^-17.
+        dtype: of the result; a factor of the dtype of what it multiplies is much faster than a
+            bool, which is converted first.
+    """
+    first_kept = min(round(p * 2**16) - 2**15, 2**15 - 1)
+    return torch.ge(numbers, first_kept, out=numbers.new_empty(numbers.shape, dtype=dtype))
 
 
 def _from_default_generator(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -83,12 +83,15 @@ def chunk_rows(sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> torch
 
 def _slots(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
     """The place in the flat map that each row comes from, -1 for rows that nobody goes to."""
-    flat = rows.reshape(-1).long()
-    kept = (flat >= 0) & (flat < num_rows)
-    slots = torch.full((num_rows + 1,), -1, device=rows.device)
-    place = torch.arange(flat.numel(), device=rows.device)
+    return _inverse(rows, num_rows, torch.arange(rows.numel(), device=rows.device))
+
+
+def _inverse(rows: torch.Tensor, num_rows: int, values: torch.Tensor) -> torch.Tensor:
+    """Put the value of every place of the flat map on its row; -1 where nobody goes to."""
     # Dropped copies all write to one place more, which is cut off: no need to count them.
-    return slots.scatter_(0, flat.masked_fill_(~kept, num_rows), place)[:num_rows]
+    index = rows.reshape(-1).clamp(max=num_rows).long()
+    index = index.masked_fill_(index < 0, num_rows)
+    return torch.full((num_rows + 1,), -1, device=rows.device).scatter_(0, index, values)[:num_rows]
 
 
 def _permute_reference(
@@ -96,10 +99,10 @@ def _permute_reference(
 ) -> torch.Tensor:
     if not rows.numel():
         return tokens.new_zeros(num_rows, tokens.shape[1])
-    slots = _slots(rows, num_rows)
-    source = slots.div(rows.shape[1], rounding_mode="floor")
-    out = tokens.index_select(0, source.clamp_min_(0) if padded else source)
-    return out.masked_fill_((slots < 0).unsqueeze(1), 0) if padded else out
+    token = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1).expand_as(rows)
+    source = _inverse(rows, num_rows, token.reshape(-1))
+    out = tokens.index_select(0, source.clamp_min(0) if padded else source)
+    return out.masked_fill_((source < 0).unsqueeze(1), 0) if padded else out
 
 
 def _unpermute_reference(

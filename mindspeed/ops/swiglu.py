@@ -19,7 +19,13 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks
+from mindspeed.ops._numerics import (
+    WORKLOAD_ROWS,
+    accumulation_dtype,
+    random,
+    row_blocks,
+    store,
+)
 from mindspeed.ops._registry import Operator, torch_npu, triton
 
 __all__ = ["swiglu", "weighted_swiglu"]
@@ -96,8 +102,10 @@ def _reference(
     w = None if weight is None else weight.reshape(-1, 1).to(wide)
     for block in row_blocks(rows):
         gate, up = _halves(rows[block], bias, wide)
-        product = torch.nn.functional.silu(gate).mul_(up)
-        y[block] = product if w is None else product.mul_(w[block])
+        silu = torch.nn.functional.silu(gate)
+        if w is not None:
+            silu.mul_(w[block])
+        store(y[block], torch.mul, silu, up)
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
@@ -109,6 +117,7 @@ def _reference_backward(
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
     w = None if weight is None else weight.reshape(-1, 1).to(wide)
     dw = x.new_empty(0) if w is None else torch.empty_like(w)
+    one = torch.ones((), dtype=wide, device=x.device)
     for block in row_blocks(rows):
         gate, up = _halves(rows[block], bias, wide)
         g = dy[block].to(wide)
@@ -118,9 +127,9 @@ def _reference_backward(
         if w is not None:
             torch.sum((silu * up).mul_(g), -1, keepdim=True, out=dw[block])
             g = g * w[block]
-        dup.copy_(silu * g)
-        slope = s.addcmul_(silu, s, value=-1).add_(silu)  # s + a s (1 - s)
-        dgate.copy_(slope.mul_(up).mul_(g))
+        store(dup, torch.mul, silu, g)
+        slope = s.lerp_(one, silu)  # s + (1 - s) a s
+        store(dgate, torch.mul, slope.mul_(up), g)
     if weight is not None:
         dw = dw.view(weight.shape).to(weight.dtype)
     return dx.view(x.shape), dw
