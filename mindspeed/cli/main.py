@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "export": "write a trained model for transformers",
     "verify": "compare a checkpoint's logits with those of transformers",
     "generate": "continue a text with a trained model",
+    "evaluate": "score a model on benchmarks from local files",
     "plot": "draw loss, gradient norm, throughput and memory of one or more runs",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: what runs on this device, and why not something faster",

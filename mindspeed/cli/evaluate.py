@@ -1,0 +1,254 @@
+"""``mindspeed evaluate``: score a model on benchmarks from local files.
+
+    mindspeed evaluate --load runs/llama/checkpoints --task boolq --task-data-path data/boolq
+    mindspeed evaluate --load DIR --tp 2 --dp 2 --task mmlu ceval \\
+        --task-data-path mmlu=data/mmlu ceval=data/ceval --output runs/llama/scores
+
+Tasks: boolq, mmlu, gsm8k, human_eval, agieval, bbh, bbh_cot, ceval. Data and flags are checked
+before the model is loaded. With --output, an interrupted evaluation goes on where it was when the
+same command is given again. The table goes to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.errors import ConfigError
+from mindspeed.evaluation.asking import MODES, Asking
+from mindspeed.inference.sampling import SamplingOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mindspeed.evaluation.plan import Planned
+    from mindspeed.inference.load import LoadedModel, Source
+
+_SETTINGS = (
+    "scoring",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "samples",
+    "prompt_type",
+    "max_length",
+    "max_new_tokens",
+    "limit",
+    "split",
+    "tokenizer_model",
+)
+
+HELP = "score a model on benchmarks from local files"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this sub-command."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--load", required=True, metavar="DIR", help="checkpoints, or hf:DIR")
+    model.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    model.add_argument("--tokenizer-model", metavar="DIR", help="default: that of the training")
+    model.add_argument(
+        "--tp", "--tensor-model-parallel-size", type=int, default=1, help="tensor-parallel size"
+    )
+    model.add_argument(
+        "--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages"
+    )
+    model.add_argument("--dp", type=int, default=1, help="copies of the model that share the work")
+    model.add_argument(
+        "--max-length", type=int, help="tokens of prompt and answer (default: the model's)"
+    )
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("--task", nargs="+", required=True, metavar="NAME", help="one or more tasks")
+    tasks.add_argument(
+        "--task-data-path",
+        nargs="+",
+        required=True,
+        metavar="[NAME=]PATH",
+        help="directory of each task; without a name, the path that contains the task's, or in the "
+        "order of --task",
+    )
+    tasks.add_argument("--split", default="", help="ceval: val (default) or test (submission.json)")
+    tasks.add_argument("--num-fewshot", type=int, help="examples per prompt (default: the task's)")
+    tasks.add_argument("--limit", type=int, help="questions per subject (default: all)")
+    tasks.add_argument(
+        "--scoring",
+        choices=MODES,
+        default="auto",
+        help="compare choices by log-likelihood, judge generated text, or compare where there are "
+        "choices (auto)",
+    )
+    tasks.add_argument(
+        "--allow-code-execution",
+        action="store_true",
+        help="human_eval: run the programs that the model writes, in limited child processes",
+    )
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--max-new-tokens", type=int, help="default: the task's")
+    answers.add_argument("--greedy", action="store_true", help="the default without --temperature")
+    answers.add_argument("--temperature", type=float, help="sample, with this temperature")
+    answers.add_argument("--top-k", type=int, default=0, help="0: all tokens")
+    answers.add_argument("--top-p", type=float, default=1.0, help="1: all tokens")
+    answers.add_argument("--seed", type=int, default=SamplingOptions.seed)
+    answers.add_argument(
+        "--samples", type=int, default=1, help="human_eval: programs per problem, for pass@k"
+    )
+    answers.add_argument("--prompt-type", metavar="NAME", help="chat template to put prompts in")
+    run = parser.add_argument_group("run")
+    run.add_argument("--evaluation-batch-size", type=int, default=16, help="questions at once")
+    run.add_argument(
+        "--tokens-per-batch", type=int, default=4096, help="size of a log-likelihood pass"
+    )
+    run.add_argument("--output", type=Path, metavar="DIR", help="results.json, samples.jsonl")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate; started by hand with more than one rank, start the ranks first."""
+    _check(args)
+    from mindspeed.training.quiet import choose_warnings
+
+    choose_warnings()
+    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    from mindspeed.evaluation import execute, plan
+    from mindspeed.inference.load import Source, load_model
+    from mindspeed.training.guard import stop_together
+    from mindspeed.training.launch import inside_a_job, run_ranks
+
+    planned = plan.plan(
+        args.task,
+        args.task_data_path,
+        asking=Asking(args.scoring, args.limit, args.samples, args.max_new_tokens),
+        shots=args.num_fewshot,
+        split=args.split,
+        allow_code=args.allow_code_execution,
+    )
+    source = Source(args.load, args.ckpt_step, args.tp, args.pp, args.tokenizer_model)
+    size = args.tp * args.pp * args.dp
+    if not inside_a_job():
+        _check_model(source, planned, size)  # says what is wrong once, before any rank starts
+        if args.allow_code_execution:
+            execute.warn_about_gaps()
+        if size > 1:
+            return run_ranks(_command(args), size)
+    with stop_together("evaluate"):
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the table alone
+            loaded = load_model(source, int(os.environ.get("WORLD_SIZE", "1")))
+        _evaluate(args, planned, loaded)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    sampled = args.temperature is not None
+    if args.greedy and sampled:
+        raise ConfigError("--greedy and --temperature exclude each other")
+    if args.samples > 1 and not sampled:
+        raise ConfigError(
+            f"--samples {args.samples}: greedy answers are all the same; give --temperature, "
+            "for example 0.8"
+        )
+    for flag in ("limit", "samples", "evaluation_batch_size", "tokens_per_batch", "max_length"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} {value}: at least 1 is needed")
+    if args.num_fewshot is not None and args.num_fewshot < 0:
+        raise ConfigError(f"--num-fewshot {args.num_fewshot}: 0 or more is allowed")
+    _sampling(args)
+
+
+def _sampling(args: argparse.Namespace) -> SamplingOptions:
+    if args.temperature is None:
+        return SamplingOptions(greedy=True)
+    return SamplingOptions(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
+    )
+
+
+def _check_model(source: Source, planned: Sequence[Planned], size: int) -> None:
+    from mindspeed.data.tokenizer import TokenizerOptions, build_tokenizer
+    from mindspeed.evaluation.plan import check_choices
+    from mindspeed.inference.load import resolve_source
+
+    args = resolve_source(source, size)
+    check_choices(planned, build_tokenizer(TokenizerOptions.from_args(args)))
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """This command line again, for one rank."""
+    words = [sys.executable, "-m", "mindspeed", "evaluate"]
+    for name, value in vars(args).items():
+        option = "--" + name.replace("_", "-")
+        if name == "flags" or value is None or value is False or value == "":
+            continue
+        words += [option] if value is True else []
+        words += [option, *map(str, value)] if isinstance(value, list) else []
+        words += [f"{option}={value}"] if not isinstance(value, list | bool) else []
+    return words
+
+
+def _evaluate(args: argparse.Namespace, planned: Sequence[Planned], loaded: LoadedModel) -> None:
+    """Answer and report; rank 0 speaks, all ranks take part."""
+    from megatron.core import parallel_state
+
+    from mindspeed.evaluation import evaluate, report
+    from mindspeed.evaluation.respond import ModelRespondent
+    from mindspeed.evaluation.run import Replica
+    from mindspeed.inference.generate import ModelRanks
+
+    ranks = ModelRanks.of_megatron()
+    wrap, stops = _template(args.prompt_type, loaded.tokenizer)
+    model = ModelRespondent(
+        loaded.stage,
+        loaded.tokenizer,
+        ranks,
+        args.max_length or loaded.args.max_position_embeddings,
+        _sampling(args),
+        args.tokens_per_batch,
+        wrap,
+        stops,
+    )
+    replica = Replica(
+        parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    )
+    results = evaluate.evaluate(
+        planned,
+        model,
+        identity=evaluate.identity_of(planned, _model(args), _settings(args)),
+        replica=replica,
+        leader=ranks.model.rank() == 0,
+        output=args.output,
+        batch_size=args.evaluation_batch_size,
+        seed=args.seed,
+    )
+    if results is not None:
+        print(report.table(results["tasks"]), flush=True)
+
+
+def _template(name: str | None, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
+    if name is None:
+        return str, ()
+    from mindspeed.data import templates
+
+    template = templates.load(name, tokenizer)
+
+    def wrap(text: str) -> str:
+        message = {"role": "user", "content": text}
+        return template.render([message], add_generation_prompt=True).text
+
+    return wrap, tuple(template.stop)
+
+
+def _model(args: argparse.Namespace) -> dict[str, Any]:
+    from mindspeed.checkpoint.load import latest
+    from mindspeed.evaluation.evaluate import fingerprint_of_files
+    from mindspeed.models.hf_load import folder_of, is_hf
+
+    path = Path(folder_of(args.load)) if is_hf(args.load) else latest(args.load, args.ckpt_step)
+    return {"path": str(path), "files_sha256": fingerprint_of_files(path)}
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in _SETTINGS}

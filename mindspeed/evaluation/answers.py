@@ -1,0 +1,124 @@
+"""Generated text -> right or wrong, per kind of answer.
+
+A model's text goes on after its answer (it may invent the next question), so each judge looks at
+the part that belongs to this question and normalises both sides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+_CONCLUSION = re.compile(r"the answer is\s*:?", re.IGNORECASE)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_LETTER = re.compile(r"(?<![A-Za-z])([A-G])(?![A-Za-z])")
+_LETTERS = re.compile(r"(?<![A-Za-z])([A-G]+)(?![A-Za-z])")
+
+
+def judge(score: str, text: str, target: str) -> bool:
+    """Whether ``text`` gives the answer ``target``; ``score`` is a name of :data:`SCORES`."""
+    return SCORES[score](text, target)
+
+
+def cut(text: str, stops: tuple[str, ...]) -> str:
+    """``text`` up to the first of ``stops``."""
+    ends = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def first_line(text: str) -> str:
+    """The first line that is not empty."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def conclusion(text: str) -> str:
+    """What follows the last "the answer is", to the end of its line; else the first line."""
+    parts = _CONCLUSION.split(text)
+    return first_line(parts[-1]) if len(parts) > 1 else first_line(text)
+
+
+def last_number(text: str) -> str | None:
+    """The last number after "the answer is", else of the whole text, without thousands commas."""
+    parts = _CONCLUSION.split(text)
+    for part in (first_line(parts[-1]) if len(parts) > 1 else "", text):
+        if numbers := _NUMBER.findall(part):
+            return numbers[-1].replace(",", "")
+    return None
+
+
+def _yes_or_no(text: str, target: str) -> bool:
+    word = re.match(r"\W*(\w+)", text)
+    return word is not None and word[1].lower() == target.lower()
+
+
+def _letter(text: str, target: str) -> bool:
+    found = _LETTER.search(conclusion(text))
+    return found is not None and found[1] == target
+
+
+def _letters(text: str, target: str) -> bool:
+    """One letter must be the first named; several must be named all, in any order."""
+    if len(target) == 1:
+        return _letter(text, target)
+    return set("".join(_LETTERS.findall(conclusion(text)))) == set(target)
+
+
+def _number(text: str, target: str) -> bool:
+    found, expected = last_number(text), last_number(target)
+    return found is not None and expected is not None and float(found) == float(expected)
+
+
+def _first_line(text: str, target: str) -> bool:
+    return first_line(text) == target.strip()
+
+
+def _conclusion(text: str, target: str) -> bool:
+    return conclusion(text).rstrip(".").strip() == target.strip()
+
+
+def _formula(text: str, target: str) -> bool:
+    found, expected = normal_formula(conclusion(text)), normal_formula(target)
+    if found == expected:
+        return bool(expected)
+    left, right = _value(found), _value(expected)
+    return left is not None and right is not None and abs(left - right) < 1e-9
+
+
+def normal_formula(text: str) -> str:
+    """A short LaTeX formula in one spelling."""
+    boxed = re.search(r"\\boxed\{(.*)\}", text)
+    text = boxed[1] if boxed else text
+    dollars = re.search(r"\$([^$]+)\$", text)
+    text = dollars[1] if dollars else text
+    text = re.sub(r"\\(left|right|!|,|;|:|%|\$)", "", text)
+    text = re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\^(?:\{\\circ\}|\\circ)", "", text)
+    text = re.sub(r"[\s$%]", "", text).rstrip(".。")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return text.rpartition("=")[2] if text.count("=") == 1 else text
+
+
+def _value(formula: str) -> float | None:
+    fraction = re.fullmatch(r"(-?)\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}", formula)
+    if fraction is None:
+        fraction = re.fullmatch(r"(-?)([\d.]+)/([\d.]+)", formula)
+    try:
+        if fraction is None:
+            return float(formula)
+        return float(fraction[1] + "1") * float(fraction[2]) / float(fraction[3])
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+SCORES: dict[str, Callable[[str, str], bool]] = {
+    "yes_or_no": _yes_or_no,
+    "letter": _letter,
+    "letters": _letters,
+    "number": _number,
+    "first_line": _first_line,
+    "conclusion": _conclusion,
+    "formula": _formula,
+}

@@ -1,0 +1,223 @@
+"""Records -> questions: what is put to a model, and what it should say.
+
+    intro       The following are multiple choice questions (with answers) about anatomy.
+    shots       Which bone ...?\\nA. ...\\nAnswer: C          (examples with their answers)
+    body        Which nerve ...?\\nA. ...\\nAnswer:
+    choices     " A" " B" " C" " D"        the likeliest one counts; without choices, text is
+                                          generated and judged by ``answers.SCORES``
+
+The parts stay apart until a model's length is known: a prompt that is too long loses examples from
+its front, and only then text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.evaluation.reading import Record, Subject
+from mindspeed.evaluation.task import FROM_OPTIONS, Task
+
+Mode = Literal["auto", "loglikelihood", "generate"]
+MODES: tuple[Mode, ...] = ("auto", "loglikelihood", "generate")
+
+_SEPARATOR = "\n\n"
+_LETTERS = "ABCDEFG"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question to a model.
+
+    Attributes:
+        task: Name of the benchmark.
+        subject: Part of it; may be empty.
+        index: Number within the subject.
+        intro: Begins the prompt.
+        shots: Examples.
+        body: The question itself.
+        choices: Texts to compare; empty when text is generated.
+        target: What is right: a text, or several letters; None where the data does not say.
+        score: Judges generated text.
+        stop: Texts that end a generated answer.
+        max_new_tokens: Its length.
+        sample: Number of this attempt, where a question is asked several times.
+        record: The record it was made of.
+    """
+
+    task: str
+    subject: str
+    index: int
+    intro: str
+    shots: tuple[str, ...]
+    body: str
+    choices: tuple[str, ...]
+    target: Any
+    score: str
+    stop: tuple[str, ...]
+    max_new_tokens: int
+    sample: int = 0
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def key(self) -> str:
+        """Unique name within a run."""
+        parts = [self.task, self.subject, str(self.index)]
+        name = "/".join(part for part in parts if part)
+        return f"{name}#{self.sample}" if self.sample else name
+
+    def prompt(self, shots: int | None = None) -> str:
+        """The text in front of the answer, with the last ``shots`` examples (default: all)."""
+        kept = self.shots if shots is None else self.shots[len(self.shots) - shots :]
+        return self.intro + "".join(shot + _SEPARATOR for shot in kept) + self.body
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a benchmark is asked.
+
+    Attributes:
+        mode: ``loglikelihood`` compares choices, ``generate`` judges text, ``auto`` compares where
+            there are choices.
+        limit: Questions per subject; None for all.
+        samples: Attempts at every question that is answered by a program.
+        max_new_tokens: Length of generated answers; None for the task's own.
+    """
+
+    mode: Mode = "auto"
+    limit: int | None = None
+    samples: int = 1
+    max_new_tokens: int | None = None
+
+
+def questions(task: Task, subjects: Sequence[Subject], asking: Asking) -> list[Question]:
+    """Every question of a benchmark, in the order of its files.
+
+    Raises:
+        ConfigError: The task has no choices to compare.
+        DataError: A record's answer cannot be understood.
+    """
+    if asking.mode == "loglikelihood" and not task.choices:
+        raise ConfigError(
+            f"--scoring loglikelihood: {task.name} has no choices to compare; use generate or auto"
+        )
+    result: list[Question] = []
+    for subject in subjects:
+        result += _of_subject(task.for_subject(subject.name), subject, asking)
+    return result
+
+
+def fingerprint(asked: Sequence[Question]) -> str:
+    """SHA-256 over everything a model is shown and what is held right."""
+    digest = hashlib.sha256()
+    for question in asked:
+        parts = [question.key, question.prompt(), question.choices, question.target]
+        digest.update(json.dumps(parts, ensure_ascii=False).encode())
+    return digest.hexdigest()
+
+
+def _of_subject(task: Task, subject: Subject, asking: Asking) -> Iterator[Question]:
+    words = {"subject_words": task.words_for(subject.name)}
+    intro = task.intro.format_map(words) + subject.intro
+    shots = []
+    for index, record in enumerate(subject.shots):
+        prepared = _prepared(task, subject.name, index, record)
+        shots.append(task.prompt.format_map(prepared) + _answer(task, prepared))
+    repeats = asking.samples if task.score == "program" else 1
+    for index, record in enumerate(subject.records[: asking.limit]):
+        prepared = _prepared(task, subject.name, index, record)
+        target = prepared.get("target")
+        choices = _choices(task, prepared) if asking.mode != "generate" else ()
+        if len(target or "") != 1 and task.choices == FROM_OPTIONS:
+            choices = ()  # several right letters: only a text can name them
+        for sample in range(repeats):
+            yield Question(
+                task.name,
+                subject.name,
+                index,
+                intro,
+                tuple(shots),
+                task.prompt.format_map(prepared),
+                choices,
+                target,
+                task.score,
+                task.stop,
+                asking.max_new_tokens or task.max_new_tokens,
+                sample,
+                record,
+            )
+
+
+def _prepared(task: Task, subject: str, index: int, record: Record) -> Record:
+    """The record with what the templates and the score need."""
+    fields = dict(record)
+    if task.prepare is None:
+        fields.setdefault("target", record.get("answer"))
+        return fields
+    try:
+        return {**fields, **PREPARE[task.prepare](fields)}
+    except (KeyError, ValueError, TypeError) as error:
+        where = f"{task.name}{'/' + subject if subject else ''}, record {index + 1}"
+        raise DataError(f"{where}: {error}") from error
+
+
+def _answer(task: Task, prepared: Record) -> str:
+    """An example's answer as it continues the example's prompt."""
+    if task.answer:
+        return task.answer.format_map(prepared)
+    choices, target = _choices(task, prepared), prepared["target"]
+    right = [choice for choice in choices if choice.strip() == target]
+    return right[0] if right else f" {target}"
+
+
+def _choices(task: Task, prepared: Record) -> tuple[str, ...]:
+    if task.choices == FROM_OPTIONS:
+        return tuple(f" {letter}" for letter in _LETTERS[: prepared["number_of_options"]])
+    return tuple(task.choices)
+
+
+def _prepare_boolq(record: Record) -> Record:
+    return {"target": "Yes" if record["answer"] else "No"}
+
+
+def _prepare_gsm8k(record: Record) -> Record:
+    """``16 - 3 = <<16-3=13>>13 left.\\n#### 13`` -> the reasoning in one line, and the number."""
+    reasoning, marked, number = record["answer"].rpartition("####")
+    if not marked:
+        raise ValueError(f"the answer has no '#### number': {record['answer'][-40:]!r}")
+    reasoning = re.sub(r"<<.*?>>", "", reasoning)
+    number = number.strip()
+    return {"reasoning": " ".join(reasoning.split()), "number": number, "target": number}
+
+
+def _prepare_agieval(record: Record) -> Record:
+    """Several versions of the data: null for an empty passage, a label of one letter or a list."""
+    options = record.get("options") or []
+    if isinstance(options, str):
+        options = [options]
+    label, answer = record.get("label"), record.get("answer")
+    target = label if label else answer
+    if not target:
+        raise ValueError("a label or an answer is needed, both are missing or empty")
+    target = "".join(target) if isinstance(target, list) else str(target)
+    # Some records hold all options in one text: "A. ...\tB. ...".
+    number = len(options) if len(options) != 1 else len(re.findall(r"\b[A-G]\. ", options[0]))
+    return {
+        "passage": record.get("passage") or "",
+        "options": " ".join(options),
+        "number_of_options": number or 4,
+        "last": _LETTERS[(number or 4) - 1],
+        "target": target.strip(),
+    }
+
+
+PREPARE: dict[str, Callable[[Record], Record]] = {
+    "boolq": _prepare_boolq,
+    "gsm8k": _prepare_gsm8k,
+    "agieval": _prepare_agieval,
+}

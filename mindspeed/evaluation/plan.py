@@ -1,0 +1,145 @@
+"""What a command line asks for, read and checked before any model is loaded.
+
+Users lose whole runs to a missing file that is found after the model was loaded, or after the first
+of seven benchmarks. So all data is read, every question made and every choice tokenized first.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed.data.tokenizer import TextTokenizer
+from mindspeed.errors import ConfigError
+from mindspeed.evaluation import execute, reading
+from mindspeed.evaluation.asking import Asking, Question, fingerprint, questions
+from mindspeed.evaluation.respond import encode_pair
+from mindspeed.evaluation.task import Task, task
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One benchmark, ready to be asked.
+
+    Attributes:
+        task: Its description.
+        path: Its data.
+        shots: Examples per prompt.
+        questions: All of them.
+    """
+
+    task: Task
+    path: Path
+    shots: int
+    questions: tuple[Question, ...]
+
+    def identity(self) -> dict[str, Any]:
+        """What another run must share to continue this one, or to be compared with it."""
+        return {
+            "data": str(self.path),
+            "shots": self.shots,
+            "asked": len(self.questions),
+            "prompts_sha256": fingerprint(self.questions),
+        }
+
+
+def plan(
+    names: Sequence[str],
+    paths: Sequence[str],
+    *,
+    asking: Asking,
+    shots: int | None = None,
+    split: str = "",
+    allow_code: bool = False,
+) -> list[Planned]:
+    """Read the data of every task.
+
+    Args:
+        names: ``--task``.
+        paths: ``--task-data-path``: ``name=path``, or paths alone.
+        asking: How questions are put.
+        shots: Examples per prompt; None for each task's own number.
+        split: For the tasks that have splits.
+        allow_code: Whether generated programs may run.
+
+    Raises:
+        ConfigError, DataError: Something is wrong with the flags or the data.
+    """
+    tasks = [task(name) for name in names]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--task {' '.join(names)}: every task once, please")
+    for item in tasks:
+        if item.score == "program":
+            execute.require_consent(allow_code, item.name)
+    if split and not any(item.splits for item in tasks):
+        raise ConfigError(f"--split {split}: none of {', '.join(names)} has splits")
+    planned = []
+    for item, path in zip(tasks, data_paths(names, paths), strict=True):
+        number = item.shots if shots is None else shots
+        subjects = reading.read(item, path, number, split if item.splits else "")
+        planned.append(Planned(item, path, number, tuple(questions(item, subjects, asking))))
+    return planned
+
+
+def data_paths(names: Sequence[str], paths: Sequence[str]) -> list[Path]:
+    """The path of each task: ``name=path``, else the path that holds the name, else by order.
+
+    Raises:
+        ConfigError: A task has no path, or a path no task.
+    """
+    parts = [path.partition("=") for path in paths]
+    named = {name: path for name, equals, path in parts if equals and name in names}
+    rest = ["".join(part) for part in parts if not (part[1] and part[0] in names)]
+    for name in names:
+        found = [path for path in rest if _mentions(path, name)]
+        if name not in named and len(found) == 1:
+            named[name] = found[0]
+            rest.remove(found[0])
+    missing = [name for name in names if name not in named]
+    if len(missing) != len(rest):
+        raise ConfigError(
+            f"--task-data-path {' '.join(paths)}: one path for each of {', '.join(names)} is "
+            f"needed; write them as {names[0]}=PATH"
+        )
+    named.update(zip(missing, rest, strict=True))
+    return [Path(named[name]) for name in names]
+
+
+def check_choices(planned: Sequence[Planned], tokenizer: TextTokenizer) -> None:
+    """See how the tokenizer cuts the choices, and say where they cost more than one pass.
+
+    Raises:
+        ConfigError: A choice has no token of its own, or two choices are the same tokens.
+    """
+    encode, start = tokenizer.tokenize, tokenizer.eod
+    for item in planned:
+        seen: set[tuple[str, ...]] = set()
+        for question in item.questions:
+            if not question.choices or question.choices in seen:
+                continue
+            seen.add(question.choices)
+            ids = [
+                tuple(encode_pair(encode, question.body, choice, start)[1])
+                for choice in question.choices
+            ]
+            if len(set(ids)) < len(ids):
+                raise ConfigError(
+                    f"{item.task.name}: the tokenizer has the same ids for different choices "
+                    f"{question.choices}; is it the tokenizer of this model?"
+                )
+            longest = max(ids, key=len)
+            if len(longest) > 1:
+                choice = question.choices[ids.index(longest)]
+                warnings.warn(
+                    f"{item.task.name}: {choice!r} is {len(longest)} tokens, so every choice costs "
+                    "a pass of its own instead of one for all",
+                    stacklevel=2,
+                )
+
+
+def _mentions(path: str, name: str) -> bool:
+    """Whether a path holds a task's name, as directories spell it (``human_eval``, HumanEval)."""
+    return name.replace("_", "") in path.lower().replace("_", "").replace("-", "")

@@ -1,0 +1,170 @@
+"""Every question once: batches, data-parallel replicas, resuming.
+
+Each replica of the model takes every ``size``-th question and writes what it finds to a file of its
+own; nothing is exchanged until the end, when all outcomes meet on rank 0. So replicas never wait
+for each other's longest answer, and a killed run loses one batch per replica.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from mindspeed.evaluation import answers
+from mindspeed.evaluation.asking import Question
+from mindspeed.evaluation.respond import Respondent
+from mindspeed.evaluation.samples import Outcome
+
+Append = Callable[[Sequence[Outcome]], object]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One copy of the model among ``size`` of them."""
+
+    index: int = 0
+    size: int = 1
+
+
+def answer_all(
+    questions: Sequence[Question],
+    model: Respondent,
+    *,
+    replica: Replica = Replica(),
+    done: Mapping[str, Outcome] | None = None,
+    batch_size: int = 16,
+    seed: int = 1234,
+    append: Append | None = None,
+) -> list[Outcome]:
+    """Outcomes of this replica's share, those of ``done`` included. Same on all its ranks.
+
+    Args:
+        questions: All questions of the run.
+        model: Who answers.
+        replica: Takes every ``size``-th question.
+        done: Outcomes of an earlier, interrupted run.
+        batch_size: Questions put at once.
+        seed: Of sampled answers.
+        append: Called with the outcomes of every batch.
+    """
+    done = done or {}
+    share = questions[replica.index :: replica.size]
+    outcomes = [done[question.key] for question in share if question.key in done]
+    for batch in _batches([q for q in share if q.key not in done], batch_size):
+        prompts, notes = zip(*(fitting(question, model) for question in batch), strict=True)
+        respond = _compare if batch[0].choices else _generate
+        new = [
+            {**_description(question), **note, **found}
+            for question, note, found in zip(
+                batch, notes, respond(batch, prompts, model, seed), strict=True
+            )
+        ]
+        outcomes += new
+        if append is not None:
+            append(new)
+    return outcomes
+
+
+def fitting(question: Question, model: Respondent) -> tuple[str, Outcome]:
+    """The prompt with as many examples as the model's length allows, and what became of it.
+
+    A prompt that is too long without any example is cut on the left by the model.
+    """
+    if question.choices:
+        room = model.max_length + 1 - max(map(model.count, question.choices))
+    else:
+        room = model.max_length - question.max_new_tokens
+    shots = len(question.shots)
+    while True:
+        prompt = question.prompt(shots)
+        fits = model.count(prompt) <= room
+        if fits or not shots:
+            return prompt, {"shots": shots, "truncated": not fits}
+        shots -= 1
+
+
+def warn_about_length(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> None:
+    """Say how many prompts were too long for the model."""
+    wanted = {question.key: len(question.shots) for question in questions}
+    fewer = sum(outcome["shots"] < wanted[outcome["key"]] for outcome in outcomes)
+    cut = sum(outcome["truncated"] for outcome in outcomes)
+    if fewer or cut:
+        warnings.warn(
+            f"{fewer} of {len(outcomes)} prompts have fewer examples than asked for and {cut} are "
+            "cut on the left, because the model is too short for them",
+            stacklevel=2,
+        )
+
+
+def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question]]:
+    """Neighbours of one kind: the same task, all compared or all generated, longest first.
+
+    Prompts of one batch are of similar length, which keeps padding small.
+    """
+
+    def kind(question: Question) -> tuple[str, bool, int, tuple[str, ...]]:
+        asks = bool(question.choices)
+        return question.task, asks, question.max_new_tokens, question.stop
+
+    for _, group in groupby(sorted(questions, key=kind), key=kind):
+        ordered = sorted(group, key=lambda question: -len(question.prompt()))
+        for start in range(0, len(ordered), size):
+            yield ordered[start : start + size]
+
+
+def _compare(
+    batch: Sequence[Question], prompts: Sequence[str], model: Respondent, seed: int
+) -> list[Outcome]:
+    """The likeliest choice of each question; one call for the whole batch."""
+    pairs = [
+        (prompt, choice)
+        for question, prompt in zip(batch, prompts, strict=True)
+        for choice in question.choices
+    ]
+    logprobs = iter([logprob for logprob, _ in model.score(pairs)])
+    outcomes = []
+    for question in batch:
+        values = [next(logprobs) for _ in question.choices]
+        best = question.choices[values.index(max(values))].strip()
+        correct = None if question.target is None else best == question.target
+        outcomes.append({"answer": best, "correct": correct, "logprobs": values})
+    return outcomes
+
+
+def _generate(
+    batch: Sequence[Question], prompts: Sequence[str], model: Respondent, seed: int
+) -> list[Outcome]:
+    """Text, judged unless it is a program: those run later, once, on rank 0."""
+    first = batch[0]
+    texts = model.generate(prompts, first.stop, first.max_new_tokens, _seed(seed, first))
+    outcomes = []
+    for question, raw in zip(batch, texts, strict=True):
+        text, correct = answers.cut(raw, question.stop), None
+        if question.target is not None and question.score != "program":
+            correct = answers.judge(question.score, text, question.target)
+        outcomes.append({"answer": text, "correct": correct})
+    return outcomes
+
+
+def _seed(seed: int, first: Question) -> int:
+    """Different for different batches, the same when a run is repeated."""
+    return (seed + 1_000_003 * first.index + 7919 * first.sample) % 2**31
+
+
+def _description(question: Question) -> Outcome:
+    return {
+        "key": question.key,
+        "task": question.task,
+        "subject": question.subject,
+        "index": question.index,
+        "sample": question.sample,
+        "target": question.target,
+    }
+
+
+def in_order(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> list[Outcome]:
+    """Outcomes in the order of their questions."""
+    found = {outcome["key"]: outcome for outcome in outcomes}
+    return [found[question.key] for question in questions]

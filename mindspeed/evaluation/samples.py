@@ -1,0 +1,104 @@
+"""What was asked and answered so far, on disk: an interrupted evaluation goes on where it was.
+
+    run.json            what this run is: questions, model, settings, as hashes
+    samples-0.jsonl     one line per answered question, from data-parallel rank 0, 1, ...
+    samples.jsonl       all of them, in the order of the questions, once the run is complete
+
+A line is appended when its question is answered. A killed run may leave half a line at the end of a
+file; it is dropped and asked again. A directory belongs to one run: other questions, another model
+or other settings are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.files import atomic_write_text, make_dirs, secure_open
+
+RUN, SAMPLES = "run.json", "samples.jsonl"
+_PARTS = "samples-*.jsonl"
+
+Outcome = dict[str, Any]
+
+
+class SampleFile:
+    """Where this data-parallel rank appends its outcomes; nowhere without a directory."""
+
+    def __init__(self, directory: Path | None, replica: int) -> None:
+        self._file: IO[str] | None = None
+        if directory is not None:
+            self._file = secure_open(directory / f"samples-{replica}.jsonl", "a")
+
+    def append(self, outcomes: Iterable[Outcome]) -> None:
+        """Write lines that outlive this process."""
+        if self._file is not None:
+            self._file.writelines(_line(outcome) for outcome in outcomes)
+            self._file.flush()
+
+    def __enter__(self) -> SampleFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def begin(directory: Path, identity: Mapping[str, Any]) -> dict[str, Outcome]:
+    """Claim ``directory`` for a run, or take up an earlier one: key -> outcome.
+
+    Raises:
+        ConfigError: It holds another run.
+    """
+    make_dirs(directory)
+    run = directory / RUN
+    identity = json.loads(json.dumps(identity))
+    if run.is_file():
+        _check_same(json.loads(run.read_text("utf-8")), identity, directory)
+    else:
+        atomic_write_text(run, json.dumps(identity, indent=2) + "\n")
+    parts = sorted(directory.glob(_PARTS))
+    paths = [path for path in (directory / SAMPLES, *parts) if path.is_file()]
+    done = {outcome["key"]: outcome for path in paths for outcome in _read(path)}
+    if parts:  # so that nobody appends to half a line
+        finish(directory, list(done.values()))
+    return done
+
+
+def finish(directory: Path, outcomes: Sequence[Outcome]) -> None:
+    """Replace the parts by one file."""
+    atomic_write_text(directory / SAMPLES, "".join(map(_line, outcomes)))
+    for part in directory.glob(_PARTS):
+        part.unlink()
+
+
+def _line(outcome: Outcome) -> str:
+    return json.dumps(outcome, ensure_ascii=False) + "\n"
+
+
+def _read(path: Path) -> list[Outcome]:
+    # Not splitlines(): it also cuts at characters that JSON texts may hold unescaped.
+    *lines, _unfinished = path.read_text("utf-8", errors="replace").split("\n")
+    try:
+        return [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is damaged ({error}); remove it to ask again") from error
+
+
+def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> None:
+    names = {*old, *new}
+    changed = sorted(name for name in names if old.get(name) != new.get(name))
+    if changed:
+        raise ConfigError(
+            f"--output {directory} holds a run with another {' and another '.join(changed)}; "
+            "choose another directory, or remove this one"
+        )
