@@ -1,18 +1,22 @@
-"""``mindspeed preprocess``: jsonl text to Megatron's ``.bin``/``.idx``.
+"""``mindspeed preprocess``: texts and conversations to Megatron's ``.bin``/``.idx``.
 
     mindspeed preprocess --input corpus.jsonl --tokenizer-model tok/ --append-eod \\
         --output-prefix data/corpus --workers 4
 
 writes ``data/corpus_text_document.bin`` and ``.idx``, ready for ``--data-path
 data/corpus_text_document``. ``--input python-docs`` needs no file at all: it takes the
-documentation that comes with Python.
+documentation that comes with Python. With ``--handler-name GeneralInstructionHandler`` and the like
+it writes conversations with the labels of their answers, ready for ``--data-path data/corpus
+--is-instruction-dataset``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -26,47 +30,125 @@ from rich.progress import (
 
 from mindspeed.data import corpus
 from mindspeed.data import preprocess as data
+from mindspeed.data.handlers import HANDLERS
+from mindspeed.data.sources import COMPRESSIONS, FORMATS, TEXT_UNITS
 from mindspeed.data.tokenizer import TokenizerOptions, add_tokenizer_arguments
+from mindspeed.errors import ConfigError
 
 LOG_INTERVAL_SECONDS = 15.0  # between lines when there is no terminal for a bar
 
-HELP = "turn jsonl text into tokenized training data (.bin and .idx)"
+HELP = "turn texts or conversations into tokenized training data (.bin and .idx)"
+_IGNORED = "accepted for old scripts, without effect"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
-    parser.add_argument(
+    _input_arguments(parser.add_argument_group("input"))
+    _conversation_arguments(parser.add_argument_group("conversations (with --handler-name)"))
+    _output_arguments(parser.add_argument_group("output"))
+    add_tokenizer_arguments(parser)
+
+
+def _input_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
-        help="jsonl files (also .gz) or directories of them; 'python-docs' takes the documentation "
-        "of the running Python",
+        help=f"files ({' '.join(FORMATS)}, also with {' or '.join(COMPRESSIONS)}), folders of them "
+        "or of a Hugging Face data set; 'python-docs' takes the documentation of the running "
+        "Python",
     )
-    parser.add_argument(
+    group.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="columns to tokenize, one data set each (default: text)",
+    )
+    group.add_argument(
+        "--handler-name",
+        default="",
+        metavar="NAME",
+        help=f"what the columns mean: {', '.join(HANDLERS)} (default: the first)",
+    )
+    group.add_argument(
+        "--map-keys",
+        default="{}",
+        metavar="JSON",
+        help="other columns for the handler, such as "
+        """'{"prompt": "question", "response": "answer"}'""",
+    )
+    group.add_argument(
+        "--hf-datasets-params",
+        type=Path,
+        metavar="FILE",
+        help="JSON file with arguments of datasets.load_dataset (path, name, split, ...)",
+    )
+    group.add_argument(
+        "--streaming", action="store_true", help="let datasets read --input as a stream"
+    )
+    group.add_argument(
+        "--txt-document",
+        choices=TEXT_UNITS,
+        default="line",
+        help="what a document is in a .txt file: a line, what blank lines separate, or the file",
+    )
+    group.add_argument("--max-samples", type=int, metavar="N", help="read N records and no more")
+    group.add_argument(
+        "--strict", action="store_true", help="stop at the first broken line instead of counting it"
+    )
+
+
+def _conversation_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--prompt-type",
+        metavar="NAME",
+        help="chat template: alpaca, llama2, llama3, chatml, qwen, mistral, baichuan2, deepseek, "
+        "hf (the tokenizer's own), or a .yaml or .jinja file (default: the handler's)",
+    )
+    group.add_argument(
+        "--train-on",
+        choices=("all", "last"),
+        default="all",
+        help="answers that are trained (default: all)",
+    )
+    group.add_argument("--train-on-inputs", action="store_true", help="train the prompts, too")
+    group.add_argument(
+        "--label-boundary",
+        choices=("exact", "legacy"),
+        default="exact",
+        help="exact: by the characters of the answers; legacy: as the original, by the length of "
+        "the separately tokenized prompt (default: exact)",
+    )
+    group.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="shorten longer conversations: oldest turns first, then the prompt's start",
+    )
+
+
+def _output_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--output-prefix",
         type=Path,
         required=True,
         metavar="PREFIX",
         help="data sets are written to PREFIX_KEY_document.bin and .idx",
     )
-    parser.add_argument(
-        "--json-keys",
-        "--json-key",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="fields to tokenize, one data set each (default: text)",
-    )
-    parser.add_argument(
+    group.add_argument(
         "--append-eod", action="store_true", help="end every document with the end-of-text token"
     )
-    parser.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument(
-        "--strict", action="store_true", help="stop at the first broken line instead of counting it"
+    group.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
+    group.add_argument("--overwrite", action="store_true", help="replace existing output")
+    group.add_argument(
+        "--resume", action="store_true", help="go on where an interrupted run of the same stopped"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace existing output")
-    add_tokenizer_arguments(parser)
+    group.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="file format")
+    for name in ("--log-interval", "--make-vocab-size-divisible-by", "--pad-vocab-size-to"):
+        group.add_argument(name, type=int, help=_IGNORED)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,6 +163,18 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         strict=args.strict,
         overwrite=args.overwrite,
+        handler=args.handler_name,
+        map_keys=_map_keys(args.map_keys),
+        prompt_type=args.prompt_type,
+        train_on=args.train_on,
+        train_on_inputs=args.train_on_inputs,
+        label_boundary=args.label_boundary,
+        seq_length=args.seq_length,
+        max_samples=args.max_samples,
+        resume=args.resume,
+        hf_datasets_params=args.hf_datasets_params,
+        streaming=args.streaming,
+        text_unit=args.txt_document,
     )
     print_report(preprocess_with_bar(options, console), console)
     return 0
@@ -104,7 +198,8 @@ def preprocess_with_bar(options: data.PreprocessOptions, console: Console) -> da
         def show(totals: data.Progress) -> None:
             nonlocal next_line
             rate = _rate(totals)
-            bar.update(task, total=totals.bytes_total, completed=totals.bytes_done, rate=rate)
+            total = totals.bytes_total or None  # a stream has no length
+            bar.update(task, total=total, completed=totals.bytes_done, rate=rate)
             if not console.is_terminal and time.monotonic() > next_line:
                 next_line = time.monotonic() + LOG_INTERVAL_SECONDS
                 done = totals.bytes_done / max(totals.bytes_total, 1)
@@ -127,8 +222,28 @@ def print_report(report: data.PreprocessReport, console: Console) -> None:
         _say(console, f"{totals.broken:,} broken lines were left out, the first:", "yellow")
         for line in totals.first_broken:
             _say(console, f"  {line}", "yellow")
+    if totals.trained < totals.tokens:
+        _say(console, f"{totals.trained / totals.tokens:.1%} of the tokens are trained")
+    if totals.shortened:
+        _say(console, f"{totals.shortened:,} samples were shortened to --seq-length", "yellow")
+    if totals.untrained:
+        _say(
+            console, f"{totals.untrained:,} samples without a trained token were left out", "yellow"
+        )
+    for note in report.notes:
+        _say(console, note)
     for output in report.outputs:
         _say(console, f"wrote {output}.bin and .idx")
+
+
+def _map_keys(text: str) -> dict[str, Any]:
+    try:
+        keys = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--map-keys {text}: invalid JSON: {error}") from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f"--map-keys {text}: a JSON object is expected")
+    return keys
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

@@ -1,51 +1,93 @@
-"""Text to tokens: jsonl files become Megatron's indexed data sets (``.bin`` and ``.idx``).
+"""Text to tokens: files of records become Megatron's indexed data sets (``.bin`` and ``.idx``).
 
     {"text": "..."}  --tokenizer-->  PREFIX_text_document.bin   all ids, one after another
-    (N lines)                        PREFIX_text_document.idx   the length of every document
+    (N records)                      PREFIX_text_document.idx   the length of every document
 
-The parent reads blocks of whole lines, worker processes parse and tokenize them, and the parent
-writes the results in the order of the input through ``IndexedDatasetBuilder`` of megatron.core:
+With a handler for conversations it is three aligned data sets, one document per conversation:
+
+    PREFIX_packed_input_ids_document        ids
+    PREFIX_packed_attention_mask_document   ones
+    PREFIX_packed_labels_document           the id where it is trained, else -100
+
+The parent reads blocks of records (:mod:`~.sources`), worker processes parse and tokenize them
+(:mod:`~.encode`), and the parent writes the results in the order of the input (:mod:`~.indexed`):
 the output is byte-identical for any number of workers and readable by everything that reads
-Megatron data. It appears under its final name only when complete, ``.idx`` last; a run that was
-interrupted is simply started again. Lines that cannot be used are counted and the first few are
+Megatron data. It appears under its final name only when complete, and a run that was killed goes
+on where it was with ``resume``. Records that cannot be used are counted and the first few are
 named, or stop the run with ``strict``.
 """
 
 from __future__ import annotations
 
-import fcntl
-import gzip
+import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import time
-import warnings
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import Any, Literal
 
-import numpy as np
+from mindspeed.data import handlers
+from mindspeed.data.encode import (
+    CONVERSATION_KEYS,
+    BrokenLine,
+    ConversationEncoder,
+    Encoded,
+    TextEncoder,
+    load_template,
+    make_encoder,
+)
+from mindspeed.data.indexed import Outputs
+from mindspeed.data.sources import (
+    TEXT_UNITS,
+    Block,
+    Files,
+    HubDataset,
+    find_files,
+    hub_dataset,
+)
+from mindspeed.data.tokenizer import TokenizerOptions
+from mindspeed.errors import ConfigError, DataError, MindSpeedError
 
-from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
-from mindspeed.errors import ConfigError, DataError
-from mindspeed.files import check_path, make_dirs, secure_open
-
-BLOCK_BYTES = 1 << 20
 BLOCKS_IN_FLIGHT_PER_WORKER = 4
 NAMED_BROKEN_LINES = 5
-INPUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+RECORD_SECONDS = 20.0  # between the points from which a killed run can go on
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to read, how to tokenize it and where to write it."""
+    """What to read, how to tokenize it and where to write it.
+
+    Attributes:
+        inputs: files, folders, or the name of a Hugging Face data set.
+        output_prefix: start of the names of the data sets.
+        tokenizer: Megatron's tokenizer flags.
+        json_keys: columns to tokenize, without a handler.
+        append_eod: end every document with the end-of-text token.
+        workers: processes.
+        strict: stop at the first record that cannot be used.
+        overwrite: replace existing output.
+        handler: name of :data:`mindspeed.data.handlers.HANDLERS`.
+        map_keys: other columns for the handler.
+        prompt_type: chat template (default: the handler's).
+        train_on: answers that are trained.
+        train_on_inputs: train the prompts, too.
+        label_boundary: ``exact``, or ``legacy`` (:mod:`mindspeed.data.masks`).
+        seq_length: longest sample, conversations only.
+        max_samples: read so many records and no more.
+        resume: continue an interrupted run.
+        hf_datasets_params: file with arguments of ``datasets.load_dataset``.
+        streaming: read that data set as a stream.
+        text_unit: what a document is in a ``.txt`` file.
+    """
 
     inputs: tuple[Path, ...]
     output_prefix: Path
@@ -55,22 +97,35 @@ class PreprocessOptions:
     workers: int = 1
     strict: bool = False
     overwrite: bool = False
+    handler: str = ""
+    map_keys: Mapping[str, Any] = field(default_factory=dict)
+    prompt_type: str | None = None
+    train_on: Literal["all", "last"] = "all"
+    train_on_inputs: bool = False
+    label_boundary: Literal["exact", "legacy"] = "exact"
+    seq_length: int | None = None
+    max_samples: int | None = None
+    resume: bool = False
+    hf_datasets_params: Path | None = None
+    streaming: bool = False
+    text_unit: str = "line"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """One data set each."""
+        handler = handlers.find(self.handler)
+        if handler.conversations is not None:
+            return tuple(f"packed_{name}" for name in CONVERSATION_KEYS)
+        return self.json_keys if handler.text is None else ("text",)
 
     def output(self, key: str) -> Path:
         """Path of the data set of one key, without ``.bin`` or ``.idx``."""
         return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_document")
 
-
-@dataclass(frozen=True)
-class BrokenLine:
-    """A line that could not be used."""
-
-    file: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}"
+    @property
+    def state(self) -> Path:
+        """What a run that was killed leaves for one that continues."""
+        return self.output_prefix.with_name(f".{self.output_prefix.name}.preprocess.json")
 
 
 @dataclass
@@ -83,8 +138,18 @@ class Progress:
     empty: int = 0
     broken: int = 0
     tokens: int = 0
+    trained: int = 0
+    shortened: int = 0
+    untrained: int = 0
+    blocks: int = 0
     seconds: float = 0.0
     first_broken: list[BrokenLine] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Progress:
+        """What ``dataclasses.asdict`` wrote down."""
+        broken = [BrokenLine(**line) for line in values["first_broken"]]
+        return cls(**{**values, "first_broken": broken})
 
 
 @dataclass(frozen=True)
@@ -94,34 +159,13 @@ class PreprocessReport:
     outputs: tuple[Path, ...]
     vocab_size: int
     totals: Progress
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Whole lines of one file; ``size`` is what they take on disk, compressed or not."""
-
-    file: str
-    first_line: int
-    lines: list[bytes]
-    size: int
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """A tokenized block: per key, all ids in one array and the length of each document."""
-
-    tokens: dict[str, np.ndarray]
-    lengths: dict[str, list[int]]
-    documents: int
-    empty: int
-    broken: list[BrokenLine]
-    size: int
+    notes: tuple[str, ...] = ()
 
 
 def preprocess(
     options: PreprocessOptions, progress: Callable[[Progress], None] | None = None
 ) -> PreprocessReport:
-    """Tokenize the input files into one indexed data set per JSON key.
+    """Tokenize the input into one indexed data set per key.
 
     Args:
         options: What to do.
@@ -131,134 +175,91 @@ def preprocess(
         ConfigError: An option is wrong or the output exists already.
         DataError: Missing input, no usable document, or a broken line under ``strict``.
     """
-    files = _input_files(options)
     _check(options)
-    tokenizer = build_tokenizer(options.tokenizer)
-    totals = Progress(bytes_total=sum(file.stat().st_size for file in files))
-    encoder = _Encoder(tokenizer, options.json_keys, options.append_eod)
-    with ExitStack() as stack:
-        sinks = {
-            key: stack.enter_context(_Sink(options.output(key), encoder.dtype))
-            for key in options.json_keys
-        }
-        started = time.monotonic()
-        for encoded in _encode_all(files, options, encoder):
-            for key, sink in sinks.items():
-                sink.add(encoded.tokens[key], encoded.lengths[key])
-            _count(totals, encoded, options.strict)
-            totals.seconds = time.monotonic() - started
-            if progress is not None:
-                progress(totals)
-        if not totals.documents:
-            raise DataError(_nothing_usable(files, totals))
-        for sink in sinks.values():
-            sink.commit()
-    outputs = tuple(options.output(key) for key in options.json_keys)
-    return PreprocessReport(outputs, tokenizer.vocab_size, totals)
+    source = _source(options)
+    encoder = make_encoder(options)
+    outputs = Outputs(
+        [options.output(key) for key in options.keys],
+        encoder.dtype,
+        options.state,
+        _fingerprint(options, source),
+        options.resume,
+    )
+    keep = False
+    try:
+        totals = Progress(bytes_total=source.size if isinstance(source, Files) else 0)
+        if outputs.state is not None:
+            totals = Progress.from_json(outputs.state["progress"])
+        if not outputs.complete:
+            _encode_into(outputs, totals, source, options, encoder, progress)
+            if not totals.documents:
+                raise DataError(_nothing_usable(options, totals))
+        keep = True
+        outputs.commit(dataclasses.asdict(totals))
+        keep = False
+    except MindSpeedError:
+        raise
+    except BaseException:
+        keep = keep or options.resume
+        raise
+    finally:
+        outputs.close(keep)
+    return PreprocessReport(
+        tuple(options.output(key) for key in options.keys),
+        encoder.tokenizer.vocab_size,
+        totals,
+        tuple(_notes(options, source, encoder)),
+    )
 
 
-class _Encoder:
-    """Turns a block of lines into token arrays; one per process."""
-
-    def __init__(self, tokenizer: TextTokenizer, keys: Sequence[str], append_eod: bool) -> None:
-        self._tokenizer = tokenizer
-        self._keys = tuple(keys)
-        self._tail = [tokenizer.eod] if append_eod else []
-        # The rule of DType.optimal_dtype, without importing megatron.core into every worker.
-        self.dtype: type[np.generic] = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
-
-    def __call__(self, block: _Block) -> _Encoded:
-        rows: list[list[str]] = []
-        broken: list[BrokenLine] = []
-        for number, line in enumerate(block.lines, start=block.first_line):
-            if line.strip():
-                try:
-                    rows.append(self._texts(line))
-                except ValueError as error:
-                    broken.append(BrokenLine(block.file, number, str(error)))
-        tokens, lengths = {}, {}
-        filled = [False] * len(rows)
-        for index, key in enumerate(self._keys):
-            encoded = self._tokenizer.tokenize_batch([row[index] for row in rows])
-            filled = [before or bool(ids) for before, ids in zip(filled, encoded, strict=True)]
-            documents = [ids + self._tail for ids in encoded if ids]
-            lengths[key] = [len(ids) for ids in documents]
-            tokens[key] = np.fromiter(chain.from_iterable(documents), self.dtype, sum(lengths[key]))
-        documents_found = sum(filled)
-        empty = len(rows) - documents_found
-        return _Encoded(tokens, lengths, documents_found, empty, broken, block.size)
-
-    def _texts(self, line: bytes) -> list[str]:
-        """The text of every key; ValueError says what is wrong with the line."""
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"invalid JSON: {error.msg} (column {error.colno})") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
-        for key in self._keys:
-            if key not in record:
-                raise ValueError(f"no key {key!r}; the line has {', '.join(map(repr, record))}")
-            if not isinstance(record[key], str):
-                raise ValueError(f"{key!r} is {type(record[key]).__name__}, a string is expected")
-            try:
-                record[key].encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{key!r} is no valid Unicode: {error.reason}") from error
-        return [record[key] for key in self._keys]
+def _encode_into(
+    outputs: Outputs,
+    totals: Progress,
+    source: Files | HubDataset,
+    options: PreprocessOptions,
+    encoder: TextEncoder | ConversationEncoder,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    blocks = _limited(source.blocks(), options.max_samples)
+    before = totals.seconds
+    started = recorded = time.monotonic()
+    for encoded in _encode_all(islice(blocks, totals.blocks, None), options, encoder):
+        parts = zip(encoded.tokens, encoded.lengths, encoded.documents, strict=True)
+        for index, part in enumerate(parts):
+            outputs.add(index, *part)
+        _count(totals, encoded, options.strict)
+        now = time.monotonic()
+        totals.seconds = before + now - started
+        if now - recorded >= RECORD_SECONDS:
+            outputs.record(dataclasses.asdict(totals))
+            recorded = now
+        if progress is not None:
+            progress(totals)
 
 
-class _Sink:
-    """One ``.bin``/``.idx`` pair that gets its name in :meth:`commit` and not before."""
+def _source(options: PreprocessOptions) -> Files | HubDataset:
+    if options.hf_datasets_params is not None or options.streaming:
+        return hub_dataset(options.hf_datasets_params, options.inputs, options.streaming)
+    return find_files(options.inputs, options.text_unit)
 
-    def __init__(self, prefix: Path, dtype: type[np.generic]) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about training packages that play no role here
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-        self._final = {end: prefix.with_name(prefix.name + end) for end in (".bin", ".idx")}
-        self._temporary = {
-            end: path.with_name(f".{path.name}.tmp") for end, path in self._final.items()
-        }
-        make_dirs(prefix.parent)
-        # The builder opens files by name; ours are made first, private and locked by this process.
-        self._files = {end: secure_open(path, "ab") for end, path in self._temporary.items()}
-        try:
-            fcntl.flock(self._files[".bin"], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            for file in self._files.values():
-                file.close()
-            raise DataError(f"another process is writing {prefix} at this moment") from error
-        self._builder = IndexedDatasetBuilder(str(self._temporary[".bin"]), dtype=dtype)
-
-    def __enter__(self) -> _Sink:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._builder.data_file.close()
-        for end, file in self._files.items():
-            self._temporary[end].unlink(missing_ok=True)
-            file.close()
-
-    def add(self, tokens: np.ndarray, lengths: Sequence[int]) -> None:
-        start = 0
-        for length in lengths:
-            self._builder.add_document(tokens[start : start + length], [length])
-            start += length
-
-    def commit(self) -> None:
-        self._builder.finalize(str(self._temporary[".idx"]))
-        for file in self._files.values():
-            os.fsync(file.fileno())
-        self._final[".idx"].unlink(missing_ok=True)  # never an old index beside new data
-        for end in (".bin", ".idx"):
-            os.replace(self._temporary[end], self._final[end])
+def _limited(blocks: Iterable[Block], records: int | None) -> Iterator[Block]:
+    """The first so many records."""
+    if records is None:
+        yield from blocks
+        return
+    for block in blocks:
+        if records <= 0:
+            return
+        yield dataclasses.replace(block, rows=block.rows[:records])
+        records -= len(block.rows)
 
 
 def _encode_all(
-    files: Sequence[Path], options: PreprocessOptions, encoder: _Encoder
-) -> Iterator[_Encoded]:
-    blocks = (block for file in files for block in _blocks(file))
+    blocks: Iterable[Block],
+    options: PreprocessOptions,
+    encoder: TextEncoder | ConversationEncoder,
+) -> Iterator[Encoded]:
     if options.workers == 1:
         yield from map(encoder, blocks)
         return
@@ -267,10 +268,10 @@ def _encode_all(
         # A forked child of a process with threads may hang; a spawned one starts clean.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(options.tokenizer, options.json_keys, options.append_eod),
+        initargs=(options,),
     )
     with pool:
-        waiting: deque[Future[_Encoded]] = deque()
+        waiting: deque[Future[Encoded]] = deque()
         try:
             for block in blocks:
                 waiting.append(pool.submit(_encode_in_worker, block))
@@ -288,76 +289,103 @@ def _encode_all(
                 future.cancel()
 
 
-_worker_encoder: _Encoder  # set once in every worker process, never in the parent
+_worker_encoder: TextEncoder | ConversationEncoder  # set once in every worker process
 
 
-def _start_worker(tokenizer: TokenizerOptions, keys: Sequence[str], append_eod: bool) -> None:
+def _start_worker(options: PreprocessOptions) -> None:
     global _worker_encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_encoder = _Encoder(build_tokenizer(tokenizer), keys, append_eod)
+    _worker_encoder = make_encoder(options)
 
 
-def _encode_in_worker(block: _Block) -> _Encoded:
+def _encode_in_worker(block: Block) -> Encoded:
     return _worker_encoder(block)
 
 
-def _blocks(path: Path) -> Iterator[_Block]:
-    """Cut a file into blocks of whole lines, each with its share of the file's size on disk."""
-    line, position = 1, 0
-    with open(path, "rb") as raw, gzip.open(raw) as unpacked:
-        text: IO[bytes] = unpacked if path.suffix == ".gz" else raw  # type: ignore[assignment]
-        try:
-            while lines := text.readlines(BLOCK_BYTES):
-                size = raw.tell() - position
-                yield _Block(str(path), line, lines, size)
-                line += len(lines)
-                position += size
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is damaged after line {line - 1}: {error}") from error
-
-
-def _count(totals: Progress, encoded: _Encoded, strict: bool) -> None:
-    if strict and encoded.broken:
-        raise DataError(f"{encoded.broken[0]} (--strict stops at the first broken line)")
+def _count(totals: Progress, encoded: Encoded, strict: bool) -> None:
+    counts = encoded.counts
+    if strict and counts.broken:
+        raise DataError(f"{counts.broken[0]} (--strict stops at the first broken line)")
+    for name in ("documents", "empty", "tokens", "trained", "shortened", "untrained"):
+        setattr(totals, name, getattr(totals, name) + getattr(counts, name))
     totals.bytes_done += encoded.size
-    totals.documents += encoded.documents
-    totals.empty += encoded.empty
-    totals.broken += len(encoded.broken)
-    totals.tokens += sum(map(len, encoded.tokens.values()))
+    totals.blocks += 1
+    totals.broken += len(counts.broken)
     room = NAMED_BROKEN_LINES - len(totals.first_broken)
-    totals.first_broken += encoded.broken[:room]
-
-
-def _input_files(options: PreprocessOptions) -> list[Path]:
-    files: list[Path] = []
-    for path in options.inputs:
-        if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.name.endswith(INPUT_SUFFIXES))
-            if not found:
-                raise DataError(f"{path} has no file that ends in {', '.join(INPUT_SUFFIXES)}")
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise DataError(f"--input {path}: there is no such file or directory")
-    return [check_path(file, "input") for file in files]
+    totals.first_broken += counts.broken[:room]
 
 
 def _check(options: PreprocessOptions) -> None:
+    handler = handlers.find(options.handler)
+    handler.with_keys(options.map_keys)
     if options.workers < 1:
         raise ConfigError(f"--workers {options.workers}: at least 1 is needed")
+    for flag, value in (("seq-length", options.seq_length), ("max-samples", options.max_samples)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag} {value}: at least 1 is needed")
     if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: name every key once")
-    if options.overwrite:
+    if options.text_unit not in TEXT_UNITS:
+        raise ConfigError(
+            f"--txt-document {options.text_unit}: allowed are {', '.join(TEXT_UNITS)}"
+        )
+    if options.overwrite or (options.resume and options.state.exists()):
         return
-    for key in options.json_keys:
+    for key in options.keys:
         index = options.output(key).with_name(options.output(key).name + ".idx")
         if index.exists():
             raise ConfigError(f"{index} exists already; replace it with --overwrite")
 
 
-def _nothing_usable(files: Sequence[Path], totals: Progress) -> str:
-    names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+def _fingerprint(options: PreprocessOptions, source: Files | HubDataset) -> str:
+    """What the bytes of the output depend on."""
+    ignored = ("workers", "resume", "overwrite", "strict", "tokenizer")
+    values = {
+        item.name: getattr(options, item.name)
+        for item in dataclasses.fields(options)
+        if item.name not in ignored
+    }
+    files = list(source.paths) if isinstance(source, Files) else []
+    model = Path(options.tokenizer.tokenizer_model or ".")
+    if options.tokenizer.tokenizer_model is not None:
+        files += sorted(p for p in model.iterdir() if p.is_file()) if model.is_dir() else [model]
+    values["tokenizer"] = dataclasses.asdict(options.tokenizer)
+    values["files"] = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()
+
+
+def _nothing_usable(options: PreprocessOptions, totals: Progress) -> str:
+    inputs = options.inputs
+    names = ", ".join(map(str, inputs[:3])) + (", ..." if len(inputs) > 3 else "")
     first = f"; the first is {totals.first_broken[0]}" if totals.first_broken else ""
     counts = f"{totals.empty} empty and {totals.broken} broken lines"
+    if totals.untrained:
+        counts += f", {totals.untrained} samples without a trained token"
     return f"no usable document in {names}: {counts}{first}"
+
+
+def _notes(
+    options: PreprocessOptions,
+    source: Files | HubDataset,
+    encoder: TextEncoder | ConversationEncoder,
+) -> Iterator[str]:
+    """What a user should know about a run that went well."""
+    if isinstance(source, Files) and source.ignored:
+        yield f"{source.ignored} files of other formats in the input folder were left out"
+    if not isinstance(encoder, ConversationEncoder):
+        return
+    template = load_template(options, encoder.tokenizer)
+    if options.train_on_inputs:
+        trained = "every token"
+    elif options.label_boundary == "legacy" or options.train_on == "last":
+        trained = "the last answer of every conversation"
+    else:
+        trained = "every answer"
+    yield f"template {template.name}, trained is {trained}"
+    unknown = [text for text in template.special if encoder.tokenizer.token_id(text) is None]
+    if unknown:
+        yield (
+            f"the tokenizer has no {', '.join(unknown)}: the marks of template {template.name} "
+            "become ordinary text; choose the template of the model with --prompt-type"
+        )

@@ -10,14 +10,15 @@ Megatron-LM's ``--tokenizer-type HuggingFaceTokenizer`` open too:
 :func:`build_tokenizer` turns Megatron's tokenizer flags into an object with the members Megatron's
 data sets use (``eod``, ``pad``, ``vocab_size``, ``unique_identifiers``) and ``tokenize_batch``. A
 directory whose ``tokenizer.json`` says everything is read without importing transformers, which
-saves seconds per process; all others go through ``AutoTokenizer``, and the remaining types through
-Megatron's own wrappers. Nothing is ever downloaded and no remote code runs unless asked for.
+saves seconds per process; all others go through ``AutoTokenizer`` (:mod:`~.hf_tokenizer`).
+SentencePiece models are read with that library (:mod:`~.sentencepiece_tokenizer`) and the remaining
+types through Megatron's own wrappers (:mod:`~.megatron_tokenizer`). Nothing is ever downloaded and
+no remote code runs unless asked for.
 """
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +38,22 @@ MIN_VOCAB_SIZE = 256 + 2  # all bytes and the two special tokens
 
 _HUGGINGFACE_TYPES = ("HuggingFaceTokenizer", "PretrainedFromHF")
 _SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-_VOCABULARY_FILE_TYPES = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+VOCABULARY_FILE_TYPES = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
 TOKENIZER_TYPES = (
     *_HUGGINGFACE_TYPES,
     *_SENTENCEPIECE_TYPES,
-    *_VOCABULARY_FILE_TYPES,
+    *VOCABULARY_FILE_TYPES,
     "TikTokenizer",
     "NullTokenizer",
 )
 
-# Classes that are nothing but their tokenizer.json: reading that file gives the same ids.
-_GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids of a text and the ``(start, end)`` characters that each stands for."""
+
+    ids: Sequence[int]
+    offsets: Sequence[tuple[int, int]]
 
 
 class TextTokenizer(Protocol):
@@ -70,6 +76,14 @@ class TextTokenizer(Protocol):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def detokenize(self, ids: Sequence[int]) -> str: ...
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a single token, None where the vocabulary lacks it."""
+
+    def tokenize_with_offsets(
+        self, texts: Sequence[str], add_special_tokens: bool
+    ) -> list[Tokens] | None:
+        """Ids and characters; None where the tokenizer cannot say the characters."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,11 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="tokenizer directory (HuggingFaceTokenizer) or model file (SentencePieceTokenizer, "
         "TikTokenizer)",
+    )
+    group.add_argument(
+        "--tokenizer-not-use-fast",
+        action="store_true",
+        help="accepted for old scripts; transformers 5 has one implementation per tokenizer",
     )
     group.add_argument("--vocab-size", type=int, help="for NullTokenizer: size without eod")
     group.add_argument("--vocab-file", metavar="FILE", help="for GPT2BPE and BertWordPiece types")
@@ -183,155 +202,28 @@ def build_tokenizer(options: TokenizerOptions) -> TextTokenizer:
             f"{', '.join(TOKENIZER_TYPES)}"
         )
     if options.tokenizer_type in _HUGGINGFACE_TYPES:
-        return HuggingFaceTokenizer(_required_directory(options), options)
+        from mindspeed.data.hf_tokenizer import open_directory
+
+        return open_directory(_required_directory(options), options)
+    if options.tokenizer_type in _SENTENCEPIECE_TYPES:
+        from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(required_file(options))
+    from mindspeed.data.megatron_tokenizer import MegatronTokenizer
+
     return MegatronTokenizer(options)
 
 
-class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer directory on this machine."""
-
-    def __init__(self, directory: Path, options: TokenizerOptions) -> None:
-        self._directory = directory
-        self._special = options.include_special_tokens
-        self._backend = _load_backend(directory, options.trust_remote_code)
-        self.vocab_size: int = max(self._backend.vocabulary().values()) + 1
-        self.eod: int = _end_of_document(self._backend, directory)
-        pad = self._backend.special_token_id("pad_token")
-        self.pad: int = self.eod if pad is None else pad
-
-    @property
-    def unique_identifiers(self) -> Mapping[str, Any]:
-        """What a data set's index cache depends on."""
-        return OrderedDict(
-            {"class": type(self).__qualname__, "tokenizer_path": str(self._directory.resolve())}
-        )
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self.tokenize_batch([text])[0]
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts, faster than one by one."""
-        return self._backend.encode(texts, self._special)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ``ids`` without special tokens."""
-        return self._backend.decode(ids)
-
-
-class MegatronTokenizer:
-    """One of the tokenizers that megatron.core brings, with batches."""
-
-    def __init__(self, options: TokenizerOptions) -> None:
-        self._inner = _megatron_tokenizer(options)
-        self.vocab_size: int = self._inner.vocab_size
-        self.eod: int = self._inner.eod
-        self.unique_identifiers: Mapping[str, Any] = self._inner.unique_identifiers
-
-    @property
-    def pad(self) -> int:
-        """The padding id; end-of-document where the tokenizer has none."""
-        try:
-            return self._inner.pad
-        except (AttributeError, NotImplementedError, RecursionError):
-            return self.eod
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return list(self._inner.tokenize(text))
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts."""
-        return [self.tokenize(text) for text in texts]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``."""
-        return self._inner.detokenize(list(ids))
-
-
-class _FileBackend:
-    """``tokenizer.json`` read with the tokenizers library alone."""
-
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
-        from tokenizers import Tokenizer
-
-        self._config = config
-        try:
-            self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # the Rust library raises plain Exception
-            raise DataError(f"{directory / 'tokenizer.json'} is damaged: {error}") from error
-
-    def vocabulary(self) -> Mapping[str, int]:
-        return self._tokenizer.get_vocab(with_added_tokens=True)
-
-    def special_token_id(self, name: str) -> int | None:
-        token = self._config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        return None if token is None else self._tokenizer.token_to_id(token)
-
-    def encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-
-class _TransformersBackend:
-    """Any directory ``AutoTokenizer`` understands."""
-
-    def __init__(self, directory: Path, trust_remote_code: bool) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise DataError(
-                f"the tokenizer in {directory} needs transformers: pip install 'mindspeed[suite]'"
-            ) from error
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(
-                f"transformers cannot read the tokenizer in {directory}: {error}"
-            ) from error
-
-    def vocabulary(self) -> Mapping[str, int]:
-        return self._tokenizer.get_vocab()
-
-    def special_token_id(self, name: str) -> int | None:
-        return getattr(self._tokenizer, f"{name}_id")
-
-    def encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        return self._tokenizer(list(texts), add_special_tokens=special)["input_ids"]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-
-def _load_backend(directory: Path, trust_remote_code: bool) -> _FileBackend | _TransformersBackend:
-    config_path = directory / "tokenizer_config.json"
-    config: Mapping[str, Any] = {}
-    if config_path.exists():
-        try:
-            config = json.loads(check_path(config_path, "input").read_text("utf-8"))
-        except json.JSONDecodeError as error:
-            raise DataError(f"{config_path} is no valid JSON: {error}") from error
-    generic = config.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in config
-    if generic and (directory / "tokenizer.json").exists():
-        return _FileBackend(directory, config)
-    return _TransformersBackend(directory, trust_remote_code)
-
-
-def _end_of_document(backend: _FileBackend | _TransformersBackend, directory: Path) -> int:
-    eos = backend.special_token_id("eos_token")
-    eod = backend.vocabulary().get(END_OF_TEXT) if eos is None else eos
-    if eod is None:
-        raise DataError(
-            f"the tokenizer in {directory} names no end-of-text token; set eos_token in "
-            "tokenizer_config.json"
-        )
-    return eod
+def required_file(options: TokenizerOptions) -> Path:
+    """The file that ``--tokenizer-model`` must name."""
+    if options.tokenizer_model is None:
+        raise ConfigError(f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model FILE")
+    path = Path(options.tokenizer_model)
+    if path.is_dir() and options.tokenizer_type in _SENTENCEPIECE_TYPES:
+        path /= "tokenizer.model"
+    if not path.is_file():
+        raise DataError(f"--tokenizer-model {path}: there is no such file")
+    return check_path(path, "input")
 
 
 def _required_directory(options: TokenizerOptions) -> Path:
@@ -340,33 +232,10 @@ def _required_directory(options: TokenizerOptions) -> Path:
             f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model DIRECTORY"
         )
     path = Path(options.tokenizer_model)
-    directory = path.parent if path.name == "tokenizer.json" else path
+    directory = path.parent if path.name in ("tokenizer.json", "tokenizer.model") else path
     if not directory.is_dir():
         raise DataError(
             f"--tokenizer-model {path}: there is no such directory; a directory with "
             "tokenizer.json or tokenizer.model is expected (nothing is downloaded)"
         )
     return check_path(directory, "input")
-
-
-def _megatron_tokenizer(options: TokenizerOptions) -> Any:
-    from megatron.core.tokenizers import MegatronTokenizer as Factory
-
-    kind = options.tokenizer_type
-    if kind == "NullTokenizer":
-        if options.vocab_size is None:
-            raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
-        return Factory.from_pretrained(
-            metadata_path={"library": "null"}, vocab_size=options.vocab_size
-        )
-    if kind in _VOCABULARY_FILE_TYPES:
-        files = {"vocab_file": options.vocab_file, "merges_file": options.merge_file}
-        if options.vocab_file is None:
-            raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file")
-        return Factory.from_pretrained(kind, metadata_path={"library": "megatron"}, **files)
-    if options.tokenizer_model is None:
-        raise ConfigError(f"--tokenizer-type {kind} needs --tokenizer-model FILE")
-    if not Path(options.tokenizer_model).exists():
-        raise DataError(f"--tokenizer-model {options.tokenizer_model}: there is no such file")
-    library = "sentencepiece" if kind in _SENTENCEPIECE_TYPES else "tiktoken"
-    return Factory.from_pretrained(options.tokenizer_model, metadata_path={"library": library})

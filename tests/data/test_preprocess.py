@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from mindspeed.data import preprocess as module
+from mindspeed.data import sources
 from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
 from mindspeed.data.tokenizer import (
     TokenizerOptions,
@@ -44,6 +46,12 @@ def options(tmp_path, tokenizer_options):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     return PreprocessOptions((source,), tmp_path / "out" / "c", tokenizer_options)
+
+
+def read(path) -> list[np.ndarray]:
+    """Copies: what a data set returns lies in a map that ends with the data set."""
+    dataset = IndexedDataset(str(path))
+    return [ids.copy() for ids in dataset[:]]
 
 
 def files(report) -> list[bytes]:
@@ -91,7 +99,7 @@ def test_gpt_dataset_cuts_the_documents_into_training_samples(options, tokenizer
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_output_is_byte_identical_for_any_number_of_workers(options, workers, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", 700)  # many blocks
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 700)  # many blocks
     alone = files(preprocess(options))
     several = dataclasses.replace(options, workers=workers, overwrite=True)
     assert files(preprocess(several)) == alone
@@ -241,3 +249,197 @@ def test_missing_input_and_wrong_options_are_refused_before_work_starts(options,
         (tmp_path / "out").mkdir(exist_ok=True)
         with pytest.raises((ConfigError, DataError), match=message):
             preprocess(dataclasses.replace(options, **change))
+
+
+CONVERSATIONS = [
+    {"instruction": f"Say {i}", "input": "twice " * (i % 3), "output": f"{i} {i}\n"}
+    for i in range(300)
+]
+
+
+@pytest.fixture
+def conversations(tmp_path, tokenizer_options):
+    source = tmp_path / "chats.json"
+    source.write_text(json.dumps(CONVERSATIONS))
+    return PreprocessOptions(
+        (source,), tmp_path / "out" / "t", tokenizer_options, handler="GeneralInstructionHandler"
+    )
+
+
+def test_conversations_become_three_aligned_data_sets(conversations):
+    report = preprocess(conversations)
+    names = ["t_packed_input_ids_document", "t_packed_attention_mask_document"]
+    assert [o.name for o in report.outputs] == [*names, "t_packed_labels_document"]
+    ids, mask, labels = map(read, report.outputs)
+    assert len(ids) == report.totals.documents == len(CONVERSATIONS)
+    tokenizer = build_tokenizer(conversations.tokenizer)
+    for record, i, m, answer in zip(CONVERSATIONS, ids, mask, labels, strict=True):
+        assert len(i) == len(m) == len(answer) and i.dtype == answer.dtype == np.int32
+        assert m.all()
+        trained = answer != -100
+        assert (i[trained] == answer[trained]).all()
+        assert tokenizer.detokenize(answer[trained]) == record["output"] + "\n"
+        assert f"Say {record['instruction'][4:]}\n{record['input']}\n" in tokenizer.detokenize(i)
+    assert report.totals.trained == sum(int((x != -100).sum()) for x in labels)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_conversations_are_byte_identical_for_any_number_of_workers(
+    conversations, workers, monkeypatch
+):
+    monkeypatch.setattr(sources, "BLOCK_RECORDS", 17)
+    options = dataclasses.replace(conversations, append_eod=True, prompt_type="chatml")
+    alone = files(preprocess(options))
+    several = dataclasses.replace(options, workers=workers, overwrite=True)
+    assert files(preprocess(several)) == alone
+
+
+@pytest.mark.parametrize("boundary", ["exact", "legacy"])
+def test_only_the_last_answer_or_everything_can_be_trained(conversations, boundary):
+    turns = [("user", "one"), ("assistant", "1"), ("user", "two"), ("assistant", "2")]
+    record = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    source = conversations.inputs[0].with_name("m.jsonl")
+    source.write_text(json.dumps(record))
+    options = dataclasses.replace(
+        conversations,
+        inputs=(source,),
+        handler="OpenAIInstructionHandler",
+        prompt_type="alpaca",
+        overwrite=True,
+        label_boundary=boundary,
+    )
+
+    def trained(**change) -> str:
+        report = preprocess(dataclasses.replace(options, **change))
+        labels = read(report.outputs[2])[0]
+        return build_tokenizer(options.tokenizer).detokenize(labels[labels != -100])
+
+    assert trained(train_on="last") == "2\n"
+    if boundary == "exact":
+        assert trained() == "1\n2\n"
+        assert trained(train_on_inputs=True).startswith("\nBelow is an instruction")
+
+
+def test_long_conversations_lose_their_oldest_turns_first(conversations):
+    turns = [[f"question {i}", f"answer {i}"] for i in range(9)]
+    record = {"instruction": "last", "input": "", "output": "42", "history": turns}
+    conversations.inputs[0].write_text(json.dumps([record, CONVERSATIONS[0]]))
+    options = dataclasses.replace(conversations, handler="AlpacaStyleInstructionHandler")
+    whole = preprocess(options)
+    lengths = [len(ids) for ids in read(whole.outputs[0])]
+    assert whole.totals.shortened == 0
+    short = dataclasses.replace(options, seq_length=int(lengths[0]) - 30, overwrite=True)
+    report = preprocess(short)
+    assert report.totals.shortened == 1
+    ids = read(report.outputs[0])[0]
+    text = build_tokenizer(options.tokenizer).detokenize(ids)
+    assert text.startswith("\nBelow is an instruction") and "question 0" not in text
+    assert "question 8" in text and text.endswith("42\n")
+    tiny = preprocess(dataclasses.replace(short, seq_length=8))
+    ids, labels = (read(tiny.outputs[i])[0] for i in (0, 2))
+    assert len(ids) == 9
+    assert build_tokenizer(options.tokenizer).detokenize(labels[labels != -100]) == "42\n"
+
+
+def test_records_without_an_answer_are_counted_by_reason(conversations):
+    records = [
+        {"instruction": "a", "output": ""},
+        {"instruction": "b"},
+        {"instruction": "c", "output": "d"},
+    ]
+    conversations.inputs[0].write_text(json.dumps(records))
+    totals = preprocess(conversations).totals
+    assert (totals.documents, totals.empty, totals.broken) == (1, 1, 1)
+    assert str(totals.first_broken[0]).endswith(
+        "chats.json: record 2: no column 'output' (response); the record has 'instruction'"
+    )
+
+
+def test_a_template_that_the_tokenizer_does_not_know_is_mentioned(conversations):
+    report = preprocess(dataclasses.replace(conversations, prompt_type="chatml"))
+    assert "the tokenizer has no <|im_start|>, <|im_end|>" in report.notes[-1]
+
+
+def test_lists_are_sentences_of_one_document(options):
+    options.inputs[0].write_text('{"text": ["lorem", "", "ipsum"]}\n{"text": "document"}\n')
+    report = preprocess(dataclasses.replace(options, append_eod=True))
+    dataset = IndexedDataset(str(report.outputs[0]))
+    assert dataset.document_indices.tolist() == [0, 2, 3]
+    eod = build_tokenizer(options.tokenizer).eod
+    assert [ids[-1] == eod for ids in dataset[:]] == [False, True, True]
+
+
+def test_so_many_records_and_no_more(options):
+    whole = read(preprocess(options).outputs[0])
+    part = preprocess(dataclasses.replace(options, max_samples=7, overwrite=True))
+    assert [x.tolist() for x in read(part.outputs[0])] == [x.tolist() for x in whole[:7]]
+
+
+def killed_at(options: PreprocessOptions, step: int) -> bool:
+    """Run in a child that kills itself at its ``step``-th write or rename; whether it did."""
+    import multiprocessing
+
+    from mindspeed.data import indexed
+
+    def child() -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        left = [step]
+
+        def counted(function):
+            def call(*args, **kwargs):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return call
+
+        module.RECORD_SECONDS = 0.0
+        indexed.Outputs.add = counted(indexed.Outputs.add)
+        indexed.Outputs.record = counted(indexed.Outputs.record)
+        indexed.atomic_write_text = counted(indexed.atomic_write_text)
+        indexed.os.replace = counted(os.replace)
+        preprocess(options)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_output(conversations, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_RECORDS", 60)
+    expected = files(preprocess(conversations))
+    again = dataclasses.replace(
+        conversations, output_prefix=conversations.output_prefix.with_name("r"), resume=True
+    )
+    blocks = []
+    for step in range(60):
+        if not killed_at(again, step):
+            break
+        # the same moment again and again must still get on: the child counts from its own start
+        state = again.output_prefix.with_name(".r.preprocess.json")
+        blocks.append(json.loads(state.read_text())["progress"]["blocks"] if state.exists() else 0)
+        if step % 3 == 0:  # a fresh start, to be killed at the next moment
+            for leftover in again.output_prefix.parent.glob("*r_packed*"):
+                leftover.unlink()
+            state.unlink(missing_ok=True)
+    else:
+        pytest.fail("the run never came to its end")
+    assert max(blocks) == 5
+    outputs = [again.output(key) for key in again.keys]
+    found = [o.with_name(o.name + e).read_bytes() for o in outputs for e in (".bin", ".idx")]
+    assert found == expected
+    assert list(again.output_prefix.parent.glob(".r*")) == []
+
+
+def test_only_the_same_run_is_continued(options, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 700)
+    assert killed_at(options, 10)
+    with pytest.raises(DataError, match="had other options or input files"):
+        preprocess(dataclasses.replace(options, append_eod=True, resume=True))
+    expected = files(preprocess(options))  # without --resume: from the start
+    assert killed_at(dataclasses.replace(options, overwrite=True), 10)
+    continued = preprocess(dataclasses.replace(options, overwrite=True, resume=True, workers=2))
+    assert files(continued) == expected

@@ -1,0 +1,292 @@
+"""Blocks of records to arrays of ids; one encoder per process.
+
+:class:`TextEncoder` tokenizes texts for pretraining, :class:`ConversationEncoder` conversations
+with the labels of what the assistant says. Records that cannot be used are counted with their
+place and reason; whatever else is left out is counted by kind in :class:`Counts`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mindspeed.data import handlers, templates
+from mindspeed.data.masks import IGNORED, Sample, encode
+from mindspeed.data.sources import Block
+from mindspeed.data.templates import ChatTemplate, Rendered
+from mindspeed.data.tokenizer import TextTokenizer, build_tokenizer
+from mindspeed.errors import DataError
+
+if TYPE_CHECKING:
+    from mindspeed.data.preprocess import PreprocessOptions
+
+CONVERSATION_KEYS = ("input_ids", "attention_mask", "labels")
+
+
+@dataclass(frozen=True)
+class BrokenLine:
+    """A line or record that could not be used; ``line`` counts what ``unit`` says."""
+
+    file: str
+    line: int
+    reason: str
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        place = ":" if self.unit == "line" else f": {self.unit} "
+        return f"{self.file}{place}{self.line}: {self.reason}"
+
+
+@dataclass
+class Counts:
+    """What became of the records.
+
+    Attributes:
+        documents: written documents or samples.
+        empty: left out, without any text.
+        tokens: written ids (of a conversation once, not per file).
+        trained: of these, ids with a label.
+        shortened: samples cut to the sequence length.
+        untrained: samples left out because nothing in them would be trained.
+        broken: what could not be used.
+    """
+
+    documents: int = 0
+    empty: int = 0
+    tokens: int = 0
+    trained: int = 0
+    shortened: int = 0
+    untrained: int = 0
+    broken: list[BrokenLine] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenized block.
+
+    Attributes:
+        tokens: per data set, all ids in one array.
+        lengths: per data set, ids of each sequence.
+        documents: per data set, sequences of each document.
+        counts: of this block.
+        size: bytes of the block on disk.
+    """
+
+    tokens: list[np.ndarray]
+    lengths: list[np.ndarray]
+    documents: list[np.ndarray]
+    counts: Counts
+    size: int
+
+
+def make_encoder(options: PreprocessOptions) -> TextEncoder | ConversationEncoder:
+    """The encoder that the options describe."""
+    tokenizer = build_tokenizer(options.tokenizer)
+    handler = handlers.find(options.handler)
+    if handler.conversations is None:
+        return TextEncoder(options, tokenizer)
+    return ConversationEncoder(options, tokenizer)
+
+
+class TextEncoder:
+    """Texts: one data set per JSON key."""
+
+    def __init__(self, options: PreprocessOptions, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._handler = handlers.find(options.handler)
+        self._columns = self._handler.with_keys(options.map_keys)
+        self._template = None
+        if self._handler.text is not None:
+            self._template = load_template(options, tokenizer)
+        self._keys = options.keys
+        self._tail = [tokenizer.eod] if options.append_eod else []
+        # The rule of DType.optimal_dtype, without importing megatron.core into every worker.
+        self.dtype: type[np.generic] = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
+
+    def __call__(self, block: Block) -> Encoded:
+        counts = Counts()
+        rows = list(_usable(block, counts, self._texts))
+        tokens, lengths, documents = [], [], []
+        filled = [False] * len(rows)
+        for index in range(len(self._keys)):
+            texts = list(chain.from_iterable(row[index] for row in rows))
+            encoded = iter(self.tokenizer.tokenize_batch(texts))
+            sequences: list[list[int]] = []
+            sizes: list[int] = []
+            for number, row in enumerate(rows):
+                document = [ids for _ in row[index] if (ids := next(encoded))]
+                if document:
+                    document[-1] = document[-1] + self._tail
+                    sequences += document
+                    sizes.append(len(document))
+                    filled[number] = True
+            size = np.fromiter(map(len, sequences), np.int32, len(sequences))
+            flat = chain.from_iterable(sequences)
+            tokens.append(np.fromiter(flat, self.dtype, int(size.sum())))
+            lengths.append(size)
+            documents.append(np.array(sizes, np.int32))
+        counts.documents = sum(filled)
+        counts.empty = len(rows) - counts.documents
+        counts.tokens = counts.trained = sum(map(len, tokens))
+        return Encoded(tokens, lengths, documents, counts, block.size)
+
+    def _texts(self, record: Mapping[str, Any]) -> list[list[str]]:
+        """The texts of every key; a document may be a list of sentences."""
+        if self._handler.text is not None and self._template is not None:
+            fields = handlers.Fields(record, self._columns)
+            return [[_unicode(self._handler.text(fields, self._template), "text")]]
+        return [_sentences(record, key) for key in self._keys]
+
+
+class ConversationEncoder:
+    """Conversations: ids, attention mask and labels as three aligned data sets."""
+
+    dtype = np.int32  # labels hold -100
+
+    def __init__(self, options: PreprocessOptions, tokenizer: TextTokenizer) -> None:
+        handler = handlers.find(options.handler)
+        assert handler.conversations is not None
+        self.tokenizer = tokenizer
+        self._conversations = handler.conversations
+        self._columns = handler.with_keys(options.map_keys)
+        self._template = load_template(options, tokenizer)
+        self._options = options
+        self._limit = None if options.seq_length is None else options.seq_length + 1
+
+    def __call__(self, block: Block) -> Encoded:
+        counts = Counts()
+        rows = _usable(block, counts, self._read)
+        conversations = [item for row in rows for item in row if self._says_something(item, counts)]
+        samples = self._encode([rendered for _, rendered in conversations])
+        kept = []
+        for (messages, _), sample in zip(conversations, samples, strict=True):
+            sample = self._fitting(messages, sample, counts)
+            if sample.trained:
+                kept.append(sample)
+            else:
+                counts.untrained += 1
+        lengths = np.array([len(sample.ids) for sample in kept], np.int32)
+        empty = np.zeros(0, np.int32)
+        ids = np.concatenate([empty, *(sample.ids for sample in kept)])
+        labels = np.concatenate([empty, *(sample.labels for sample in kept)])
+        counts.documents = len(kept)
+        counts.tokens = len(ids)
+        counts.trained = int((labels != IGNORED).sum())
+        tokens = [ids, np.ones_like(ids), labels]
+        return Encoded(tokens, [lengths] * 3, [np.ones_like(lengths)] * 3, counts, block.size)
+
+    def _read(self, record: Mapping[str, Any]) -> list[tuple[handlers.Conversation, Rendered]]:
+        found = []
+        for messages in self._conversations(handlers.Fields(record, self._columns)):
+            if not any(message["role"] == "assistant" for message in messages):
+                raise ValueError("the conversation has no answer of the assistant")
+            for message in messages:
+                _unicode(message["content"], message["role"])
+            try:
+                found.append((messages, self._render(messages)))
+            except DataError as error:
+                raise ValueError(str(error)) from error
+        return found
+
+    def _render(self, messages: handlers.Conversation) -> Rendered:
+        rendered = self._template.render(messages)
+        if self._options.train_on_inputs:
+            return Rendered(rendered.text, ((0, len(rendered.text)),))
+        if self._options.train_on == "last":
+            return Rendered(rendered.text, rendered.spans[-1:])
+        return rendered
+
+    def _encode(self, conversations: list[Rendered]) -> list[Sample]:
+        samples = encode(
+            self.tokenizer,
+            conversations,
+            special=self._template.special,
+            plain=self._template.plain,
+            boundary=self._options.label_boundary,
+        )
+        if not self._options.append_eod:
+            return samples
+        eod = np.array([self.tokenizer.eod], np.int32)
+        return [
+            Sample(np.concatenate([s.ids, eod]), np.concatenate([s.labels, eod])) for s in samples
+        ]
+
+    def _fitting(self, messages: handlers.Conversation, sample: Sample, counts: Counts) -> Sample:
+        """At most the sequence length: whole oldest turns go first, then the prompt's start."""
+        if self._limit is None or len(sample.ids) <= self._limit:
+            return sample
+        counts.shortened += 1
+        while len(sample.ids) > self._limit and (shorter := _without_oldest_turn(messages)):
+            messages = shorter
+            sample = self._encode([self._render(messages)])[0]
+        return sample.fit(self._limit)
+
+    @staticmethod
+    def _says_something(item: tuple[handlers.Conversation, Rendered], counts: Counts) -> bool:
+        answers = (m["content"] for m in item[0] if m["role"] == "assistant")
+        found = any(answer.strip() for answer in answers)
+        counts.empty += not found
+        return found
+
+
+def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatTemplate:
+    """The template of ``--prompt-type``, or the handler's own."""
+    name = options.prompt_type or handlers.find(options.handler).prompt_type
+    return templates.load(name, tokenizer)
+
+
+def _usable(block: Block, counts: Counts, read: Any) -> Iterator[Any]:
+    """What ``read`` makes of every record; ValueErrors are noted with their place."""
+    for number, row in enumerate(block.rows, start=block.first):
+        if isinstance(row, bytes) and not row.strip():
+            continue
+        try:
+            yield read(_record(row))
+        except ValueError as error:
+            unit = "line" if isinstance(row, bytes) else "record"
+            counts.broken.append(BrokenLine(block.file, number, str(error), unit))
+
+
+def _record(row: Any) -> Mapping[str, Any]:
+    if isinstance(row, bytes):
+        try:
+            row = json.loads(row)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"invalid JSON: {error.msg} (column {error.colno})") from error
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a JSON object is expected, found {type(row).__name__}")
+    return row
+
+
+def _sentences(record: Mapping[str, Any], key: str) -> list[str]:
+    if key not in record:
+        raise ValueError(f"no key {key!r}; the line has {', '.join(map(repr, record))}")
+    value = record[key]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return [_unicode(item, key) for item in value]
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} is {type(value).__name__}, a string is expected")
+    return [_unicode(value, key)]
+
+
+def _unicode(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name!r} is no valid Unicode: {error.reason}") from error
+    return text
+
+
+def _without_oldest_turn(messages: handlers.Conversation) -> handlers.Conversation | None:
+    """The conversation without its first question and answer; None where only one is left."""
+    head = messages[:1] if messages[0]["role"] == "system" else []
+    rest = messages[len(head) :]
+    first = next(i for i, message in enumerate(rest) if message["role"] == "assistant")
+    rest = rest[first + 1 :]
+    answered = any(message["role"] == "assistant" for message in rest)
+    return [*head, *rest] if answered else None

@@ -1,0 +1,157 @@
+"""Records of every kind become the conversations their data sets mean."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mindspeed.data import handlers, templates
+from mindspeed.errors import ConfigError
+
+MOSS = {
+    "turn_1": {"Human": "<|Human|>: hi<eoh>\n", "MOSS": "<|MOSS|>: hello<eom>\n"},
+    "turn_2": {"Human": "<|Human|>: more<eoh>\n", "MOSS": "<|MOSS|>: ok<eom>\n"},
+    "turn_3": None,
+}
+CASES = {
+    "GeneralInstructionHandler": (
+        {"instruction": "Do", "input": "", "output": "Done"},
+        [["Do\n", "Done"]],
+    ),
+    "AlpacaStyleInstructionHandler": (
+        {"instruction": "Do", "input": "it", "output": "Done", "history": [["a", "b"]]},
+        [["a", "b", "Do\nit", "Done"]],
+    ),
+    "BelleMultiTurnInstructionHandler": (
+        {"instruction": "Human: a Human: b\nAssistant:c\nd\nHuman:e\nAssistant:", "output": "f"},
+        [["a Human: b", "c\nd", "e", "f"]],
+    ),
+    "MOSSInstructionHandler": (
+        {"chat": MOSS},
+        [["hi", "hello"], ["hi", "hello", "more", "ok"]],
+    ),
+    "MOSSMultiTurnHandler": ({"chat": json.dumps(MOSS)}, [["hi", "hello", "more", "ok"]]),
+    "LeetcodePythonInstructionHandler": (
+        {
+            "code_with_problem": "Sum two.\n```python\nx\n```",
+            "code_only": "a+b",
+            "explanation_only": "adds",
+        },
+        [["Sum two.", "a+b\nadds"]],
+    ),
+    "SharegptStyleInstructionHandler": (
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "gpt", "value": "a"},
+                {"from": "user", "value": "q2"},
+                {"from": "assistant", "value": "a2"},
+            ]
+        },
+        [["q", "a", "q2", "a2"]],
+    ),
+    "OpenAIInstructionHandler": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "q"}]},
+                {"role": "assistant", "content": "a"},
+            ]
+        },
+        [["q", "a"]],
+    ),
+}
+
+
+def conversations(name: str, record: dict, **keys: str) -> list:
+    handler = handlers.find(name)
+    return handler.conversations(handlers.Fields(record, handler.with_keys(keys)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_record_becomes_its_conversations(name):
+    record, expected = CASES[name]
+    found = conversations(name, record)
+    assert [[message["content"] for message in messages] for messages in found] == expected
+    for messages in found:
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+
+
+def test_every_handler_is_tested():
+    texts = {name for name, handler in handlers.HANDLERS.items() if not handler.conversations}
+    assert texts == {
+        "GeneralPretrainHandler",
+        "AlpacaPretrainHandler",
+        "StackOverflowPythonPretrainHandler",
+    }
+    assert set(handlers.HANDLERS) - texts == set(CASES)
+
+
+def test_system_messages():
+    record = CASES["AlpacaStyleInstructionHandler"][0] | {"system": "S"}
+    assert conversations("AlpacaStyleInstructionHandler", record)[0][0] == {
+        "role": "system",
+        "content": "S",
+    }
+    record = CASES["SharegptStyleInstructionHandler"][0] | {"system": "S"}
+    assert conversations("SharegptStyleInstructionHandler", record)[0][0]["content"] == "S"
+
+
+def test_pretraining_texts():
+    alpaca = handlers.find("AlpacaPretrainHandler")
+    fields = handlers.Fields({"instruction": "Do", "output": "Done"}, alpaca.keys)
+    assert alpaca.text(fields, templates.load("alpaca")).endswith(
+        "### Instruction:\nDo\n\n### Response:\nDone\n"
+    )
+    stack = handlers.find("StackOverflowPythonPretrainHandler")
+    record = {"title": "T", "question": "Q?", "answer": "A."}
+    text = stack.text(handlers.Fields(record, stack.keys), templates.load("alpaca"))
+    assert text == "T\n\nQuestion: Q?\nAnswer: A."
+
+
+def test_other_columns_by_map_keys():
+    record = {"question": "q", "answer": "a"}
+    found = conversations("GeneralInstructionHandler", record, prompt="question", response="answer")
+    assert [m["content"] for m in found[0]] == ["q\n", "a"]
+    handler = handlers.find("SharegptStyleInstructionHandler")
+    keys = handler.with_keys({"messages": "m", "tags": {"role_tag": "r", "content_tag": "c"}})
+    record = {"m": [{"r": "human", "c": "q"}, {"r": "gpt", "c": "a"}]}
+    assert len(handler.conversations(handlers.Fields(record, keys))[0]) == 2
+    with pytest.raises(ConfigError, match="'question' is not one of prompt, query, response"):
+        handlers.find("GeneralInstructionHandler").with_keys({"question": "q"})
+
+
+def test_unknown_handlers_are_listed():
+    with pytest.raises(ConfigError, match="Alpaca is unknown; allowed are GeneralPretrainHandler,"):
+        handlers.find("Alpaca")
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "said"),
+    [
+        ("GeneralInstructionHandler", {"a": 1}, r"no column 'instruction' .*; the record has 'a'"),
+        ("GeneralInstructionHandler", {"instruction": 1}, "'instruction' is int"),
+        ("MOSSInstructionHandler", {"chat": []}, "an object of turns"),
+        ("MOSSInstructionHandler", {"chat": {"turn_1": {"Human": ""}}}, "turn_1 .* no 'MOSS'"),
+        ("SharegptStyleInstructionHandler", {"conversations": "x"}, "a list is expected"),
+        ("SharegptStyleInstructionHandler", {"conversations": [{}]}, "message 1 has no 'from'"),
+        (
+            "SharegptStyleInstructionHandler",
+            {"conversations": [{"from": "tool", "value": ""}]},
+            "message 1 is by 'tool'; known are ",
+        ),
+        (
+            "OpenAIInstructionHandler",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "only parts of type text",
+        ),
+        (
+            "AlpacaStyleInstructionHandler",
+            {"instruction": "", "output": "", "history": ["a"]},
+            r"a list of \[question, answer\]",
+        ),
+    ],
+)
+def test_wrong_records_are_named(name, record, said):
+    with pytest.raises(ValueError, match=said):
+        conversations(name, record)
