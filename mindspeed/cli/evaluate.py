@@ -12,12 +12,10 @@ same command is given again. The table goes to standard output, everything else 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.cli.inference_flags import add_model_arguments, run_model
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation.asking import MODES, Asking
 from mindspeed.inference.sampling import SamplingOptions
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mindspeed.evaluation.plan import Planned
-    from mindspeed.inference.load import LoadedModel, Source
+    from mindspeed.inference.generator import Generator
 
 _SETTINGS = (
     "scoring",
@@ -41,6 +39,7 @@ _SETTINGS = (
     "limit",
     "split",
     "tokenizer_model",
+    "lora_load",
 )
 
 HELP = "score a model on benchmarks from local files"
@@ -48,25 +47,19 @@ HELP = "score a model on benchmarks from local files"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--load", required=True, metavar="DIR", help="checkpoints, or hf:DIR")
-    model.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
-    model.add_argument("--tokenizer-model", metavar="DIR", help="default: that of the training")
-    model.add_argument(
-        "--tp", "--tensor-model-parallel-size", type=int, default=1, help="tensor-parallel size"
-    )
-    model.add_argument(
-        "--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages"
-    )
-    model.add_argument("--dp", type=int, default=1, help="copies of the model that share the work")
-    model.add_argument(
+    add_model_arguments(parser)
+    parser.add_argument("--dp", type=int, default=1, help="copies of the model that share the work")
+    parser.add_argument(
         "--max-length", type=int, help="tokens of prompt and answer (default: the model's)"
     )
     tasks = parser.add_argument_group("tasks")
-    tasks.add_argument("--task", nargs="+", required=True, metavar="NAME", help="one or more tasks")
+    tasks.add_argument(
+        "--task", nargs="+", action="extend", required=True, metavar="NAME", help="one or more"
+    )
     tasks.add_argument(
         "--task-data-path",
         nargs="+",
+        action="extend",
         required=True,
         metavar="[NAME=]PATH",
         help="directory of each task; without a name, the path that contains the task's, or in the "
@@ -109,14 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate; started by hand with more than one rank, start the ranks first."""
     _check(args)
-    from mindspeed.training.quiet import choose_warnings
-
-    choose_warnings()
-    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.evaluation import execute, plan
-    from mindspeed.inference.load import Source, load_model
-    from mindspeed.training.guard import stop_together
-    from mindspeed.training.launch import inside_a_job, run_ranks
+    from mindspeed.training.launch import inside_a_job
 
     planned = plan.plan(
         args.task,
@@ -126,19 +113,11 @@ def run(args: argparse.Namespace) -> int:
         split=args.split,
         allow_code=args.allow_code_execution,
     )
-    source = Source(args.load, args.ckpt_step, args.tp, args.pp, args.tokenizer_model)
-    size = args.tp * args.pp * args.dp
     if not inside_a_job():
-        _check_model(source, planned, size)  # says what is wrong once, before any rank starts
+        _check_choices(args, planned)
         if args.allow_code_execution:
             execute.warn_about_gaps()
-        if size > 1:
-            return run_ranks(_command(args), size)
-    with stop_together("evaluate"):
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the table alone
-            loaded = load_model(source, int(os.environ.get("WORLD_SIZE", "1")))
-        _evaluate(args, planned, loaded)
-    return 0
+    return run_model("evaluate", args, lambda generator: _evaluate(args, planned, generator))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -167,58 +146,44 @@ def _sampling(args: argparse.Namespace) -> SamplingOptions:
     )
 
 
-def _check_model(source: Source, planned: Sequence[Planned], size: int) -> None:
+def _check_choices(args: argparse.Namespace, planned: Sequence[Planned]) -> None:
+    """See that the tokenizer fits the questions, before the model is loaded."""
+    from mindspeed.training.quiet import choose_warnings
+
+    choose_warnings()
+    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.data.tokenizer import TokenizerOptions, build_tokenizer
     from mindspeed.evaluation.plan import check_choices
-    from mindspeed.inference.load import resolve_source
+    from mindspeed.inference.load import Source, resolve_source
 
-    args = resolve_source(source, size)
-    check_choices(planned, build_tokenizer(TokenizerOptions.from_args(args)))
-
-
-def _command(args: argparse.Namespace) -> list[str]:
-    """This command line again, for one rank."""
-    words = [sys.executable, "-m", "mindspeed", "evaluate"]
-    for name, value in vars(args).items():
-        option = "--" + name.replace("_", "-")
-        if name == "flags" or value is None or value is False or value == "":
-            continue
-        words += [option] if value is True else []
-        words += [option, *map(str, value)] if isinstance(value, list) else []
-        words += [f"{option}={value}"] if not isinstance(value, list | bool) else []
-    return words
+    source = Source(args.load, args.ckpt_step, args.tp, args.pp, args.tokenizer_model)
+    final = resolve_source(source, args.tp * args.pp * args.dp)
+    check_choices(planned, build_tokenizer(TokenizerOptions.from_args(final)))
 
 
-def _evaluate(args: argparse.Namespace, planned: Sequence[Planned], loaded: LoadedModel) -> None:
+def _evaluate(args: argparse.Namespace, planned: Sequence[Planned], generator: Generator) -> None:
     """Answer and report; rank 0 speaks, all ranks take part."""
-    from megatron.core import parallel_state
-
     from mindspeed.evaluation import evaluate, report
     from mindspeed.evaluation.respond import ModelRespondent
     from mindspeed.evaluation.run import Replica
-    from mindspeed.inference.generate import ModelRanks
 
-    ranks = ModelRanks.of_megatron()
-    wrap, stops = _template(args.prompt_type, loaded.tokenizer)
+    wrap, stops = _template(args.prompt_type, generator.tokenizer)
     model = ModelRespondent(
-        loaded.stage,
-        loaded.tokenizer,
-        ranks,
-        args.max_length or loaded.args.max_position_embeddings,
+        generator,
+        args.max_length or generator.context_length,
         _sampling(args),
         args.tokens_per_batch,
         wrap,
         stops,
     )
-    replica = Replica(
-        parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    )
+    data = generator.ranks.data
+    replica = Replica(data.rank(), data.size()) if data is not None else Replica()
     results = evaluate.evaluate(
         planned,
         model,
         identity=evaluate.identity_of(planned, _model(args), _settings(args)),
         replica=replica,
-        leader=ranks.model.rank() == 0,
+        leader=generator.ranks.model.rank() == 0,
         output=args.output,
         batch_size=args.evaluation_batch_size,
         seed=args.seed,

@@ -82,7 +82,7 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[Generator]
 
     model, tokenizer = args.load, args.tokenizer_model
     source = Source(model, args.ckpt_step, args.tp, args.pp, tokenizer, args.lora_load)
-    size = args.tp * args.pp
+    size = args.tp * args.pp * getattr(args, "dp", 1)
     if not inside_a_job() and size > 1:
         resolve_source(source, size)  # says what is wrong once, before any rank starts
         return run_ranks(command_line(command, args), size)

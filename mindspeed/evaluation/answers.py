@@ -20,12 +20,6 @@ def judge(score: str, text: str, target: str) -> bool:
     return SCORES[score](text, target)
 
 
-def cut(text: str, stops: tuple[str, ...]) -> str:
-    """``text`` up to the first of ``stops``."""
-    ends = [position for stop in stops if (position := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
-
-
 def first_line(text: str) -> str:
     """The first line that is not empty."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from mindspeed.data.tokenizer import TextTokenizer
 from mindspeed.errors import ConfigError
-from mindspeed.inference.generate import ModelRanks, stream
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.score import Score, loglikelihood
+
+if TYPE_CHECKING:
+    from mindspeed.inference.generator import Generator
 
 Encode = Callable[[str], list[int]]
 
@@ -47,9 +48,7 @@ class ModelRespondent:
     """A model of this process and its neighbours.
 
     Attributes:
-        stage: This rank's stage, without wrappers.
-        tokenizer: Text <-> ids.
-        ranks: The ranks that hold the model.
+        generator: The model, its tokenizer and its ranks.
         max_length: Tokens of context and continuation together.
         sampling: How generated tokens are chosen.
         tokens_per_batch: Size of a scoring pass.
@@ -57,9 +56,7 @@ class ModelRespondent:
         more_stops: What ends an answer in a conversation.
     """
 
-    stage: Any
-    tokenizer: TextTokenizer
-    ranks: ModelRanks
+    generator: Generator
     max_length: int
     sampling: SamplingOptions
     tokens_per_batch: int = 4096
@@ -67,27 +64,39 @@ class ModelRespondent:
     more_stops: tuple[str, ...] = ()
 
     def count(self, text: str) -> int:
-        return len(self.tokenizer.tokenize(self.wrap(text)))
+        return len(self.generator.encode(self.wrap(text)))
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        encode, start = self.tokenizer.tokenize, self.tokenizer.eod
-        encoded = (encode_pair(encode, self.wrap(text), more, start) for text, more in pairs)
-        tokens = [last_tokens(*pair, self.max_length) for pair in encoded]
         return loglikelihood(
-            self.stage,
-            tokens,
-            ranks=self.ranks,
-            vocab_size=self.tokenizer.vocab_size,
+            self.generator.stage,
+            [self._tokens(self.wrap(context), continuation) for context, continuation in pairs],
+            ranks=self.generator.ranks,
+            vocab_size=self.generator.vocab_size,
             tokens_per_batch=self.tokens_per_batch,
         )
 
     def generate(
         self, prompts: Sequence[str], stops: Sequence[str], max_new_tokens: int, seed: int
     ) -> list[str]:
+        options = replace(
+            self.sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            stop=(*stops, *self.more_stops),
+        )
         room = self.max_length - max_new_tokens
-        tokens = [self.tokenizer.tokenize(self.wrap(prompt))[-room:] for prompt in prompts]
-        options = replace(self.sampling, max_new_tokens=max_new_tokens, seed=seed)
-        return generate_until(self, tokens, (*stops, *self.more_stops), options)
+        if room < 1:
+            raise ConfigError(
+                f"--max-new-tokens {max_new_tokens}: the model's {self.max_length} positions leave "
+                "no room for a prompt; ask for fewer"
+            )
+        tokens = [self.generator.encode(self.wrap(prompt))[-room:] for prompt in prompts]
+        return [completion.text for [completion] in self.generator.generate(tokens, options)]
+
+    def _tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        start = self.generator.start[0] if self.generator.start else self.generator.tokenizer.eod
+        pair = encode_pair(self.generator.encode, context, continuation, start)
+        return last_tokens(*pair, self.max_length)
 
 
 def encode_pair(
@@ -131,33 +140,3 @@ def last_tokens(
     tokens = [*context, *continuation][-(max_length + 1) :]
     scored = min(len(continuation), len(tokens) - 1)
     return tokens[: len(tokens) - scored], tokens[len(tokens) - scored :]
-
-
-def generate_until(
-    model: ModelRespondent,
-    prompts: Sequence[list[int]],
-    stops: Sequence[str],
-    options: SamplingOptions,
-) -> list[str]:
-    """Text after each prompt; ends with the batch's last row, at its stop text or at ``eod``."""
-    tokenizer = model.tokenizer
-    rows: list[list[int]] = [[] for _ in prompts]
-    texts = [""] * len(prompts)
-    stopped = [False] * len(prompts)
-    steps = stream(
-        model.stage,
-        [prompt or [tokenizer.eod] for prompt in prompts],
-        options,
-        ranks=model.ranks,
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-    )
-    for step in steps:
-        for row, token in step.items():
-            if not stopped[row]:
-                rows[row].append(token)
-                texts[row] = tokenizer.detokenize(rows[row])
-                stopped[row] = any(stop in texts[row] for stop in stops)
-        if all(stopped):  # every rank has the same tokens, so all leave at the same step
-            break
-    return texts

@@ -16,6 +16,7 @@ from mindspeed.evaluation import answers
 from mindspeed.evaluation.asking import Question
 from mindspeed.evaluation.respond import Respondent
 from mindspeed.evaluation.samples import Outcome
+from mindspeed.inference.text import cut_at_stop
 
 Append = Callable[[Sequence[Outcome]], object]
 
@@ -141,7 +142,7 @@ def _generate(
     texts = model.generate(prompts, first.stop, first.max_new_tokens, _seed(seed, first))
     outcomes = []
     for question, raw in zip(batch, texts, strict=True):
-        text, correct = answers.cut(raw, question.stop), None
+        text, correct = cut_at_stop(raw, question.stop), None
         if question.target is not None and question.score != "program":
             correct = answers.judge(question.score, text, question.target)
         outcomes.append({"answer": text, "correct": correct})

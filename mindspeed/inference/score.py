@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from mindspeed import device
 from mindspeed.errors import DataError
-from mindspeed.inference.generate import ModelRanks
+from mindspeed.inference.ranks import ModelRanks
 
 Pair = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]
