@@ -101,6 +101,30 @@ class LoraConfig:
         return json.dumps({"type": "lora", **asdict(self)}, indent=1)
 
     @classmethod
+    def from_args(cls, args: Any) -> LoraConfig | None:
+        """The adapters that ``--lora-*`` flags ask for; None if they ask for none.
+
+        Args:
+            args: A namespace of flags.
+        """
+        value = lambda name, default: getattr(args, f"lora_{name}", default)  # noqa: E731
+        targets, saved = value("target_modules", ()), value("modules_to_save", ())
+        if not targets and not saved:
+            return None
+        return cls(
+            target_modules=tuple(targets or ()),
+            r=args.lora_r,
+            alpha=args.lora_alpha,
+            dropout=args.lora_dropout,
+            modules_to_save=tuple(saved or ()),
+            init=args.lora_init,
+            use_rslora=args.lora_use_rslora,
+            adapter_name=args.lora_adapter_name,
+            forward_hooks=tuple(args.lora_register_forward_hook or ()),
+            seed=args.seed,
+        )
+
+    @classmethod
     def from_json(cls, path: Path) -> LoraConfig:
         """Read a description.
 

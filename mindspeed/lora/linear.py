@@ -276,8 +276,9 @@ def give_adapter(
     own = list(parts) if whole else shared
     options: dict[str, Any] = {"dtype": torch.float32, "device": weight.device}
     new = lambda *size: torch.nn.Parameter(torch.empty(size, **options))  # noqa: E731
-    module.lora_A = torch.nn.ParameterDict({n: new(config.r, weight.shape[1]) for n in shared})
-    module.lora_B = torch.nn.ParameterDict({n: new(parts[n], config.r) for n in own})
+    # Pairs keep their order, a dict would be sorted.
+    module.lora_A = torch.nn.ParameterDict([(n, new(config.r, weight.shape[1])) for n in shared])
+    module.lora_B = torch.nn.ParameterDict([(n, new(parts[n], config.r)) for n in own])
     module._lora = _Options(config, cut, parts, order, type(module))
     for matrices, dim, cut_here in (
         (module.lora_A, 1, cut.mode == "row"),

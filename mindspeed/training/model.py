@@ -28,6 +28,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from mindspeed import device
+from mindspeed.lora import LoraConfig, adapted, attach
+from mindspeed.lora.gradients import summed_over_tp
 from mindspeed.models import specials
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
 
@@ -129,6 +131,9 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     """Build this rank's stages, wrap them for data parallelism and create their optimizer."""
     config = transformer_config(args)
     modules = build_modules(args, config, provider)
+    adapters = LoraConfig.from_args(args)
+    if adapters is not None:
+        attach(modules, adapters)
     num_parameters = sum(p.numel() for module in modules for p in module.parameters())
     ddp = ddp_config(args, num_parameters)
     chunks = [
@@ -231,6 +236,8 @@ def _connect(
     """Tell the schedule when to scale the loss, reduce gradients and gather parameters."""
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    if adapted(chunks):
+        config.finalize_model_grads_func = summed_over_tp(finalize_model_grads)
     single = partial(_one_or_all, len(chunks) == 1)
     if args.overlap_grad_reduce:
         config.no_sync_func = single([chunk.no_sync for chunk in chunks])

@@ -14,6 +14,7 @@ section of a recipe     dataclass here
 ``training``            :class:`TrainingOptions`
 ``checkpoint``          :class:`CheckpointOptions`
 ``logging``             :class:`LoggingOptions`
+``lora``                :class:`LoraOptions`
 ====================== ===================================================
 """
 
@@ -169,6 +170,20 @@ class DataOptions:
     mid_level_dataset_surplus: float = flag(0.005, "samples built beyond what is needed")
     num_dataset_builder_threads: int = flag(1, "threads that build index files")
     allow_ambiguous_pad_tokens: bool = flag(False, "treat every token equal to pad as padding")
+    is_instruction_dataset: bool = flag(
+        False, "data sets are conversations with labels (mindspeed preprocess --handler-name)"
+    )
+    variable_seq_lengths: bool = flag(
+        False, "conversations: a micro-batch is as long as its longest sample, not --seq-length"
+    )
+    pad_to_multiple_of: int = flag(8, "--variable-seq-lengths: round lengths up to this")
+    pack_sequences: bool = flag(False, "conversations: several in one row, where none sees another")
+    length_grouped: bool = flag(
+        False, "conversations: micro-batches of similar lengths, in random order"
+    )
+    padding_attention_mask: bool = flag(
+        False, "old flag: padding is always behind the samples, where causal attention ends"
+    )
 
 
 @dataclass(frozen=True)
@@ -255,6 +270,32 @@ class LoggingOptions:
     wandb_entity: str | None = flag(None, "user or team the project belongs to")
 
 
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters of a frozen model; on when targets or a source are given."""
+
+    lora_target_modules: tuple[str, ...] = flag(
+        (), "modules that get an adapter: query_key_value dense ..., q_proj ..., or all-linear"
+    )
+    lora_r: int = flag(16, "rank")
+    lora_alpha: float = flag(32.0, "the correction is multiplied by alpha / r")
+    lora_dropout: float = flag(0.0, "dropout of an adapter's input")
+    lora_init: Literal["kaiming", "gaussian"] = flag("kaiming", "distribution of A; B starts at 0")
+    lora_use_rslora: bool = flag(False, "multiply by alpha / sqrt(r)")
+    lora_modules_to_save: tuple[str, ...] = flag(
+        (), "modules that are trained whole and saved with the adapter"
+    )
+    lora_register_forward_hook: tuple[str, ...] = flag(
+        ("word_embeddings", "input_layernorm"),
+        "modules whose output is to carry gradients; the embedding's always does",
+    )
+    lora_adapter_name: str = flag("default", "name of the adapter in PEFT directories")
+    lora_load: str | None = flag(None, "directory of adapter checkpoints, or a PEFT directory")
+    lora_export: Literal["peft"] | None = flag(
+        None, "write a PEFT directory SAVE/peft beside every adapter checkpoint"
+    )
+
+
 SECTIONS: dict[str, type] = {
     "model": ModelOptions,
     "parallel": ParallelOptions,
@@ -263,4 +304,5 @@ SECTIONS: dict[str, type] = {
     "training": TrainingOptions,
     "checkpoint": CheckpointOptions,
     "logging": LoggingOptions,
+    "lora": LoraOptions,
 }

@@ -1,0 +1,104 @@
+"""Where the rows of an adapted layer are in Hugging Face's model, by the family's mapping table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from mindspeed.errors import CheckpointError
+from mindspeed.lora.config import WHOLE
+from mindspeed.lora.names import order_of
+from mindspeed.models.families import FAMILIES, Family
+from mindspeed.models.rows import split
+from mindspeed.models.shape import Shape, shape_of
+from mindspeed.models.table import Parameter, parameters
+
+
+def shape_of_model(chunk: Any, vocab_size: int | None = None) -> Shape:
+    """Sizes of a built model.
+
+    Args:
+        chunk: A pipeline stage, without wrappers.
+        vocab_size: Rows of the vocabulary without padding; the padded number if not known.
+    """
+    config = chunk.config
+    padded = chunk.vocab_size
+    values = {
+        **vars(config),
+        "num_experts": config.num_moe_experts,
+        "group_query_attention": True,
+        "padded_vocab_size": padded,
+        "vocab_size": vocab_size or padded,
+        "untie_embeddings_and_output_weights": not chunk.share_embeddings_and_output_weights,
+        "add_dense_bias": config.add_bias_linear,
+    }
+    return shape_of(argparse.Namespace(**values))
+
+
+def table_of(family: Family, shape: Shape) -> dict[str, Parameter]:
+    """All matrices of a model by their Megatron module."""
+    return {
+        parameter.name.removesuffix(".weight"): parameter
+        for parameter in parameters(family.rules, shape)
+        if len(parameter.shape) == 2
+    }
+
+
+def family_with(names: Collection[str], shape: Shape) -> tuple[Family, dict[str, Parameter]]:
+    """The family whose models have these Hugging Face modules, and its table.
+
+    Raises:
+        CheckpointError: None has; names a module.
+    """
+    missing = ""
+    for family in FAMILIES.values():
+        try:
+            table = table_of(family, shape)
+        except KeyError:  # a size that this model does not have
+            continue
+        known = {source for parameter in table.values() for source in parameter.sources}
+        unknown = [name for name in names if f"{name}.weight" not in known]
+        if not unknown:
+            return family, table
+        if not missing or len(unknown) < len(names):
+            missing = unknown[0]
+    raise CheckpointError(f"the base model has no linear layer {missing}")
+
+
+def rows_in_layer(
+    parameter: Parameter, parts: Mapping[str, int], head: int
+) -> dict[str, torch.Tensor]:
+    """For each Hugging Face module, where its rows stand in the layer's parts.
+
+    Args:
+        parameter: The layer's weight.
+        parts: Rows of each part, of the whole layer.
+        head: Rows of one key head.
+
+    Returns:
+        Module -> for each of its rows, its row when the parts stand one below the other.
+    """
+    total = sum(parts.values())
+    order = order_of(dict(parts), head)
+    numbers = torch.arange(total) if order is None else order
+    found = split(numbers, parameter.segments)
+    return {name.removesuffix(".weight"): rows for name, rows in found.items()}
+
+
+def part_of(rows: torch.Tensor, parts: Mapping[str, int]) -> str:
+    """The part in which all these rows are; ``all`` if they are in more than one."""
+    start = 0
+    for name, count in parts.items():
+        if bool(((rows >= start) & (rows < start + count)).all()):
+            return name
+        start += count
+    return WHOLE
+
+
+def start_of(part: str, parts: Mapping[str, int]) -> int:
+    """First row of a part when the parts stand one below the other."""
+    names = list(parts)
+    return 0 if part == WHOLE else sum(parts[name] for name in names[: names.index(part)])

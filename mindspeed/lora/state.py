@@ -1,0 +1,115 @@
+"""What an adapter checkpoint holds: the trainable parameters, under names of the whole model.
+
+    decoder.layers.7.self_attention.linear_qkv.lora_A.q     [r, in]
+    decoder.layers.7.self_attention.linear_qkv.lora_B.q     [rows of q, r]
+
+The tensors are whole ones, cut in any way by the run that wrote them, so any layout reads them.
+Beside them lies ``adapter.json``: the options, and a few numbers of each adapted weight, by which
+an adapter of another base model is recognised.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.errors import CheckpointError
+from mindspeed.files import check_path
+from mindspeed.lora.attach import adapted_layers, bare
+from mindspeed.lora.config import LoraConfig
+from mindspeed.lora.names import in_whole_model
+
+_SAMPLES = 8
+# The base may be in fp32 in one run and in bf16, with 8 bits, in another.
+_TOLERANCE = 2**-7
+
+
+def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The trainable parameters of one pipeline stage, as Megatron's checkpoints take them.
+
+    Args:
+        chunk: The stage, without wrappers.
+        metadata: As for Megatron's ``sharded_state_dict``.
+
+    Returns:
+        Local name -> sharded tensor.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.utils import (
+        make_sharded_tensor_for_checkpoint,
+        make_tp_sharded_tensor_for_checkpoint,
+    )
+
+    groups = {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state = {}
+    trained = {n: p for n, p in chunk.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        if ".lora_A." not in name and ".lora_B." not in name:
+            continue
+        key = in_whole_model(chunk, name)
+        if getattr(parameter, "tensor_model_parallel", False):
+            state[name] = make_tp_sharded_tensor_for_checkpoint(
+                parameter, key, parameter.partition_dim, **groups
+            )
+        else:
+            state[name] = make_sharded_tensor_for_checkpoint(parameter, key, **groups)
+    whole = {id(p) for name, p in trained.items() if name not in state}
+    if whole:
+        for name, value in chunk.sharded_state_dict(metadata=metadata).items():
+            if id(getattr(value, "data", None)) in whole:
+                state[name] = value
+    return state
+
+
+def description(chunks: Iterable[Any], config: LoraConfig) -> str:
+    """Contents of ``adapter.json``, on all ranks. Collective over the pipeline."""
+    from megatron.core import parallel_state
+
+    samples = _samples(chunks)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    found: list[Any] = [samples] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(found, samples, group=group)
+    base = {name: numbers for part in found for name, numbers in part.items()}
+    return json.dumps({**json.loads(config.to_json()), "base": base}, indent=1)
+
+
+def check_base(chunks: Iterable[Any], path: Path) -> None:
+    """Compare the model with the base that an adapter was trained on.
+
+    Raises:
+        CheckpointError: They differ; names the first tensor that does.
+    """
+    base = json.loads(check_path(path, "input").read_text("utf-8")).get("base", {})
+    for name, numbers in _samples(chunks).items():
+        expected = base.get(name)
+        if expected is None:
+            continue
+        pairs = zip(numbers, expected, strict=True)
+        if not all(math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-6) for a, b in pairs):
+            raise CheckpointError(
+                f"{path.parent}: this adapter was trained on another base model: {name} begins "
+                f"with {expected[0]:.6g} there and with {numbers[0]:.6g} here; give that base "
+                "to --load"
+            )
+
+
+def _samples(chunks: Iterable[Any]) -> dict[str, list[float]]:
+    """The first numbers of each adapted weight, on the rank that has them (tensor rank 0)."""
+    samples = {}
+    for chunk in bare(chunks):
+        for name, layer in adapted_layers(chunk):
+            weight: Any = layer.weight  # type: ignore[attr-defined]
+            if weight is not None and layer._lora.cut.rank == 0:
+                numbers: torch.Tensor = weight[0, :_SAMPLES].detach().double().cpu()
+                samples[f"{name}.weight"] = numbers.tolist()
+    return samples

@@ -1,0 +1,75 @@
+"""Adapters under every parallelism: losses and gradients of the peft package in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("peft")
+
+from safetensors.torch import load_file
+
+from mindspeed.lora import LoraConfig, peft
+from mindspeed.models.families import FAMILIES
+from mindspeed.models.shape import shape_of
+from lora import lora_ranks, oracle
+
+SETUP = "mindspeed.megatron_adaptor"
+TARGETS = f"--lora-target-modules {' '.join(oracle.TARGETS)} --lora-r 4 --lora-alpha 8".split()
+TP2, TP4 = "--tensor-model-parallel-size=2", "--tensor-model-parallel-size=4"
+SP, PP2 = "--sequence-parallel", "--pipeline-model-parallel-size=2"
+VPP = "--num-virtual-stages-per-pipeline-rank=2"
+LOCAL = "--transformer-impl=local"
+FULL = ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
+BLOCK = ("--recompute-granularity=full", "--recompute-method=block", "--recompute-num-layers=1")
+SELECTIVE = ("--recompute-granularity=selective", "--recompute-modules", "core_attn", "layernorm")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Directories of base model and PEFT adapter, and what peft computes."""
+    root = tmp_path_factory.mktemp("lora")
+    folder = oracle.save_base(root / "base")
+    model = oracle.adapted(folder)
+    model.save_pretrained(root / "adapter")
+    return folder, root / "adapter", *oracle.truth(model)
+
+
+@pytest.mark.parametrize(
+    "size, flags",
+    [
+        pytest.param(1, (), id="one-rank"),
+        pytest.param(1, (LOCAL,), id="one-rank-local"),
+        pytest.param(1, FULL, id="recompute-full"),
+        pytest.param(1, BLOCK, id="recompute-block"),
+        pytest.param(2, (TP2,), id="tp2"),
+        pytest.param(2, (TP2, SP), id="tp2-sp"),
+        pytest.param(2, (TP2, SP, LOCAL), id="tp2-sp-local"),
+        pytest.param(2, (TP2, LOCAL, *FULL), id="tp2-local-recompute-full"),
+        pytest.param(2, (TP2, SP, *SELECTIVE), id="tp2-sp-recompute-selective"),
+        pytest.param(2, (PP2,), id="pp2"),
+        pytest.param(2, (PP2, VPP, *FULL), id="pp2-vpp2-recompute-full"),
+        pytest.param(2, ("--overlap-grad-reduce",), id="dp2-overlap"),
+        pytest.param(4, (TP4, SP), id="tp4-sp"),
+        pytest.param(4, (TP2, PP2, SP), id="tp2-pp2-sp"),
+    ],
+)
+def test_adapter_gradients_equal_pefts(size, flags, base, ranks, tmp_path):
+    folder, adapter, loss, gradients = base
+    run = lora_ranks.loss_and_gradients
+    results = ranks(size, run, str(folder), str(adapter), [*TARGETS, *flags], setup=SETUP)
+    losses = [found for found, _ in results if found is not None]
+    assert sum(losses) / len(losses) == pytest.approx(loss, rel=2e-6)
+    whole = lora_ranks.assembled(results)
+    config = LoraConfig(oracle.TARGETS, r=4, alpha=8)
+    shape = shape_of(lora_ranks.resolved(str(folder), TARGETS))
+    peft.write(tmp_path, config, whole, FAMILIES["llama"], shape)
+    found = load_file(tmp_path / peft.WEIGHTS)
+    assert found.keys() == gradients.keys()
+    for name, expected in gradients.items():
+        largest = expected.abs().max().item()
+        assert largest > 1e-4, name
+        torch.testing.assert_close(
+            found[name].double(), expected, rtol=1e-4, atol=1e-5 * largest, msg=name
+        )
