@@ -103,23 +103,19 @@ def _product(
     spread = cos.shape[0] == 1
     for block in row_blocks(x):
         here = slice(None) if spread else block
-        c1, c2 = _pairs(cos[here].to(wide), mode)
-        s1, s2 = _pairs(sin[here].to(wide), mode)
+        c, (s1, s2) = cos[here].to(wide), _pairs(sin[here].to(wide), mode)
         if transposed:
             s1, s2 = -s2, -s1
-        x1, x2 = _pairs(x[block, ..., :turning].to(wide), mode)
-        y1, y2 = _pairs(y[block, ..., :turning], mode)
-        _combine(y1, x1, c1, x2, s1, -1)
-        _combine(y2, x2, c2, x1, s2, 1)
+        given, out = x[block, ..., :turning].to(wide), y[block, ..., :turning]
+        # Whole channels first: the strided halves are touched by one step each.
+        direct = out.dtype == wide and not torch.compiler.is_compiling()
+        turned = torch.mul(given, c, out=out) if direct else given * c
+        (x1, x2), (y1, y2) = _pairs(given, mode), _pairs(turned, mode)
+        y1.addcmul_(x2, s1, value=-1)
+        y2.addcmul_(x1, s2)
+        if not direct:
+            out.copy_(turned)
     return y
-
-
-def _combine(out: torch.Tensor, a: Any, c: Any, b: Any, s: Any, sign: int) -> None:
-    """``out = a * c + sign * b * s`` with one rounding."""
-    if out.dtype == a.dtype:
-        torch.mul(a, c, out=out).addcmul_(b, s, value=sign)
-    else:
-        out.copy_((a * c).addcmul_(b, s, value=sign))
 
 
 def _reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
