@@ -1,0 +1,1 @@
+"""``ascendspeed.data``: what the columns of a data set mean."""

@@ -1,0 +1,8 @@
+"""Trains a Baichuan: torchrun pretrain_baichuan.py --config NAME ... is `mindspeed pretrain`."""
+
+import sys
+
+from mindspeed.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["pretrain", *sys.argv[1:]]))
