@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ def beam_search(
         BeamSearch(
             options,
             eos,
-            None if ends is None else lambda tokens, index=index: ends(index, tokens),
+            None if ends is None else partial(ends, index),
             generator_of(options.seed, number),
         )
         for index, number in enumerate(numbers or range(len(prompts)))

@@ -17,9 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
+
 from mindspeed.data.tokenizer import TextTokenizer
 from mindspeed.inference.beams import Hypothesis, beam_search
-from mindspeed.inference.generate import TokenScores, steps
+from mindspeed.inference.generate import TokenScores, check_prompts, steps
 from mindspeed.inference.load import LoadedModel
 from mindspeed.inference.ranks import ModelRanks
 from mindspeed.inference.sampling import SamplingOptions
@@ -107,15 +109,21 @@ class Generator:
             prompt: A text, or ids, which stay as they are.
             start: Put :attr:`start` before a text; not for one that names its first tokens itself.
         """
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
-        tokens = self.tokenizer.tokenize(prompt)
-        if start and tuple(tokens[: len(self.start)]) != self.start:
-            tokens = [*self.start, *tokens]
-        return tokens or [self.tokenizer.eod]
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.tokenize(prompt) if prompt else []
+            if start and tuple(tokens[: len(self.start)]) != self.start:
+                tokens = [*self.start, *tokens]
+        else:
+            tokens = [int(token) for token in prompt]
+        return tokens or [*self.start] or [self.tokenizer.eod]
 
     def generate(
-        self, prompts: Sequence[Prompt], options: SamplingOptions, batch_size: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        options: SamplingOptions,
+        batch_size: int | None = None,
+        *,
+        share: bool = False,
     ) -> list[list[Completion]]:
         """Continue every prompt ``num_return_sequences`` times.
 
@@ -124,21 +132,30 @@ class Generator:
             options: How many tokens, and how they are chosen.
             batch_size: Prompts in one pass; default all. Those of similar length go together; the
                 batches have no influence on what is chosen.
+            share: Data-parallel copies of the model take a part of the prompts each; all ranks get
+                all results. Otherwise every copy works alone, on what it is given.
 
         Raises:
             DataError: A prompt has ids outside the vocabulary, or is too long for the model.
         """
         rows = [self.encode(prompt) for prompt in prompts]
+        check_prompts(self.stage, rows, options, self.vocab_size)  # all of them, before any runs
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-        size = batch_size or max(1, len(rows))
-        results: list[list[Completion]] = [[] for _ in rows]
-        for first in range(0, len(rows), size):
+        copies = self.ranks.data if share else None
+        if copies is not None:
+            order = order[copies.rank() :: copies.size()]
+        size = batch_size or max(1, len(order))
+        results: dict[int, list[Completion]] = {}
+        for first in range(0, len(order), size):
             numbers = order[first : first + size]
             batch = [rows[number] for number in numbers]
             search = self._search if options.num_beams > 1 else self._sample
-            for number, found in zip(numbers, search(batch, options, numbers), strict=True):
-                results[number] = found
-        return results
+            results |= zip(numbers, search(batch, options, numbers), strict=True)
+        if copies is not None and copies.size() > 1:
+            parts: list[Any] = [None] * copies.size()
+            dist.all_gather_object(parts, results, group=copies)
+            results = {number: found for part in parts for number, found in part.items()}
+        return [results[number] for number in range(len(rows))]
 
     def pieces(self, prompts: Sequence[Prompt], options: SamplingOptions) -> Iterator[Piece]:
         """Continue prompts and yield their text as it is made. No beam search: it may revise.
@@ -151,9 +168,9 @@ class Generator:
         return self._pieces(rows, options, list(numbers))
 
     def ends_of(self, options: SamplingOptions) -> frozenset[int]:
-        """Ids that end a text. Stop strings of one token count: special tokens have no text."""
-        single = [self.tokenizer.tokenize(stop) for stop in options.stop]
-        return self.eos | {tokens[0] for tokens in single if len(tokens) == 1}
+        """Ids that end a text. Stop strings that are a token count: special ones have no text."""
+        found = {self.tokenizer.token_id(stop) for stop in options.stop}
+        return self.eos | {token for token in found if token is not None}
 
     def _pieces(
         self, prompts: Sequence[list[int]], options: SamplingOptions, numbers: Sequence[int]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed import lora
 from mindspeed.adaptor import session
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture
@@ -24,7 +25,7 @@ from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
 from mindspeed.training.configs import transformer_config
-from mindspeed.training.model import BuiltModel, build_modules, gpt_model
+from mindspeed.training.model import BuiltModel, ModelProvider, build_modules, gpt_model
 from mindspeed.training.resolve import resolve
 
 
@@ -86,7 +87,10 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
         if hasattr(saved, name):
             setattr(args, name, getattr(saved, name))
     if source.tokenizer is not None:
-        args.tokenizer_model = source.tokenizer
+        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", source.tokenizer
+    if is_hf(source.root):  # rows are added while the files are read
+        multiple = args.make_vocab_size_divisible_by * source.tp
+        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     vocab = args.padded_vocab_size
     if vocab is not None and vocab % source.tp:
         raise ConfigError(
@@ -96,27 +100,49 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
     return resolve(args, world_size, training=False).args
 
 
-def load_model(source: Source, world_size: int) -> LoadedModel:
-    """Build and load this rank's stage. Collective."""
+def load_model(source: Source, world_size: int, provider: ModelProvider = gpt_model) -> LoadedModel:
+    """Make the parallel groups, build and load this rank's stage. Collective."""
     args = resolve_source(source, world_size)
     session.install().configure(vars(args))
     setup.initialize(args)
     tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+    return build_and_load(args, tokenizer, provider, source.lora)
+
+
+def build_and_load(
+    args: argparse.Namespace,
+    tokenizer: TextTokenizer,
+    provider: ModelProvider = gpt_model,
+    adapter: str | None = None,
+) -> LoadedModel:
+    """Build this rank's stage and read its weights from ``--load``, if that is given. Collective.
+
+    Args:
+        args: Final values; the parallel groups exist.
+        tokenizer: Text to ids and back.
+        provider: Builds one pipeline stage.
+        adapter: Directory of an adapter to put on the model.
+    """
     config = transformer_config(args)
-    model = BuiltModel(config, build_modules(args, config, gpt_model))
-    load(args, model)
-    if source.lora is not None:
-        from mindspeed import lora
-
-        lora.load(model.modules, source.lora)
-    return finish(model.modules[0].eval(), tokenizer, args)
-
-
-def finish(stage: Any, tokenizer: TextTokenizer, args: argparse.Namespace) -> LoadedModel:
-    """Add what the files say about where texts begin and end."""
+    model = BuiltModel(config, build_modules(args, config, provider))
+    if args.load is not None:
+        load(args, model)
+    if adapter is not None:
+        lora.load(model.modules, adapter)
     special = getattr(args, "tokenizer_hf_include_special_tokens", False)
-    start = getattr(tokenizer, "start", ()) if special or _from_hugging_face(args) else ()
-    return LoadedModel(stage, tokenizer, args, frozenset(_ends(tokenizer, args)), tuple(start))
+    start = _start(tokenizer) if special or _from_hugging_face(args) else ()
+    ends = frozenset(_ends(tokenizer, args))
+    return LoadedModel(model.modules[0].eval(), tokenizer, args, ends, start)
+
+
+def _start(tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """What the tokenizer itself puts before a text, such as bos."""
+    plain, special = (tokenizer.tokenize_with_offsets(["a"], add) for add in (False, True))
+    if plain is None or special is None:
+        return ()
+    body, whole = list(plain[0].ids), list(special[0].ids)
+    at = next((i for i in range(len(whole)) if whole[i : i + len(body)] == body), 0)
+    return tuple(whole[:at])
 
 
 def _from_hugging_face(args: argparse.Namespace) -> bool:
@@ -128,7 +154,8 @@ def _from_hugging_face(args: argparse.Namespace) -> bool:
 
 def _ends(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[int]:
     """The tokenizer's end of text, and all that ``generation_config.json`` lists."""
-    yield tokenizer.eod
+    if tokenizer.eod >= 0:
+        yield tokenizer.eod
     folder = folder_of(args.load) if is_hf(args.load) else getattr(args, "tokenizer_model", None)
     path = Path(folder or "") / "generation_config.json"
     if folder is None or not path.is_file():

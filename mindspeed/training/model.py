@@ -65,9 +65,22 @@ def gpt_model(
     vp_stage: int | None,
 ) -> GPTModel:
     """One pipeline stage of a GPT; the default model provider."""
+    model = GPTModel(**gpt_options(args, config, pre_process, post_process, vp_stage))
+    specials.change_model(args, model)
+    return model
+
+
+def gpt_options(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> dict[str, Any]:
+    """What Megatron's ``GPTModel`` is built with."""
     spec = specials.change_spec(args, layer_spec(args, config, vp_stage))
     alibi = args.position_embedding_type == "alibi"  # belongs to the attention
-    model = GPTModel(
+    return dict(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
@@ -86,8 +99,6 @@ def gpt_model(
         mtp_block_spec=_mtp_spec(args, config, spec, vp_stage),
         vp_stage=vp_stage,
     )
-    specials.change_model(args, model)
-    return model
 
 
 def layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:

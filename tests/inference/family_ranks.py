@@ -1,0 +1,60 @@
+"""Generation on the ranks with the tiny models of every family."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from models.tiny import VOCAB
+
+from mindspeed.inference.beams import beam_search
+from mindspeed.inference.decoder import Decoder
+from mindspeed.inference.generate import ModelRanks, generate, steps
+from mindspeed.inference.load import Source, load_model
+from mindspeed.inference.sampling import SamplingOptions
+
+
+def generated(folder: str, layout: tuple[int, int], prompts: Any, jobs: Any) -> list[Any]:
+    """The results of several ``(options, eos)`` with one model on (TP, PP)."""
+    stage, ranks = _stage(folder, *layout)
+    common = {"ranks": ranks, "vocab_size": VOCAB}
+    results: list[Any] = []
+    for options, eos in jobs:
+        if options.num_return_sequences > 1 == options.num_beams:
+            rows: list[list[int]] = [[] for _ in range(len(prompts) * options.num_return_sequences)]
+            for step in steps(stage, prompts, options, eos=eos or (), **common):
+                for row, token in step.tokens.items():
+                    rows[row].append(token)
+            results.append(rows)
+            continue
+        if options.num_beams == 1:
+            results.append(generate(stage, prompts, options, eod=eos, **common))
+            continue
+        found = beam_search(stage, prompts, options, eos=eos, **common)
+        results.append([[(list(h.tokens), h.score) for h in row] for row in found])
+    return results
+
+
+def logits_both_ways(folder: str, tokens: Any, prompt: int) -> Any:
+    """Logits behind every position from ``prompt`` on: with the cache, and without."""
+    import torch
+
+    stage, ranks = _stage(folder)
+    both = []
+    with torch.inference_mode():
+        for recompute in (False, True):
+            decoder = Decoder(stage, ranks, *tokens.shape, recompute=recompute)
+            steps = [tokens[:, :prompt], *tokens[:, prompt:].split(1, dim=1)]
+            both.append([decoder(step) for step in steps])
+    return None if both[0][0] is None else [torch.stack(found)[..., :VOCAB] for found in both]
+
+
+def _stage(folder: str, tp: int = 1, pp: int = 1) -> Any:
+    loaded = load_model(Source(f"hf:{folder}", tp=tp, pp=pp), tp * pp)
+    return loaded.stage, ModelRanks.of_megatron()
+
+
+GREEDY = SamplingOptions(max_new_tokens=8, greedy=True)
