@@ -3,15 +3,18 @@
     mindspeed evaluate --load runs/llama/checkpoints --task boolq --task-data-path data/boolq
     mindspeed evaluate --load DIR --tp 2 --dp 2 --task mmlu ceval \\
         --task-data-path mmlu=data/mmlu ceval=data/ceval --output runs/llama/scores
+    mindspeed evaluate --load DIR --engine lm-eval --tasks hellaswag,gsm8k --data-dir data
 
-Tasks: boolq, mmlu, gsm8k, human_eval, agieval, bbh, bbh_cot, ceval. Data and flags are checked
-before the model is loaded. With --output, an interrupted evaluation goes on where it was when the
-same command is given again. The table goes to standard output, everything else to standard error.
+Tasks: boolq, mmlu, gsm8k, human_eval, agieval, bbh, bbh_cot, ceval; with --engine lm-eval, all
+tasks of lm-evaluation-harness. Data and flags are checked before the model is loaded. With
+--output, an interrupted evaluation goes on where it was when the same command is given again. The
+table goes to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
-        "--task", nargs="+", action="extend", required=True, metavar="NAME", help="one or more"
+        "--task", nargs="+", action="extend", metavar="NAME", help="one or more of the above"
     )
     tasks.add_argument(
         "--task-data-path",
         nargs="+",
         action="extend",
-        required=True,
         metavar="[NAME=]PATH",
         help="directory of each task; without a name, the path that contains the task's, or in the "
         "order of --task",
@@ -80,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="human_eval: run the programs that the model writes, in limited child processes",
     )
+    harness = parser.add_argument_group("lm-evaluation-harness")
+    harness.add_argument("--engine", choices=("mindspeed", "lm-eval"), default="mindspeed")
+    harness.add_argument("--tasks", metavar="NAMES", help="its tasks and groups, with commas")
+    harness.add_argument("--data-dir", type=Path, metavar="DIR", help="where their data is")
     answers = parser.add_argument_group("answers")
     answers.add_argument("--max-new-tokens", type=int, help="default: the task's")
     answers.add_argument("--greedy", action="store_true", help="the default without --temperature")
@@ -102,7 +108,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate; started by hand with more than one rank, start the ranks first."""
     _check(args)
-    from mindspeed.evaluation import execute, plan
+    from mindspeed.evaluation import execute
+    from mindspeed.training.launch import inside_a_job
+
+    if args.allow_code_execution and not inside_a_job():
+        execute.warn_about_gaps()
+    return (_run_harness if args.engine == "lm-eval" else _run)(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Our own benchmarks."""
+    from mindspeed.evaluation import plan
     from mindspeed.training.launch import inside_a_job
 
     planned = plan.plan(
@@ -115,12 +131,57 @@ def run(args: argparse.Namespace) -> int:
     )
     if not inside_a_job():
         _check_choices(args, planned)
-        if args.allow_code_execution:
-            execute.warn_about_gaps()
     return run_model("evaluate", args, lambda generator: _evaluate(args, planned, generator))
 
 
+def _run_harness(args: argparse.Namespace) -> int:
+    """The harness' tasks."""
+    _import_megatron_adaptor()
+    try:
+        from mindspeed.evaluation import lm_eval_adapter
+        from mindspeed.evaluation.lm_eval_data import LocalTasks
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--engine lm-eval needs a package that is not installed ({error.name}): "
+            'pip install "mindspeed[eval]"'
+        ) from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about its own tasks
+    names = args.tasks.split(",")
+    tasks = LocalTasks(args.data_dir)
+    tasks.check(names, args.num_fewshot, args.allow_code_execution)
+
+    def body(generator: Generator) -> None:
+        model = lm_eval_adapter.MindSpeedLM.of(
+            generator,
+            max_length=args.max_length,
+            batch_size=args.evaluation_batch_size,
+            tokens_per_batch=args.tokens_per_batch,
+            prompt_type=args.prompt_type,
+        )
+        results = lm_eval_adapter.evaluate(
+            model,
+            names,
+            tasks,
+            shots=args.num_fewshot,
+            limit=args.limit,
+            chat=args.prompt_type is not None,
+            allow_code=args.allow_code_execution,
+        )
+        if results is not None:
+            lm_eval_adapter.report(results, args.output)
+
+    return run_model("evaluate", args, body)
+
+
 def _check(args: argparse.Namespace) -> None:
+    needed = {"mindspeed": ("task", "task_data_path"), "lm-eval": ("tasks", "data_dir")}
+    for engine, names in needed.items():
+        for name in names:
+            given, flag = getattr(args, name) is not None, f"--{name.replace('_', '-')}"
+            if given and engine != args.engine:
+                raise ConfigError(f"{flag} belongs to --engine {engine}")
+            if not given and engine == args.engine:
+                raise ConfigError(f"{flag} is needed with --engine {engine}")
     sampled = args.temperature is not None
     if args.greedy and sampled:
         raise ConfigError("--greedy and --temperature exclude each other")
@@ -148,10 +209,7 @@ def _sampling(args: argparse.Namespace) -> SamplingOptions:
 
 def _check_choices(args: argparse.Namespace, planned: Sequence[Planned]) -> None:
     """See that the tokenizer fits the questions, before the model is loaded."""
-    from mindspeed.training.quiet import choose_warnings
-
-    choose_warnings()
-    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    _import_megatron_adaptor()
     from mindspeed.data.tokenizer import TokenizerOptions, build_tokenizer
     from mindspeed.evaluation.plan import check_choices
     from mindspeed.inference.load import Source, resolve_source
@@ -159,6 +217,14 @@ def _check_choices(args: argparse.Namespace, planned: Sequence[Planned]) -> None
     source = Source(args.load, args.ckpt_step, args.tp, args.pp, args.tokenizer_model)
     final = resolve_source(source, args.tp * args.pp * args.dp)
     check_choices(planned, build_tokenizer(TokenizerOptions.from_args(final)))
+
+
+def _import_megatron_adaptor() -> None:
+    """Before anything of Megatron."""
+    from mindspeed.training.quiet import choose_warnings
+
+    choose_warnings()
+    import mindspeed.megatron_adaptor  # noqa: F401
 
 
 def _evaluate(args: argparse.Namespace, planned: Sequence[Planned], generator: Generator) -> None:

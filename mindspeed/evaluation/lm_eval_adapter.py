@@ -1,0 +1,300 @@
+"""Our models in lm-evaluation-harness: ``--engine lm-eval``, or its own command line.
+
+    mindspeed evaluate --engine lm-eval --load DIR --tp 2 --tasks hellaswag,mmlu --data-dir data
+    lm_eval --model mindspeed --model_args load=DIR --tasks ...    (after importing this module)
+
+Every rank runs the harness' evaluator on the same requests of its replica: tensor- and
+pipeline-parallel ranks see the same texts in the same order, so their passes meet. To the harness,
+``rank`` and ``world_size`` are the data-parallel ones; it deals out the documents by them.
+
+Texts become ids as in the harness' own Hugging Face backend (context and continuation jointly,
+blanks at the seam belong to the continuation, the left is cut when the model is too short), which
+is why scores are comparable with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm_eval import simple_evaluate, utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm
+
+from mindspeed.errors import ConfigError
+from mindspeed.evaluation.lm_eval_data import LocalTasks
+from mindspeed.evaluation.respond import last_tokens
+from mindspeed.files import atomic_write_text
+from mindspeed.inference.generator import Generator
+from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.inference.score import Pair, Score, loglikelihood
+
+Request = tuple[tuple[str, str], list[int], list[int]]
+
+_DEFAULT_NEW_TOKENS = 256
+
+
+@register_model("mindspeed")
+class MindSpeedLM(TemplateLM):
+    """A model on its ranks, as the harness wants it.
+
+    Args:
+        load: Directory of checkpoints, or ``hf:DIR``.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        ckpt_step: Iteration; None for the latest.
+        lora_load: Directory of an adapter.
+        tokenizer_model: Another tokenizer than the checkpoint's.
+        max_length: Tokens of context and continuation; None for the model's.
+        batch_size: Prompts that are continued at once.
+        tokens_per_batch: Size of a scoring pass.
+        prompt_type: Chat template, for ``apply_chat_template``.
+    """
+
+    def __init__(
+        self,
+        load: str,
+        tp: int = 1,
+        pp: int = 1,
+        ckpt_step: int | None = None,
+        lora_load: str | None = None,
+        tokenizer_model: str | None = None,
+        **options: Any,
+    ) -> None:
+        from mindspeed.inference.load import Source, load_model
+
+        source = Source(load, ckpt_step, int(tp), int(pp), tokenizer_model, lora_load)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._take(Generator.of(load_model(source, world_size)), **options)
+
+    @classmethod
+    def of(cls, generator: Generator, **options: Any) -> MindSpeedLM:
+        """For a model that is loaded already; options as of the class."""
+        model = cls.__new__(cls)
+        model._take(generator, **options)
+        return model
+
+    def _take(
+        self,
+        generator: Generator,
+        max_length: int | None = None,
+        batch_size: int | str | None = None,
+        tokens_per_batch: int = 4096,
+        prompt_type: str | None = None,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """``device`` and ``max_batch_size`` come from the harness; the ranks know theirs."""
+        super().__init__()
+        self.generator = generator
+        self.max_length = int(max_length or generator.context_length)
+        self.batch_size = int(batch_size or 16)
+        self._tokens_per_batch = int(tokens_per_batch)
+        self._prompt_type = prompt_type
+        replicas = generator.ranks.data
+        if replicas is not None:
+            self._rank, self._world_size = replicas.rank(), replicas.size()
+        self._device = "cpu"  # of the numbers that the harness exchanges
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.generator.tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context: bos, or the end of the text before."""
+        return self.generator.start[0] if self.generator.start else self.eot_token_id
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **unused: Any
+    ) -> list[int]:
+        if not string:
+            return list(self.generator.start) if add_special_tokens is not False else []
+        return self.generator.encode(string, start=add_special_tokens is not False)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **unused: Any
+    ) -> list[Score]:
+        pairs = [last_tokens(context, more, self.max_length) for _, context, more in requests]
+        scores = self._scores(pairs, disable_tqdm)
+        for (texts, _, _), score in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, score)
+        return scores
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        pairs: list[Pair] = []
+        counts = []
+        for request in requests:
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            new = list(map(utils.make_disjoint_window, windows))
+            pairs += new
+            counts.append(len(new))
+        logprobs = iter([logprob for logprob, _ in self._scores(pairs, disable_tqdm)])
+        sums = [sum(next(logprobs) for _ in range(count)) for count in counts]
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Requests with the same settings go together."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            groups[repr(sorted(request.args[1].items()))].append(index)
+        texts: list[str] = [""] * len(requests)
+        with self._bar(len(requests), disable_tqdm) as bar:
+            for members in groups.values():
+                options = self._sampling(requests[members[0]].args[1])
+                room = self.max_length - options.max_new_tokens
+                for start in range(0, len(members), self.batch_size):
+                    batch = members[start : start + self.batch_size]
+                    prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in batch]
+                    found = self.generator.generate(prompts, options)
+                    for index, [completion] in zip(batch, found, strict=True):
+                        texts[index] = completion.text
+                        self.cache_hook.add_partial(
+                            "generate_until", requests[index].args, completion.text
+                        )
+                    bar.update(len(batch))
+        return texts
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self._template().render(chat_history, add_generation_prompt).text
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self._prompt_type or ""
+
+    @property
+    def tokenizer_name(self) -> str:
+        identifiers = self.generator.tokenizer.unique_identifiers
+        name = "_".join([*map(str, identifiers.values()), self._prompt_type or ""])
+        return name.replace("/", "__")
+
+    def all_gather(self, tensor: Any) -> Any:
+        return torch.tensor(self._everyones(tensor.tolist())) if self._world_size > 1 else tensor
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        everyones = self._everyones(obj) if self._world_size > 1 else [obj]
+        return everyones if self._rank == dst else None
+
+    def barrier(self) -> None:
+        if self._world_size > 1:
+            dist.barrier(group=self.generator.ranks.data)
+
+    def _everyones(self, value: Any) -> list[Any]:
+        parts: list[Any] = [None] * self._world_size
+        dist.all_gather_object(parts, value, group=self.generator.ranks.data)
+        return parts
+
+    def _scores(self, pairs: Sequence[Pair], disable_tqdm: bool) -> list[Score]:
+        with self._bar(len(pairs), disable_tqdm) as bar:
+            return loglikelihood(
+                self.generator.stage,
+                pairs,
+                ranks=self.generator.ranks,
+                vocab_size=self.generator.vocab_size,
+                tokens_per_batch=self._tokens_per_batch,
+                progress=bar.update,
+            )
+
+    def _sampling(self, kwargs: dict[str, Any]) -> SamplingOptions:
+        """The harness' settings as ours.
+
+        Raises:
+            ConfigError: They leave no room for a prompt.
+        """
+        known = normalize_gen_kwargs(kwargs, _DEFAULT_NEW_TOKENS)
+        until = known.get("until") or []
+        stop = tuple(text for text in until if text)
+        if known["max_gen_toks"] >= self.max_length:
+            raise ConfigError(
+                f"a task generates {known['max_gen_toks']} tokens, the model has "
+                f"{self.max_length} positions; give --max-new-tokens"
+            )
+        options = SamplingOptions(max_new_tokens=known["max_gen_toks"], greedy=True, stop=stop)
+        if not known.get("do_sample"):
+            return options
+        return replace(
+            options,
+            greedy=False,
+            temperature=known.get("temperature", 1.0),
+            top_k=known.get("top_k", 0),
+            top_p=known.get("top_p", 1.0),
+        )
+
+    def _template(self) -> Any:
+        from mindspeed.data import templates
+
+        if self._prompt_type is None:
+            raise ConfigError("chat templates need --prompt-type NAME")
+        return templates.load(self._prompt_type, self.generator.tokenizer)
+
+    def _bar(self, total: int, disable: bool) -> tqdm:
+        silent = disable or (dist.is_initialized() and dist.get_rank() != 0)
+        return tqdm(total=total, unit="request", disable=silent)
+
+
+def evaluate(
+    model: MindSpeedLM,
+    names: Sequence[str],
+    tasks: LocalTasks,
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+    allow_code: bool = False,
+) -> dict[str, Any] | None:
+    """The harness' results on rank 0, None on the others. Collective.
+
+    Args:
+        model: This rank's part.
+        names: Tasks, groups or tags of the harness.
+        tasks: Where it finds them.
+        shots: Examples per prompt; None for each task's own number.
+        limit: Documents per task.
+        chat: Whether to put prompts as conversations.
+        allow_code: Whether tasks may run what the model writes.
+    """
+    results = simple_evaluate(
+        model=model,
+        tasks=list(names),
+        num_fewshot=shots,
+        limit=limit,
+        apply_chat_template=chat,
+        confirm_run_unsafe_code=allow_code,
+        task_manager=tasks,
+        bootstrap_iters=1000,
+    )
+    return results if results is not None and dist.get_rank() == 0 else None
+
+
+def report(results: dict[str, Any], output: Path | None) -> None:
+    """Print the harness' tables; write what it found to ``results.json`` and ``samples.jsonl``."""
+    print(utils.make_table(results), flush=True)
+    if results.get("groups"):
+        print(utils.make_table(results, "groups"), flush=True)
+    if output is None:
+        return
+    dump = partial(json.dumps, default=str, ensure_ascii=False)
+    samples = results.pop("samples", {})
+    lines = [dump({"task": name, **row}) for name, rows in samples.items() for row in rows]
+    atomic_write_text(output / "samples.jsonl", "".join(f"{line}\n" for line in lines))
+    atomic_write_text(output / "results.json", dump(results, indent=2) + "\n")

@@ -1,0 +1,265 @@
+"""Harness tasks on files of this machine, without network.
+
+A task of the harness names a data set on the Hugging Face Hub. Here its splits are read below
+``--data-dir`` instead; everything else of the task (prompts, examples, filters, metrics, groups)
+stays the harness' own. First match counts:
+
+* the published files that :mod:`.reading` knows: ``boolq/dev.jsonl``, ``mmlu/test/*_test.csv``,
+  ``gsm8k/test.jsonl``, ``ceval/val/*_val.csv``, ``bbh/*.json``, ``human_eval/HumanEval.jsonl``;
+* files of the Hub's layout, named after the split (``test.jsonl``, ``test-00000-of-00001.parquet``,
+  also ``.json``, ``.csv``), in ``TASK/``, ``DATASET/CONFIGURATION/`` or ``DATASET/``, where
+  ``DATASET`` is the last part of the data set's name.
+
+The harness has no public way to replace a task's data; the one private method that is overridden
+is below, and a test says when it moves.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.evaluation import execute
+
+# Before anything of Hugging Face is imported: nothing is ever asked of the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._yaml_loader import load_yaml
+
+Row = dict[str, Any]
+Splits = dict[str, list[Row]]
+
+_OPTIONAL = ("training_split", "validation_split", "fewshot_split")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+class LocalTasks(TaskManager):
+    """The harness' tasks with their data below ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise DataError(f"--data-dir {directory}: there is no such directory")
+        super().__init__()
+        self._factory = _LocalFactory(directory)
+
+    def check(
+        self, names: Sequence[str], shots: int | None = None, allow_code: bool = False
+    ) -> None:
+        """Read the data of all tasks.
+
+        Raises:
+            ConfigError: A task is unknown, or runs programs without consent.
+            DataError: A task has no data here.
+        """
+        for name in names:
+            if name not in self.task_index:
+                raise ConfigError(
+                    f"--tasks {name}: lm-evaluation-harness has no such task; lm_eval ls tasks "
+                    "lists them"
+                )
+        for name, task in self.load(list(names))["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False):
+                execute.require_consent(allow_code, name)
+            number = task.config.num_fewshot if shots is None else shots
+            if number and not (task.has_training_docs() or _has_examples(task)):
+                raise DataError(
+                    f"{name} puts {number} examples before a question; the split they come from is "
+                    "not there; give --num-fewshot 0 to ask without"
+                )
+
+
+class _LocalFactory(TaskFactory):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(meta={})
+        self._directory = directory
+
+    def _load_full_config(
+        self, entry: Any, overrides: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        if entry.name != "humaneval":
+            return super()._load_full_config(entry, overrides)
+        # Its own functions ask the Hub for a metric as soon as they are imported.
+        config = load_yaml(entry.yaml_path, resolve_func=False)
+        config["metric_list"] = [
+            {"metric": _passes, "aggregation": "mean", "higher_is_better": True}
+        ]
+        take = {"function": "custom", "filter_fn": _whole_programs}
+        config["filter_list"] = [{"name": "create_test", "filter": [take]}]
+        return {**config, **(overrides or {})}
+
+    def _build_task(self, entry: Any, overrides: dict[str, Any] | None) -> Any:
+        config = {**self._load_full_config(entry, None), **(overrides or {})}
+        splits = read_splits(config, self._directory)
+        # Splits that are not here are only missed when somebody asks for examples.
+        absent = [name for name in _OPTIONAL if config.get(name) not in splits]
+        local = {"custom_dataset": partial(_data_set, splits), **dict.fromkeys(absent)}
+        return super()._build_task(entry, {**(overrides or {}), **local})
+
+
+def _data_set(splits: Splits, **_: Any) -> Any:
+    """What the harness calls in the place of a download."""
+    import datasets
+
+    return {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+
+
+def _has_examples(task: Any) -> bool:
+    samples = getattr(task.config.fewshot_config, "samples", None)
+    return bool(samples or task.config.fewshot_split or task.has_validation_docs())
+
+
+def _whole_programs(resps: Sequence[Sequence[str]], docs: Sequence[Row]) -> list[list[str]]:
+    """Each answer behind its prompt; the argument names are the harness'."""
+    return [
+        [doc["prompt"] + text for text in texts] for texts, doc in zip(resps, docs, strict=True)
+    ]
+
+
+def _passes(references: Sequence[str], predictions: Sequence[Sequence[str]]) -> float:
+    """The share of programs that pass their tests, in limited child processes."""
+    [tests], [programs] = references, predictions
+    verdicts = execute.check_all([f"{program}\n{tests}\n" for program in programs])
+    return sum(verdict.passed for verdict in verdicts) / len(verdicts)
+
+
+def read_splits(config: Mapping[str, Any], directory: Path) -> Splits:
+    """The rows of every split that a task uses.
+
+    Args:
+        config: The harness' description of the task.
+        directory: ``--data-dir``.
+
+    Raises:
+        DataError: There are no files for it.
+    """
+    published = _PUBLISHED.get(str(config.get("dataset_path")))
+    found: Splits = {}
+    if config.get("dataset_path") == "aps/super_glue" and config.get("dataset_name") != "boolq":
+        published = None
+    if published is not None:
+        found = published(directory, str(config.get("dataset_name")))
+    folders = _folders(config, directory)
+    for split in _splits(config):
+        if split not in found:
+            rows = next((rows for folder in folders if (rows := _hub_split(folder, split))), None)
+            if rows is not None:
+                found[split] = rows
+    asked = config.get("test_split") or config.get("validation_split")
+    if asked not in found:
+        raise DataError(
+            f"--data-dir {directory}: no data for {config['task']}; expected is "
+            f"{folders[0] / str(asked)}{{{','.join(_SUFFIXES)}}} or the same in "
+            f"{' or '.join(map(str, folders[1:]))}"
+        )
+    return found
+
+
+def _splits(config: Mapping[str, Any]) -> list[str]:
+    return sorted({config[name] for name in (*_OPTIONAL, "test_split") if config.get(name)})
+
+
+def _folders(config: Mapping[str, Any], directory: Path) -> list[Path]:
+    data_set = str(config.get("dataset_path") or config["task"]).rpartition("/")[2]
+    folders = [directory / config["task"], directory / data_set]
+    if config.get("dataset_name"):
+        folders.insert(1, directory / data_set / str(config["dataset_name"]))
+    return list(dict.fromkeys(folders))
+
+
+def _hub_split(folder: Path, split: str) -> list[Row]:
+    files = [
+        path
+        for path in sorted([*folder.glob(f"{split}*"), *folder.glob(f"data/{split}*")])
+        if path.suffix in _SUFFIXES and path.name[len(split)] in ".-"
+    ]
+    return [row for path in files for row in _rows(path)]
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        yield from pyarrow.parquet.read_table(path).to_pylist()
+        return
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    try:
+        if path.suffix == ".csv":
+            yield from csv.DictReader(io.StringIO(text, newline=""))
+        elif text.lstrip().startswith("["):
+            yield from json.loads(text)
+        else:
+            yield from (json.loads(line) for line in text.split("\n") if line.strip())
+    except (json.JSONDecodeError, csv.Error) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
+def _boolq(directory: Path, name: str) -> Splits:
+    folder = directory / "boolq"
+    sources = {"train": ("train",), "validation": ("dev", "val", "validation")}
+    found: Splits = {}
+    for split, names in sources.items():
+        files = [path for part in names if (path := folder / f"{part}.jsonl").is_file()]
+        if files:
+            found[split] = [_with_label(row) for row in _rows(files[0])]
+    return found
+
+
+def _with_label(row: Row) -> Row:
+    answer = row["label"] if "label" in row else row["answer"]
+    return {**row, "label": int(answer)}
+
+
+def _mmlu(directory: Path, name: str) -> Splits:
+    found: Splits = {}
+    for split in ("test", "dev"):
+        path = directory / "mmlu" / split / f"{name}_{split}.csv"
+        if path.is_file():
+            rows = csv.reader(io.StringIO(path.read_text("utf-8-sig"), newline=""))
+            found[split] = [
+                {"question": r[0], "choices": r[1:5], "answer": "ABCD".index(r[5])} for r in rows
+            ]
+    return found
+
+
+def _human_eval(directory: Path, name: str) -> Splits:
+    files = [directory / "human_eval" / name for name in ("HumanEval.jsonl", "HumanEval.jsonl.gz")]
+    return next(({"test": list(_rows(path))} for path in files if path.is_file()), {})
+
+
+def _gsm8k(directory: Path, name: str) -> Splits:
+    files = {split: directory / "gsm8k" / f"{split}.jsonl" for split in ("train", "test")}
+    return {split: list(_rows(path)) for split, path in files.items() if path.is_file()}
+
+
+def _ceval(directory: Path, name: str) -> Splits:
+    files = {s: directory / "ceval" / s / f"{name}_{s}.csv" for s in ("dev", "val", "test")}
+    return {split: list(_rows(path)) for split, path in files.items() if path.is_file()}
+
+
+def _bbh(directory: Path, name: str) -> Splits:
+    path = directory / "bbh" / f"{name}.json"
+    return {"test": json.loads(path.read_text("utf-8"))["examples"]} if path.is_file() else {}
+
+
+_PUBLISHED: dict[str, Callable[[Path, str], Splits]] = {
+    "aps/super_glue": _boolq,
+    "super_glue": _boolq,
+    "cais/mmlu": _mmlu,
+    "openai/openai_humaneval": _human_eval,
+    "openai/gsm8k": _gsm8k,
+    "gsm8k": _gsm8k,
+    "ceval/ceval-exam": _ceval,
+    "SaylorTwift/bbh": _bbh,
+}
