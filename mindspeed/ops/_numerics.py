@@ -56,7 +56,9 @@ def row_blocks(x: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + count)
 
 
-def store(out: torch.Tensor, function: Callable[..., torch.Tensor], *args: Any, **more: Any) -> None:
+def store(
+    out: torch.Tensor, function: Callable[..., torch.Tensor], *args: Any, **more: Any
+) -> None:
     """``out = function(*args, **more)``, without a copy between where that is possible.
 
     Args:

@@ -133,6 +133,7 @@ class Operator:
         public: import path of the public function that calls it.
         on_host: positions of tensor arguments that lie on the CPU whatever the device (a random
             seed).
+        compiles: whether ``set_cpu_mode("compile")`` compiles the reference: where that is faster.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Operator:
         dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
         public: str = "",
         on_host: Sequence[int] = (),
+        compiles: bool = False,
         tags: Sequence[torch.Tag] = (),
     ) -> None:
         self.name = schema.partition("(")[0]
@@ -159,6 +161,7 @@ class Operator:
         self.reference, self.samples, self.dtypes = reference, samples, tuple(dtypes)
         self.workload, self.on_host = workload, tuple(on_host)
         self.differentiable, self.public = autograd is not None, public
+        self.compiles = compiles
         last = Implementation("reference", lambda: reference, lambda: None)
         given: Mapping[DeviceName, Sequence[Implementation]] = {
             "cpu": cpu,
@@ -215,9 +218,8 @@ class Operator:
             if device == "cuda" and implementation.kind == "reference":
                 for kind, reason in self.refusals(device):
                     note_fallback(self.name, f"{kind} is refused: {reason}")
-        if device == "cpu" and _cpu_mode == "compile" and not self.communicates:
-            # A kernel of the CPU's own is no formula that a compiler could fuse.
-            kernel = _compiled(kernel) if self.chosen("cpu").kind == "reference" else kernel
+        if device == "cpu" and _cpu_mode == "compile" and self.compiles:
+            return _compiled(kernel)
         return kernel
 
     def _run(self, device: DeviceName, *args: Any) -> Any:
@@ -247,9 +249,9 @@ def set_cpu_mode(mode: CpuMode) -> None:
     """Choose how operators run on the CPU.
 
     Args:
-        mode: ``eager``, or ``compile``: the reference through torch.compile, which is several
-            times faster for norms and RoPE, and costs seconds of C++ building at the first call of
-            each operator and shape class. The environment variable ``MINDSPEED_OPS_CPU`` sets the
+        mode: ``eager``, or ``compile``: RMSNorm, SwiGLU and RoPE through torch.compile, which is
+            2 to 8 times faster and costs seconds of C++ building at the first call of each
+            operator and shape class. The environment variable ``MINDSPEED_OPS_CPU`` sets the
             initial value.
     """
     global _cpu_mode

@@ -221,6 +221,7 @@ ROTARY_BACKWARD = Operator(
     npu=[torch_npu(_npu_backward, "npu_rotary_mul_backward")],
     samples=_samples,
     workload=_workload,
+    compiles=True,
 )
 
 ROTARY = Operator(
@@ -232,5 +233,6 @@ ROTARY = Operator(
     autograd=(_save, _backward),
     samples=_samples,
     workload=_workload,
+    compiles=True,
     public="mindspeed.ops.npu_rotary_position_embedding.npu_rotary_position_embedding",
 )

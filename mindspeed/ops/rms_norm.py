@@ -150,6 +150,7 @@ RMS_NORM_BACKWARD = Operator(
     npu=[torch_npu(_npu_backward, "npu_rms_norm_backward")],
     samples=_samples_backward,
     workload=_workload_backward,
+    compiles=True,
 )
 
 RMS_NORM = Operator(
@@ -161,5 +162,6 @@ RMS_NORM = Operator(
     autograd=(_save, _backward),
     samples=_samples,
     workload=_workload,
+    compiles=True,
     public="mindspeed.ops.rms_norm.rms_norm",
 )

@@ -212,6 +212,7 @@ SWIGLU_BACKWARD = Operator(
     npu=[torch_npu(_npu_backward, "npu_swiglu", "npu_swiglu_backward")],
     samples=_samples_backward,
     workload=_workload_backward,
+    compiles=True,
 )
 
 SWIGLU = Operator(
@@ -223,5 +224,6 @@ SWIGLU = Operator(
     autograd=(_save, _backward),
     samples=_samples,
     workload=_workload,
+    compiles=True,
     public="mindspeed.ops.swiglu.swiglu",
 )
