@@ -99,7 +99,6 @@ IGNORED: dict[str, int] = {
     "--no-one-logger": 0,
     "--no-scatter-gather-tensors-in-pipeline": 0,
     "--tokenizer-hf-use-fast": 0,
-    "--tokenizer-not-use-fast": 0,
     "--no-position-embedding": 0,
 }
 

@@ -10,7 +10,8 @@ group in ONE broadcast of 8-byte words (Megatron-LM sends each tensor apart, and
     only stage    all three               b * s * 24 bytes
 
 Position ids are counted on the rank itself and the causal mask belongs to the attention, unless
-``--reset-position-ids`` or ``--reset-attention-mask`` make them data.
+``--reset-position-ids`` or ``--reset-attention-mask`` make them data. Conversations of different
+lengths (``--is-instruction-dataset``) are :mod:`mindspeed.training.instruction`'s.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
@@ -33,12 +35,19 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mindspeed import device
+from mindspeed.data.instruction import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
 from mindspeed.errors import DataError
 from mindspeed.files import check_path
+from mindspeed.training.instruction import (
+    Collate,
+    InstructionBatches,
+    row_multiple,
+)
 from mindspeed.training.samplers import CyclicSampler, Portion, SequentialSampler
 
-Batch = dict[str, torch.Tensor | None]
+Batch = dict[str, Any]  # tensors; None for what a stage does not need
+Reader = Iterator[Batch]
 _FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -84,63 +93,99 @@ def check_files(args: argparse.Namespace) -> None:
     for name in _FLAGS:
         blend = get_blend_from_list(getattr(args, name) and list(getattr(args, name)))
         for prefix in blend[0] if blend else ():
-            for suffix in (".idx", ".bin"):
-                if not Path(prefix + suffix).is_file():
+            parts = part_prefixes(prefix) if args.is_instruction_dataset else [prefix]
+            for file in (part + suffix for part in parts for suffix in (".idx", ".bin")):
+                if not Path(file).is_file():
                     raise DataError(
-                        f"--{name.replace('_', '-')} {prefix}: there is no file {prefix}{suffix}; "
-                        "give the path without .bin or .idx (mindspeed preprocess writes both)"
+                        f"--{name.replace('_', '-')} {prefix}: there is no file {file}; "
+                        f"{_how_to_name(args)}"
                     )
-                check_path(prefix + suffix, "input")
+                check_path(file, "input")
+
+
+def _how_to_name(args: argparse.Namespace) -> str:
+    if args.is_instruction_dataset:
+        return (
+            "give the --output-prefix of mindspeed preprocess --handler-name ..., or leave "
+            "--is-instruction-dataset out for plain text"
+        )
+    return "give the path without .bin or .idx (mindspeed preprocess writes both)"
 
 
 def build_datasets(
     args: argparse.Namespace, config: TransformerConfig, tokenizer: TextTokenizer
 ) -> DataSets:
     """Build the three splits; collective, rank 0 writes missing index files first."""
+    kind: type = MockGPTDataset if args.mock_data else GPTDataset
+    if args.is_instruction_dataset:
+        kind = InstructionDataset
+        dataset_config = _instruction_config(args)
+    else:
+        dataset_config = _gpt_config(args, tokenizer)
+    counts = list(sample_counts(args))
+    if dataset_config.split_matrix:
+        _leave_out_unused_splits(dataset_config, counts)
+        _check_splits(args, dataset_config)
+    reads = _reads_data(args, config)
+    built = BlendedMegatronDatasetBuilder(kind, counts, lambda: reads, dataset_config).build()
+    return DataSets(*built)
+
+
+def _sources(args: argparse.Namespace) -> dict[str, Any]:
+    """What both kinds of data sets are configured with."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     blends = [get_blend_from_list(list(paths)) if paths else None for paths in per_split]
-    dataset_config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=get_blend_from_list(list(args.data_path)) if args.data_path else None,
-        blend_per_split=blends if any(blends) else None,
-        split=args.split,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
+    return {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": get_blend_from_list(list(args.data_path)) if args.data_path else None,
+        "blend_per_split": blends if any(blends) else None,
+        "split": args.split,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "path_to_cache": args.data_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+    }
+
+
+def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
+    return GPTDatasetConfig(
+        **_sources(args),
         tokenizer=tokenizer,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.reset_attention_mask,
     )
-    counts = list(sample_counts(args))
-    if dataset_config.split_matrix:
-        _leave_out_unused_splits(dataset_config, counts)
-        _check_splits(args, dataset_config)
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    reads = _reads_data(config)
-    built = BlendedMegatronDatasetBuilder(kind, counts, lambda: reads, dataset_config).build()
-    return DataSets(*built)
 
 
-def _leave_out_unused_splits(config: GPTDatasetConfig, counts: Sequence[int]) -> None:
+def _instruction_config(args: argparse.Namespace) -> InstructionConfig:
+    together = args.micro_batch_size * args.data_parallel_size
+    return InstructionConfig(
+        **_sources(args),
+        vocab_size=args.padded_vocab_size,
+        pack=args.pack_sequences,
+        group=together if args.length_grouped else None,
+    )
+
+
+def _leave_out_unused_splits(config: BlendedMegatronDatasetConfig, counts: Sequence[int]) -> None:
     """A split nobody asks for is not built: Megatron would search an empty one without end."""
     config.split_matrix = [
         part if count else None for part, count in zip(config.split_matrix, counts, strict=True)
     ]
 
 
-def _check_splits(args: argparse.Namespace, config: GPTDatasetConfig) -> None:
+def _check_splits(args: argparse.Namespace, config: BlendedMegatronDatasetConfig) -> None:
     """Check that each split asked for has documents in every data set.
 
     Raises:
         DataError: names the data set, the split and --split.
     """
     for prefix in config.blend[0] if config.blend else ():
-        documents = len(IndexedDataset(prefix, mmap=args.mmap_bin_files).document_indices) - 1
+        path = part_prefixes(prefix)[0] if args.is_instruction_dataset else prefix
+        documents = len(IndexedDataset(path, mmap=args.mmap_bin_files).document_indices) - 1
         for name, part in zip(("training", "validation", "test"), config.split_matrix, strict=True):
             if part and round(part[1] * documents) <= round(part[0] * documents):
                 raise DataError(
@@ -228,26 +273,37 @@ class MicroBatches(Iterator[Batch]):
 
 
 def micro_batches(
-    args: argparse.Namespace, config: TransformerConfig, dataset: Any, consumed: int
-) -> list[MicroBatches | None]:
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    dataset: Any,
+    consumed: int,
+    tokenizer: TextTokenizer,
+) -> list[Reader | None]:
     """One reader per virtual pipeline stage of this rank, None where a stage needs no data."""
     chunks = args.virtual_pipeline_model_parallel_size
-    readers: list[MicroBatches | None] = []
+    readers: list[Reader | None] = []
+    collate = None
+    if args.is_instruction_dataset:
+        multiple = row_multiple(args) if args.variable_seq_lengths else None
+        collate = Collate(tokenizer.pad, args.seq_length, multiple)
+    kind = InstructionBatches if args.is_instruction_dataset else MicroBatches
     for vp_stage in range(chunks) if chunks else [None]:
         where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
         first = parallel_state.is_pipeline_first_stage(**where)
         last = parallel_state.is_pipeline_last_stage(**where)
         if args.mtp_num_layers and mtp_on_this_rank(config, **where):
             first = last = True  # predicting further tokens needs the embedding and the labels
-        if not (first or last):
+        if not (first or last or args.pack_sequences):
             readers.append(None)
             continue
-        loader = _loader(args, dataset, consumed) if _leads_tensor_group() else None
-        readers.append(MicroBatches(args, loader, first=first, last=last))
+        loader = _loader(args, dataset, consumed, collate) if _leads_tensor_group() else None
+        readers.append(kind(args, loader, first=first, last=last))
     return readers
 
 
-def _loader(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Any]:
+def _loader(
+    args: argparse.Namespace, dataset: Any, consumed: int, collate: Collate | None
+) -> Iterator[Any]:
     if dataset is None:
         raise DataError("a data split is empty: check --split and the size of the data set")
     portion = Portion(
@@ -269,6 +325,7 @@ def _loader(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[A
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_sampler=sampler,
+        collate_fn=collate,
         num_workers=workers,
         pin_memory=here.has("pinned_memory"),
         persistent_workers=workers > 0,
@@ -282,6 +339,8 @@ def _leads_tensor_group() -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _reads_data(config: TransformerConfig) -> bool:
+def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
+    # Where packed samples begin is known to every stage.
     edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    edge = edge or args.pack_sequences
     return (edge or mtp_on_this_rank(config)) and _leads_tensor_group()

@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import (
 
 from mindspeed.adaptor import session
 from mindspeed.checkpoint.save import Saver
-from mindspeed.training.data import MicroBatches
+from mindspeed.training.data import Reader
 from mindspeed.training.log import Log, mean_loss
 from mindspeed.training.model import TrainedModel
 from mindspeed.training.step import Trainer
@@ -25,8 +25,8 @@ from mindspeed.training.stopping import Stopping
 def train(
     args: argparse.Namespace,
     model: TrainedModel,
-    readers: Sequence[MicroBatches | None],
-    held_out: Mapping[str, Sequence[MicroBatches | None]],
+    readers: Sequence[Reader | None],
+    held_out: Mapping[str, Sequence[Reader | None]],
     iteration: int,
     saver: Saver | None,
 ) -> int:
@@ -92,7 +92,7 @@ def evaluate(
     args: argparse.Namespace,
     model: TrainedModel,
     trainer: Trainer,
-    readers: Sequence[MicroBatches | None],
+    readers: Sequence[Reader | None],
 ) -> float | None:
     """Mean loss over ``--eval-iters`` global batches; None on ranks without the last stage."""
     for chunk in model.chunks:

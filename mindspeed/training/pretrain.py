@@ -8,6 +8,7 @@ step (``loop.train``), checkpoint (``load``, ``save``).
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
@@ -42,12 +43,12 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
     model = build(args, provider)
     iteration = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer)
-    readers = data.micro_batches(args, model.config, sets.train, args.consumed_train_samples)
+    read = partial(data.micro_batches, args, model.config, tokenizer=tokenizer)
+    readers = read(sets.train, args.consumed_train_samples)
     held_out = {}
     if args.eval_iters:
-        consumed = args.consumed_valid_samples
-        held_out["validation"] = data.micro_batches(args, model.config, sets.valid, consumed)
-        held_out["test"] = data.micro_batches(args, model.config, sets.test, 0)
+        held_out["validation"] = read(sets.valid, args.consumed_valid_samples)
+        held_out["test"] = read(sets.test, 0)
     saver = None
     if args.save:
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))

@@ -393,3 +393,42 @@ def _data(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.tokenizer_type is None:
         yield "--tokenizer-type is missing (HuggingFaceTokenizer, NullTokenizer, ...)"
+    yield from _conversations(args)
+
+
+def _conversations(args: argparse.Namespace) -> Iterator[str]:
+    """Flags of ``--is-instruction-dataset``."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ("variable_seq_lengths", "pack_sequences", "length_grouped")
+        if getattr(args, name)
+    ]
+    if not args.is_instruction_dataset:
+        if given:
+            yield f"{' and '.join(given)}: only with --is-instruction-dataset"
+        return
+    # The mean over trained tokens of the whole batch: micro-batches with few do not count more.
+    args.calculate_per_token_loss = True
+    if args.mock_data:
+        yield "--is-instruction-dataset reads files: give --data-path instead of --mock-data"
+    if args.reset_position_ids or args.reset_attention_mask or args.eod_mask_loss:
+        yield (
+            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss are for plain text: "
+            "with --is-instruction-dataset drop them"
+        )
+    if args.pad_to_multiple_of < 1:
+        yield f"--pad-to-multiple-of {args.pad_to_multiple_of} must be at least 1"
+    if args.length_grouped and args.pack_sequences:
+        yield "give one of --length-grouped and --pack-sequences: packed rows are full already"
+    if args.length_grouped and args.dataloader_type != "single":
+        yield "--length-grouped needs --dataloader-type single: cyclic shuffles the groups apart"
+    if args.length_grouped and args.data_path and len(args.data_path) > 1:
+        yield "--length-grouped needs one data set: blending mixes the groups"
+    if args.pack_sequences and args.context_parallel_size > 1:
+        yield "--pack-sequences needs --context-parallel-size 1"
+    if args.pack_sequences and args.position_embedding_type == "alibi":
+        yield "--pack-sequences needs other positions than --position-embedding-type alibi"
+    if args.variable_seq_lengths and args.moe_token_dispatcher_type == "allgather":
+        if args.num_experts:
+            yield "--variable-seq-lengths needs --moe-token-dispatcher-type alltoall"
+        args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it without experts, too

@@ -22,7 +22,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed import device
 from mindspeed.errors import TrainingError
-from mindspeed.training.data import MicroBatches
+from mindspeed.training.data import Reader
+from mindspeed.training.instruction import stage_shape
 from mindspeed.training.model import TrainedModel
 
 
@@ -55,7 +56,7 @@ class Trainer:
         self._schedule = get_forward_backward_func()
         self._nonfinite = 0
 
-    def step(self, readers: Sequence[MicroBatches | None], iteration: int) -> StepResult:
+    def step(self, readers: Sequence[Reader | None], iteration: int) -> StepResult:
         """Run one optimizer step.
 
         Raises:
@@ -80,24 +81,25 @@ class Trainer:
         return StepResult(losses, grad_norm, skipped=not updated)
 
     def evaluate(
-        self, readers: Sequence[MicroBatches | None], num_microbatches: int
+        self, readers: Sequence[Reader | None], num_microbatches: int
     ) -> torch.Tensor | None:
         """Losses of so many micro-batches without gradients, as in :class:`StepResult`."""
         with torch.no_grad():
             return self._run_schedule(readers, num_microbatches, forward_only=True)
 
     def _run_schedule(
-        self, readers: Sequence[MicroBatches | None], num_microbatches: int, *, forward_only: bool
+        self, readers: Sequence[Reader | None], num_microbatches: int, *, forward_only: bool
     ) -> torch.Tensor | None:
         model, args = self._model, self._args
         single = len(model.chunks) == 1
+        seq_length, micro_batch_size = stage_shape(args)
         reports = self._schedule(
             forward_step_func=forward_step,
             data_iterator=readers[0] if single else list(readers),
             model=model.chunks[0] if single else model.chunks,
             num_microbatches=num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
             forward_only=forward_only,
         )
         return torch.stack(reports) if reports else None
@@ -136,17 +138,19 @@ class Trainer:
         )
 
 
-def forward_step(reader: MicroBatches | None, model: Any) -> tuple[torch.Tensor, Any]:
+def forward_step(reader: Reader | None, model: Any) -> tuple[torch.Tensor, Any]:
     """Forward pass of one micro-batch through one stage; Megatron's schedules call it."""
     if reader is None:  # a stage in the middle; its loss function is never called
         return model(None, None, None), token_losses
     batch = next(reader)
+    packing = {key: batch[key] for key in ("packed_seq_params",) if key in batch}
     output = model(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        **packing,
     )
     # Without a mask the stage is not the last one and its loss function is never called.
     return output, partial(token_losses, batch["loss_mask"])  # type: ignore[arg-type]

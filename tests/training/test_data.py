@@ -35,8 +35,9 @@ def batches(flags: list[str], count: int) -> list[dict[str, Any]]:
     args = settings.args
     setup.initialize(args)
     config = transformer_config(args)
-    sets = data.build_datasets(args, config, data.load_tokenizer(args))
-    (reader,) = data.micro_batches(args, config, sets.train, 0)
+    tokenizer = data.load_tokenizer(args)
+    sets = data.build_datasets(args, config, tokenizer)
+    (reader,) = data.micro_batches(args, config, sets.train, 0, tokenizer)
     return [next(reader) for _ in range(count)]
 
 

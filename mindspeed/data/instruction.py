@@ -1,0 +1,192 @@
+"""Tokenized conversations as training samples, on Megatron Core's data set builder.
+
+A data set is the three aligned files that ``mindspeed preprocess`` writes for a prefix. A sample
+predicts the next token and is trained where the next token's label says so:
+
+    input_ids   <s> Q  ?  A  A  </s>          tokens     <s> Q  ?  A  A
+    labels       .  .  .  A  A  </s>          labels      Q  ?  A  A  </s>
+                                              loss_mask   0  0  1  1  1
+
+Every epoch has its own order, drawn from the seed and the epoch alone: nothing is cached on disk,
+and all ranks agree without talking. Samples longer than ``--seq-length`` lose the start of their
+prompt. With ``pack`` an item is a row of several samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+
+from mindspeed.data import packing
+from mindspeed.data.encode import CONVERSATION_KEYS
+from mindspeed.data.masks import IGNORED, Sample
+from mindspeed.errors import DataError
+
+Item = dict[str, torch.Tensor]
+
+
+@dataclass
+class InstructionConfig(BlendedMegatronDatasetConfig):
+    """How conversations are read.
+
+    Attributes:
+        vocab_size: ids must be below.
+        pack: items are rows of several samples.
+        group: so many samples that follow each other have similar lengths; None for any order.
+    """
+
+    vocab_size: int = 0
+    pack: bool = False
+    group: int | None = None
+
+
+class InstructionFiles:
+    """The three aligned data sets of a prefix.
+
+    Raises:
+        DataError: their numbers of samples or lengths differ.
+    """
+
+    def __init__(self, prefix: str, mmap: bool = True) -> None:
+        self.prefix = prefix
+        self._parts = {
+            key: IndexedDataset(part, mmap=mmap)
+            for key, part in zip(CONVERSATION_KEYS, part_prefixes(prefix), strict=True)
+        }
+        self.lengths: np.ndarray = self._parts["input_ids"].sequence_lengths
+        for key, part in self._parts.items():
+            if not np.array_equal(part.sequence_lengths, self.lengths):
+                raise DataError(
+                    f"{prefix}: the files of input_ids and {key} do not belong together: "
+                    f"{len(self.lengths)} and {len(part.sequence_lengths)} samples, or other "
+                    "lengths; preprocess again"
+                )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self._parts["input_ids"][index], self._parts["labels"][index])
+
+
+def part_prefixes(prefix: str) -> list[str]:
+    """The data sets of a prefix, without ``.bin`` and ``.idx``; also for the first one's name."""
+    base = prefix.removesuffix(f"_packed_{CONVERSATION_KEYS[0]}_document")
+    path = Path(base)
+    return [str(path.with_name(f"{path.name}_packed_{key}_document")) for key in CONVERSATION_KEYS]
+
+
+class InstructionDataset(MegatronDataset):
+    """Conversations of one split.
+
+    Items are int64 tensors of the sample's own length: ``tokens``, ``labels`` (0 where not
+    trained), ``loss_mask`` (fp32), ``position_ids``; packed rows have ``cu_seqlens`` too, the
+    borders of their samples.
+
+    Raises:
+        DataError: nothing is left to train on, or an id does not fit the model.
+    """
+
+    def __init__(
+        self,
+        dataset: InstructionFiles,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: InstructionConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self._room = config.sequence_length
+        self._lengths = np.minimum(dataset.lengths - 1, self._room)
+        self._usable = indices[self._lengths[indices] > 0]
+        if not len(self._usable):
+            raise DataError(f"{dataset_path}: no sample for the {index_split.name} split")
+        self._epoch = lru_cache(maxsize=2)(self._ordered)
+        self._rows = self._packed(num_samples) if config.pack else None
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: InstructionFiles) -> int:
+        """Samples in a data set."""
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: InstructionConfig) -> InstructionFiles:
+        """Open the files of a prefix."""
+        return InstructionFiles(dataset_path, config.mmap_bin_files)
+
+    def __len__(self) -> int:
+        if self._rows is not None:
+            return len(self._rows)
+        return len(self._usable) if self.num_samples is None else self.num_samples
+
+    def __getitem__(self, idx: int) -> Item:
+        if self._rows is not None:
+            return self._row(self._rows[idx])
+        epoch, place = divmod(idx, len(self._usable))
+        return self._item([self._sample(self._epoch(epoch)[place])])
+
+    def _ordered(self, epoch: int) -> np.ndarray:
+        random = np.random.RandomState([self.config.random_seed, epoch])
+        order = self._usable[random.permutation(len(self._usable))]
+        if self.config.group is None:
+            return order
+        return packing.grouped(order, self._lengths, self.config.group, random)
+
+    def _packed(self, num_samples: int | None) -> list[np.ndarray]:
+        """Rows of as many epochs as it takes."""
+        rows: list[np.ndarray] = []
+        epoch = 0
+        while not rows or len(rows) < (num_samples or 1):
+            rows += packing.packed(self._ordered(epoch), self._lengths, self._room)
+            epoch += 1
+        return rows
+
+    def _row(self, samples: np.ndarray) -> Item:
+        item = self._item([self._sample(index) for index in samples])
+        borders = np.concatenate([[0], np.cumsum(self._lengths[samples])])
+        return {**item, "cu_seqlens": torch.from_numpy(borders.astype(np.int32))}
+
+    def _sample(self, index: int) -> Sample:
+        sample = self.dataset[int(index)]
+        largest = int(sample.ids.max())
+        if largest >= self.config.vocab_size:
+            raise DataError(
+                f"{self.dataset.prefix}: sample {index} holds the id {largest}, the model's "
+                f"vocabulary ends at {self.config.vocab_size}: preprocess with the model's own "
+                "tokenizer"
+            )
+        return sample.fit(self._room + 1)
+
+    @staticmethod
+    def _item(samples: list[Sample]) -> Item:
+        tokens = np.concatenate([sample.ids[:-1] for sample in samples])
+        labels = np.concatenate([sample.labels[1:] for sample in samples])
+        positions = np.concatenate([np.arange(len(sample.ids) - 1) for sample in samples])
+        trained = labels != IGNORED
+        return {
+            "tokens": torch.from_numpy(tokens.astype(np.int64)),
+            "labels": torch.from_numpy(np.where(trained, labels, 0).astype(np.int64)),
+            "loss_mask": torch.from_numpy(trained.astype(np.float32)),
+            "position_ids": torch.from_numpy(positions.astype(np.int64)),
+        }
+
+
+def lengths_of(dataset: Any) -> Iterator[list[int]]:
+    """Lengths of the samples in each item of a data set, without reading the samples."""
+    for index in range(len(dataset)):
+        if dataset._rows is not None:
+            yield dataset._lengths[dataset._rows[index]].tolist()
+        else:
+            epoch, place = divmod(index, len(dataset._usable))
+            yield [int(dataset._lengths[dataset._epoch(epoch)[place]])]
