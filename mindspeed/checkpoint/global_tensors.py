@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -54,6 +55,9 @@ class GlobalTensors:
         described = index.state_dict_metadata.items()
         self._tensors = {k: v for k, v in described if isinstance(v, TensorStorageMetadata)}
         self._storage: dict[MetadataIndex, Any] = index.storage_data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
 
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
@@ -163,7 +167,11 @@ def write_tensors(
         max_file_bytes: Largest size of a file with more than one tensor; memory holds one file.
     """
     planner = _Planner(tensors, tuple(objects))
-    dcp.save({}, storage_writer=_Writer(folder, max_file_bytes), planner=planner, no_dist=True)
+    writer = _Writer(folder, max_file_bytes)
+    try:
+        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise error.failures[0][0] from None  # what happened, also Ctrl-C, instead of its report
 
 
 class _Planner(SavePlanner):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from mindspeed.checkpoint.weights import convert as formats
-from mindspeed.checkpoint.weights.hugging_face import HFWeights, hf_family
+from mindspeed.checkpoint.weights.hugging_face import HFWeights, family_like
 from mindspeed.checkpoint.weights.hugging_face import args_of as args_of
 from mindspeed.checkpoint.weights.torch_dist import TorchDistWeights
 from mindspeed.models.families import Family
@@ -89,6 +89,6 @@ def export_hf(
         CheckpointError: A tensor is missing, or ``output`` exists.
         ConfigError: No family is like this model.
     """
-    source = TorchDistWeights(checkpoint, args, hf_family(args, like))
+    source = TorchDistWeights(checkpoint, args, family_like(args, like))
     target = formats.Target("hf", like=like, dtype=dtype, max_file_bytes=max_shard_bytes)
     return formats.convert(source, output, target).family

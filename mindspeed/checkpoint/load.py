@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -30,10 +31,18 @@ from mindspeed.checkpoint.state import (
     without_noop_layers,
 )
 from mindspeed.checkpoint.untrusted import read_index
+from mindspeed.checkpoint.weights.convert import (
+    find_checkpoint,
+    holds_whole_weights,
+    open_weights,
+)
 from mindspeed.checkpoint.weights.hugging_face import args_of
+from mindspeed.checkpoint.weights.torch_dist import common_state
+from mindspeed.checkpoint.weights.whole import Adapted
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.features.noop_layers import indices_of
-from mindspeed.models.hf_load import folder_of, is_hf, load_hf
+from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
+from mindspeed.models.shape import shape_of
 from mindspeed.pipeline.noop_layers import with_noop
 from mindspeed.training.model import BuiltModel, TrainedModel
 
@@ -62,6 +71,8 @@ def load(args: argparse.Namespace, model: BuiltModel) -> Loaded | None:
     """
     if is_hf(args.load):
         return _load_hf(args, model)
+    if (other := _in_another_format(args.load, args.ckpt_step)) is not None:
+        return _load_whole_weights(args, model, other)
     tried: dict[Path, str] = {}
     for path in _agreed_candidates(args):
         reason = directory.problem_with(path)
@@ -109,6 +120,8 @@ def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
     """
     if is_hf(root):
         return args_of(folder_of(root))
+    if (other := _in_another_format(root, step)) is not None:
+        return open_weights(other).args
     return common_state(latest(root, step))["args"]
 
 
@@ -143,6 +156,30 @@ def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Loaded:
     return Loaded(Path(folder), 0)
 
 
+def _in_another_format(root: str, step: int | None) -> Path | None:
+    """The checkpoint of ``--load`` if it is a legacy or safetensors one."""
+    found = find_checkpoint(Path(root), step)
+    return found if found is not None and holds_whole_weights(found) else None
+
+
+@torch.no_grad()
+def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint: Path) -> Loaded:
+    """Weights without optimizer, from files of any layout; reads one parameter at a time."""
+    source = open_weights(checkpoint)
+    check_architecture(args, source.args, str(checkpoint))
+    weights = Adapted(source, padded_vocab=args.padded_vocab_size)
+    table = {parameter.name: parameter for parameter in weights.table}
+    for part in parts(model.modules, source.family, shape_of(args)):
+        whole = weights.read(table[part.parameter.name])
+        bounds = zip(part.start, part.data.shape, strict=True)
+        part.data.copy_(whole[tuple(slice(first, first + size) for first, size in bounds)])
+    if isinstance(model, TrainedModel):
+        model.optimizer.reload_model_params()
+    if dist.get_rank() == 0:
+        print(f" loaded {checkpoint} (weights only)", flush=True)
+    return Loaded(checkpoint, 0)
+
+
 def _agreed_candidates(args: argparse.Namespace) -> list[Path]:
     """What rank 0 sees, so that all ranks try the same ones."""
     found: list[Any] = [None]
@@ -150,11 +187,6 @@ def _agreed_candidates(args: argparse.Namespace) -> list[Path]:
         found = [[str(path) for path in directory.candidates(args.load, args.ckpt_step)]]
     dist.broadcast_object_list(found, src=0)
     return [Path(path) for path in found[0]]
-
-
-def common_state(path: Path) -> dict[str, Any]:
-    """What a ``torch_dist`` checkpoint holds beside tensors: values of the run, iteration ..."""
-    return dist_checkpointing.load_common_state_dict(str(path))
 
 
 def _load_one(args: argparse.Namespace, model: BuiltModel, path: Path) -> Loaded:

@@ -50,6 +50,10 @@ def shape_of(args: Any) -> Shape:
     groups = args.num_query_groups if grouped else heads
     vocab = value("vocab_size") or args.padded_vocab_size
     experts = value("num_experts")
+    gated = value("swiglu") or value("quick_geglu")
+    expert_ffn = value("moe_ffn_hidden_size") or args.ffn_hidden_size
+    shared_ffn = value("moe_shared_expert_intermediate_size")
+    halves = 2 if gated else 1
     sizes = {
         "hidden": args.hidden_size,
         "ffn": args.ffn_hidden_size,
@@ -59,9 +63,13 @@ def shape_of(args: Any) -> Shape:
         "query": heads * head,
         "key": groups * head,
         "qkv": (heads + 2 * groups) * head,
+        "fc1": halves * args.ffn_hidden_size,
         "experts": experts,
-        "expert_ffn": value("moe_ffn_hidden_size") or args.ffn_hidden_size,
-        "shared_ffn": value("moe_shared_expert_intermediate_size"),
+        "expert_ffn": expert_ffn,
+        "expert_fc1": halves * expert_ffn,
+        "shared_ffn": shared_ffn,
+        "shared_fc1": halves * shared_ffn,
+        "positions": value("max_position_embeddings"),
     }
     latent = value("multi_latent_attention")
     if latent:
@@ -83,7 +91,11 @@ def shape_of(args: Any) -> Shape:
         "q_lora": latent and value("q_lora_rank"),
         "direct_q": latent and not value("q_lora_rank"),
         "expert_bias": value("moe_router_enable_expert_bias"),
-        "shared_expert": value("moe_shared_expert_intermediate_size"),
+        "shared_expert": shared_ffn,
+        "gated": gated,
+        "norm_bias": value("normalization") != "RMSNorm",
+        "mlp_bias": args.add_bias_linear,
+        "positions": value("position_embedding_type") == "learned_absolute",
     }
     moe = moe_pattern(vars(args)) if experts else [False] * args.num_layers
     return Shape(

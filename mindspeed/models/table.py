@@ -18,11 +18,12 @@ from typing import Literal
 from mindspeed.models.rows import Layout, Segment, source_rows, total_rows
 from mindspeed.models.shape import Shape
 
-Split = Literal["rows", "halves", "columns", "rows_if_local"] | None
+Split = Literal["rows", "halves", "fc1", "columns", "rows_if_local"] | None
 """How tensor parallelism cuts a parameter.
 
-``halves`` cuts gate and up one by one; ``rows_if_local`` cuts rows with the local layer spec and
-nothing with that of Transformer Engine (down projections of latent attention).
+``halves`` cuts gate and up one by one, ``fc1`` does so in a model with gates and cuts rows in
+others; ``rows_if_local`` cuts rows with the local layer spec and nothing with that of Transformer
+Engine (down projections of latent attention).
 """
 
 
@@ -102,13 +103,16 @@ def _parameter(rule: Rule, shape: Shape, layer: int | None, expert: int | None) 
         for segment in rule.rows(shape)
     )
     rows = total_rows(segments)
+    split: Split = rule.split
+    if split == "fc1":
+        split = "halves" if "gated" in shape.has else "rows"
     return Parameter(
         name=rule.name.format(**numbers),
         layer=layer,
         expert=expert,
         shape=(rows,) if rule.columns is None else (rows, shape[rule.columns]),
         segments=segments,
-        split=rule.split,
+        split=split,
         moe=layer is not None and shape.moe_layers[layer],
         latent="latent" in shape.has,
     )

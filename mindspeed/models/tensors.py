@@ -168,9 +168,48 @@ def _bloom() -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+def _gpt() -> tuple[Rule, ...]:
+    """Every parameter a GPT of Megatron Core can have, latent attention apart, by its own name."""
+
+    def rule(name: str, rows: str, columns: str | None = None, **more: Any) -> Rule:
+        return Rule(name, whole(name, rows), columns, **more)
+
+    def norm(name: str) -> tuple[Rule, ...]:
+        bias = rule(f"{name}.bias", "hidden", needs="norm_bias")
+        return rule(f"{name}.weight", "hidden"), bias
+
+    def mlp(prefix: str, rows: str, columns: str, **more: Any) -> tuple[Rule, ...]:
+        down = rule(prefix + "linear_fc2.weight", "hidden", columns, split="columns", **more)
+        return rule(prefix + "linear_fc1.weight", rows, "hidden", split="fc1", **more), down
+
+    qkv, out, dense = _ATTENTION + "linear_qkv.", _ATTENTION + "linear_proj.", _LAYER + "mlp."
+    moe: Any = {"layers": "moe"}
+    return (
+        rule("embedding.word_embeddings.weight", "padded_vocab", "hidden", split="rows"),
+        rule("embedding.position_embeddings.weight", "positions", "hidden", needs="positions"),
+        *norm("decoder.final_layernorm"),
+        rule("output_layer.weight", "padded_vocab", "hidden", split="rows", needs="untied"),
+        *norm(_LAYER + "input_layernorm"),
+        *norm(_LAYER + "pre_mlp_layernorm"),
+        rule(qkv + "weight", "qkv", "hidden", split="rows"),
+        rule(qkv + "bias", "qkv", split="rows", needs="qkv_bias"),
+        rule(out + "weight", "hidden", "query", split="columns"),
+        rule(out + "bias", "hidden", needs="proj_bias"),
+        *(rule(f"{_ATTENTION}{part}_layernorm.weight", "head", needs="qk_norm") for part in "qk"),
+        *mlp(dense, "fc1", "ffn", layers="dense"),
+        rule(dense + "linear_fc1.bias", "fc1", split="fc1", needs="mlp_bias", layers="dense"),
+        rule(dense + "linear_fc2.bias", "hidden", needs="mlp_bias", layers="dense"),
+        rule(dense + "router.weight", "experts", "hidden", **moe),
+        rule(dense + "router.expert_bias", "experts", needs="expert_bias", **moe),
+        *mlp(_EXPERT, "expert_fc1", "expert_ffn", **moe),
+        *mlp(dense + "shared_experts.", "shared_fc1", "shared_ffn", needs="shared_expert", **moe),
+    )
+
+
 LLAMA = _OUTSIDE + _NORMS + _SEPARATE + _DENSE
 BAICHUAN = _OUTSIDE + _NORMS + _PACKED + _DENSE
 MIXTRAL = _OUTSIDE + _NORMS + _SEPARATE + _MIXTRAL_EXPERTS
 QWEN_MOE = _OUTSIDE + _NORMS + _SEPARATE + _DENSE + _PLAIN_EXPERTS
 DEEPSEEK = _OUTSIDE + _NORMS + _latent() + _DENSE + _PLAIN_EXPERTS + _SHARED_EXPERT
 BLOOM = _bloom()
+GPT = _gpt()

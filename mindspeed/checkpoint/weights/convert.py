@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from mindspeed.checkpoint import directory
-from mindspeed.checkpoint.weights.hugging_face import HFWeights, hf_family, write_hf
+from mindspeed.checkpoint.weights.hugging_face import HFWeights, family_like, write_hf
 from mindspeed.checkpoint.weights.legacy import LegacyWeights, write_legacy
 from mindspeed.checkpoint.weights.rank_files import is_legacy
 from mindspeed.checkpoint.weights.safetensors_files import (
@@ -29,10 +29,15 @@ from mindspeed.checkpoint.weights.safetensors_files import (
     SafetensorsWeights,
     write_safetensors,
 )
-from mindspeed.checkpoint.weights.torch_dist import TorchDistWeights, write_torch_dist
+from mindspeed.checkpoint.weights.torch_dist import (
+    TorchDistWeights,
+    common_state,
+    write_torch_dist,
+)
 from mindspeed.checkpoint.weights.whole import Adapted, Weights, padded_vocab
 from mindspeed.errors import CheckpointError
 from mindspeed.files import atomic_write_text, harden_tree, make_dirs
+from mindspeed.models.families import Family
 from mindspeed.models.hf_files import CONFIG
 from mindspeed.models.layout import Layout
 from mindspeed.models.naming import Scheme
@@ -88,21 +93,41 @@ def open_weights(path: str | Path, *, step: int | None = None, like: str | None 
     if (path / CONFIG).is_file():
         return HFWeights(path)
 
-    def family(args: argparse.Namespace):  # type: ignore[no-untyped-def]
-        return hf_family(args, like)
+    def family(args: argparse.Namespace) -> Family:
+        return family_like(args, like)
 
-    checkpoint = _checkpoint(path, step)
+    checkpoint = find_checkpoint(path, step)
+    if checkpoint is None:
+        which = "" if step is None else f" of iteration {step}"
+        raise CheckpointError(f"{path} holds neither a checkpoint{which} nor a {CONFIG}")
     if is_legacy(checkpoint):
         known = HFWeights(like).args if like else None
         return LegacyWeights(checkpoint, known, family)
     if (checkpoint / ARGS).is_file():
         return SafetensorsWeights(checkpoint, family)
-    from mindspeed.checkpoint.load import common_state
-
     if (problem := directory.problem_with(checkpoint)) is not None:
         raise CheckpointError(f"{checkpoint} cannot be read: {problem}")
     args = common_state(checkpoint)["args"]
     return TorchDistWeights(checkpoint, args, family(args))
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path | None:
+    """The checkpoint that a path names: itself, or the latest one in it; None if there is none."""
+    if holds_whole_weights(path) or (path / ".metadata").is_file():
+        return path
+    for candidate in directory.candidates(path, step):
+        if candidate.is_dir():
+            return candidate
+    tracker = path / _DEEPSPEED_TRACKER
+    if tracker.is_file() and (named := path / tracker.read_text("utf-8").strip()).is_dir():
+        return named
+    return None
+
+
+def holds_whole_weights(checkpoint: Path) -> bool:
+    """Whether a checkpoint has weights in a format that Megatron's ``torch_dist`` code cannot read:
+    legacy or safetensors."""
+    return is_legacy(checkpoint) or (checkpoint / ARGS).is_file()
 
 
 def convert(source: Weights, output: str | Path, target: Target) -> Weights:
@@ -158,7 +183,7 @@ def _same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return same and torch.equal(ours.contiguous().view(raw), theirs.contiguous().view(raw))
 
 
-def _adapted(source: Weights, target: Target, on_read) -> Weights:  # type: ignore[no-untyped-def]
+def _adapted(source: Weights, target: Target, on_read: Callable[[int], object]) -> Weights:
     """The source as the target wants it."""
     padded = padded_vocab(source, target.added_tokens, target.vocab_multiple, target.layout.tensor)
     weights = Adapted(
@@ -186,25 +211,6 @@ def _write(weights: Weights, folder: Path, target: Target) -> None:
     else:
         deepspeed = target.format == "deepspeed"
         write_legacy(weights, folder, target.layout, grouped=target.grouped, deepspeed=deepspeed)
-
-
-def _checkpoint(path: Path, step: int | None) -> Path:
-    """The checkpoint that a path names: itself, or the latest one in it."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: there is no such directory")
-    if is_legacy(path) or (path / ARGS).is_file() or (path / ".metadata").is_file():
-        return path
-    tried = {}
-    for candidate in directory.candidates(path, step):
-        if not candidate.is_dir():
-            tried[candidate] = "there is no such directory"
-            continue
-        return candidate
-    tracker = path / _DEEPSPEED_TRACKER
-    if tracker.is_file() and (named := path / tracker.read_text("utf-8").strip()).is_dir():
-        return named
-    directory.require_some(path, tried)
-    raise CheckpointError(f"{path} holds neither a checkpoint nor a {CONFIG}")
 
 
 @contextmanager

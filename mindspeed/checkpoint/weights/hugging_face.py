@@ -13,7 +13,12 @@ import torch
 
 from mindspeed.checkpoint.weights.whole import Weights
 from mindspeed.files import atomic_write_text
-from mindspeed.models.families import Family, family_of_args, family_of_config
+from mindspeed.models.families import (
+    Family,
+    family_of_args,
+    family_of_config,
+    family_or_gpt,
+)
 from mindspeed.models.hf_files import (
     CONFIG,
     HFReader,
@@ -111,8 +116,13 @@ def write_hf(
 
     Returns:
         The family it was written as.
+
+    Raises:
+        ConfigError: No family is like this model.
     """
     base = read_config(like) if like else {}
+    if not weights.family.codecs:
+        family_of_args(weights.args)  # says that no family is like this model
     specs: list[TensorSpec] = []
     for parameter in weights.table:
         specs += specs_of(parameter, weights.dtype(parameter))
@@ -131,13 +141,9 @@ def write_hf(
     return weights.family
 
 
-def hf_family(args: argparse.Namespace, like: str | None) -> Family:
-    """The family a model is written as: that of ``like``, or the one its values describe.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    return family_of_config(read_config(like)) if like else family_of_args(args)
+def family_like(args: argparse.Namespace, like: str | None) -> Family:
+    """The family of a Megatron model: that of ``like``, or the one its values describe."""
+    return family_of_config(read_config(like)) if like else family_or_gpt(args)
 
 
 def _copy_companions(source: str | None, target: Path) -> None:

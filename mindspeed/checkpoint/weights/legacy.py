@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mindspeed.models.table import Parameter
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OUTPUT = "output_layer.weight"
+_STATE = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")  # nothing that is learned
 
 
 class LegacyWeights(Weights):
@@ -66,6 +67,7 @@ class LegacyWeights(Weights):
         self._scheme: Scheme = "transformer_engine" if engine else "local"
         self._grouped = any(".mlp.experts.linear_fc1.weight0" in key for key in keys)
         self._check()
+        self.unused = self._surplus()
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """As stored."""
@@ -78,9 +80,7 @@ class LegacyWeights(Weights):
 
     def _part(self, parameter: Parameter, tensor: int) -> torch.Tensor:
         place = self._place(parameter)
-        name = local_name(
-            parameter, self._scheme, place.layer, place.local_expert, grouped=self._grouped
-        )
+        name = self._name(parameter, place)
         rank = Rank(tensor, place.pipeline, place.expert or 0)
         part = self._files[rank][place.virtual].get(name)
         if part is None:
@@ -90,10 +90,36 @@ class LegacyWeights(Weights):
             )
         return part
 
+    def _name(self, parameter: Parameter, place: Place) -> str:
+        if place.copied:
+            return _OUTPUT
+        return local_name(
+            parameter, self._scheme, place.layer, place.local_expert, grouped=self._grouped
+        )
+
+    def _surplus(self) -> list[str]:
+        """Names in the files that no parameter has."""
+        tied = "untied" not in self.shape.has
+        used = {
+            (place.pipeline, place.virtual, self._name(parameter, place))
+            for parameter in self.table
+            for place in self._all_places(parameter, tied=tied)
+        }
+        found = {
+            (rank.pipeline, virtual, name)
+            for rank, chunks in self._files.items()
+            for virtual, chunk in enumerate(chunks)
+            for name, value in chunk.items()
+            if isinstance(value, torch.Tensor) and not name.endswith(_STATE)
+        }
+        return sorted(name for _, _, name in found - used)
+
     def _place(self, parameter: Parameter) -> Place:
+        return next(self._all_places(parameter, tied=False))
+
+    def _all_places(self, parameter: Parameter, *, tied: bool) -> Iterator[Place]:
         experts = self.shape["experts"]
-        found = places(parameter, self._layout, self._stages, experts, tied=False)
-        return next(found)
+        return places(parameter, self._layout, self._stages, experts, tied=tied)
 
     def _found_stages(self) -> list[range]:
         """Layers of each stage, counted in the files."""

@@ -112,7 +112,8 @@ def _file(path: Path) -> Path:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = safe_torch_load(path, mmap=True)
+        # Only archives, which torch.save writes by default, can be mapped.
+        state: dict[str, Any] = safe_torch_load(path, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, OSError, EOFError) as error:
         raise CheckpointError(
             f"{path} is damaged or truncated: {str(error).splitlines()[0]}"

@@ -6,8 +6,10 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
 
 from mindspeed.checkpoint.global_tensors import GlobalTensors, StoredTensor, write_tensors
 from mindspeed.checkpoint.state import sharding_metadata, stored_args
@@ -17,6 +19,9 @@ from mindspeed.files import atomic_write_text, atomic_writer
 from mindspeed.models.families import Family
 from mindspeed.models.naming import address, addresses
 from mindspeed.models.table import Parameter
+
+_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")  # the rest is the optimizer's
+_STATE = (".local_tokens_per_expert",)  # of the training, not learned
 
 
 class TorchDistWeights(Weights):
@@ -35,6 +40,12 @@ class TorchDistWeights(Weights):
         super().__init__(str(checkpoint), args, family)
         self._tensors = GlobalTensors(checkpoint)
         self._places = {parameter.name: self._find(parameter) for parameter in self.table}
+        known = {key for key, _ in self._places.values()}
+        self.unused = sorted(
+            key
+            for key in self._tensors
+            if key.startswith(_MODEL) and key not in known and not key.endswith(_STATE)
+        )
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """As stored."""
@@ -56,6 +67,11 @@ class TorchDistWeights(Weights):
                     )
                 return place.key, place.position
         raise CheckpointError(f"{self.where}: there is no tensor for {parameter.name}")
+
+
+def common_state(path: Path) -> dict[str, Any]:
+    """What a ``torch_dist`` checkpoint holds beside tensors: values of the run, iteration ..."""
+    return dist_checkpointing.load_common_state_dict(str(path))
 
 
 def write_torch_dist(weights: Weights, folder: Path, *, max_file_bytes: int) -> None:

@@ -66,7 +66,7 @@ class Adapted(Weights):
         dtype: torch.dtype | None = None,
         added_tokens: int = 0,
         padded_vocab: int | None = None,
-        on_read: Callable[[int], None] = lambda size: None,
+        on_read: Callable[[int], object] = lambda size: None,
     ) -> None:
         args = argparse.Namespace(**vars(source.args))
         args.vocab_size = source.shape["vocab"] + added_tokens
