@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from recipe_jobs import SETUP, layers_of_stages, resolve_recipes
 
 from mindspeed import recipes
 from mindspeed.models.presets import presets
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "training"))  # trainer_warm
 
 # Millions of parameters that the publishers state, without norms and biases in the first digits.
 PUBLISHED = {

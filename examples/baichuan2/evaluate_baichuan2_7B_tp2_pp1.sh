@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Scores baichuan2-7b on a benchmark on 2 devices
+#   LOAD=ckpt TASK=boolq DATA_PATH=dataset/boolq/test bash examples/baichuan2/evaluate_baichuan2_7B_tp2_pp1.sh
+# (written by tools/example_scripts.py)
+set -euo pipefail
+LOAD=${LOAD:?is not set: directory of checkpoints, or hf:DIR}
+DATA_PATH=${DATA_PATH:?is not set: directory of the benchmark, such as dataset/boolq/test}
+TASK=${TASK:-boolq}
+
+mindspeed evaluate --load "$LOAD" --task $TASK --task-data-path $DATA_PATH \
+    --output "${OUTPUT:-scores/baichuan2-7b}" \
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "$@"

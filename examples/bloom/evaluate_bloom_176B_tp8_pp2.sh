@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Scores bloom-176b on a benchmark on 16 devices
+#   LOAD=ckpt TASK=boolq DATA_PATH=dataset/boolq/test bash examples/bloom/evaluate_bloom_176B_tp8_pp2.sh
+# (written by tools/example_scripts.py)
+set -euo pipefail
+LOAD=${LOAD:?is not set: directory of checkpoints, or hf:DIR}
+DATA_PATH=${DATA_PATH:?is not set: directory of the benchmark, such as dataset/boolq/test}
+TASK=${TASK:-boolq}
+
+mindspeed evaluate --load "$LOAD" --task $TASK --task-data-path $DATA_PATH \
+    --output "${OUTPUT:-scores/bloom-176b}" \
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 "$@"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Continues a prompt with llama2-34b on 8 devices
+#   LOAD=ckpt PROMPT="How are you?" bash examples/llama2/generate_llama2_34B_tp8_pp1.sh
+# (written by tools/example_scripts.py)
+set -euo pipefail
+LOAD=${LOAD:?is not set: directory of checkpoints, or hf:DIR}
+PROMPT=${PROMPT:-Give three tips for staying healthy.}
+
+mindspeed generate --load "$LOAD" --prompt "$PROMPT" --max-new-tokens 256 \
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1 "$@"

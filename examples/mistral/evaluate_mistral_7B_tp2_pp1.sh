@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Scores mistral-7b-v0.3 on a benchmark on 2 devices
+#   LOAD=ckpt TASK=boolq DATA_PATH=dataset/boolq/test bash examples/mistral/evaluate_mistral_7B_tp2_pp1.sh
+# (written by tools/example_scripts.py)
+set -euo pipefail
+LOAD=${LOAD:?is not set: directory of checkpoints, or hf:DIR}
+DATA_PATH=${DATA_PATH:?is not set: directory of the benchmark, such as dataset/boolq/test}
+TASK=${TASK:-boolq}
+
+mindspeed evaluate --load "$LOAD" --task $TASK --task-data-path $DATA_PATH \
+    --output "${OUTPUT:-scores/mistral-7b-v0.3}" \
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "$@"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Continues a prompt with mistral-7b-v0.3 on 2 devices
+#   LOAD=ckpt PROMPT="How are you?" bash examples/mistral/generate_mistral_7B_tp2_pp1.sh
+# (written by tools/example_scripts.py)
+set -euo pipefail
+LOAD=${LOAD:?is not set: directory of checkpoints, or hf:DIR}
+PROMPT=${PROMPT:-Give three tips for staying healthy.}
+
+mindspeed generate --load "$LOAD" --prompt "$PROMPT" --max-new-tokens 256 \
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "$@"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Continues a prompt with qwen3-30b-a3b on 4 devices
+#   LOAD=ckpt PROMPT="How are you?" bash examples/qwen3/generate_qwen3_30B_A3B_tp4_pp1.sh
+# (written by tools/example_scripts.py)
+set -euo pipefail
+LOAD=${LOAD:?is not set: directory of checkpoints, or hf:DIR}
+PROMPT=${PROMPT:-Give three tips for staying healthy.}
+
+mindspeed generate --load "$LOAD" --prompt "$PROMPT" --max-new-tokens 256 \
+    --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 "$@"
