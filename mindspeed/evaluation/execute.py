@@ -9,7 +9,8 @@ missing on this machine is said loudly once. When the time is over, or there are
 processes, all of them are killed: ``RLIMIT_NPROC`` does not bind root, so they are also counted.
 
 A program passes when it ends by itself with status 0 and has printed, as the last thing after its
-tests, a random word. ``os._exit(0)`` in the middle prints none.
+tests, a random word. ``os._exit(0)`` in the middle prints none. A program that goes looking for the
+word in its own source can print it: this keeps scores from accidents, not from malice.
 """
 
 from __future__ import annotations
