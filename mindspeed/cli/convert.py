@@ -89,13 +89,12 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
             metavar="N",
             help=f"{text}; legacy formats (default 1)",
         )
-    for which in ("first", "last"):
-        group.add_argument(
-            f"--decoder-{which}-pipeline-num-layers",
-            type=int,
-            metavar="N",
-            help=f"layers of the {which} stage, if it has another number; legacy formats",
-        )
+    group.add_argument(
+        "--layers-per-stage",
+        type=_numbers,
+        metavar="N,N,...",
+        help="layers of each stage, where they are not equal; legacy formats",
+    )
     group.add_argument(
         "--moe-grouped-gemm",
         action="store_true",
@@ -114,6 +113,10 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
 def run(args: argparse.Namespace) -> int:
     """Convert."""
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
@@ -124,20 +127,13 @@ def run(args: argparse.Namespace) -> int:
     from_hf = (Path(args.input) / "config.json").is_file()
     to_hf = args.to == "hf" or not (args.to or args.format or from_hf)
     form: Format = "hf" if to_hf else args.format or "torch_dist"
-    layout = Layout(
-        args.tp,
-        args.pp,
-        args.vpp,
-        args.ep,
-        args.decoder_first_pipeline_num_layers,
-        args.decoder_last_pipeline_num_layers,
-    )
+    layout = Layout(args.tp, args.pp, args.vpp, args.ep, args.layers_per_stage)
     if min(args.tp, args.pp, args.vpp, args.ep) < 1:
         raise ConfigError("--tp, --pp, --vpp and --ep are at least 1")
     if layout != Layout() and form not in ("torch", "deepspeed"):
         raise ConfigError(
-            "--tp, --pp, --vpp, --ep and stages of a size of their own are for --format torch and "
-            f"deepspeed; {form} fits every layout, so leave them out"
+            "--tp, --pp, --vpp, --ep and --layers-per-stage are for --format torch and deepspeed; "
+            f"{form} fits every layout, so leave them out"
         )
     target = Target(
         form,

@@ -12,6 +12,7 @@ dealt out in order, each with all its rows that tensor parallelism leaves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,16 +36,15 @@ class Layout:
         pipeline: Pipeline parallel size.
         virtual: Virtual stages of each pipeline rank.
         expert: Expert parallel size.
-        first: Layers of the first stage, where it has another number than the others.
-        last: Layers of the last stage, likewise.
+        layers: Layers of each stage, in the order in which a token meets them; None divides them
+            evenly.
     """
 
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
     expert: int = 1
-    first: int | None = None
-    last: int | None = None
+    layers: tuple[int, ...] | None = None
 
     def stages(self, num_layers: int) -> list[range]:
         """Layers of each stage, in the order in which a token meets them.
@@ -55,25 +55,22 @@ class Layout:
             ConfigError: The layers cannot be divided like this.
         """
         count = self.pipeline * self.virtual
-        if count == 1:
-            return [range(num_layers)]
-        fixed = {0: self.first, count - 1: self.last}
-        given = {stage: layers for stage, layers in fixed.items() if layers is not None}
-        if given and self.virtual > 1:
-            raise ConfigError("a first or last stage of its own size needs --vpp 1")
-        rest, others = num_layers - sum(given.values()), count - len(given)
-        if rest < 0 or (rest % others if others else rest):
+        counts = self.layers
+        if counts is None:
+            if num_layers % count:
+                raise ConfigError(
+                    f"{num_layers} layers cannot be divided into {count} equal pipeline stages "
+                    f"(--pp {self.pipeline}, --vpp {self.virtual}); choose a divisor, or give the "
+                    "layers of each stage (--layers-per-stage)"
+                )
+            counts = (num_layers // count,) * count
+        if len(counts) != count or sum(counts) != num_layers:
             raise ConfigError(
-                f"{rest} layers cannot be divided into {others} equal pipeline stages (--pp "
-                f"{self.pipeline}, --vpp {self.virtual}); choose a divisor, or give the first or "
-                "last stage a number of its own"
+                f"--layers-per-stage {','.join(map(str, counts))}: {count} numbers with the sum "
+                f"{num_layers} are needed"
             )
-        stages, start = [], 0
-        for stage in range(count):
-            layers = given[stage] if stage in given else rest // others
-            stages.append(range(start, start + layers))
-            start += layers
-        return stages
+        ends = list(itertools.accumulate(counts))
+        return [range(end - size, end) for size, end in zip(counts, ends, strict=True)]
 
     def check(self, shape: Shape, heads: int) -> None:
         """See that a model can be spread like this.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +73,18 @@ def state_dicts(folder: str, flags: Sequence[str] = ()) -> tuple[str, list[dict[
         for module in model.modules
     ]
     return where, states
+
+
+def seed_scripts(calls: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[int, str]]:
+    """Exit code and standard error of each call of a function of the seed's scripts."""
+    from mindspeed.cli import ckpt_convert
+
+    results = []
+    for name, words in calls:
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            results.append((getattr(ckpt_convert, name)(words), errors.getvalue()))
+    return results
 
 
 def gpt_args() -> argparse.Namespace:

@@ -122,7 +122,7 @@ LAYOUTS = {
     "uneven-pp2-tied": (
         "llama3.2-tied",
         2,
-        Layout(pipeline=2, first=3),
+        Layout(pipeline=2, layers=(3, 1)),
         ("--pipeline-model-parallel-size=2", "--decoder-first-pipeline-num-layers=3"),
     ),
 }
@@ -227,6 +227,7 @@ def test_what_does_not_fit_a_layout_is_said_before_anything_is_written(directori
         Layout(tensor=3): r"4 attention heads cannot be divided by --tp 3",
         Layout(pipeline=3): r"4 layers cannot be divided into 3 equal pipeline stages",
         Layout(pipeline=2, virtual=4): r"--vpp 4",
+        Layout(pipeline=2, layers=(2, 3)): r"--layers-per-stage 2,3: 2 numbers with the sum 4",
         Layout(expert=2): r"--ep 2: the model has no experts",
     }
     for layout, message in wrong.items():
