@@ -26,12 +26,15 @@ COMMANDS: dict[str, str] = {
     "tokenizer": "train a byte-level BPE tokenizer",
     "preprocess": "turn text into token files",
     "pretrain": "pretrain a model",
+    "finetune": "train a model further on conversations: all of it, or adapters (LoRA)",
     "models": "list the models that --model knows",
     "recipes": "list the recipes that --config knows, print one",
     "convert": "convert weights between Hugging Face and Megatron",
     "export": "write a trained model for transformers",
+    "merge-lora": "merge an adapter into its base model, or write it for peft",
     "verify": "compare a checkpoint's logits with those of transformers",
     "generate": "continue a text with a trained model",
+    "chat": "talk with a model",
     "evaluate": "score a model on benchmarks from local files",
     "plot": "draw loss, gradient norm, throughput and memory of one or more runs",
     "features": "list the features: flag, level, devices, conflicts",
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in _READ_ONLY and "RANK" not in os.environ:  # once for the job
         warn_if_root()
     try:
-        return _run(command, rest)
+        return dispatch(command, rest)
     except MindSpeedError as error:
         if os.environ.get("MINDSPEED_TRACEBACK"):
             raise
@@ -85,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _run(command: str, rest: list[str]) -> int:
+def dispatch(command: str, rest: list[str]) -> int:
+    """Run a sub-command; errors for the user are raised, not printed."""
     module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
     if getattr(module, "PASS_THROUGH", False):
         return int(module.run(rest))

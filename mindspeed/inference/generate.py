@@ -170,6 +170,11 @@ class _Batch:
             prompt = prompts[row // copies]
             self.tokens[row, : len(prompt)] = torch.tensor(prompt)
 
+    @property
+    def past_prompt(self) -> list[int]:
+        """Places in ``rows`` of those whose next token is the model's choice."""
+        return [p for p, row in enumerate(self.rows) if self.lengths[row] <= self.end]
+
     def append(
         self,
         chosen: list[int],
@@ -179,10 +184,8 @@ class _Batch:
     ) -> Step:
         """Take the chosen tokens of the rows that are past their prompt."""
         step = Step({}, {})
-        for place, row in enumerate(self.rows):
-            token = chosen[place]
-            if self.lengths[row] > self.end:
-                continue
+        for place in self.past_prompt:
+            row, token = self.rows[place], chosen[place]
             if token in eos:
                 step.ended[row] = "stop"
                 continue
@@ -210,17 +213,19 @@ def _chosen(
 ) -> tuple[list[int], list[TokenScores] | None]:
     """The next token of every running row, on every rank, and its log-probability if asked for."""
     chosen = torch.zeros(len(batch.rows), dtype=torch.long)
-    if logits is not None and ranks.chooses:
+    places = batch.past_prompt  # the others draw nothing: a batch does not change its rows
+    if logits is not None and ranks.chooses and places:
         raw = logits[:, :vocab_size].float()
-        new_tokens = [batch.end - batch.lengths[row] for row in batch.rows]
-        scores = process(raw, batch.tokens[batch.rows, : batch.end], options, eos, new_tokens)
-        chosen = choose(scores, options, [generators[row] for row in batch.rows])
+        rows = [batch.rows[place] for place in places]
+        new_tokens = [batch.end - batch.lengths[row] for row in rows]
+        scores = process(raw[places], batch.tokens[rows, : batch.end], options, eos, new_tokens)
+        chosen[places] = choose(scores, options, [generators[row] for row in rows])
     chosen = ranks.broadcast(chosen)
     if options.logprobs is None:
         return chosen.tolist(), None
     table = torch.zeros(len(batch.rows), 1 + 2 * options.logprobs)
     if logits is not None and ranks.chooses:
-        table = _score_table(raw, chosen, options.logprobs)
+        table = _score_table(logits[:, :vocab_size].float(), chosen, options.logprobs)
     return chosen.tolist(), [_scores(line) for line in ranks.broadcast(table).tolist()]
 
 

@@ -321,8 +321,7 @@ def _provider(model_provider: Provider | None) -> Any:
     def provide(args: Any, config: Any, pre: bool, post: bool, vp_stage: int | None) -> Any:
         if model_provider is not None:
             return model_provider(pre_process=pre, post_process=post)
-        stages = {"pre_process": pre, "post_process": post, "vp_stage": vp_stage}
-        return GPTModel(config, args=args, **stages)
+        return GPTModel(config, 0, True, True, pre, post, vp_stage=vp_stage, args=args)
 
     return provide
 

@@ -21,6 +21,7 @@ from mindspeed.checkpoint.load import latest, load, saved_args, take_architectur
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
+from mindspeed.inference.foreign_tokenizer import without_text
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
@@ -105,7 +106,10 @@ def load_model(source: Source, world_size: int, provider: ModelProvider = gpt_mo
     args = resolve_source(source, world_size)
     session.install().configure(vars(args))
     setup.initialize(args)
-    tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+    if is_hf(source.root) and args.tokenizer_type == "NullTokenizer":  # the directory has none
+        tokenizer = without_text(args.vocab_size)
+    else:
+        tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
     return build_and_load(args, tokenizer, provider, source.lora)
 
 

@@ -1,0 +1,108 @@
+"""The chat: history, commands, scripted input, several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import chat_ranks
+import tiny_chat
+
+SETUP = "mindspeed.megatron_adaptor"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_chat.write(folder)
+    return folder
+
+
+def test_history_grows_is_cleared_and_is_saved(ranks, folder, tmp_path):
+    file = tmp_path / "talk.json"
+    lines = ["hello", "", "birds?", f"/save {file}", "clear", "the cat", "q", "never read"]
+    out, messages, prompts = ranks(
+        1, chat_ranks.talk, str(folder), (1, 1), lines, None, 6, setup=SETUP
+    )[0]
+    first, second = (m["content"] for m in json.loads(file.read_text())["messages"][2::2])
+    assert prompts[0] == "system: be brief\nuser: hello\nassistant: "
+    assert prompts[1] == (
+        f"system: be brief\nuser: hello\nassistant: {first}user: birds?\nassistant: "
+    )
+    assert prompts[2] == "system: be brief\nuser: the cat\nassistant: "
+    assert [m["role"] for m in messages] == ["system", "user", "assistant"]
+    assert out.splitlines()[-1].strip() == messages[-1]["content"]
+    assert f"saved {file}" in out and second in out
+
+
+def test_all_ranks_follow_the_same_conversation(ranks, folder):
+    lines = ["hello", "/params top_p=0.5 greedy=false", "birds?", "new", "again"]
+    alone = ranks(1, chat_ranks.talk, str(folder), (1, 1), lines, setup=SETUP)[0]
+    together = ranks(4, chat_ranks.talk, str(folder), (2, 2), lines, setup=SETUP, timeout=120)
+    assert together[0] == alone
+    assert all(result == ("", *alone[1:]) for result in together[1:])
+
+
+def test_old_turns_are_forgotten_whole(ranks, folder):
+    lines = ["one", "two", "three"]
+    *_, prompts = ranks(1, chat_ranks.talk, str(folder), (1, 1), lines, 1, setup=SETUP)[0]
+    assert "user: one" in prompts[1]
+    assert "user: one" not in prompts[2] and "user: two" in prompts[2]
+    long = ["the cat sat on the mat " * 3] * 4  # four of them do not fit into the context
+    *_, prompts = ranks(1, chat_ranks.talk, str(folder), (1, 1), long, None, 40, setup=SETUP)[0]
+    assert prompts[-1].count("user:") < 4
+    assert all(prompt.startswith("system: be brief\nuser:") for prompt in prompts)
+
+
+def test_mistakes_are_answered_and_the_chat_goes_on(ranks, folder, tmp_path):
+    lines = [
+        "/nonsense",
+        "/params heat=3",
+        "/params top_p=warm",
+        "/params temperature=0 greedy=false",
+        "/save",
+        f"/save {tmp_path}/no/such/directory/x",
+        "hello " * 200,
+        "/params",
+        "/help",
+        "hello",
+    ]
+    out, messages, _ = ranks(1, chat_ranks.talk, str(folder), (1, 1), lines, setup=SETUP)[0]
+    for message in (
+        "/nonsense is unknown; /help lists the commands",
+        "heat is unknown; there are greedy",
+        "top_p=warm: a value like 1.0 is needed",
+        "--temperature 0.0",
+        "/save needs the name of a file",
+        "no/such/directory",
+        "the question is",
+        "max_new_tokens=12",
+        "forget the conversation",
+    ):
+        assert message in out
+    assert len(messages) == 3 and messages[1]["content"] == "hello"
+
+
+def test_the_command_reads_a_pipe(folder):
+    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    words = ["chat", f"--load=hf:{folder}", "--greedy", "--max-new-tokens=6"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed", *words],
+        env=env,
+        input="hello\n/params\n",
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "max_new_tokens=6" in done.stdout
+    assert ">>" not in done.stdout  # prompts are for people
