@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rich.console import Console
+
 HELP = "write practice data from this Python's documentation"
 
 
@@ -23,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the files and say what is in them."""
     from mindspeed.data import practice
 
-    files, summary = practice.write(args.output)
+    with Console(stderr=True).status("reading the documentation of this Python ..."):
+        files, summary = practice.write(args.output)
     print(f"{files.corpus}: {summary.documents} documents, {summary.characters:,} characters")
     for path, what in ((files.instructions, "instructions"), (files.exam, "exam questions")):
         print(f"{path}: {len(path.read_text('utf-8').splitlines())} {what}")

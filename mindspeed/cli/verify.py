@@ -10,7 +10,9 @@ export`` wrote, or one that ``mindspeed convert`` read.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.inference.load import Source, load_model
 
-    loaded = load_model(Source(args.load, args.ckpt_step), 1)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the result alone
+        loaded = load_model(Source(args.load, args.ckpt_step), 1)
     length = loaded.args.seq_length
     rows = [ids[:length] for ids in map(loaded.tokenizer.tokenize, texts) if len(ids) > 1]
     rows = sorted(rows, key=len, reverse=True)[: args.samples]

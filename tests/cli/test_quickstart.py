@@ -1,4 +1,4 @@
-"""``mindspeed quickstart``: the plan, what is skipped, and the whole way in small."""
+"""``mindspeed quickstart``: the plan, what is skipped, how commands run, and the whole story."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from mindspeed import recipes
 from mindspeed.cli import quickstart, watch
-from mindspeed.errors import ConfigError
+from mindspeed.cli.main import COMMANDS
+from mindspeed.cli.quickstart import running, summary
+from mindspeed.cli.quickstart.plan import QUESTIONS
+from mindspeed.cli.quickstart.step import TRACKER, Step, typed, words
+from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
+
+import commands_job
 
 
 def arguments(*words):
@@ -24,48 +32,130 @@ def arguments(*words):
     return parser.parse_args([str(word) for word in words])
 
 
-def test_the_default_is_four_processes_with_tensor_and_pipeline_parallelism():
-    plan = quickstart._plan(arguments())
-    assert (plan.ranks, plan.tp, plan.pp, plan.iterations) == (4, 2, 2, 600)
+def make_plan(*words):
+    return quickstart.make_plan(arguments(*words))
 
 
-def test_ranks_must_be_a_multiple_of_the_layout():
-    with pytest.raises(ConfigError, match="--nproc 3 is not divisible by --tp 2 x --pp 1 = 2"):
-        quickstart._plan(arguments("--nproc", 3, "--pp", 1))
-    assert quickstart._plan(arguments("--nproc", 4, "--pp", 1)).ranks == 4
+def quiet():
+    return Console(file=io.StringIO(), width=100)
 
 
-def test_the_recipe_is_found_and_is_what_the_trainer_accepts(tmp_path):
-    pytest.importorskip("megatron.core")
-    from mindspeed.training.arguments import build_parser
-    from mindspeed.training.recipe import parse_with_recipe
-    from mindspeed.training.resolve import resolve
+class TestPlan:
+    def test_the_default_is_four_processes_with_tensor_and_pipeline_parallelism(self):
+        plan = make_plan()
+        assert (plan.ranks, plan.tp, plan.pp) == (4, 2, 2)
+        assert (plan.iterations, plan.tuning_iterations) == (500, 120)
 
-    plan = quickstart._plan(arguments("--workdir", tmp_path))
-    args = resolve(parse_with_recipe(plan.pretrain_command()[1:], build_parser()), 4).args
-    assert (args.num_layers, args.hidden_size, args.seq_length) == (4, 128, 128)
-    assert (args.data_parallel_size, args.global_batch_size) == (1, 16)
-    assert args.load == args.save == str(plan.checkpoints)
-    with pytest.raises(ConfigError, match="no recipe 'quick'; there are quickstart"):
-        recipes.path("quick")
+    def test_ranks_must_be_a_multiple_of_the_layout(self):
+        with pytest.raises(ConfigError, match="--nproc 3 is not divisible by --tp 2 x --pp 1 = 2"):
+            make_plan("--nproc", 3, "--pp", 1)
+        assert make_plan("--nproc", 4, "--pp", 1).ranks == 4
+
+    def test_every_step_is_a_command_and_reads_what_an_earlier_one_writes(self, tmp_path):
+        written = set()
+        for step in make_plan("--workdir", tmp_path).steps():
+            assert step.command[0] in COMMANDS
+            assert set(step.inputs) <= written
+            written |= {step.output, step.metrics}
+
+    def test_the_trainer_accepts_the_recipe_with_the_flags_of_the_step(self, tmp_path):
+        pytest.importorskip("megatron.core")
+        from mindspeed.training.arguments import build_parser
+        from mindspeed.training.recipe import parse_with_recipe
+        from mindspeed.training.resolve import resolve
+
+        plan = make_plan("--workdir", tmp_path)
+        step = next(step for step in plan.steps() if step.command[0] == "pretrain")
+        args = resolve(parse_with_recipe(list(step.command[1:]), build_parser()), 4).args
+        assert (args.num_layers, args.hidden_size, args.seq_length) == (4, 128, 128)
+        assert (args.data_parallel_size, args.global_batch_size) == (1, 16)
+        assert args.load == args.save == str(plan.checkpoints)
 
 
-def test_finished_steps_are_skipped_until_their_input_changes(tmp_path):
-    plan = quickstart._plan(arguments("--workdir", tmp_path, "--iters", 10))
-    steps = {step.title.split()[0]: step for step in quickstart._steps(plan)}
-    plan.corpus.write_text("{}\n")
-    plan.tokenizer.mkdir()
-    config = plan.tokenizer / "tokenizer_config.json"
-    config.write_text("{}")
-    os.utime(plan.corpus, (100, 100))
-    os.utime(config, (200, 200))
-    assert steps["collect"].done() and steps["train"].done()
-    os.utime(plan.corpus, (300, 300))
-    assert not steps["train"].done()
-    assert not steps["pretrain"].done()
-    plan.checkpoints.mkdir()
-    (plan.checkpoints / "latest_checkpointed_iteration.txt").write_text("10")
-    assert steps["pretrain"].done()
+class TestStep:
+    def test_it_is_done_until_an_input_is_younger_than_its_output(self, tmp_path):
+        source, output = tmp_path / "source", tmp_path / "output"
+        step = Step("x", ("corpus",), output, (source,))
+        source.write_text("")
+        assert not step.done()
+        output.write_text("")
+        os.utime(source, (100, 100))
+        os.utime(output, (200, 200))
+        assert step.done()
+        os.utime(source, (300, 300))
+        assert not step.done()
+        source.unlink()
+        assert not step.done()
+
+    def test_a_training_is_done_when_its_checkpoint_has_all_iterations(self, tmp_path):
+        tracker = tmp_path / TRACKER
+        step = Step("x", ("pretrain",), tracker, how="training", iterations=10)
+        assert (step.done(), step.trained) == (False, 0)
+        tracker.write_text("8\n")
+        assert (step.done(), step.trained) == (False, 8)
+        tracker.write_text("10")
+        assert step.done()
+
+    def test_a_command_is_printed_as_one_would_type_it(self):
+        command = words("generate", "greedy", load=Path("a b"), prompt=("x", "y"), max_new_tokens=3)
+        assert command[-1] == "--greedy"
+        shown = typed(command, width=50)
+        assert shown == (
+            "mindspeed generate --load 'a b' --prompt x \\\n"
+            "    --prompt y --max-new-tokens 3 --greedy"
+        )
+        assert typed(("generate", "--prompt=it's\na")) == r"mindspeed generate --prompt $'it\'s\na'"
+        assert words("plot", runs=("r",), output="o") == ("plot", "r", "--output=o")
+
+
+class TestRunning:
+    def test_what_a_command_prints_is_shown_and_kept_if_it_is_the_output(self, tmp_path):
+        console = Console(file=io.StringIO(), width=100)
+        output = tmp_path / "models.txt"
+        step = Step("x", ("models", "llama2-7b"), output, keeps_text=True)
+        running.run_step(step, tmp_path / "log", console)
+        assert "num_layers" in output.read_text().replace("-", "_")
+        assert "more lines" in console.file.getvalue()
+
+    def test_a_command_of_its_own_process_keeps_its_errors_in_a_log(self, tmp_path):
+        log = tmp_path / "log"
+        assert "llama2-7b" in running._apart(["models"], log, quiet())
+        with pytest.raises(MindSpeedError, match=rf"(?s)closest.*mindspeed plt failed; see {log}"):
+            running._apart(["plt"], log, quiet())
+
+    def test_an_outdated_directory_is_removed_before_its_command_makes_it_anew(self, tmp_path):
+        source, made = tmp_path / "source", tmp_path / "made"
+        made.mkdir()
+        (made / "old").write_text("")
+        (made / "out").write_text("")
+        source.write_text("")
+        os.utime(made / "out", (100, 100))
+        step = Step("x", ("models",), made / "out", (source,), replaces=made, keeps_text=True)
+        running.run_step(step, tmp_path / "log", quiet())
+        assert [path.name for path in made.iterdir()] == ["out"]
+
+    def test_a_picture_is_not_worth_failing_for(self, tmp_path, monkeypatch):
+        (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        step = Step("x", ("plot", str(tmp_path)), tmp_path / "loss.png")
+        with pytest.raises(ConfigError, match="drawing needs matplotlib"):
+            running.run_step(step, tmp_path / "log", quiet())
+        console = quiet()
+        optional = Step("x", step.command, step.output, optional=True)
+        running.run_step(optional, tmp_path / "log", console)
+        assert "left out: drawing needs matplotlib" in console.file.getvalue()
+
+    def test_a_training_that_fails_shows_the_end_of_its_log(self, tmp_path):
+        step = Step(
+            "x",
+            ("pretrian",),
+            tmp_path / TRACKER,
+            how="training",
+            iterations=3,
+            metrics=tmp_path / "metrics.jsonl",
+        )
+        with pytest.raises(TrainingError, match=r"(?s)closest: pretrain.*the training failed; see"):
+            running.run_step(step, tmp_path / "log", quiet())
 
 
 def test_metrics_are_followed_by_whole_lines_also_when_a_resume_cuts_the_file(tmp_path):
@@ -98,26 +188,41 @@ def test_a_training_is_shown_with_losses_and_speed(tmp_path):
     assert "    3  validation loss 4.750" in text
 
 
-def test_the_tokenizer_of_the_second_step_reads_the_corpus(tmp_path):
-    plan = quickstart._plan(arguments("--workdir", tmp_path))
-    plan.corpus.write_text(json.dumps({"text": "the import statement " * 200}) + "\n")
-    shown = quickstart._train_tokenizer(plan, Console(file=io.StringIO()))
-    assert "_import" in shown
-    assert (plan.tokenizer / "tokenizer_config.json").exists()
+def test_the_answers_are_shown_behind_their_questions(tmp_path):
+    path = tmp_path / "answers.txt"
+    path.write_text(f"{QUESTIONS[0]} Yes\n----\n{QUESTIONS[1]} No\n----\n")
+    assert summary.answers(path) == "is KeyError an exception? Yes\nis len an exception? No"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_whole_way_in_small_and_again(tmp_path, capsys):
-    pytest.importorskip("megatron.core")
-    pytest.importorskip("matplotlib")
-    small = ("--workdir", tmp_path / "qs", "--iters", 20)
-    assert quickstart.run(arguments(*small)) == 0
+@pytest.mark.timeout(600)
+def test_the_whole_story_in_small_and_again(ranks, tmp_path, capsys, monkeypatch):
+    """Every command really runs, on forked ranks instead of new processes."""
+    for module in ("megatron.core", "matplotlib", "transformers"):
+        pytest.importorskip(module)
+
+    def forked(command):
+        given = dict(word.split("=", 1) for word in command[1:] if "=" in word)
+        size = int(given.get("--nproc", 1))
+        options = {"setup": commands_job.SETUP, "backend": None, "timeout": 240}
+        results = ranks(size, commands_job.run, list(command), **options)
+        assert [status for status, _, _ in results] == [0] * size, results[0][2]
+        return results[0][1]
+
+    monkeypatch.setattr(running, "_apart", lambda command, log, console: forked(command))
+    monkeypatch.setattr(running, "_train", lambda step, log, console: forked(step.command))
+    plan = make_plan("--workdir", tmp_path / "qs", "--iters", 16)
+    small = arguments("--workdir", plan.workdir, "--iters", 16)
+    assert quickstart.run(small) == 0
     text = capsys.readouterr().out
-    first, last = map(float, re.search(r"loss (\d\.\d+) -> (\d\.\d+)", text).groups())
+    first, last = map(float, re.search(r"pretraining +loss (\d\.\d+) -> (\d\.\d+)", text).groups())
     assert 7.0 < first < 8.0
-    assert last < first - 0.5
-    for name in ("loss.png", "sample.txt", "checkpoints/iter_0000020", "tensorboard"):
-        assert (tmp_path / "qs" / name).exists()
-    assert quickstart.run(arguments(*small)) == 0
-    assert capsys.readouterr().out.count("done before") == 6
+    assert last < first - 0.3
+    assert "(within 0.001)" in (plan.workdir / "verify.txt").read_text()
+    for name in ("loss.png", "tuning.png", "sample.txt", "checkpoints/iter_0000016", "tensorboard"):
+        assert (plan.workdir / name).exists()
+    for name in ("pretrained", "tuned"):
+        report = json.loads(plan.results(name).read_text())["tasks"]["boolq"]
+        assert report["asked"] == report["questions"] > 40
+    assert quickstart.run(small) == 0
+    assert capsys.readouterr().out.count("done before") == len(plan.steps())

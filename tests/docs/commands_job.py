@@ -10,19 +10,19 @@ from collections.abc import Sequence
 SETUP = "commands_warm"
 
 
-def run(command: Sequence[str], directory: str) -> tuple[int, str]:
-    """Run ``mindspeed COMMAND`` as this rank of its job.
+def run(command: Sequence[str], directory: str = ".") -> tuple[int, str, str]:
+    """Run ``mindspeed COMMAND`` in a directory, as this rank of its job.
 
     Returns:
-        Status and what was printed.
+        Status, standard output and standard error.
     """
     from mindspeed.cli.main import main
 
     os.chdir(directory)
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+    text, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(errors):
         try:
             status = main(list(command))
         except SystemExit as stop:
             status = int(stop.code or 0)
-    return status, text.getvalue()
+    return status, text.getvalue(), errors.getvalue()

@@ -1,0 +1,79 @@
+"""What the story ends with: losses, the exam's marks, a sample, pictures, and what comes next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mindspeed.cli.metrics import LOSS, VALIDATION_LOSS, read_run
+from mindspeed.cli.quickstart.plan import QUESTIONS, Plan
+
+
+def print_summary(plan: Plan, console: Console, seconds: float) -> None:
+    """Print the table of results."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("pretraining", _losses(plan.metrics))
+    table.add_row("tuning", _losses(plan.tuning_metrics))
+    table.add_row("transformers", Text(_text(plan.workdir / "verify.txt")))
+    before, after = (score(plan.results(name)) for name in ("pretrained", "tuned"))
+    table.add_row("exam", f"{before:.0%} right before tuning, [bold green]{after:.0%}[/] after it")
+    table.add_row("it writes", Text(_text(plan.sample), style="italic"))
+    table.add_row("it answers", Text(answers(plan.answers), style="italic"))
+    for picture in (plan.picture, plan.tuning_picture):
+        if picture.exists():
+            table.add_row("picture", str(picture))
+    table.add_row("checkpoint", str(plan.checkpoints))
+    table.add_row("for transformers", str(plan.exported))
+    table.add_row("adapter, merged", f"{plan.adapter}, {plan.merged}")
+    table.add_row("", "")
+    for title, command in (
+        (
+            "go on with",
+            f"mindspeed chat --load {plan.merged} --prompt-type {plan.practice.template}",
+        ),
+        ("", f"mindspeed generate --load {plan.checkpoints} --prompt TEXT"),
+        ("", f"tensorboard --logdir {plan.workdir / 'tensorboard'}"),
+        ("", "mindspeed recipes"),
+    ):
+        table.add_row(title, Text(command))
+    time = f"{int(seconds) // 60}:{int(seconds) % 60:02d} minutes"
+    title = f"[bold]from text to a tuned model in {time}[/]"
+    console.print(Panel(table, title=title, border_style="green"))
+
+
+def score(results: Path) -> float:
+    """Share of right answers in a report."""
+    return float(json.loads(results.read_text("utf-8"))["tasks"]["boolq"]["score"])
+
+
+def answers(path: Path) -> str:
+    """The last words of every answer, behind the question they answer."""
+    text = _text(path, 2000)
+    found = []
+    for prompt in QUESTIONS:
+        question = prompt.splitlines()[1].removeprefix("Question: ")
+        _, _, behind = text.partition(prompt)
+        answer = (behind.strip().splitlines() or ["..."])[0]
+        found.append(f"{question} {answer}")
+    return "\n".join(found)
+
+
+def _losses(metrics: Path) -> str:
+    run = read_run(metrics, "quickstart")
+    values = list(run.curve(LOSS).values())
+    text = f"loss {values[0]:.2f} -> [bold green]{values[-1]:.2f}[/]"
+    held_out = list(run.curve(VALIDATION_LOSS).values())
+    return text + (f", on text it has not seen {held_out[-1]:.2f}" if held_out else "")
+
+
+def _text(path: Path, characters: int = 400) -> str:
+    lines = (line.rstrip() for line in path.read_text("utf-8").splitlines())
+    text = "\n".join(filter(None, lines))
+    return text if len(text) <= characters else text[:characters].rsplit(" ", 1)[0] + " ..."

@@ -1,0 +1,107 @@
+"""The commands of the pages, run in the order in which a reader meets them.
+
+A bash block below ``<!-- run -->`` is executed, all blocks in one directory. Trainings are made
+shorter (:data:`SHORTER`); everything else runs as it is printed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import commands_job
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+# In the order of the story: what a page reads, an earlier one has written.
+PAGES = ("data", "training", "convert", "inference", "evaluation", "plots")
+SHORTER = ("--train-iters=4", "--lr-warmup-iters=1", "--save-interval=4", "--eval-iters=1")
+TRAININGS = ("pretrain", "finetune")
+LEFT_BEHIND = (
+    "data/corpus_text_document.bin",
+    "data/instructions_packed_labels_document.bin",
+    "run/loss.png",
+    "hf/model.safetensors",
+    "again/release",
+    "scores/results.json",
+)
+
+_RUN = re.compile(r"^<!-- run -->\n+```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_BASH = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def executed(text: str) -> Iterator[list[str]]:
+    """Words of every command of a page that is to be run."""
+    for block in _RUN.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                assert words[0] == "mindspeed", f"only our own commands can be run: {line}"
+                yield words[1:]
+
+
+def ranks_of(command: list[str]) -> int:
+    """Processes that the command would start."""
+    given = dict(pairwise(command))
+    if "--nproc" in given:
+        return int(given["--nproc"])
+    return int(given.get("--tp", 1)) * int(given.get("--pp", 1)) * int(given.get("--dp", 1))
+
+
+def test_commands_are_found():
+    text = "<!-- run -->\n\n```bash\nmindspeed a \\\n    --b 'c d'  # why\n\nmindspeed e\n```\n"
+    text += "```bash\nmindspeed not-this\n```\n"
+    assert list(executed(text)) == [["a", "--b", "c d"], ["e"]]
+    assert ranks_of(["generate", "--tp", "2", "--pp", "2"]) == 4
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_of_the_story_has_commands_that_are_run(page):
+    assert list(executed((DOCS / f"{page}.md").read_text("utf-8")))
+
+
+@pytest.mark.parametrize("page", ["index", "quickstart", *PAGES])
+def test_the_chinese_page_has_the_same_commands_and_headings(page):
+    english = (DOCS / f"{page}.md").read_text("utf-8")
+    chinese = (DOCS / "zh" / f"{page}.md").read_text("utf-8")
+
+    def code(text: str) -> list[str]:
+        return [re.sub(r"\s*#.*", "", block) for block in _BASH.findall(text)]
+
+    assert code(chinese) == code(english)
+    assert list(executed(chinese)) == list(executed(english))
+    headings = [re.findall(r"^#+ ", text, re.MULTILINE) for text in (english, chinese)]
+    assert headings[0] == headings[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_pages_work_one_after_the_other(ranks, tmp_path):
+    for page in PAGES:
+        for command in executed((DOCS / f"{page}.md").read_text("utf-8")):
+            shorter = SHORTER if command[0] in TRAININGS else ()
+            results = ranks(
+                ranks_of(command),
+                commands_job.run,
+                [*command, *shorter],
+                str(tmp_path),
+                setup=commands_job.SETUP,
+                backend=None,
+                timeout=240,
+            )
+            for status, _, errors in results:
+                assert status == 0, f"{page}.md: mindspeed {shlex.join(command)}\n{errors}"
+    missing = [name for name in LEFT_BEHIND if not (tmp_path / name).exists()]
+    assert missing == []
