@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from mindspeed.errors import ConfigError
 from mindspeed.features.flags import flags_of
 from mindspeed.training.flag_types import Ignored, Switch, argparse_type, show
+from mindspeed.training.old_flags import ALIASES, IGNORED
 from mindspeed.training.options import SECTIONS
 
 # Field of a Megatron Core class -> (spelling on the command line, name in the namespace).
@@ -73,35 +74,6 @@ DEFAULT: dict[str, Any] = {
     "muon_momentum": 0.9,
 }
 
-# Accepted for old scripts: further spelling -> spelling of today.
-ALIASES = {
-    "--layernorm-epsilon": "--norm-epsilon",
-    "--no-add-bias-linear": "--disable-bias-linear",
-    "--local_rank": "--local-rank",
-}
-
-# Accepted and ignored with one warning: what they chose is the only way today.
-IGNORED: dict[str, int] = {
-    "--DDP-impl": 1,
-    "--data-impl": 1,
-    "--no-contiguous-buffers-in-local-ddp": 0,
-    "--use-mcore-models": 0,
-    "--use-flash-attn": 0,
-    "--no-create-attention-mask-in-dataloader": 0,
-    "--no-async-tensor-model-parallel-allreduce": 0,
-    "--use-dist-ckpt": 0,
-    "--auto-detect-ckpt-format": 0,
-    "--disable-msc": 0,
-    "--log-throughput": 0,
-    "--log-timers-to-tensorboard": 0,
-    "--timing-log-level": 1,
-    "--timing-log-option": 1,
-    "--no-one-logger": 0,
-    "--no-scatter-gather-tensors-in-pipeline": 0,
-    "--tokenizer-hf-use-fast": 0,
-    "--no-position-embedding": 0,
-}
-
 # Set from other values (mindspeed.training.configs), so they are no flags.
 DERIVED = {
     "virtual_pipeline_model_parallel_size",
@@ -147,10 +119,18 @@ def build_parser(*, with_help: bool = False) -> Parser:
     )
     own = parser.add_argument_group("launching")
     own.add_argument(
-        "--config", metavar="RECIPE.yaml", help="recipe; the command line wins over it"
+        "--config",
+        metavar="RECIPE",
+        help="name of a recipe (mindspeed recipes) or file; the command line wins over it",
     )
     own.add_argument("--nproc", type=int, help="processes on this machine (default: TP x PP x CP)")
     own.add_argument("--dry-run", action="store_true", help="print what would run, then stop")
+    own.add_argument(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        metavar="FILE.json",
+        help="batch, precision, clipping and ZeRO stage from a file of DeepSpeed's",
+    )
     for name, options in SECTIONS.items():
         group = parser.add_argument_group(name, inspect.cleandoc(options.__doc__ or ""))
         for item in flags_of(options):
@@ -284,6 +264,8 @@ def _add_old_spellings(parser: Parser) -> None:
     for old, new in ALIASES.items():
         if new in known and old not in known:
             known[old] = known[new]
+            if new in getattr(known[new], "negative", ()):
+                known[new].negative |= {old}
     group = parser.add_argument_group("accepted for old scripts, without effect")
     for spelling, count in IGNORED.items():
         if spelling not in known:
@@ -303,7 +285,11 @@ def _add_old_spellings(parser: Parser) -> None:
 
 
 def _unknown_flags(parser: Parser, unknown: Sequence[str]) -> str:
-    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    known = [
+        name
+        for name, action in parser._option_string_actions.items()
+        if name.startswith("--") and not isinstance(action, Ignored)
+    ]
     lines = []
     for token in unknown:
         name = token.split("=")[0]

@@ -67,13 +67,14 @@ def estimate(args: argparse.Namespace) -> Estimate:
     expert_replicas = max(1, args.world_size // (experts_per_rank * pp))
     if not args.use_distributed_optimizer:
         replicas = expert_replicas = 1
+    trained = 0 if args.lora_target_modules else 1  # adapters are too few to matter
     wide_gradients = not narrow or args.accumulate_allreduce_grads_in_fp32
     return Estimate(
         parameters=sum(dense) + sum(expert) + edges * edge,
         parameters_per_rank=on_rank,
         weights=on_rank * (2 if narrow else 4),
-        gradients=on_rank * (4 if wide_gradients else 2),
-        optimizer=main * (dense_here / replicas + expert_here / expert_replicas),
+        gradients=trained * on_rank * (4 if wide_gradients else 2),
+        optimizer=trained * main * (dense_here / replicas + expert_here / expert_replicas),
         activations=_activations(args),
         bubble=bubble_fraction(args),
         flops_per_step=training_flops(args, args.global_batch_size),

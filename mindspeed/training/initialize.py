@@ -26,7 +26,7 @@ from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
 from mindspeed.training.recipe import dump, parse_with_recipe
-from mindspeed.training.resolve import Settings, assume_data, default_ranks, resolve
+from mindspeed.training.resolve import Settings, assume_inputs, default_ranks, resolve
 
 _args: argparse.Namespace | None = None
 _tokenizer: TextTokenizer | None = None
@@ -56,11 +56,10 @@ def prepare(
     recipe = dump(args, parser)
     if args.use_checkpoint_args and args.load:
         take_architecture(args, saved_args(args.load, args.ckpt_step))
-    if args.dry_run:
-        assume_data(args)
+    assumed = args.dry_run and assume_inputs(args)
     settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe, training=training)
     session.install().configure(vars(args))
-    if training:
+    if training and not assumed:
         check_files(args)
     named = args.tokenizer_type or args.tokenizer_model
     _remember(args, load_tokenizer(args) if training or named else None)

@@ -60,6 +60,9 @@ class ModelOptions:
     )
     embed_layernorm: bool = flag(False, "norm behind the word embeddings (BLOOM)")
     lm_norm_weight: bool = flag(False, "output layer with rows of length one (Baichuan 2)")
+    z_loss_weight: float = flag(
+        0.0, "add this times the square of the largest logit to each token's loss (Baichuan 2)"
+    )
     mask_padded_vocab: bool = flag(
         False, "padding entries of the vocabulary take no part in the loss (with --model: on)"
     )
@@ -91,6 +94,9 @@ class ParallelOptions:
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "virtual pipeline stages of one rank (interleaved schedule)"
+    )
+    num_layer_list: str | None = flag(
+        None, "layers of every pipeline stage, such as 5,6,6,5", aliases=("--manual-layers",)
     )
     ddp_num_buckets: int | None = flag(None, "number of gradient buckets")
     align_grad_reduce: bool = flag(True, "all pipeline stages reduce gradients at the same time")
@@ -196,6 +202,9 @@ class TrainingOptions:
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the global batch over so many samples"
+    )
+    gradient_accumulation_steps: int | None = flag(
+        None, "micro-batches per optimizer step and rank, instead of --global-batch-size"
     )
     decrease_batch_size_if_needed: bool = flag(False, "round the global batch down to what divides")
     train_iters: int | None = flag(None, "optimizer steps, over all runs")

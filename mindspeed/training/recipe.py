@@ -30,6 +30,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.files import check_path
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
+from mindspeed.training import deepspeed
 from mindspeed.training.arguments import Parser, parse, section_of
 from mindspeed.training.flag_types import DTYPES, Switch
 from mindspeed.training.options import SECTIONS
@@ -50,6 +51,7 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
     finder.add_argument("--config")
     finder.add_argument("--model")
     finder.add_argument("--load")
+    finder.add_argument("--deepspeed_config", "--deepspeed-config")
     given = list(tokens)
     path = finder.parse_known_args(given)[0].config
     if path is not None:
@@ -60,7 +62,12 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
         model = folder_of(found.load)
     if model is not None:
         given = [*flag_words(model_flags(model), parser), *given]
-    return parse(given, parser)
+    if found.deepspeed_config is None:
+        return parse(given, parser)
+    from_file = deepspeed.read(found.deepspeed_config)
+    args = parse([*flag_words(from_file, parser), *given], parser)
+    deepspeed.check_agreement(found.deepspeed_config, from_file, args)
+    return args
 
 
 def find(name: str, parser: Parser) -> Mapping[str, Any]:

@@ -28,6 +28,8 @@ from mindspeed.training.options import (
 )
 from mindspeed.training.sinks import missing_packages
 
+OPTIMIZERS = ("adam", "sgd")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -63,12 +65,19 @@ def default_ranks(args: argparse.Namespace) -> int:
     return args.devices if args.dry_run or device.current().count() >= args.devices else smallest
 
 
-def assume_data(args: argparse.Namespace) -> None:
-    """Data and tokenizer of a dry run that names none; the vocabulary is the model's."""
-    given = (args.data_path, args.train_data_path, args.data_args_path, args.mock_data)
-    args.mock_data = args.mock_data or not any(given)
+def assume_inputs(args: argparse.Namespace) -> bool:
+    """Name inputs that a dry run leaves out; returns whether its data are only a name.
+
+    The vocabulary is the model's where there is no tokenizer.
+    """
     if args.tokenizer_type is None and args.tokenizer_model is None and args.vocab_size:
         args.tokenizer_type = "NullTokenizer"
+    if args.lora_target_modules and args.load is None:
+        args.load = "MODEL"
+    if any((args.data_path, args.train_data_path, args.data_args_path, args.mock_data)):
+        return False
+    args.data_path = ("DATA",)
+    return True
 
 
 def resolve(
@@ -92,7 +101,7 @@ def resolve(
         _precision(args)
         problems = [*_batch(args), *_model(args), *_output(args)]
         if training:
-            problems += [*_experts(args), *_duration(args), *_data(args)]
+            problems += [*_experts(args), *_optimizer(args), *_duration(args), *_data(args)]
     if problems:
         raise ConfigError("\n".join(problems))
     return Settings(
@@ -156,6 +165,8 @@ def _pipeline(args: argparse.Namespace) -> Iterator[str]:
     pp, layers = args.pipeline_model_parallel_size, args.num_layers or 0
     per_stage = args.num_layers_per_virtual_pipeline_stage
     chunks = args.num_virtual_stages_per_pipeline_rank
+    if args.num_layer_list is not None:
+        yield from _layer_list(args)
     layout = args.pipeline_model_parallel_layout
     if sum(value is not None for value in (per_stage, chunks, layout)) > 1:
         yield (
@@ -185,6 +196,25 @@ def _pipeline(args: argparse.Namespace) -> Iterator[str]:
         args.overlap_p2p_comm = args.align_param_gather = False
     elif pp == 1:
         yield "the interleaved schedule needs --pipeline-model-parallel-size of at least 2"
+
+
+def _layer_list(args: argparse.Namespace) -> Iterator[str]:
+    """``5,6,5`` is the layout ``Et*5|t*6|t*5L``."""
+    pp, given = args.pipeline_model_parallel_size, args.num_layer_list
+    if not all(part.strip().isdigit() for part in given.split(",")):
+        yield f"--num-layer-list {given}: whole numbers with commas are expected, such as 5,6,6,5"
+        return
+    counts = [int(part) for part in given.split(",")]
+    if len(counts) != pp or sum(counts) != args.num_layers:
+        yield (
+            f"--num-layer-list {given} has {len(counts)} stages and {sum(counts)} layers: there "
+            f"are {pp} stages (--pipeline-model-parallel-size) and {args.num_layers} layers"
+        )
+    elif args.pipeline_model_parallel_layout is not None:
+        yield "give one of --num-layer-list and --pipeline-model-parallel-layout"
+    else:
+        stages = "|".join("t" * count for count in counts)
+        args.pipeline_model_parallel_layout = f"E{stages}L"
 
 
 def _shape(args: argparse.Namespace) -> None:
@@ -236,8 +266,14 @@ def _precision(args: argparse.Namespace) -> None:
 
 def _batch(args: argparse.Namespace) -> Iterator[str]:
     micro, dp = args.micro_batch_size, args.data_parallel_size
+    steps = args.gradient_accumulation_steps
     if args.global_batch_size is None:
-        args.global_batch_size = micro * dp
+        args.global_batch_size = micro * dp * (steps or 1)
+    elif steps is not None and args.global_batch_size != micro * dp * steps:
+        yield (
+            f"--global-batch-size {args.global_batch_size} is not --micro-batch-size {micro} x "
+            f"data-parallel size {dp} x --gradient-accumulation-steps {steps}: drop one of them"
+        )
     per_step = micro * dp
     if args.global_batch_size % per_step and not args.decrease_batch_size_if_needed:
         yield (
@@ -269,7 +305,9 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
     if heads % tp:
         yield f"--num-attention-heads {heads} is not divisible by tensor parallel size {tp}"
     groups = args.num_query_groups
-    if args.group_query_attention and groups % tp and tp % groups:
+    if args.group_query_attention and heads % groups:
+        yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
+    elif args.group_query_attention and groups % tp and tp % groups:
         yield f"--num-query-groups {groups}, tensor parallel size {tp}: one must divide the other"
     if args.multi_latent_attention and args.group_query_attention:
         yield "--multi-latent-attention and --num-query-groups exclude each other"
@@ -293,6 +331,13 @@ def _experts(args: argparse.Namespace) -> Iterator[str]:
             f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tp} needs "
             "--sequence-parallel: add it, or spread the experts with --expert-model-parallel-size"
         )
+
+
+def _optimizer(args: argparse.Namespace) -> Iterator[str]:
+    if args.optimizer == "fused_adam":  # the original suite's name; every Adam here is fused
+        args.optimizer = "adam"
+    if args.optimizer not in OPTIMIZERS:
+        yield f"--optimizer {args.optimizer}: choose one of {', '.join(OPTIMIZERS)}"
 
 
 def _graphs(args: argparse.Namespace) -> Iterator[str]:

@@ -6,6 +6,12 @@ import pytest
 from command_line import parse_all
 from trainer_job import SETUP, TINY, command
 
+
+def _without_batch() -> list[str]:
+    at = TINY.index("--global-batch-size")
+    return [*TINY[:at], *TINY[at + 2 :]]
+
+
 MODEL = """
 model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, swiglu: true}
 optimizer: {lr: 0.001}
@@ -31,6 +37,10 @@ WRONG = {
     "batch": ([*TINY, "--global-batch-size", "7"], "7 is not divisible by --micro-batch-size 2"),
     "layers": ([*TINY, "--pipeline-model-parallel-size", "3"], "4 layers cannot be divided", 3),
     "heads": ([*TINY, "--tensor-model-parallel-size", "16"], "--num-attention-heads 8", 16),
+    "groups": (
+        [*TINY, "--num-query-groups", "3"],
+        "--num-attention-heads 8 is not divisible by --num-query-groups 3",
+    ),
     "head size": ([*TINY, "--hidden-size", "60"], "--hidden-size 60 is not divisible by"),
     "precision": ([*TINY, "--fp16", "--bf16"], "--fp16 and --bf16 exclude each other"),
     "two data sources": ([*TINY, "--data-path", "x"], "not --mock-data and --data-path"),
@@ -70,6 +80,20 @@ WRONG = {
     ),
     "old name of graphs": ([*TINY, "--enable-cuda-graph"], "--enable-cuda-graph needs an NVIDIA"),
     "experts": ([*TINY, "--expert-model-parallel-size", "2"], "needs --num-experts", 2),
+    "optimizer": ([*TINY, "--optimizer", "cadam"], "--optimizer cadam: choose one of adam, sgd"),
+    "wrong layers of stages": (
+        [*TINY, "--pipeline-model-parallel-size", "2", "--manual-layers", "1,2"],
+        "--num-layer-list 1,2 has 2 stages and 3 layers: there are 2 stages",
+        2,
+    ),
+    "wrong accumulation": (
+        [*TINY, "--gradient-accumulation-steps", "3"],
+        "--global-batch-size 8 is not --micro-batch-size 2 x data-parallel size 1 x --gradient-acc",
+    ),
+    "name of a recipe": (
+        ["--config", "llama2-7"],
+        "no recipe of that name; closest: llama2-7b, llama2-70b",
+    ),
     "experts and tensor parallelism": (
         [*TINY, "--num-experts", "4", "--tensor-model-parallel-size", "2"],
         "--num-experts 4 with --tensor-model-parallel-size 2 needs --sequence-parallel",
@@ -107,6 +131,20 @@ GOOD = {
         None,
         2,
     ),
+    "seed's names": (
+        [
+            *TINY,
+            *["--no-add-gate", "--optimizer", "fused_adam", "--fold-mode", "aiao"],
+            *["--triangle-attn", "--manual-mbs", "example-config-1", "--encoder-num-layers", "2"],
+            *["--no-untie-embeddings-and-output-weights", "--use-rotary-position-embeddings"],
+        ],
+    ),
+    "layers of stages": (
+        [*TINY, "--pipeline-model-parallel-size", "2", "--manual-layers", "1,3"],
+        None,
+        2,
+    ),
+    "accumulation": ([*_without_batch(), "--gradient-accumulation-steps", "3"], None, 2),
     "pattern": ([*TINY, "--num-experts", "4", "--moe-layer-freq", "([1]*1+[0]*1)*2"],),
     "virtual stages": (
         [
@@ -173,8 +211,23 @@ def test_old_names_mean_what_they_meant(results):
     assert values["ignored_flags"] == ["--DDP-impl"]
 
 
+def test_names_of_the_original_suite_are_accepted(results):
+    values = results["seed's names"]["values"]
+    assert values["swiglu"] is False
+    assert values["optimizer"] == "adam"
+    assert values["num_layers"] == 2
+    assert values["untie_embeddings_and_output_weights"] is False
+    assert values["position_embedding_type"] == "rope"
+    assert values["ignored_flags"] == ["--fold-mode", "--triangle-attn", "--manual-mbs"]
+    layout = results["layers of stages"]["values"]["pipeline_model_parallel_layout"]
+    assert layout == "Et|tttL"
+    assert results["accumulation"]["values"]["global_batch_size"] == 12
+
+
 def test_a_dumped_recipe_repeats_the_run(results, ranks):
-    names = [name for name in GOOD if name != "old names" and len(GOOD[name]) < 3]
+    names = [
+        name for name in GOOD if name not in ("old names", "seed's names") and len(GOOD[name]) < 3
+    ]
     cases = [([], results[name]["recipe"]) for name in names]
     (again,) = ranks(1, parse_all, cases, setup=SETUP, backend=None, timeout=240)
     for name, second in zip(names, again, strict=True):

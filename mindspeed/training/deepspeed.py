@@ -1,0 +1,86 @@
+"""``--deepspeed_config FILE.json``: DeepSpeed's settings as flags of this trainer.
+
+The package is not needed: micro-batch, accumulation, precision, clipping and ZeRO stage are things
+that the trainer has itself. Values ``"auto"`` leave the choice to the command line. A value that
+contradicts the command line is an error, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed.errors import ConfigError
+from mindspeed.files import check_path
+
+# Path of keys in the file -> flag, by its name in the namespace.
+_SAME = {
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "clip_grad",
+    "fp16.enabled": "fp16",
+    "fp16.loss_scale": "loss_scale",
+    "fp16.loss_scale_window": "loss_scale_window",
+    "fp16.min_loss_scale": "min_loss_scale",
+    "fp16.hysteresis": "hysteresis",
+    "bf16.enabled": "bf16",
+    "zero_optimization.stage": "zero_stage",
+}
+_OF_FP16 = ("loss_scale", "loss_scale_window", "min_loss_scale", "hysteresis")
+
+
+def read(path: str) -> dict[str, Any]:
+    """Flags of a file.
+
+    Raises:
+        ConfigError: it cannot be read; names the line.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"--deepspeed_config {path}: there is no such file")
+    try:
+        config = json.loads(check_path(path, "input").read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"--deepspeed_config {path} is no valid JSON, line {error.lineno}: {error.msg}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--deepspeed_config {path}: a JSON object is expected")
+    flags = {
+        flag: value for keys, flag in _SAME.items() if (value := _at(config, keys)) is not None
+    }
+    if not flags.get("fp16"):
+        flags = {name: value for name, value in flags.items() if name not in _OF_FP16}
+    elif (power := _at(config, "fp16.initial_scale_power")) is not None:
+        flags["initial_loss_scale"] = 2**power
+    if flags.get("loss_scale") == 0:  # DeepSpeed's word for a dynamic scale
+        del flags["loss_scale"]
+    return flags
+
+
+def check_agreement(path: str, flags: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """Check that nothing on the command line or in the recipe says otherwise.
+
+    Raises:
+        ConfigError: names both values.
+    """
+    file_keys = {flag: keys for keys, flag in _SAME.items()}
+    problems = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} contradicts "
+        f"{file_keys.get(name, 'fp16.initial_scale_power')} {value} of --deepspeed_config {path}"
+        for name, value in flags.items()
+        if getattr(args, name) != value
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _at(config: Mapping[str, Any], keys: str) -> Any:
+    """The value at ``a.b``; None where it is missing or ``"auto"``."""
+    value: Any = config
+    for key in keys.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return None if value == "auto" else value
