@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,12 @@ def path_of(root: str | Path, iteration: int) -> Path:
 def unfinished_path_of(root: str | Path, iteration: int) -> Path:
     """Where it is while it is being written."""
     return path_of(root, iteration).with_suffix(".tmp")
+
+
+def root_and_iteration(path: str) -> tuple[str, int | None]:
+    """A directory of checkpoints, or one checkpoint in it: the directory and its iteration."""
+    name = _NAME.fullmatch(Path(path).name)
+    return (path, None) if name is None else (str(Path(path).parent), int(name[1]))
 
 
 def iterations(root: str | Path) -> list[int]:
@@ -97,10 +103,16 @@ def problem_with(checkpoint: Path) -> str | None:
     return None
 
 
-def publish(root: str | Path, iteration: int, extra: dict[str, Any], config: str) -> None:
-    """Make a written checkpoint the latest one: sidecar, sync, rename, tracker. On one rank."""
+def publish(
+    root: str | Path, iteration: int, extra: dict[str, Any], texts: Mapping[str, str]
+) -> None:
+    """Make a written checkpoint the latest one: texts, sidecar, sync, rename, tracker.
+
+    On one rank. ``texts`` are further files by their names.
+    """
     unfinished, final = unfinished_path_of(root, iteration), path_of(root, iteration)
-    (unfinished / CONFIG).write_text(config, "utf-8")
+    for name, text in texts.items():
+        (unfinished / name).write_text(text, "utf-8")
     files = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
     text = json.dumps({**extra, "iteration": iteration, "files": files}, indent=1)
     (unfinished / SIDECAR).write_text(text, "utf-8")

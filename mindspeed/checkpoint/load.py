@@ -41,6 +41,7 @@ from mindspeed.checkpoint.weights.torch_dist import common_state
 from mindspeed.checkpoint.weights.whole import Adapted
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.features.noop_layers import indices_of
+from mindspeed.lora.load import check_adapter
 from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
 from mindspeed.models.shape import shape_of
 from mindspeed.pipeline.noop_layers import with_noop
@@ -57,8 +58,8 @@ class Loaded:
     iteration: int
 
 
-def load(args: argparse.Namespace, model: BuiltModel) -> Loaded | None:
-    """Load the latest good checkpoint of ``--load``. Collective.
+def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) -> Loaded | None:
+    """Load the latest good checkpoint of ``--load``, of a model or of an ``adapter``. Collective.
 
     Sets the counters of consumed samples in ``args``. Optimizer and generators are loaded where the
     checkpoint has them and ``model`` and the flags want them.
@@ -78,7 +79,7 @@ def load(args: argparse.Namespace, model: BuiltModel) -> Loaded | None:
         reason = directory.problem_with(path)
         if reason is None:
             try:
-                return _load_one(args, model, path)
+                return _load_one(args, model, path, adapter)
             except MindSpeedError:
                 raise
             except _DAMAGE as error:
@@ -189,12 +190,16 @@ def _agreed_candidates(args: argparse.Namespace) -> list[Path]:
     return [Path(path) for path in found[0]]
 
 
-def _load_one(args: argparse.Namespace, model: BuiltModel, path: Path) -> Loaded:
+def _load_one(
+    args: argparse.Namespace, model: BuiltModel, path: Path, adapter: bool = False
+) -> Loaded:
     index = read_index(path)
     common = common_state(path)
     saved = common.get("args", argparse.Namespace())
     check_architecture(args, saved, str(path))
     weights_only = args.finetune or path.name == directory.RELEASE
+    if adapter:
+        check_adapter(model.modules, path)
     with_optimizer = (
         isinstance(model, TrainedModel)
         and "opt_param_scheduler" in common  # saved with every optimizer
@@ -211,7 +216,13 @@ def _load_one(args: argparse.Namespace, model: BuiltModel, path: Path) -> Loaded
         and not (weights_only or args.no_load_rng)
     )
     wanted = state_dict(
-        args, model, metadata, optimizer=with_optimizer, rng=with_rng, is_loading=True
+        args,
+        model,
+        metadata,
+        optimizer=with_optimizer,
+        rng=with_rng,
+        is_loading=True,
+        adapter=adapter,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)

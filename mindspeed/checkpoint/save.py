@@ -31,6 +31,10 @@ from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_arg
 from mindspeed.checkpoint.writer import Writing, queue_in_this_process
 from mindspeed.errors import CheckpointError
 from mindspeed.files import make_dirs
+from mindspeed.lora import adapted
+from mindspeed.lora.config import DESCRIPTION
+from mindspeed.lora.export import export_peft
+from mindspeed.lora.state import description
 
 if TYPE_CHECKING:
     from mindspeed.training.model import TrainedModel
@@ -58,6 +62,7 @@ class Saver:
         self._pending: tuple[int, Writing, dict[str, Any], float] | None = None
         self.last_saved: int | None = None
         self._failure: CheckpointError | None = None
+        self._description: str | None = None
 
     def save(self, iteration: int, *, last: bool = False) -> None:
         """Save; with ``--async-save`` only begin to. Collective.
@@ -103,12 +108,16 @@ class Saver:
         args, root = self._args, self._args.save
         path = directory.unfinished_path_of(root, iteration)
         metadata = sharding_metadata(args)
+        modules = self._model.modules
+        adapters = adapted(modules)
+        self._description = description(modules, adapters) if adapters is not None else None
         state = state_dict(
             args,
             self._model,
             metadata,
             optimizer=not args.no_save_optim,
             rng=not args.no_save_rng,
+            adapter=adapters is not None,
         )
         self._prepare(path, _bytes_to_write(state))
         state.update(
@@ -156,7 +165,12 @@ class Saver:
             return
         if dist.get_rank() == 0:
             args = self._args
-            directory.publish(args.save, iteration, position, self._config)
+            files = {directory.CONFIG: self._config}
+            if self._description is not None:
+                files[DESCRIPTION] = self._description
+            directory.publish(args.save, iteration, position, files)
+            if args.lora_export == "peft" and self._description is not None:
+                export_peft(directory.path_of(args.save, iteration), Path(args.save) / "peft")
             deleted = directory.remove_old(args.save, args.keep_last, args.save_retain_interval)
             directory.remove_leftovers(args.save)
             seconds = time.perf_counter() - started

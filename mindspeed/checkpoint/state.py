@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from mindspeed import device
 from mindspeed.errors import CheckpointError
 from mindspeed.features.noop_layers import indices_of
+from mindspeed.lora.state import sharded_state as adapter_state
 from mindspeed.pipeline.noop_layers import without_noop
 from mindspeed.profiling.model_flops import moe_pattern
 from mindspeed.training.model import BuiltModel, TrainedModel
@@ -73,6 +74,7 @@ DETAILS = (
     "window_size",
     "model_family",
     "mask_padded_vocab",
+    "z_loss_weight",
     "layernorm_epsilon",
     "moe_layer_freq",
     "moe_router_topk",
@@ -112,16 +114,20 @@ def state_dict(
     optimizer: bool,
     rng: bool,
     is_loading: bool = False,
+    adapter: bool = False,
 ) -> dict[str, Any]:
     """The sharded state of this rank, with the parts asked for.
 
-    ``optimizer`` includes the schedule and needs a :class:`TrainedModel`.
+    ``optimizer`` includes the schedule and needs a :class:`TrainedModel`; with ``adapter`` only
+    what is trained beside a frozen base model counts as the model.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**metadata, "dp_cp_group": group}
     modules = model.modules
     state: dict[str, Any] = {
-        model_key(index, len(modules)): module.sharded_state_dict(metadata=metadata)
+        model_key(index, len(modules)): adapter_state(module, metadata)
+        if adapter
+        else module.sharded_state_dict(metadata=metadata)
         for index, module in enumerate(modules)
     }
     if optimizer:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mindspeed.training.resolve import Settings
@@ -21,6 +21,17 @@ PASS_THROUGH = True
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; flags as in ``mindspeed pretrain --help``."""
+    return train(argv, "pretrain", {})
+
+
+def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int:
+    """Train, as a rank of a job or as the one who starts it.
+
+    Args:
+        argv: Flags.
+        command: The sub-command that was called.
+        defaults: Values of flags that ``argv`` and its recipe do not set.
+    """
     from mindspeed.training.quiet import choose_warnings
 
     choose_warnings()
@@ -29,9 +40,9 @@ def run(argv: Sequence[str]) -> int:
     from mindspeed.training.launch import inside_a_job, run_ranks
 
     if inside_a_job():
-        with stop_together("pretrain"):
-            return _train(_prepare(argv, ranks=int(os.environ["WORLD_SIZE"])))
-    settings = _prepare(argv)
+        with stop_together(command):
+            return _train(_prepare(argv, command, defaults, int(os.environ["WORLD_SIZE"])))
+    settings = _prepare(argv, command, defaults)
     args = settings.args
     if args.dry_run:
         from mindspeed.training.estimate import describe
@@ -40,14 +51,20 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if args.world_size == 1:
         return _train(settings)
-    command = [sys.executable, "-m", "mindspeed", "pretrain", *argv]
-    return run_ranks(command, args.world_size)
+    ranks = [sys.executable, "-m", "mindspeed", command, *argv]
+    return run_ranks(ranks, args.world_size)
 
 
-def _prepare(argv: Sequence[str], ranks: int | None = None) -> Settings:
+def _prepare(
+    argv: Sequence[str], command: str, defaults: Mapping[str, Any], ranks: int | None = None
+) -> Settings:
+    from mindspeed.training.arguments import build_parser
     from mindspeed.training.initialize import prepare
 
-    return prepare(argv, ranks)
+    parser = build_parser(with_help=bool({"-h", "--help"} & set(argv)))
+    parser.prog = f"mindspeed {command}"
+    parser.set_defaults(**defaults)
+    return prepare(argv, ranks, parser=parser)
 
 
 def _train(settings: Settings) -> int:

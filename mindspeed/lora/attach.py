@@ -94,6 +94,15 @@ def _check_names(modules: list[Any], config: LoraConfig) -> None:
             asked = targeted(name, parts, config.target_modules)
             if len(asked) > 1 and "all" in asked:
                 problems.append(f"{name} is named whole and by its parts: name it one way")
+            if asked and name.endswith("linear_qkv") and "q" not in parts:
+                problems.append(
+                    f"{name}: {module.config.num_query_groups} key heads cannot be divided among "
+                    f"{cut.size} tensor-parallel ranks; adapt other layers, or use fewer ranks"
+                )
+            if asked and name == "output_layer" and module.share_embeddings_and_output_weights:
+                problems.append(
+                    f"{name} has the embedding's weights; train both with --lora-modules-to-save"
+                )
             if asked and _means(name, config.modules_to_save):
                 problems.append(f"{name} is in --lora-target-modules and --lora-modules-to-save")
         saved = {n for n, _ in named_modules(module) if _means(n, config.modules_to_save)}

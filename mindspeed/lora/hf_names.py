@@ -17,12 +17,11 @@ from mindspeed.models.shape import Shape, shape_of
 from mindspeed.models.table import Parameter, parameters
 
 
-def shape_of_model(chunk: Any, vocab_size: int | None = None) -> Shape:
-    """Sizes of a built model.
+def shape_of_model(chunk: Any) -> Shape:
+    """Sizes of a built model; its vocabulary counts with padding.
 
     Args:
         chunk: A pipeline stage, without wrappers.
-        vocab_size: Rows of the vocabulary without padding; the padded number if not known.
     """
     config = chunk.config
     padded = chunk.vocab_size
@@ -31,7 +30,7 @@ def shape_of_model(chunk: Any, vocab_size: int | None = None) -> Shape:
         "num_experts": config.num_moe_experts,
         "group_query_attention": True,
         "padded_vocab_size": padded,
-        "vocab_size": vocab_size or padded,
+        "vocab_size": padded,
         "untie_embeddings_and_output_weights": not chunk.share_embeddings_and_output_weights,
         "add_dense_bias": config.add_bias_linear,
     }
@@ -66,6 +65,22 @@ def family_with(names: Collection[str], shape: Shape) -> tuple[Family, dict[str,
         if not missing or len(unknown) < len(names):
             missing = unknown[0]
     raise CheckpointError(f"the base model has no linear layer {missing}")
+
+
+def whole_parts(layer: str, parameter: Parameter, shape: Shape) -> dict[str, int]:
+    """Parts of a whole layer with their rows, as :func:`mindspeed.lora.names.parts_of` has them.
+
+    Args:
+        layer: Its Megatron name.
+        parameter: Its weight.
+        shape: Sizes of the model.
+    """
+    leaf, rows = layer.rpartition(".")[2], parameter.shape[0]
+    if leaf == "linear_qkv":
+        return {"q": shape["query"], "k": shape["key"], "v": shape["key"]}
+    if leaf == "linear_fc1" and parameter.split == "halves":
+        return {"gate": rows // 2, "up": rows // 2}
+    return {WHOLE: rows}
 
 
 def rows_in_layer(

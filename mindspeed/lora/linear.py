@@ -21,6 +21,7 @@ Saved for backward: the input as it came in, W, A, B and u. The frozen layer alo
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,29 @@ def _scatter_together(dgrad: torch.Tensor | None, du: torch.Tensor, group: Any) 
     return work, parts
 
 
+def as_one(
+    lora_a: Mapping[str, torch.Tensor],
+    lora_b: Mapping[str, torch.Tensor],
+    parts: Mapping[str, int],
+    order: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A ``[R, in]`` and B ``[out, R]`` of a layer, from those of its parts.
+
+    Args:
+        lora_a: A of each part that has one, or one for ``all``.
+        lora_b: B of each part.
+        parts: Rows of each part.
+        order: For each row of the weight, its row when the parts stand one below the other.
+    """
+    if WHOLE in lora_a:
+        a, b = lora_a[WHOLE], torch.cat([lora_b[name] for name in parts])
+    else:
+        a = torch.cat([lora_a[name] for name in parts if name in lora_a])
+        blocks = (lora_b.get(name, a.new_zeros(rows, 0)) for name, rows in parts.items())
+        b = torch.block_diag(*blocks)
+    return a, b if order is None else b[order]
+
+
 class AdaptedLinear:
     """What a linear layer with an adapter has beside its own (mixed into its class).
 
@@ -148,14 +172,7 @@ class AdaptedLinear:
 
     def adapter(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``[R, in]`` and B ``[out, R]`` of the layer as one; parts become blocks of B."""
-        a = torch.cat(tuple(self.lora_A.values()))
-        parts = tuple(
-            self.lora_B[name] if name in self.lora_B else a.new_zeros(rows, 0)
-            for name, rows in self._lora.parts.items()
-        )
-        b = torch.cat(parts) if WHOLE in self.lora_A else torch.block_diag(*parts)
-        if self._lora.order is not None:
-            b = b[self._lora.order]
+        a, b = as_one(dict(self.lora_A), dict(self.lora_B), self._lora.parts, self._lora.order)
         return a.to(dtype), b.to(dtype)
 
     def delta(self) -> torch.Tensor:
@@ -289,7 +306,7 @@ def give_adapter(
                 mark_tensor_parallel(parameter, dim)
             elif cut.size > 1 and (cut.mode is not None or cut.sequence_parallel):
                 parameter.partial_over_tp = cut.group
-    module.__class__ = _adapted_class(type(module))
+    module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]
     return [*module.lora_A.values(), *module.lora_B.values()]
 
 
@@ -300,11 +317,11 @@ def take_adapter(module: Any) -> None:
 
 
 @functools.cache
-def _adapted_class(base: type) -> type:
+def _adapted_class(base: Any) -> type:
     kind = _OverEngine if issubclass(base, Linear) else _OverLocal
 
     def sharded_state_dict(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        state = base.sharded_state_dict(self, prefix, *args, **kwargs)  # type: ignore[attr-defined]
+        state = base.sharded_state_dict(self, prefix, *args, **kwargs)
         own = (f"{prefix}lora_A.", f"{prefix}lora_B.")
         return {name: value for name, value in state.items() if not name.startswith(own)}
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mindspeed.checkpoint import directory
+from mindspeed.checkpoint.global_tensors import GlobalTensors
 from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted, attach, bare
 from mindspeed.lora.config import DESCRIPTION, LoraConfig
-from mindspeed.lora.state import check_base, sharded_state
+from mindspeed.lora.hf_names import shape_of_model
+from mindspeed.lora.names import in_whole_model
+from mindspeed.lora.state import base_of, check_base, sharded_state
+from mindspeed.models.shape import Shape
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -35,7 +42,7 @@ def config_of(path: str | Path) -> LoraConfig:
     """
     if is_peft(path):
         return peft.read(path).config
-    return LoraConfig.from_json(_checkpoint(path) / DESCRIPTION)
+    return LoraConfig.from_json(iteration_of(path) / DESCRIPTION)
 
 
 def load(chunks: Iterable[Any], path: str | Path) -> LoraConfig:
@@ -62,10 +69,31 @@ def load(chunks: Iterable[Any], path: str | Path) -> LoraConfig:
             f"for {present.r} and {present.scale:g}; leave out --lora-r and --lora-alpha"
         )
     if is_peft(path):
-        peft.fill(modules, peft.read(path))
+        _load_peft(modules, peft.read(path))
     else:
-        _load_checkpoint(modules, _checkpoint(path))
+        _load_checkpoint(modules, iteration_of(path))
     return config
+
+
+def whole_adapter(path: str | Path, shape: Shape) -> dict[str, torch.Tensor]:
+    """An adapter's whole tensors by the names of our checkpoints; no model, no process group.
+
+    Args:
+        path: As for :func:`load`.
+        shape: Sizes of the base model.
+
+    Raises:
+        CheckpointError: There is no adapter, or it belongs to another model.
+    """
+    if is_peft(path):
+        return peft.whole_tensors(peft.read(path), shape)
+    stored = GlobalTensors(iteration_of(path))
+    return {key: stored.read(key, ()) for key in stored if is_weight(key)}
+
+
+def samples_of(path: str | Path) -> dict[str, list[float]]:
+    """The numbers of its base model that an adapter remembers; PEFT's remember none."""
+    return {} if is_peft(path) else base_of(iteration_of(path) / DESCRIPTION)
 
 
 def adapter_checkpoint(path: str | Path) -> Path | None:
@@ -78,29 +106,47 @@ def adapter_checkpoint(path: str | Path) -> Path | None:
     return latest if latest is not None and (latest / DESCRIPTION).is_file() else None
 
 
-def check_tensors(state: dict[str, Any], path: Path) -> None:
-    """Compare what a model wants with what an adapter checkpoint has.
+def check_adapter(modules: Iterable[Any], path: Path) -> None:
+    """See that an adapter checkpoint belongs to a model with adapters.
+
+    Args:
+        modules: This rank's pipeline stages, without wrappers.
+        path: Directory of one iteration.
 
     Raises:
-        CheckpointError: A tensor is missing, too many or of another shape.
+        CheckpointError: It was trained on another base or with other targets; names the tensor.
     """
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    wanted = {t.key: t.global_shape for t in state.values() if isinstance(t, ShardedTensor)}
+    check_base(modules, path / DESCRIPTION)
     there = read_index(path).state_dict_metadata
-    for key, shape in wanted.items():
-        if ".lora_" not in key:
-            continue
-        found = tuple(there[key].size) if key in there else None
-        if found != tuple(shape):
-            what = "does not have it" if found is None else f"has it with shape {list(found)}"
-            raise CheckpointError(
-                f"{path} is an adapter of another model or with other targets: the model needs "
-                f"{key} {list(shape)}, the adapter {what}"
-            )
+    for module in modules:
+        for tensor in sharded_state(module).values():
+            if ".lora_" in tensor.key:
+                _check_tensor(tensor.key, tuple(tensor.global_shape), there, path)
+        for key in there:
+            found = _LAYER.match(key)
+            if found and ".lora_" in key and int(found[1]) >= module.config.num_layers:
+                raise CheckpointError(
+                    f"{path} is an adapter of another model: it has {key}, the model has "
+                    f"{module.config.num_layers} layers"
+                )
 
 
-def _checkpoint(path: str | Path) -> Path:
+def _check_tensor(key: str, shape: tuple[int, ...], there: Mapping[str, Any], path: Path) -> None:
+    found = tuple(there[key].size) if key in there else None
+    if found != shape:
+        what = "does not have it" if found is None else f"has it with shape {list(found)}"
+        raise CheckpointError(
+            f"{path} is an adapter of another model or with other targets: the model needs "
+            f"{key} {list(shape)}, the adapter {what}"
+        )
+
+
+def iteration_of(path: str | Path) -> Path:
+    """Directory of the latest iteration of an adapter of ours.
+
+    Raises:
+        CheckpointError: There is none.
+    """
     found = adapter_checkpoint(path)
     if found is None:
         raise CheckpointError(
@@ -110,14 +156,43 @@ def _checkpoint(path: str | Path) -> Path:
     return found
 
 
+def is_weight(key: str) -> bool:
+    """Whether a tensor of an adapter checkpoint is one of the model, not of the optimizer."""
+    return key.startswith(("decoder.", "embedding.", "output_layer.", "mtp."))
+
+
+@torch.no_grad()
+def _load_peft(modules: list[Any], files: peft.PeftFiles) -> None:
+    for module in modules:
+        tensors = peft.whole_tensors(files, shape_of_model(module))
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            key = in_whole_model(module, name)
+            if key not in tensors:
+                raise CheckpointError(f"{files.folder}: there is nothing for {key}")
+            _copy_slice(parameter, tensors[key])
+
+
+def _copy_slice(parameter: Any, whole: torch.Tensor) -> None:
+    """Copy this tensor-parallel rank's slice; padding rows that ``whole`` lacks stay."""
+    from megatron.core import parallel_state
+
+    if not getattr(parameter, "tensor_model_parallel", False):
+        parameter.copy_(whole)
+        return
+    dim, size = parameter.partition_dim, parameter.shape[parameter.partition_dim]
+    first = parallel_state.get_tensor_model_parallel_rank() * size
+    mine = whole.narrow(dim, first, max(0, min(size, whole.shape[dim] - first)))
+    parameter.narrow(dim, 0, mine.shape[dim]).copy_(mine)
+
+
 @torch.no_grad()
 def _load_checkpoint(modules: list[Any], path: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    check_base(modules, path / DESCRIPTION)
+    check_adapter(modules, path)
     states = {str(index): sharded_state(module) for index, module in enumerate(modules)}
-    for state in states.values():
-        check_tensors(state, path)
     loaded = dist_checkpointing.load(states, str(path))
     for index, module in enumerate(modules):
         module.load_state_dict(loaded.get(str(index), {}), strict=False)

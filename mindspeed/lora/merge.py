@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed.checkpoint.weights.whole import Weights
 from mindspeed.lora.attach import adapted_layers, bare
-from mindspeed.lora.linear import take_adapter
+from mindspeed.lora.hf_names import whole_parts
+from mindspeed.lora.linear import as_one, take_adapter
+from mindspeed.lora.load import config_of, samples_of, whole_adapter
+from mindspeed.lora.names import order_of
+from mindspeed.lora.state import check_samples
+from mindspeed.models.table import Parameter
 
 
 @torch.no_grad()
@@ -24,9 +31,80 @@ def merge(chunks: Iterable[Any]) -> None:
     for chunk in bare(chunks):
         for _, layer in adapted_layers(chunk):
             weight: Any = layer.weight  # type: ignore[attr-defined]
-            if weight is None:
-                weight = chunk.shared_embedding_or_output_weight()
             weight.copy_(weight.float() + layer.delta())
             take_adapter(layer)
         if hasattr(chunk, "lora_config"):
             del chunk.lora_config
+
+
+class Merged(Weights):
+    """The weights of a model with an adapter merged in, one parameter at a time.
+
+    Args:
+        source: The base model, in any format.
+        adapter: Directory of an adapter, ours or PEFT's.
+
+    Raises:
+        CheckpointError: There is no adapter, or it belongs to another model.
+    """
+
+    def __init__(self, source: Weights, adapter: str | Path) -> None:
+        super().__init__(source.where, source.args, source.family)
+        self.unused = source.unused
+        self._source, self._adapter = source, adapter
+        self._config = config_of(adapter)
+        self._base = samples_of(adapter)
+        self._layers: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+        self._whole: dict[str, torch.Tensor] = {}
+        for key, tensor in whole_adapter(adapter, self.shape).items():
+            layer, dot, rest = key.partition(".lora_")
+            if dot:
+                matrix, _, part = rest.partition(".")
+                self._layers.setdefault(layer, {}).setdefault(matrix, {})[part] = tensor.float()
+            else:
+                self._whole[key] = tensor
+        table = {parameter.name: parameter for parameter in self.table}
+        for layer, matrices in self._layers.items():
+            self._check(layer, matrices, table.get(f"{layer}.weight"))
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """The base model's."""
+        return self._source.dtype(parameter)
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        """A whole parameter of the merged model."""
+        weight = self._source.read(parameter)
+        layer = parameter.name.removesuffix(".weight")
+        if parameter.name in self._whole:
+            weight = weight.clone()
+            rows = min(weight.shape[0], self._whole[parameter.name].shape[0])
+            weight[:rows] = self._whole[parameter.name][:rows]
+        if layer in self._layers:
+            check_samples(parameter.name, weight, self._base, Path(self._adapter))
+            a, b = self._matrices(layer, parameter)
+            weight = (weight.float() + self._config.scale * (b @ a)).to(weight.dtype)
+        return weight
+
+    def _matrices(self, layer: str, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = whole_parts(layer, parameter, self.shape)
+        order = order_of(parts, self.shape["head"])
+        return as_one(self._layers[layer]["A"], self._layers[layer]["B"], parts, order)
+
+    def _check(
+        self,
+        layer: str,
+        matrices: Mapping[str, Mapping[str, torch.Tensor]],
+        parameter: Parameter | None,
+    ) -> None:
+        from mindspeed.errors import CheckpointError
+
+        there = "has no such layer"
+        if parameter is not None:
+            a, b = self._matrices(layer, parameter)
+            if (b.shape[0], a.shape[1]) == parameter.shape:
+                return
+            there = f"has {parameter.shape[0]} x {parameter.shape[1]}"
+        raise CheckpointError(
+            f"{self._adapter} is an adapter of another model: it changes {layer}, and "
+            f"{self.where} {there}"
+        )

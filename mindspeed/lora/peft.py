@@ -11,7 +11,7 @@ of that A for each of its Hugging Face layers, which computes the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,17 @@ import torch
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.files import atomic_write_text, atomic_writer, check_path, make_dirs
-from mindspeed.lora.attach import adapted_layers, bare
 from mindspeed.lora.config import WHOLE, LoraConfig
 from mindspeed.lora.hf_names import (
     family_with,
     part_of,
     rows_in_layer,
-    shape_of_model,
     start_of,
     table_of,
+    whole_parts,
 )
 from mindspeed.models.families import Family
+from mindspeed.models.rows import split
 from mindspeed.models.shape import Shape
 from mindspeed.models.table import Parameter
 
@@ -131,65 +131,54 @@ def read(folder: str | Path) -> PeftFiles:
     return PeftFiles(folder, config, pairs, whole)
 
 
-@torch.no_grad()
-def fill(chunks: Iterable[Any], files: PeftFiles) -> None:
-    """Copy a PEFT adapter into a model that has adapters of the same kind; no communication.
+def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
+    """A PEFT adapter under the names of our adapter checkpoints.
+
+    Args:
+        files: The adapter.
+        shape: Sizes of the base model; the vocabulary's may be the padded one.
 
     Raises:
         CheckpointError: It belongs to another model; names the layer.
     """
-    for chunk in bare(chunks):
-        rows = {files.whole[name].shape[0] for name in files.whole}
-        rows |= {b.shape[0] for name, (_, b) in files.pairs.items() if name.endswith("lm_head")}
-        shape = shape_of_model(chunk, next(iter(rows), None))
-        try:
-            _, table = family_with([*files.pairs, *files.whole], shape)
-        except CheckpointError as error:
-            raise CheckpointError(f"{files.folder} is of another model: {error}") from None
-        for name, layer in adapted_layers(chunk):
-            _fill_layer(layer, table[name], files, shape["head"])
-        for name, weight in files.whole.items():
-            _fill_end(chunk, _ENDS[name.rpartition(".")[2]], weight)
+    try:
+        _, table = family_with([*files.pairs, *files.whole], shape)
+        tensors: dict[str, torch.Tensor] = {}
+        for layer, parameter in table.items():
+            parts = whole_parts(layer, parameter, shape)
+            for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
+                if module in files.pairs:
+                    a, b = _checked(module, files, len(rows), parameter.shape[1])
+                    tensors |= _layer_tensors(layer, a, b, rows, parts)
+                if module in files.whole:
+                    tensors[f"{layer}.weight"] = files.whole[module]
+    except CheckpointError as error:
+        raise CheckpointError(f"{files.folder} is of another model: {error}") from None
+    return tensors
 
 
-def _fill_layer(layer: Any, parameter: Parameter, files: PeftFiles, head: int) -> None:
-    cut = layer._lora.cut
-    size = cut.size if cut.mode == "column" else 1
-    parts = {name: rows * size for name, rows in layer._lora.parts.items()}
-    for module, rows in rows_in_layer(parameter, parts, head).items():
-        part = part_of(rows, parts)
-        if part not in layer.lora_A:
-            continue
-        if module not in files.pairs:
-            raise CheckpointError(f"{files.folder}: there is no adapter for {module}")
-        a, b = files.pairs[module]
-        target_a = layer.lora_A[part]
-        columns = target_a.shape[1] * (cut.size if cut.mode == "row" else 1)
-        if a.shape[1] != columns or b.shape[0] != len(rows):
-            raise CheckpointError(
-                f"{files.folder} is of another model: {module} has {b.shape[0]} x {a.shape[1]} "
-                f"there, here {len(rows)} x {columns}"
-            )
-        width = target_a.shape[1]
-        first = cut.rank * width if cut.mode == "row" else 0
-        target_a.copy_(a[:, first : first + width])
-        stacked = b.new_zeros(sum(parts.values()), b.shape[1])
-        stacked[rows] = b
-        for name, whole in zip(parts, stacked.split(tuple(parts.values())), strict=True):
-            if part in (name, WHOLE):
-                layer.lora_B[name].copy_(whole.chunk(size)[cut.rank if size > 1 else 0])
+def _checked(
+    module: str, files: PeftFiles, rows: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = files.pairs[module]
+    end = module.rpartition(".")[2] in _ENDS  # padding has no rows in Hugging Face
+    if a.shape[1] != columns or b.shape[0] > rows or (b.shape[0] < rows and not end):
+        raise CheckpointError(
+            f"{module} is {b.shape[0]} x {a.shape[1]} there, {rows} x {columns} here"
+        )
+    return a, b
 
 
-def _fill_end(chunk: Any, name: str, weight: torch.Tensor) -> None:
-    """Copy a vocabulary-parallel weight that was saved whole."""
-    from megatron.core import parallel_state
-
-    target = dict(chunk.named_parameters()).get(f"{name}.weight")
-    if target is None:
-        return
-    first = parallel_state.get_tensor_model_parallel_rank() * target.shape[0]
-    mine = weight[first : first + target.shape[0]]
-    target[: mine.shape[0]].copy_(mine)
+def _layer_tensors(
+    layer: str, a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, parts: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """A and B of one Hugging Face module by part; rows that it lacks are zero."""
+    part = part_of(rows, parts)
+    stacked = b.new_zeros(sum(parts.values()), b.shape[1])
+    stacked[rows[: b.shape[0]]] = b
+    slices = zip(parts, stacked.split(tuple(parts.values())), strict=True)
+    found = {f"{layer}.lora_B.{name}": rows for name, rows in slices if part in (name, WHOLE)}
+    return {f"{layer}.lora_A.{part}": a, **found}
 
 
 def write(
@@ -221,8 +210,8 @@ def write(
         if layer not in table:
             raise ConfigError(f"family {family.name} has no counterpart of {layer}")
         if "weight" in matrices:
-            (source,) = rows_in_layer(table[layer], {WHOLE: table[layer].shape[0]}, 1).items()
-            out[f"{_PREFIX}{source[0]}.weight"] = matrices["weight"][source[1]].contiguous()
+            for name, weight in split(matrices["weight"], table[layer].segments).items():
+                out[_PREFIX + name] = weight.contiguous()
         else:
             for module, (a, b) in _pairs(layer, matrices, table[layer], shape).items():
                 out[f"{_PREFIX}{module}.lora_A.weight"] = a.contiguous().clone()
@@ -253,7 +242,7 @@ def _pairs(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A and B of each Hugging Face module of a layer."""
     shared = matrices.get(f"lora_A.{WHOLE}")
-    parts = _all_parts(layer, matrices, parameter, shape)
+    parts = whole_parts(layer, parameter, shape)
     found = {}
     for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
         part = part_of(rows, parts)
@@ -269,17 +258,6 @@ def _pairs(
             b = matrices[f"lora_B.{part}"]
             found[module] = matrices[f"lora_A.{part}"], b[rows - start_of(part, parts)]
     return found
-
-
-def _all_parts(
-    layer: str, matrices: Mapping[str, torch.Tensor], parameter: Parameter, shape: Shape
-) -> dict[str, int]:
-    """Rows of all parts of a layer, those without an adapter included."""
-    parts = {name.removeprefix("lora_B.") for name in matrices if name.startswith("lora_B.")}
-    rows = parameter.shape[0]
-    if parts & {"q", "k", "v"}:
-        return {"q": rows - 2 * shape["key"], "k": shape["key"], "v": shape["key"]}
-    return {"gate": rows // 2, "up": rows // 2} if parts & {"gate", "up"} else {WHOLE: rows}
 
 
 def _config_json(config: LoraConfig, adapted: set[str], whole: set[str], base: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +89,41 @@ def check_base(chunks: Iterable[Any], path: Path) -> None:
     Raises:
         CheckpointError: They differ; names the first tensor that does.
     """
-    base = json.loads(check_path(path, "input").read_text("utf-8")).get("base", {})
-    for name, numbers in _samples(chunks).items():
-        expected = base.get(name)
-        if expected is None:
-            continue
-        pairs = zip(numbers, expected, strict=True)
-        if not all(math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-6) for a, b in pairs):
-            raise CheckpointError(
-                f"{path.parent}: this adapter was trained on another base model: {name} begins "
-                f"with {expected[0]:.6g} there and with {numbers[0]:.6g} here; give that base "
-                "to --load"
-            )
+    base = base_of(path)
+    for chunk in bare(chunks):
+        for name, layer in adapted_layers(chunk):
+            if layer._lora.cut.rank == 0:
+                check_samples(f"{name}.weight", layer.weight, base, path.parent)  # type: ignore[attr-defined]
+
+
+def base_of(path: Path) -> dict[str, list[float]]:
+    """The numbers of the base model in an adapter's description."""
+    base: dict[str, list[float]] = json.loads(check_path(path, "input").read_text("utf-8"))["base"]
+    return base
+
+
+def check_samples(
+    name: str, weight: torch.Tensor, base: Mapping[str, list[float]], adapter: Path
+) -> None:
+    """Compare the first numbers of a weight with those that an adapter was trained on.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    numbers, expected = _first_numbers(weight), base.get(name)
+    if expected is None:
+        return
+    pairs = zip(numbers, expected, strict=True)
+    if not all(math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-6) for a, b in pairs):
+        raise CheckpointError(
+            f"{adapter}: this adapter was trained on another base model: {name} begins with "
+            f"{expected[0]:.6g} there and with {numbers[0]:.6g} here; give that base to --load"
+        )
+
+
+def _first_numbers(weight: torch.Tensor) -> list[float]:
+    numbers: list[float] = weight[0, :_SAMPLES].detach().double().cpu().tolist()
+    return numbers
 
 
 def _samples(chunks: Iterable[Any]) -> dict[str, list[float]]:
@@ -108,8 +131,6 @@ def _samples(chunks: Iterable[Any]) -> dict[str, list[float]]:
     samples = {}
     for chunk in bare(chunks):
         for name, layer in adapted_layers(chunk):
-            weight: Any = layer.weight  # type: ignore[attr-defined]
-            if weight is not None and layer._lora.cut.rank == 0:
-                numbers: torch.Tensor = weight[0, :_SAMPLES].detach().double().cpu()
-                samples[f"{name}.weight"] = numbers.tolist()
+            if layer._lora.cut.rank == 0:
+                samples[f"{name}.weight"] = _first_numbers(layer.weight)  # type: ignore[attr-defined]
     return samples

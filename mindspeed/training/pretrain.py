@@ -20,7 +20,8 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed.adaptor import session
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
-from mindspeed.training import data, loop, setup
+from mindspeed.lora import adapted
+from mindspeed.training import adapters, data, loop, setup
 from mindspeed.training.flops import training_flops
 from mindspeed.training.model import ModelProvider, TrainedModel, build, gpt_model
 from mindspeed.training.resolve import Settings
@@ -52,7 +53,8 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
     saver = None
     if args.save:
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
-        saver.last_saved = iteration if args.load == args.save else None
+        source = args.lora_load if adapted(model.chunks) else args.load
+        saver.last_saved = iteration if source == args.save else None
     iteration = loop.train(args, model, readers, held_out, iteration, saver)
     dist.barrier()
     dist.destroy_process_group()
@@ -61,7 +63,10 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
 
 def resume(args: argparse.Namespace, model: TrainedModel) -> int:
     """Load what ``--load`` names; returns the iterations done."""
-    loaded = load(args, model) if args.load else None
+    if adapted(model.chunks):
+        loaded = adapters.resume(args, model)
+    else:
+        loaded = load(args, model) if args.load else None
     if loaded is None:
         return 0
     session.install().seams.after_load.run_all(loaded.iteration)

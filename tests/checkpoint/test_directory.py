@@ -17,7 +17,12 @@ def write(root: Path, iteration: int) -> Path:
     path.mkdir(parents=True)
     for name in ("metadata.json", "common.pt", ".metadata", "__0_0.distcp"):
         (path / name).write_text(f"{name} of {iteration}")
-    directory.publish(root, iteration, {"consumed_train_samples": 8 * iteration}, "training: {}\n")
+    directory.publish(
+        root,
+        iteration,
+        {"consumed_train_samples": 8 * iteration},
+        {"config.yaml": "training: {}\n"},
+    )
     return directory.path_of(root, iteration)
 
 

@@ -1,0 +1,42 @@
+"""Adapters in a training run: what is loaded, and where the run continues.
+
+--load BASE                      weights of the frozen model, of any format --load takes
+--lora-target-modules ...        new adapters
+--lora-load ADAPTER              adapters of a checkpoint (its optimizer and iteration too), or
+                                 of a PEFT directory; its targets, rank and alpha as well
+--save OUT                       holds the adapters only
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from mindspeed.checkpoint.directory import root_and_iteration
+from mindspeed.checkpoint.load import Loaded, load
+from mindspeed.lora.load import is_peft
+from mindspeed.lora.load import load as load_adapter
+from mindspeed.training.model import TrainedModel
+
+
+def resume(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
+    """Load the frozen model, then the adapters of ``--lora-load``. Collective.
+
+    Returns:
+        Where training continues; None if the adapters are new.
+    """
+    base = argparse.Namespace(**vars(args))
+    base.finetune = base.exit_on_missing_checkpoint = True
+    load(base, model)
+    if args.lora_load is None:
+        return None
+    if is_peft(args.lora_load):
+        load_adapter(model.chunks, args.lora_load)
+        model.optimizer.reload_model_params()
+        return None
+    own = argparse.Namespace(**vars(args))
+    own.load, own.ckpt_step = root_and_iteration(args.lora_load)
+    own.exit_on_missing_checkpoint = True
+    loaded = load(own, model, adapter=True)
+    args.consumed_train_samples = own.consumed_train_samples
+    args.consumed_valid_samples = own.consumed_valid_samples
+    return loaded
