@@ -18,6 +18,7 @@ import torch
 from mindspeed import device
 from mindspeed.checkpoint.directory import tracked
 from mindspeed.errors import ConfigError
+from mindspeed.lora import flags as lora_flags
 from mindspeed.models.hf_load import is_hf
 from mindspeed.training.options import (
     CheckpointOptions,
@@ -402,12 +403,17 @@ def _output(args: argparse.Namespace) -> Iterator[str]:
     if args.auto_resume:
         if args.save is None:
             yield "--auto-resume needs --save"
-        elif args.load is None or (is_hf(args.load) and tracked(args.save) is not None):
+        elif lora_flags.asked(args):  # the base model stays, the adapters continue
+            pass
+        elif args.load is None:
             args.load = args.save
+        elif tracked(args.save) is not None and (args.finetune or is_hf(args.load)):
+            args.load, args.finetune = args.save, False  # the run has begun: continue it
     if args.save_interval is not None and args.save is None:
         yield "--save-interval needs --save"
     if args.keep_last is not None and args.keep_last < 1:
         yield f"--keep-last {args.keep_last} must be at least 1"
+    yield from lora_flags.complete(args)
     if args.use_checkpoint_args and args.load is None:
         yield "--use-checkpoint-args needs --load"
     if args.tensorboard_log_interval < 1:
