@@ -45,12 +45,20 @@ _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 class LocalTasks(TaskManager):
-    """The harness' tasks with their data below ``directory``."""
+    """The harness' tasks with their data below ``directory``.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: ``--data-dir``.
+        more: Directories with further tasks, as YAML files of the harness.
+        defaults: Whether its own tasks are there too; reading them takes seconds.
+    """
+
+    def __init__(
+        self, directory: Path, more: Sequence[Path] = (), *, defaults: bool = True
+    ) -> None:
         if not directory.is_dir():
             raise DataError(f"--data-dir {directory}: there is no such directory")
-        super().__init__()
+        super().__init__(include_path=list(more), include_defaults=defaults)
         self._factory = _LocalFactory(directory)
 
     def check(

@@ -1,0 +1,159 @@
+"""A tiny model scored through the harness, by our ranks and by the harness' own backend."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+QUESTIONS = 20
+TASKS = ["boolq", "mmlu_anatomy", "gsm8k", "wiki"]
+LIMIT = {"max_length": 256}
+
+
+def make_model(folder: Path) -> None:
+    """A random llama with a byte-level tokenizer that puts a bos in front."""
+    import torch
+    import transformers
+    from tokenizers.processors import TemplateProcessing
+
+    from mindspeed.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
+
+    texts = [f"It is {i}. Question: is it {i} even? Answer: yes no A B C D" for i in range(300)]
+    tokenizer = train_bpe(texts, 420)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{END_OF_TEXT} $A",
+        special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
+    )
+    save_tokenizer(tokenizer, folder)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=420,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LIMIT["max_length"],
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make_data(folder: Path) -> None:
+    """Twenty questions of each kind: our published formats, and the Hub's layout."""
+    from fabricated import write_csv, write_json_lines
+
+    rows = [
+        {"question": f"is {i} even", "passage": f"It is {i}. " * (1 + i % 3), "answer": i % 2 == 0}
+        for i in range(QUESTIONS)
+    ]
+    write_json_lines(folder / "boolq" / "dev.jsonl", rows)
+    for split, number in (("test", QUESTIONS), ("dev", 5)):
+        table = [
+            [f"Where is {i}?", "here", "there", f"{i}", "no", "ABCD"[i % 4]] for i in range(number)
+        ]
+        write_csv(folder / "mmlu" / split / f"anatomy_{split}.csv", table)
+    for split, number in (("test", QUESTIONS), ("train", 5)):
+        sums = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(number)]
+        write_json_lines(folder / "gsm8k" / f"{split}.jsonl", sums)
+    documents = [{"page": "It is even, yes. " * (5 + 10 * i)} for i in range(4)]
+    write_json_lines(folder / "documents" / "test.jsonl", documents)
+    write_json_lines(folder / "train.jsonl", sums)
+
+
+def tasks_of(folder: Path) -> Any:
+    """The harness' tasks, and one of our own for whole documents (``loglikelihood_rolling``)."""
+    import lm_eval.tasks
+
+    from mindspeed.evaluation.lm_eval_data import LocalTasks
+
+    own = folder / "own"
+    own.mkdir(exist_ok=True)
+    text = {
+        "task": "wiki",
+        "dataset_path": "someone/documents",
+        "output_type": "loglikelihood_rolling",
+        "test_split": "test",
+        "doc_to_text": "",
+        "doc_to_target": "{{page}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    }
+    (own / "wiki.yaml").write_text(json.dumps(text))
+    theirs = Path(lm_eval.tasks.__file__).parent
+    used = [theirs / "super_glue", theirs / "mmlu" / "default", theirs / "gsm8k"]
+    return LocalTasks(folder, [own, *used], defaults=False)  # all of them take long to read
+
+
+def values_of(results: dict[str, Any]) -> dict[str, Any]:
+    """Metrics, and what the model said to every question."""
+    scores = {
+        name: {key: value for key, value in part.items() if isinstance(value, float)}
+        for name, part in results["results"].items()
+    }
+    answers = {}
+    for name, samples in results["samples"].items():
+        by_document = {sample["doc_id"]: sample["resps"] for sample in samples}
+        answers[name] = [by_document[index] for index in sorted(by_document)]
+    return {"scores": scores, "answers": answers}
+
+
+def by_the_harness(model: str, data: str) -> dict[str, Any]:
+    """The harness' own Hugging Face backend."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    backend = HFLM(pretrained=model, device="cpu", batch_size=4, dtype="float32", **LIMIT)
+    backend._max_length = LIMIT["max_length"]
+    results = simple_evaluate(
+        model=backend,
+        tasks=TASKS,
+        task_manager=tasks_of(Path(data)),
+        gen_kwargs={"max_gen_toks": 24},
+        bootstrap_iters=0,
+    )
+    return values_of(results)
+
+
+def by_us(model: str, data: str, tp: int, pp: int) -> dict[str, Any] | None:
+    """Our model through the adapter; None on ranks that have no results."""
+    from lm_eval import simple_evaluate
+
+    from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
+
+    ours = MindSpeedLM(f"hf:{model}", tp=tp, pp=pp, batch_size=4, tokens_per_batch=600)
+    results = simple_evaluate(
+        model=ours,
+        tasks=TASKS,
+        task_manager=tasks_of(Path(data)),
+        gen_kwargs={"max_gen_toks": 24},
+        bootstrap_iters=0,
+    )
+    return None if results is None else values_of(results)
+
+
+def builtin_scores(model: str, data: str, tp: int, pp: int) -> list[dict[str, Any]]:
+    """Our own evaluation of MMLU with the harness' examples in front."""
+    from mindspeed.evaluation import plan, run
+    from mindspeed.evaluation.asking import Asking
+    from mindspeed.evaluation.respond import ModelRespondent
+    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.sampling import SamplingOptions
+
+    planned = plan.plan(["mmlu"], [f"{data}/mmlu"], asking=Asking(), shots=0)
+    generator = Generator.of(load_model(Source(f"hf:{model}", tp=tp, pp=pp), tp * pp))
+    respondent = ModelRespondent(generator, 256, SamplingOptions(greedy=True))
+    return run.in_order(run.answer_all(planned[0].questions, respondent), planned[0].questions)
+
+
+def command(words: list[str]) -> int:
+    """``mindspeed evaluate`` in this process."""
+    from mindspeed.cli import evaluate
+
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    return evaluate.run(parser.parse_args(words))

@@ -1,0 +1,60 @@
+"""Our adapter against the harness' own Hugging Face backend: same tasks, same files, same model."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("lm_eval")
+
+import lm_eval_ranks
+from lm_eval_ranks import QUESTIONS, TASKS
+
+SETUP = "lm_eval_preload"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("harness")
+    lm_eval_ranks.make_model(root / "model")
+    lm_eval_ranks.make_data(root / "data")
+    return str(root / "model"), str(root / "data")
+
+
+@pytest.fixture(scope="module")
+def truth(folders, rank_pool):
+    return rank_pool.run(1, lm_eval_ranks.by_the_harness, *folders, setup=SETUP, timeout=200)[0]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_scores_and_log_probabilities_equal_the_harness_own(ranks, folders, truth, tp, pp, dp):
+    results = ranks(tp * pp * dp, lm_eval_ranks.by_us, *folders, tp, pp, setup=SETUP, timeout=200)
+    ours = results[0]
+    assert set(ours["answers"]) == set(TASKS)
+    assert all(len(ours["answers"][name]) == QUESTIONS for name in TASKS[:3])
+    # The harness draws examples at random, rank by rank: other replicas, other prompts.
+    same_prompts = TASKS if dp == 1 else ["boolq", "mmlu_anatomy", "wiki"]
+    for name in same_prompts:
+        expected = flat(truth["answers"][name])
+        assert flat(ours["answers"][name]) == pytest.approx(expected, rel=1e-6, abs=1e-4), name
+        assert ours["scores"][name] == pytest.approx(truth["scores"][name], rel=1e-4), name
+    if "gsm8k" in same_prompts:
+        assert ours["answers"]["gsm8k"] == truth["answers"]["gsm8k"]  # the very same text
+    greedy = [[pair[0][1] for pair in row] for row in ours["answers"]["boolq"]]
+    assert greedy == [[pair[0][1] for pair in row] for row in truth["answers"]["boolq"]]
+
+
+def flat(answers):
+    """All numbers in the answers."""
+    if isinstance(answers, list | tuple):
+        return [number for item in answers for number in flat(item)]
+    return [float(answers)] if isinstance(answers, int | float) else []
+
+
+def test_our_own_evaluation_has_the_harness_log_probabilities(ranks, folders, truth):
+    outcomes = ranks(2, lm_eval_ranks.builtin_scores, *folders, 2, 1, setup=SETUP, timeout=200)[0]
+    expected = [[pair[0][0] for pair in row] for row in truth["answers"]["mmlu_anatomy"]]
+    found = [outcome["logprobs"] for outcome in outcomes]
+    assert found == [pytest.approx(row, abs=1e-4) for row in expected]
+    accuracy = sum(outcome["correct"] for outcome in outcomes) / len(outcomes)
+    assert accuracy == pytest.approx(truth["scores"]["mmlu_anatomy"]["acc,none"])
