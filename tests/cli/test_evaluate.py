@@ -1,0 +1,121 @@
+"""``mindspeed evaluate``: what is wrong is said first; one whole run from files to a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
+
+import lm_eval_ranks
+from fabricated import WRITERS
+
+from mindspeed.cli import evaluate
+from mindspeed.cli.inference_flags import command_line
+from mindspeed.errors import ConfigError, DataError
+
+DATA = ("--task-data-path", "x")
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    return parser.parse_args(["--load", "nowhere", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--task", "boolq"), "--task-data-path is needed with --engine mindspeed"),
+        (("--task", "boolq", *DATA, "--data-dir", "d"), "--data-dir belongs to --engine lm-eval"),
+        (("--engine", "lm-eval", "--tasks", "x"), "--data-dir is needed with --engine lm-eval"),
+        (("--task", "boolq", *DATA, "--limit", "0"), "--limit 0: at least 1"),
+        (("--task", "boolq", *DATA, "--num-fewshot", "-1"), "--num-fewshot -1: 0 or more"),
+        (("--task", "boolq", *DATA, "--greedy", "--temperature", "1"), "exclude each other"),
+        (("--task", "human_eval", *DATA, "--samples", "5"), "--samples 5: greedy answers are all"),
+        (("--task", "boolq", *DATA, "--temperature", "0"), "--temperature 0.0: sampling needs"),
+        (("--task", "human_eval", *DATA), "--allow-code-execution"),
+        (("--task", "boolq", "boolq", "--task-data-path", "a", "b"), "every task once"),
+    ],
+)
+def test_contradictions_are_named(words, message):
+    with pytest.raises(ConfigError) as error:
+        evaluate.run(parsed(*words))
+    assert message in str(error.value)
+
+
+def test_data_is_read_before_the_model_is_looked_for(tmp_path):
+    with pytest.raises(DataError, match="nothing of boolq is here"):
+        evaluate.run(parsed("--task", "boolq", "--task-data-path", str(tmp_path)))
+
+
+def test_every_rank_gets_the_same_command():
+    words = ["--task", "mmlu", "boolq", "--task-data-path", "a b", "boolq=-c", "--tp", "2"]
+    args = parsed(*words, "--dp", "3", "--output", "out", "--limit", "5", "--allow-code-execution")
+    command = command_line("evaluate", args)
+    assert command[1:4] == ["-m", "mindspeed", "evaluate"]
+    parser = argparse.ArgumentParser()
+    evaluate.add_arguments(parser)
+    assert parser.parse_args(command[4:]) == args
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("evaluate")
+    lm_eval_ranks.make_model(root / "model")
+    lm_eval_ranks.make_data(root / "harness")
+    for name in ("boolq", "mmlu"):
+        WRITERS[name](root / name)
+    return root
+
+
+def test_two_replicas_write_one_report(folder, ranks):
+    flags = ["--load", f"hf:{folder / 'model'}", "--dp", "2", "--output", str(folder / "out")]
+    flags += ["--task", "boolq", "mmlu", "--num-fewshot", "1", "--max-length", "200"]
+    flags += ["--task-data-path", str(folder / "boolq"), str(folder / "mmlu")]
+    setup = "mindspeed.megatron_adaptor"
+    done = ranks(2, lm_eval_ranks.command, flags, setup=setup, backend=None, timeout=200)
+    assert done == [0, 0]
+    results = json.loads((folder / "out" / "results.json").read_text())
+    lines = (folder / "out" / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 20 and results["tasks"]["mmlu"]["questions"] == 10
+    right = sum(sample["correct"] for sample in samples if sample["task"] == "boolq")
+    assert results["tasks"]["boolq"]["score"] == right / 10
+    assert results["model"]["path"] == str(folder / "model")
+
+
+def test_a_chat_template_goes_around_every_prompt(folder, ranks):
+    """Compared choices and generated texts both, in one process."""
+    flags = ["--load", f"hf:{folder / 'model'}", "--prompt-type", "alpaca", "--limit", "2"]
+    flags += ["--task", "boolq", "--task-data-path", str(folder / "boolq"), "--max-length", "250"]
+    setup = "mindspeed.megatron_adaptor"
+    for scoring in ("loglikelihood", "generate"):
+        out = folder / f"chat-{scoring}"
+        words = [*flags, "--scoring", scoring, "--output", str(out)]
+        assert ranks(1, lm_eval_ranks.command, words, setup=setup, backend=None) == [0]
+        assert json.loads((out / "results.json").read_text())["settings"]["prompt_type"] == "alpaca"
+        assert len((out / "samples.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_from_files_to_a_table(folder):
+    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    flags = ["--load", f"hf:{folder / 'model'}", "--tp", "2", "--task", "mmlu"]
+    flags += ["--num-fewshot", "0", "--task-data-path", str(folder / "mmlu")]
+    command = [sys.executable, "-m", "mindspeed", "evaluate", *flags]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names[0] == "task"
+    assert names[2:] == ["mmlu", "STEM", "high_school_physics", "other", "anatomy"]
