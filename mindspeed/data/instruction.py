@@ -14,11 +14,9 @@ prompt. With ``pack`` an item is a row of several samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -131,14 +129,30 @@ class InstructionDataset(MegatronDataset):
         return len(self._usable) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, idx: int) -> Item:
+        samples = self.samples(idx)
+        item = self._item([self._sample(index) for index in samples])
+        if self._rows is None:
+            return item
+        borders = np.concatenate([[0], np.cumsum(self._lengths[samples])])
+        return {**item, "cu_seqlens": torch.from_numpy(borders.astype(np.int32))}
+
+    def samples(self, idx: int) -> np.ndarray:
+        """The samples of the files that an item is made of."""
         if self._rows is not None:
-            return self._row(self._rows[idx])
+            return self._rows[idx]
         epoch, place = divmod(idx, len(self._usable))
-        return self._item([self._sample(self._epoch(epoch)[place])])
+        return self._epoch(epoch)[place : place + 1]
+
+    def sample_lengths(self, idx: int) -> list[int]:
+        """Tokens of each sample in an item, without reading it."""
+        return self._lengths[self.samples(idx)].tolist()
+
+    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.random.RandomState]:
+        random = np.random.RandomState([self.config.random_seed, epoch])
+        return self._usable[random.permutation(len(self._usable))], random
 
     def _ordered(self, epoch: int) -> np.ndarray:
-        random = np.random.RandomState([self.config.random_seed, epoch])
-        order = self._usable[random.permutation(len(self._usable))]
+        order, random = self._shuffled(epoch)
         if self.config.group is None:
             return order
         return packing.grouped(order, self._lengths, self.config.group, random)
@@ -148,14 +162,10 @@ class InstructionDataset(MegatronDataset):
         rows: list[np.ndarray] = []
         epoch = 0
         while not rows or len(rows) < (num_samples or 1):
-            rows += packing.packed(self._ordered(epoch), self._lengths, self._room)
+            order, random = self._shuffled(epoch)
+            rows += packing.packed(order, self._lengths, self._room, random)
             epoch += 1
         return rows
-
-    def _row(self, samples: np.ndarray) -> Item:
-        item = self._item([self._sample(index) for index in samples])
-        borders = np.concatenate([[0], np.cumsum(self._lengths[samples])])
-        return {**item, "cu_seqlens": torch.from_numpy(borders.astype(np.int32))}
 
     def _sample(self, index: int) -> Sample:
         sample = self.dataset[int(index)]
@@ -180,13 +190,3 @@ class InstructionDataset(MegatronDataset):
             "loss_mask": torch.from_numpy(trained.astype(np.float32)),
             "position_ids": torch.from_numpy(positions.astype(np.int64)),
         }
-
-
-def lengths_of(dataset: Any) -> Iterator[list[int]]:
-    """Lengths of the samples in each item of a data set, without reading the samples."""
-    for index in range(len(dataset)):
-        if dataset._rows is not None:
-            yield dataset._lengths[dataset._rows[index]].tolist()
-        else:
-            epoch, place = divmod(index, len(dataset._usable))
-            yield [int(dataset._lengths[dataset._epoch(epoch)[place]])]

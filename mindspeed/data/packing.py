@@ -44,19 +44,22 @@ def first_fit_decreasing(lengths: np.ndarray, room: int) -> list[list[int]]:
     return rows
 
 
-def packed(order: np.ndarray, lengths: np.ndarray, room: int) -> list[np.ndarray]:
+def packed(
+    order: np.ndarray, lengths: np.ndarray, room: int, random: np.random.RandomState
+) -> list[np.ndarray]:
     """Rows of one epoch: packed window by window, in the order of a shuffled epoch.
 
     Args:
         order: samples in shuffled order.
         lengths: of all samples, indexed by sample.
         room: of a row.
+        random: shuffles the rows of a window, which come with the longest samples first.
     """
     rows = []
     for start in range(0, len(order), WINDOW):
         window = order[start : start + WINDOW]
-        for row in first_fit_decreasing(lengths[window], room):
-            rows.append(window[row])
+        found = first_fit_decreasing(lengths[window], room)
+        rows += [window[found[row]] for row in random.permutation(len(found))]
     return rows
 
 

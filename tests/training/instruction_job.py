@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,11 @@ def batches(flags: list[str], count: int) -> list[dict[str, Any]]:
     """The first micro-batches of this rank's stage."""
     import os
 
-    from mindspeed.cli.pretrain import _prepare
     from mindspeed.training import data, setup
     from mindspeed.training.configs import transformer_config
+    from mindspeed.training.initialize import prepare
 
-    args = _prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"])).args
+    args = prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"])).args
     setup.initialize(args)
     config = transformer_config(args)
     tokenizer = data.load_tokenizer(args)
@@ -56,3 +57,60 @@ def batches(flags: list[str], count: int) -> list[dict[str, Any]]:
         packing = batch.pop("packed_seq_params", None)
         batch["cu_seqlens"] = None if packing is None else packing.cu_seqlens_q
     return found
+
+
+def packed_and_padded(flags: list[str], count: int) -> dict[str, Any]:
+    """Losses of every token and all gradients of some rows, packed, and of their samples, padded.
+
+    Returns:
+        ``samples`` (number), and for each way ``losses`` of the trained tokens sample by sample,
+        their ``total`` and the ``gradients`` of the total.
+    """
+    import os
+
+    from mindspeed.training import data, setup
+    from mindspeed.training.configs import transformer_config
+    from mindspeed.training.initialize import prepare
+    from mindspeed.training.model import build_modules, gpt_model
+
+    args = prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"])).args
+    setup.initialize(args)
+    tokenizer = data.load_tokenizer(args)
+    config = transformer_config(args)
+    (model,) = build_modules(args, config, gpt_model)
+    rows = data.build_datasets(args, config, tokenizer).train
+    items = [rows[index] for index in range(count)]
+    samples = [sample for item in items for sample in _samples(item)]
+    found: dict[str, Any] = {"samples": len(samples)}
+    found["packed"] = _losses_and_gradients(args, model, items, packed=True)
+    found["padded"] = _losses_and_gradients(args, model, samples, packed=False)
+    return found
+
+
+def _samples(item: dict[str, Any]) -> list[dict[str, Any]]:
+    borders = item["cu_seqlens"].tolist()
+    names = [name for name in item if name != "cu_seqlens"]
+    return [{name: item[name][start:end] for name in names} for start, end in pairwise(borders)]
+
+
+def _losses_and_gradients(args: Any, model: Any, items: list[Any], packed: bool) -> dict[str, Any]:
+    from argparse import Namespace
+
+    from mindspeed.training.instruction import Collate, InstructionBatches
+    from mindspeed.training.step import forward_step
+
+    how = Namespace(**{**vars(args), "micro_batch_size": len(items), "pack_sequences": packed})
+    loader = iter([Collate(0, args.seq_length, None)(items)])
+    model.zero_grad()
+    output, loss_function = forward_step(
+        InstructionBatches(how, loader, first=True, last=True), model
+    )
+    total, _, _ = loss_function(output)
+    total.backward()
+    mask = loss_function.args[0].reshape(-1) == 1
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        "losses": output.detach().reshape(-1)[mask],
+        "total": total.detach(),
+        "gradients": gradients,
+    }

@@ -7,7 +7,8 @@ set of samples, whatever ranks, lengths and rows it is spread over.
 from __future__ import annotations
 
 import pytest
-from instruction_job import flags_for, write_conversations
+import torch
+from instruction_job import batches, flags_for, packed_and_padded, write_conversations
 from trainer_job import SETUP, metrics, train
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -58,15 +59,95 @@ def one_rank(run) -> list[dict]:
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
-        (1, VARIABLE),
         (2, VARIABLE),
         (2, f"{TP} --sequence-parallel {VARIABLE} --pad-to-multiple-of 3"),
-        (2, f"{PP} {VARIABLE}"),
-        (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {VARIABLE}"),
-        (2, f"{PP} {ENGINE}"),
-        (4, f"{TP} {PP} {VARIABLE} {ENGINE}"),
+        (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {VARIABLE} {ENGINE}"),
+        (4, f"{TP} {PP}"),
     ],
     ids=str,
 )
 def test_every_layout_and_length_gives_the_losses_of_one_rank(run, one_rank, world, flags):
     same(run(world, flags), one_rank)
+
+
+@pytest.fixture(scope="module")
+def one_rank_packed(run) -> list[dict]:
+    return run(1, f"--pack-sequences {ENGINE}")
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, "--transformer-impl local"),
+        (2, f"{TP} --sequence-parallel {VARIABLE} {ENGINE}"),
+        (2, f"{PP} {ENGINE}"),
+        (4, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {TP} {VARIABLE}"),
+    ],
+    ids=str,
+)
+def test_packed_rows_give_the_losses_of_one_rank_in_every_layout(
+    run, one_rank_packed, world, flags
+):
+    same(run(world, f"--pack-sequences {flags}"), one_rank_packed)
+
+
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_packed_samples_have_the_losses_and_gradients_of_padded_ones(
+    prefix, ranks, implementation, positions
+):
+    flags = f"--pack-sequences --transformer-impl {implementation} "
+    flags += f"--position-embedding-type {positions}"
+    command = flags_for(prefix, flags)
+    (found,) = ranks(1, packed_and_padded, command, 4, setup=SETUP, backend=None, timeout=60)
+    assert found["samples"] > 6
+    packed, padded = found["packed"], found["padded"]
+    torch.testing.assert_close(packed["losses"], padded["losses"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(packed["total"], padded["total"], rtol=1e-6, atol=0)
+    for name, gradient in padded["gradients"].items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(
+            packed["gradients"][name], gradient, rtol=1e-6, atol=2e-6 * scale, msg=name
+        )
+
+
+def test_every_rank_of_a_group_gets_what_its_stage_needs(prefix, ranks):
+    flags = flags_for(prefix, VARIABLE, TP, "--pad-to-multiple-of 4")
+    first, second = ranks(2, batches, flags, 4, setup=SETUP, backend=None, timeout=60)
+    widths = set()
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours["tokens"].equal(theirs["tokens"])
+        widths.add(ours["tokens"].shape[1])
+        trained = ours["loss_mask"] == 1
+        following = ours["tokens"].roll(-1, dims=1)
+        inside = trained[:, :-1] & trained[:, 1:]
+        assert ours["labels"][:, :-1][inside].equal(following[:, :-1][inside])
+        assert (ours["labels"][~trained] == 0).all()
+    assert len(widths) > 1 and all(width % 4 == 0 for width in widths)
+    flags = flags_for(prefix, "--pack-sequences", PP, "--transformer-impl transformer_engine")
+    (start,), (end,) = ranks(2, batches, flags, 1, setup=SETUP, backend=None, timeout=60)
+    assert start["labels"] is None and end["tokens"] is None
+    assert start["cu_seqlens"].equal(end["cu_seqlens"])
+    assert start["tokens"].shape == end["labels"].shape == (1, 128)
+    assert int(start["cu_seqlens"][-1]) == 128
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--no-is-instruction-dataset --pack-sequences", "only with --is-instruction-dataset"),
+        ("--pack-sequences --length-grouped", "packed rows are full already"),
+        ("--length-grouped --dataloader-type cyclic", "cyclic shuffles the groups apart"),
+        ("--reset-position-ids", "are for plain text"),
+        (
+            "--variable-seq-lengths --num-experts 2",
+            "needs --moe-token-dispatcher-type alltoall",
+        ),
+        ("--data-path nowhere", "there is no file nowhere_packed_input_ids_document.idx"),
+        ("--vocab-size 100", "holds the id"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(prefix, ranks, flags, said):
+    command = flags_for(prefix, flags)
+    (result,) = ranks(1, train, command, setup=SETUP, backend=None, timeout=60)
+    assert said in str(result["error"])

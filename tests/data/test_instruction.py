@@ -1,0 +1,212 @@
+"""The instruction data set: items, order, packing, and what padding costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+
+from mindspeed.data import packing
+from mindspeed.data.instruction import (
+    InstructionConfig,
+    InstructionDataset,
+    InstructionFiles,
+    part_prefixes,
+)
+from mindspeed.errors import DataError
+
+ROOM = 1024
+
+
+def write(prefix: str, lengths: list[int], labels_off: int = 0) -> None:
+    """Sample i counts upwards from i; its second half is trained."""
+    for part, kind in zip(part_prefixes(prefix), ("ids", "mask", "labels"), strict=True):
+        builder = IndexedDatasetBuilder(f"{part}.bin", dtype=np.int32)
+        for index, length in enumerate(lengths):
+            length += labels_off * (kind == "labels")
+            ids = index + np.arange(length)
+            values = {"ids": ids, "mask": np.ones(length)}.get(
+                kind, np.where(np.arange(length) < length // 2, -100, ids)
+            )
+            builder.add_document(values, [length])
+        builder.finalize(f"{part}.idx")
+
+
+def lognormal(count: int) -> list[int]:
+    """Mean about 200, longest 1024."""
+    random = np.random.RandomState(0)
+    return np.clip(random.lognormal(4.9, 0.9, count), 8, ROOM).astype(int).tolist()
+
+
+def dataset(tmp_path, lengths, samples=None, **options) -> InstructionDataset:
+    prefix = str(tmp_path / "p")
+    write(prefix, lengths)
+    config = InstructionConfig(
+        **{
+            "random_seed": 1,
+            "sequence_length": ROOM,
+            "split": "1,0,0",
+            "blend": ([prefix], None),
+            "vocab_size": 5000,
+            **options,
+        }
+    )
+    indices = np.arange(len(lengths), dtype=np.int32)
+    files = InstructionFiles(prefix)
+    return InstructionDataset(files, prefix, indices, samples, Split.train, config)
+
+
+def test_an_item_predicts_the_next_token_where_it_is_trained(tmp_path):
+    data = dataset(tmp_path, [7])
+    item = data[0]
+    assert item["tokens"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert item["labels"].tolist() == [0, 0, 3, 4, 5, 6]
+    assert item["loss_mask"].tolist() == [0, 0, 1, 1, 1, 1]
+    assert item["position_ids"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert {name: value.dtype for name, value in item.items()} == {
+        "tokens": torch.int64,
+        "labels": torch.int64,
+        "loss_mask": torch.float32,
+        "position_ids": torch.int64,
+    }
+
+
+def test_every_epoch_reads_every_sample_once_in_another_order(tmp_path):
+    data = dataset(tmp_path, lognormal(30), samples=75)
+    order = [int(data.samples(i)[0]) for i in range(len(data))]
+    assert len(order) == 75
+    assert sorted(order[:30]) == sorted(order[30:60]) == list(range(30))
+    assert order[:30] != order[30:60]
+    again = dataset(tmp_path, lognormal(30), samples=75)
+    assert order == [int(again.samples(i)[0]) for i in range(75)]
+
+
+def test_long_samples_lose_their_prompt_and_keep_their_answer(tmp_path):
+    item = dataset(tmp_path, [100], sequence_length=60)[0]
+    assert len(item["tokens"]) == 60
+    assert item["labels"].tolist()[-50:] == list(range(50, 100))
+    assert item["loss_mask"].sum() == 50
+
+
+def test_packed_rows_hold_whole_samples_once_each_with_their_own_positions(tmp_path):
+    lengths = lognormal(200)
+    data = dataset(tmp_path, lengths, pack=True)
+    found = []
+    for index in range(len(data)):
+        row = data[index]
+        borders = row["cu_seqlens"].tolist()
+        assert borders[-1] == len(row["tokens"]) <= ROOM
+        for sample, start, end in zip(data.samples(index), borders, borders[1:], strict=False):
+            found.append(int(sample))
+            assert row["tokens"][start] == sample
+            assert row["position_ids"][start:end].tolist() == list(range(end - start))
+            assert end - start == lengths[sample] - 1
+    assert sorted(found) == list(range(200))
+
+
+def blended(folder: str) -> tuple[int, list[int], list[int]]:
+    """First tokens of what a builder makes of two data sets; on a rank."""
+    prefixes = [f"{folder}/a", f"{folder}/b"]
+    config = InstructionConfig(
+        random_seed=1,
+        sequence_length=16,
+        blend=(prefixes, [0.25, 0.75]),
+        split="8,2,0",
+        vocab_size=5000,
+        path_to_cache=f"{folder}/cache",
+    )
+    config.split_matrix[2] = None
+    builder = BlendedMegatronDatasetBuilder(InstructionDataset, [100, 8, 0], lambda: True, config)
+    train, valid, _ = builder.build()
+    firsts = [[int(data[i]["tokens"][0]) for i in range(len(data))] for data in (train, valid)]
+    return len(train), *firsts
+
+
+def test_blending_and_splitting_are_megatron_cores(tmp_path, ranks):
+    write(str(tmp_path / "a"), [20] * 30)
+    write(str(tmp_path / "b"), [20] * 50)
+    ((count, train, valid),) = ranks(1, blended, str(tmp_path), setup="mindspeed.megatron_adaptor")
+    # Samples of 20 ids lose the first three; 80 % of each data set is for training.
+    samples = [{first - 3 for first in firsts} for firsts in (train, valid)]
+    assert count == 100 and samples[0] == set(range(40))
+    assert samples[1] <= {*range(24, 30), *range(40, 50)}
+
+
+def test_wrong_files_are_named(tmp_path):
+    prefix = str(tmp_path / "x")
+    write(prefix, [5, 6], labels_off=1)
+    with pytest.raises(DataError, match="files of input_ids and labels do not belong together"):
+        InstructionFiles(prefix)
+    with pytest.raises(
+        DataError, match="sample 0 holds the id 9, the model's vocabulary ends at 9"
+    ):
+        dataset(tmp_path, [10], vocab_size=9)[0]
+    with pytest.raises(DataError, match="no sample for the train split"):
+        dataset(tmp_path, [1])
+    assert part_prefixes("d/p_packed_input_ids_document") == part_prefixes("d/p")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_first_fit_decreasing_opens_a_row_only_where_no_other_has_room(lengths):
+    lengths = np.array(lengths)
+    rows = packing.first_fit_decreasing(lengths, 50)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    loads = [int(lengths[row].sum()) for row in rows]
+    assert max(loads) <= 50
+    assert len(rows) <= 2 * lengths.sum() / 50 + 1  # all rows but one are more than half full
+    for late, row in enumerate(rows):
+        for early in range(late):
+            assert loads[early] + lengths[row].min() > 50
+
+
+def test_grouped_batches_hold_similar_lengths_in_random_order():
+    lengths = np.array(lognormal(1000))
+    random = np.random.RandomState(0)
+    order = random.permutation(1000)
+    found = packing.grouped(order, lengths, 8, random)
+    assert sorted(found.tolist()) == list(range(1000))
+    spread = np.ptp(lengths[found].reshape(-1, 8), axis=1)
+    assert np.median(spread) < 0.05 * np.median(np.ptp(lengths[order].reshape(-1, 8), axis=1))
+    means = lengths[found].reshape(-1, 8).mean(axis=1)
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3
+
+
+# Llama-2-7B: weights per token, and query-key pairs of 32 layers with 4096 channels.
+PER_TOKEN, PER_PAIR = 6 * 6.6e9, 12 * 32 * 4096
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory) -> dict[str, packing.Padding]:
+    """What one epoch costs in each of the four ways, micro-batches of 8."""
+    folder = tmp_path_factory.mktemp("costs")
+    lengths = lognormal(4000)
+
+    def measured(fixed: int | None = None, **options) -> packing.Padding:
+        data = dataset(folder, lengths, **options)
+        rows = [data.sample_lengths(index) for index in range(len(data))]
+        return packing.padding(rows, 8, 8, fixed=fixed, packed=options.get("pack", False))
+
+    return {
+        "fixed": measured(ROOM),
+        "variable": measured(),
+        "grouped": measured(group=8),
+        "packed": measured(pack=True),
+    }
+
+
+def test_padding_of_fixed_variable_grouped_and_packed_batches(costs):
+    assert len({cost.tokens for cost in costs.values()}) == 1
+    fraction = {name: round(cost.fraction, 3) for name, cost in costs.items()}
+    assert fraction == {"fixed": 0.816, "variable": 0.635, "grouped": 0.023, "packed": 0.001}
+    work = {name: cost.flops(PER_TOKEN, PER_PAIR) for name, cost in costs.items()}
+    relative = {name: round(value / work["packed"], 2) for name, value in work.items()}
+    assert relative == {"fixed": 5.49, "variable": 2.75, "grouped": 1.02, "packed": 1.0}
