@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "verify": "compare a checkpoint's logits with those of transformers",
     "generate": "continue a text with a trained model",
     "chat": "talk with a model",
+    "serve": "answer requests in the form of OpenAI's API",
     "evaluate": "score a model on benchmarks from local files",
     "plot": "draw loss, gradient norm, throughput and memory of one or more runs",
     "features": "list the features: flag, level, devices, conflicts",

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TextIO
+from typing import Any, TextIO
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.files import atomic_write_text
@@ -115,7 +115,7 @@ class Chat:
             self._print(f"saved {path}\n")
 
     def _parameters(self, changes: list[str]) -> None:
-        values = {}
+        values: dict[str, Any] = {}
         for change in changes:
             name, _, value = change.partition("=")
             name = name.replace("-", "_")

@@ -1,0 +1,139 @@
+"""``mindspeed serve``: answer requests in the form of OpenAI's API.
+
+    mindspeed serve --load hf:models/qwen3-8b --tp 2
+    curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+         -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
+
+It listens on this machine only. For others give --host and a key, in the environment variable
+MINDSPEED_API_KEY or a file. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed.cli.chat import add_template_arguments, template_name
+from mindspeed.cli.inference_flags import add_model_arguments, run_model
+from mindspeed.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mindspeed.data.templates import ChatTemplate
+    from mindspeed.inference.generator import Generator
+
+HELP = "answer requests in the form of OpenAI's API"
+_KEY_VARIABLE = "MINDSPEED_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this sub-command."""
+    add_model_arguments(parser)
+    add_template_arguments(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine")
+    group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    group.add_argument("--model-name", help="what clients call it; default: name of --load")
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"clients must send its first line; default: the variable {_KEY_VARIABLE}",
+    )
+    group.add_argument(
+        "--max-tokens", type=int, default=1024, help="new tokens of a request (default 1024)"
+    )
+    group.add_argument(
+        "--max-rows", type=int, default=16, help="prompts x n of a request (default 16)"
+    )
+    group.add_argument(
+        "--max-waiting", type=int, default=64, help="requests in the queue (default 64)"
+    )
+    group.add_argument(
+        "--max-body-bytes", type=int, default=1 << 20, help="of a request (default 1 MiB)"
+    )
+    group.add_argument("--request-timeout", type=float, default=600.0, help="seconds (default 600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve; started by hand with more than one rank, start the ranks first."""
+    name, key = template_name(args), api_key(args)
+    _check(args, key)
+
+    def body(generator: Generator) -> None:
+        from mindspeed.inference.server.guard import Limits
+        from mindspeed.inference.server.run import Address, ServeOptions, serve
+
+        served = args.model_name or Path(args.load.removeprefix("hf:")).name
+        options = ServeOptions(
+            served,
+            Address(args.host, args.port),
+            Limits(key, args.max_body_bytes),
+            _template(generator, name),
+            args.max_tokens,
+            args.max_rows,
+            args.max_waiting,
+            args.request_timeout,
+        )
+        serve(generator, options)
+
+    return run_model("serve", args, body)
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """The key that clients must send; a flag would show it to everybody who lists processes.
+
+    Raises:
+        ConfigError: It is empty.
+        DataError: There is no such file.
+    """
+    key = os.environ.get(_KEY_VARIABLE)
+    if args.api_key_file is not None:
+        if not args.api_key_file.is_file():
+            raise DataError(f"--api-key-file {args.api_key_file}: there is no such file")
+        key = (args.api_key_file.read_text("utf-8").splitlines() or [""])[0].strip()
+    if key is not None and not key:
+        raise ConfigError(f"the API key of --api-key-file or {_KEY_VARIABLE} is empty")
+    return key
+
+
+def _check(args: argparse.Namespace, key: str | None) -> None:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"serve needs the package {error.name}: pip install 'mindspeed[serve]'"
+        ) from error
+    if key is None and not _is_loopback(args.host):
+        raise ConfigError(
+            f"--host {args.host} lets other machines in: set a key in {_KEY_VARIABLE} or with "
+            "--api-key-file, or stay on 127.0.0.1"
+        )
+    if not 0 <= args.port < 65536:
+        raise ConfigError(f"--port {args.port}: 0 (any) to 65535 is allowed")
+    for flag in ("max_tokens", "max_rows", "max_waiting", "max_body_bytes", "request_timeout"):
+        if getattr(args, flag) <= 0:
+            value = getattr(args, flag)
+            raise ConfigError(f"--{flag.replace('_', '-')} {value}: a value above 0 is needed")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _template(generator: Generator, name: str | None) -> ChatTemplate | None:
+    """The chat template; a model without one still completes texts."""
+    from mindspeed.inference.conversation import template_of
+
+    try:
+        return template_of(generator, name)
+    except (ConfigError, DataError):
+        if name is not None:
+            raise
+        return None

@@ -1,0 +1,262 @@
+"""OpenAI's requests and answers: what is understood, what is refused, what comes back.
+
+Fields that would change the answer and are not supported are refused by name; those that only
+describe the caller are accepted. ``top_k``, ``repetition_penalty`` and ``min_tokens`` are additions
+that other servers have, too. ``temperature`` 0 means the most likely token.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mindspeed.errors import ConfigError
+from mindspeed.inference.generate import TokenScores
+from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.inference.server.guard import Refusal
+
+_UNSUPPORTED = {
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "logit_bias": (None, {}),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+}
+
+
+# Of the caller, not of the answer.
+_WITHOUT_EFFECT = (
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+class Request(BaseModel):
+    """What both kinds of requests have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = Field(None, max_length=64)
+    seed: int | None = None
+    top_k: int = Field(0, ge=0)
+    repetition_penalty: float = Field(1.0, gt=0)
+    min_tokens: int = Field(0, ge=0)
+
+    def refuse_unsupported(self) -> None:
+        """Say which field asks for something that is not there.
+
+        Raises:
+            Refusal: Names the first one.
+        """
+        for name, value in (self.model_extra or {}).items():
+            neutral = _UNSUPPORTED.get(name, ())
+            if name not in _WITHOUT_EFFECT and value not in neutral:
+                known = "not supported" if name in _UNSUPPORTED else "unknown"
+                raise Refusal(400, f"the field {name} is {known}", param=name)
+        if self.n > 1 and self.temperature == 0:
+            message = f"n={self.n} with temperature 0 would repeat one answer: raise temperature"
+            raise Refusal(400, message, param="n")
+
+    def sampling(self, max_tokens: int, logprobs: int | None, stop: Sequence[str] = ()) -> Any:
+        """Options of the model.
+
+        Args:
+            max_tokens: The limit where the request names none.
+            logprobs: How many log-probabilities a token.
+            stop: Further stop strings.
+
+        Raises:
+            Refusal: A value is not allowed.
+        """
+        if self.min_tokens > max_tokens:
+            message = f"min_tokens={self.min_tokens} is more than max_tokens={max_tokens}"
+            raise Refusal(400, message, param="min_tokens")
+        own = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        seed = self.seed if self.seed is not None else uuid.uuid4().int >> 66
+        try:
+            return SamplingOptions(
+                max_new_tokens=max_tokens,
+                greedy=self.temperature == 0,
+                temperature=self.temperature or 1.0,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                seed=seed,
+                min_new_tokens=self.min_tokens,
+                repetition_penalty=self.repetition_penalty,
+                num_return_sequences=self.n,
+                stop=tuple(dict.fromkeys((*own, *stop))),
+                logprobs=logprobs,
+            )
+        except ConfigError as error:
+            raise Refusal(400, str(error)) from error
+
+
+class CompletionRequest(Request):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """In the form of chat templates."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(Request):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+
+@dataclass
+class Answer:
+    """One choice in the making: text, tokens and their log-probabilities."""
+
+    text: str = ""
+    tokens: int = 0
+    finish: str | None = None
+
+
+class Writer:
+    """The JSON of one request's answers.
+
+    Args:
+        chat: Of a chat; otherwise of a completion.
+        model: Name of the model.
+        decode: Text of one token.
+        logprobs: Log-probabilities are asked for.
+    """
+
+    def __init__(self, chat: bool, model: str, decode: Any, logprobs: bool) -> None:
+        self._chat, self._decode, self._logprobs = chat, decode, logprobs
+        prefix, kind = ("chatcmpl-", "chat.completion") if chat else ("cmpl-", "text_completion")
+        self._head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
+        self._kind = kind
+
+    def whole(self, answers: Sequence[Answer], scores: Sequence[Any], usage: Any) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = []
+        for index, (answer, found) in enumerate(zip(answers, scores, strict=True)):
+            text = {"role": "assistant", "content": answer.text} if self._chat else answer.text
+            choices.append(
+                {
+                    "index": index,
+                    "message" if self._chat else "text": text,
+                    "logprobs": self._scores(found),
+                    "finish_reason": answer.finish,
+                }
+            )
+        return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
+
+    def chunk(
+        self, index: int, text: str | None, finish: str | None, scores: Any, role: bool = False
+    ) -> dict[str, Any]:
+        """A piece of a streamed answer."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": finish}
+        if self._chat:
+            choice["delta"] = {"role": "assistant"} if role else {}
+            if text is not None:
+                choice["delta"]["content"] = text
+        else:
+            choice["text"] = text or ""
+        choice["logprobs"] = self._scores(scores) if scores else None
+        kind = self._kind + ".chunk" if self._chat else self._kind
+        return {**self._head, "object": kind, "choices": [choice]}
+
+    def usage_chunk(self, usage: Any) -> dict[str, Any]:
+        """The last piece, where it is asked for."""
+        kind = self._kind + ".chunk" if self._chat else self._kind
+        return {**self._head, "object": kind, "choices": [], "usage": usage}
+
+    def _scores(self, found: Sequence[tuple[int, TokenScores]]) -> Any:
+        if not self._logprobs:
+            return None
+        if self._chat:
+            return {"content": [self._token_scores(token, scores) for token, scores in found]}
+        return {
+            "tokens": [self._decode(token) for token, _ in found],
+            "token_logprobs": [scores.chosen for _, scores in found],
+            "top_logprobs": [self._best(scores) for _, scores in found],
+        }
+
+    def _best(self, scores: TokenScores) -> dict[str, float]:
+        """By text; of tokens with the same text (parts of characters) the most likely counts."""
+        return {self._decode(token): value for token, value in reversed(scores.best)}
+
+    def _token_scores(self, token: int, scores: TokenScores) -> dict[str, Any]:
+        best = [self._entry(other, value) for other, value in scores.best]
+        return {**self._entry(token, scores.chosen), "top_logprobs": best}
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        text = self._decode(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """OpenAI's counters."""
+    total = prompt_tokens + completion_tokens
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": total,
+    }

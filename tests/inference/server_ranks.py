@@ -1,0 +1,140 @@
+"""The server in one process, asked by starlette's client."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+KEY = "a key of our own"
+
+
+def _service(folder: str, **limits: Any) -> Any:
+    from mindspeed.inference.control import Control
+    from mindspeed.inference.conversation import template_of
+    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.server.app import Service
+    from mindspeed.inference.server.engine import Engine
+
+    generator = Generator.of(load_model(Source(f"hf:{folder}"), 1))
+    engine = Engine(generator, Control(), limits.pop("waiting", 4), limits.pop("timeout", 60))
+    return Service(engine, "tiny", template_of(generator, None), 64, 4, **limits)
+
+
+def _client(service: Any, limits: Any = None) -> Any:
+    from starlette.testclient import TestClient
+
+    from mindspeed.inference.server.app import create_app
+    from mindspeed.inference.server.guard import Limits
+
+    app = create_app(service, limits or Limits(None, 4000))
+    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+
+
+def ask(folder: str, requests: Any) -> Any:
+    """Status and content of the answer to every ``(method, path, options)``."""
+    with _client(_service(folder)) as client:
+        answers = [client.request(method, path, **options) for method, path, options in requests]
+        return [(answer.status_code, _content(answer), dict(answer.headers)) for answer in answers]
+
+
+def _content(answer: Any) -> Any:
+    kind = answer.headers.get("content-type", "")
+    return answer.json() if "json" in kind else answer.text
+
+
+def with_key(folder: str, headers: list[dict[str, str]]) -> list[int]:
+    """The statuses of a request with these headers, where a key is needed."""
+    from mindspeed.inference.server.guard import Limits
+
+    with _client(_service(folder), Limits(KEY)) as client:
+        return [client.get("/v1/models", headers=each).status_code for each in headers] + [
+            client.get("/health").status_code
+        ]
+
+
+def failures(folder: str) -> Any:
+    """What clients see while the model fails, is slow, or is busy, and afterwards."""
+    service = _service(folder, waiting=1)
+    stage, engine = service.generator.stage, service.engine
+    body = {"prompt": "the cat", "max_tokens": 4, "temperature": 0}
+    seen: dict[str, Any] = {}
+    with _client(service) as client:
+
+        def post(**more: Any) -> Any:
+            return client.post("/v1/completions", json={**body, **more})
+
+        def fail(*unused: Any) -> None:
+            raise RuntimeError("secret of the server")
+
+        hook = stage.register_forward_pre_hook(fail)
+        seen["failed"] = post()
+        seen["failed stream"] = post(stream=True)
+        hook.remove()
+        seen["after"] = post()
+
+        passes = []
+        started, go_on = threading.Event(), threading.Event()
+
+        def wait(*unused: Any) -> None:
+            passes.append(1)
+            started.set()
+            go_on.wait(60)
+
+        hook = stage.register_forward_pre_hook(wait)
+        threads = [threading.Thread(target=post) for _ in range(2)]
+        threads[0].start()
+        started.wait(60)
+        threads[1].start()
+        while engine.waiting == 0:  # the second one is on its way into the queue
+            threads[1].join(0.01)
+        seen["busy"] = post()
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        hook.remove()
+
+        engine._timeout = -1.0
+        seen["too slow"] = post()
+        engine._timeout = 60.0
+        seen["end"] = post()
+    seen["closed"] = engine.healthy
+    return {
+        name: (value.status_code, _content(value)) if hasattr(value, "status_code") else value
+        for name, value in seen.items()
+    }
+
+
+def leaving(folder: str) -> Any:
+    """Passes of the model for a stream whose reader leaves after its first piece."""
+    import asyncio
+
+    from mindspeed.inference.sampling import SamplingOptions
+    from mindspeed.inference.server.engine import Job
+
+    service = _service(folder)
+    passes: list[int] = []
+    seen = threading.Event()
+    stage, engine = service.generator.stage, service.engine
+
+    def count(*unused: Any) -> None:
+        passes.append(1)
+        if len(passes) == 2:
+            seen.wait(60)  # until the reader has gone
+
+    stage.register_forward_pre_hook(count)
+    options = SamplingOptions(max_new_tokens=60, greedy=True)
+    service = replace(service)
+
+    async def read_one() -> None:
+        pieces = engine.pieces(Job([[5, 6]], options))
+        async for _ in pieces:
+            break
+        await pieces.aclose()
+        seen.set()
+
+    engine.start()
+    asyncio.run(read_one())
+    engine.close()
+    return len(passes)

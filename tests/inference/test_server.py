@@ -1,0 +1,303 @@
+"""The server: OpenAI's forms, streams, limits, keys; nothing a client sends ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import server_ranks
+import tiny_chat
+import transformers
+
+from mindspeed.cli.main import main
+
+SETUP = "mindspeed.megatron_adaptor"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, tiny_chat.write(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def ask(ranks, tiny):
+    def run(*requests):
+        return ranks(1, server_ranks.ask, str(tiny[0]), requests, setup=SETUP)[0]
+
+    return run
+
+
+def completion(**body):
+    return ("POST", "/v1/completions", {"json": body})
+
+
+def chat(**body):
+    return ("POST", "/v1/chat/completions", {"json": body})
+
+
+def events(text):
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def greedy_text(tiny, prompt, tokens):
+    _, model, tokenizer = tiny
+    inputs = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=1)
+    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+CHAT_TEXT = "system: be brief\nuser: hello\nassistant: "
+
+
+def test_completions_and_chats_say_what_the_model_says(ask, tiny):
+    _, _, tokenizer = tiny
+    ids = tokenizer("the cat")["input_ids"]
+    base = {"temperature": 0, "max_tokens": 8, "model": "tiny"}
+    parts = [MESSAGES[0], {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    answers = ask(
+        completion(prompt="the cat", **base),
+        completion(prompt=["the cat", "hello"], echo=True, **base),
+        completion(prompt=ids, **base),
+        completion(prompt=[ids, ids], **base),
+        chat(messages=MESSAGES, **base),
+        chat(messages=parts, **base),
+        ("GET", "/v1/models", {}),
+        ("GET", "/v1/models/tiny", {}),
+        ("GET", "/health", {}),
+    )
+    assert [status for status, *_ in answers] == [200] * 9
+    contents = [content for _, content, _ in answers]
+    cat, hello = greedy_text(tiny, "the cat", 8), greedy_text(tiny, "hello", 8)
+    assert [[c["text"] for c in content["choices"]] for content in contents[:4]] == [
+        [cat],
+        ["the cat" + cat, "hello" + hello],
+        [cat],
+        [cat, cat],
+    ]
+    assert contents[0]["object"] == "text_completion" and contents[0]["model"] == "tiny"
+    usage = contents[0]["usage"]
+    assert usage["prompt_tokens"] == len(ids) and 0 < usage["completion_tokens"] <= 8
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    for content in contents[4:6]:
+        (choice,) = content["choices"]
+        wanted = greedy_text(tiny, CHAT_TEXT, 8)
+        assert choice["message"] == {"role": "assistant", "content": wanted}
+        assert choice["finish_reason"] == "length"
+    assert contents[6]["data"][0]["id"] == contents[7]["id"] == "tiny"
+    assert contents[8] == {"status": "ok", "waiting": 0}
+
+
+def test_streams_make_the_same_text_piece_by_piece(ask, tiny):
+    base = {"temperature": 0, "max_tokens": 10, "stream": True}
+    with_usage = {"stream_options": {"include_usage": True}}
+    answers = ask(
+        completion(prompt="the cat", **base),
+        chat(messages=MESSAGES, **base, **with_usage),
+        completion(prompt="the cat", n=2, **{**base, "temperature": 0.9, "seed": 3}),
+        completion(prompt="the cat", n=2, temperature=0.9, seed=3, max_tokens=10),
+    )
+    assert answers[0][2]["content-type"].startswith("text/event-stream")
+    pieces = events(answers[0][1])
+    text = "".join(piece["choices"][0]["text"] for piece in pieces)
+    assert text == greedy_text(tiny, "the cat", 10) and len(pieces) > 3
+    assert [piece["choices"][0]["finish_reason"] for piece in pieces][-1] == "length"
+    first, *middle, usage = events(answers[1][1])
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in middle)
+    assert text == greedy_text(tiny, CHAT_TEXT, 10)
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 10
+    assert first["object"] == "chat.completion.chunk" and first["id"] == usage["id"]
+    texts = ["", ""]
+    for piece in events(answers[2][1]):
+        texts[piece["choices"][0]["index"]] += piece["choices"][0]["text"]
+    assert texts == [choice["text"] for choice in answers[3][1]["choices"]]
+    assert texts[0] != texts[1]
+
+
+def test_log_probabilities_have_openais_form(ask, tiny):
+    base = {"temperature": 0, "max_tokens": 4}
+    (_, whole, _), (_, talk, _), (_, stream, _) = ask(
+        completion(prompt="the cat", logprobs=2, **base),
+        chat(messages=MESSAGES, logprobs=True, top_logprobs=2, **base),
+        chat(messages=MESSAGES, logprobs=True, stream=True, **base),
+    )
+    found = whole["choices"][0]["logprobs"]
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == 4
+    assert found["token_logprobs"][0] == pytest.approx(max(found["top_logprobs"][0].values()))
+    _, model, tokenizer = tiny
+    ids = torch.tensor([tokenizer("the cat")["input_ids"]])
+    best = model(ids).logits[0, -1].log_softmax(-1).max()
+    assert found["token_logprobs"][0] == pytest.approx(float(best), abs=1e-4)
+    content = talk["choices"][0]["logprobs"]["content"]
+    assert [len(token["top_logprobs"]) for token in content] == [2] * 4
+    assert content[0]["logprob"] == content[0]["top_logprobs"][0]["logprob"]
+    streamed = [
+        token["logprob"]
+        for piece in events(stream)
+        for token in (piece["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == pytest.approx([token["logprob"] for token in content])
+
+
+def test_stop_strings_and_seeds(ask, tiny):
+    text = greedy_text(tiny, "the cat", 20)
+    stop = text[4:7]
+    sampled = {"prompt": "the cat", "max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 5}
+    (_, whole, _), (_, one, _), (_, two, _) = ask(
+        completion(prompt="the cat", temperature=0, max_tokens=20, stop=["never", stop]),
+        completion(**sampled, top_k=30),
+        completion(**sampled, top_k=30),
+    )
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+    assert one["choices"] == two["choices"]
+
+
+LARGE = {"content": b" " * 5000, "headers": {"Content-Type": "application/json"}}
+PLAIN = {"content": b"{}", "headers": {"Content-Type": "text/plain"}}
+BROKEN = {"content": b"{'", "headers": {"Content-Type": "application/json"}}
+DEEP = {"content": b"[" * 3900, "headers": {"Content-Type": "application/json"}}
+CAT = {"prompt": "the cat"}
+
+REFUSED = {
+    "no prompt": (completion(), 400, "prompt"),
+    "wrong type": (completion(prompt={"a": 1}), 400, "prompt"),
+    "empty list": (completion(prompt=[]), 400, "at least one token"),
+    "foreign ids": (completion(prompt=[5, 99999]), 400, "outside the vocabulary"),
+    "negative ids": (completion(prompt=[-1]), 400, "outside the vocabulary"),
+    "temperature": (completion(**CAT, temperature=-1), 400, "temperature"),
+    "top_p": (completion(**CAT, top_p=0), 400, "top_p"),
+    "n": (completion(**CAT, n=9), 400, "this server allows 4"),
+    "greedy n": (completion(**CAT, n=2, temperature=0), 400, "n=2 with temperature 0"),
+    "tokens": (completion(**CAT, max_tokens=65), 400, "this server allows 64"),
+    "min": (completion(**CAT, max_tokens=4, min_tokens=5), 400, "min_tokens=5 is more"),
+    "context": (completion(prompt="cat " * 200), 400, "the model has 128 positions"),
+    "model": (completion(**CAT, model="gpt-9"), 404, "gpt-9 does not exist"),
+    "penalty": (completion(**CAT, presence_penalty=1), 400, "presence_penalty is not supported"),
+    "unknown": (completion(**CAT, heat=1), 400, "the field heat is unknown"),
+    "stop": (completion(**CAT, stop=[""]), 400, "--stop ''"),
+    "role": (chat(messages=[{"role": "robot", "content": "x"}]), 400, "messages.0.role"),
+    "no messages": (chat(messages=[]), 400, "messages"),
+    "late system": (chat(messages=MESSAGES[::-1], tools=[{}]), 400, "tools is not supported"),
+    "large": (("POST", "/v1/completions", LARGE), 413, "4,000 bytes"),
+    "plain": (("POST", "/v1/completions", PLAIN), 415, "Content-Type: application/json"),
+    "broken": (("POST", "/v1/completions", BROKEN), 400, "JSON"),
+    "deep": (("POST", "/v1/completions", DEEP), 400, ""),
+    "path": (("GET", "/v2/nothing", {}), 404, "/v2/nothing"),
+    "method": (("DELETE", "/v1/completions", {}), 405, "DELETE"),
+    "host": (("GET", "/v1/models", {"headers": {"Host": "evil.example"}}), 403, "localhost"),
+}
+
+
+def test_every_refusal_is_an_error_in_openais_form_and_the_server_goes_on(ask):
+    *answers, last = ask(*(request for request, _, _ in REFUSED.values()), completion(**CAT))
+    for name, answer, (_, status, message) in zip(REFUSED, answers, REFUSED.values(), strict=True):
+        assert answer[0] == status, (name, answer)
+        assert set(answer[1]["error"]) == {"message", "type", "param", "code"}, name
+        assert message in answer[1]["error"]["message"], (name, answer)
+    assert last[0] == 200
+
+
+def test_a_key_lets_in(ranks, tiny):
+    key = server_ranks.KEY
+    headers = [
+        {"Authorization": f"Bearer {key}"},
+        {"Authorization": f"bearer {key}", "Host": "anywhere.example"},
+        {},
+        {"Authorization": f"Bearer {key}x"},
+        {"Authorization": f"Basic {key}"},
+        {"Authorization": ""},
+    ]
+    (statuses,) = ranks(1, server_ranks.with_key, str(tiny[0]), headers, setup=SETUP)
+    assert statuses == [200, 200, 401, 401, 401, 401, 200]  # the last one is /health
+
+
+def test_a_failing_model_a_full_queue_and_a_deadline_are_answers(ranks, tiny):
+    (seen,) = ranks(1, server_ranks.failures, str(tiny[0]), setup=SETUP, timeout=120)
+    statuses = {name: value[0] for name, value in seen.items() if name != "closed"}
+    assert statuses == {
+        "failed": 500,
+        "failed stream": 500,
+        "after": 200,
+        "busy": 429,
+        "too slow": 504,
+        "end": 200,
+    }
+    assert "secret" not in json.dumps(seen["failed"][1])
+    assert seen["after"][1]["choices"] == seen["end"][1]["choices"]
+    assert seen["closed"] is False
+
+
+def test_a_client_that_leaves_ends_its_request(ranks, tiny):
+    (passes,) = ranks(1, server_ranks.leaving, str(tiny[0]), setup=SETUP)
+    assert passes == 2  # of sixty
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "0.0.0.0"], "lets other machines in: set a key in MINDSPEED_API_KEY"),
+        (["--port", "70000"], "--port 70000"),
+        (["--max-waiting", "0"], "--max-waiting 0"),
+        (["--api-key-file", "/no/such"], "--api-key-file /no/such: there is no such file"),
+        (["--prompt-type", "alpaca", "--hf-chat-template"], "give it or --hf-chat-template"),
+    ],
+)
+def test_wrong_flags_are_said_before_the_model_is_loaded(words, message, capsys, monkeypatch):
+    monkeypatch.delenv("MINDSPEED_API_KEY", raising=False)
+    assert main(["serve", "--load", "nowhere", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.timeout(280)
+def test_a_server_on_two_ranks_answers_and_ends_well(tiny):
+    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    env["MINDSPEED_API_KEY"] = "k"
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    words = ["serve", f"--load=hf:{tiny[0]}", "--tp=2", "--port=0", "--model-name=tiny"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mindspeed", *words], env=env, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        address, log = None, ""
+        while address is None:
+            line = server.stderr.readline()
+            assert line, log
+            log += line
+            address = re.search(r"running on (http://\S+)", line)
+        body = {"prompt": "the cat", "temperature": 0, "max_tokens": 6}
+        request = urllib.request.Request(
+            address[1] + "/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": "Bearer k"},
+        )
+        for _ in range(2):
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                text = json.load(answer)["choices"][0]["text"]
+            assert text == greedy_text(tiny, "the cat", 6)
+        server.send_signal(signal.SIGINT)
+        rest = server.communicate(timeout=120)[1]
+        assert server.returncode == 0, log + rest
+        assert "Traceback" not in log + rest
+    finally:
+        server.kill()
+        server.wait()
