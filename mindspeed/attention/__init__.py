@@ -1,0 +1,39 @@
+"""Attention over sequences that are split over ranks: context parallelism.
+
+    from mindspeed.attention import Mask, context_parallel_attention, planners, zigzag
+
+    layout = zigzag(S, P)
+    plan = planners.ring(Mask.causal(S), layout)
+    out = context_parallel_attention(q, k, v, plan, group)
+
+A mask is a list of rectangles with a diagonal band (:mod:`~mindspeed.attention.mask`), an algorithm
+is a plan of moves and work (:mod:`~mindspeed.attention.plan`) that can be proven
+(:mod:`~mindspeed.attention.check`) and priced (:mod:`~mindspeed.attention.figures`), and one
+executor runs them all. Works without Megatron, with any process group.
+"""
+
+from mindspeed.attention import planners
+from mindspeed.attention.check import PlanError, check
+from mindspeed.attention.figures import Figures, Sizes, figures
+from mindspeed.attention.layout import Layout, contiguous, zigzag
+from mindspeed.attention.mask import Mask, Region
+from mindspeed.attention.parallel import context_parallel_attention
+from mindspeed.attention.plan import Plan
+from mindspeed.attention.ulysses import HeadSplit
+
+__all__ = [
+    "Figures",
+    "HeadSplit",
+    "Layout",
+    "Mask",
+    "Plan",
+    "PlanError",
+    "Region",
+    "Sizes",
+    "check",
+    "context_parallel_attention",
+    "contiguous",
+    "figures",
+    "planners",
+    "zigzag",
+]

@@ -1,0 +1,137 @@
+"""Prove that a plan computes its mask: every pair once, with rows that are there.
+
+Run by the tests for every planner, and before the first use of a plan with
+``MINDSPEED_CHECK_PLAN=1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed.attention.layout import Range, Ranges, length, union, without
+from mindspeed.attention.mask import Region
+from mindspeed.attention.plan import OWN, Move, Plan, Stage, kept
+from mindspeed.errors import ConfigError
+
+
+class PlanError(ConfigError):
+    """A plan is wrong; nothing was computed."""
+
+
+def check(plan: Plan) -> None:
+    """Prove a plan.
+
+    Raises:
+        PlanError: A token has no owner or two, a pair of the mask is missing or computed twice, a
+            rank works with rows or sends rows that it does not have, or a gradient does not reach
+            the owner of its row.
+    """
+    _owners(plan)
+    for name, stages in (("forward", plan.forward), ("backward", plan.backward)):
+        _pairs(plan, name, stages)
+        _rows(plan, name, stages)
+    _gradients(plan)
+
+
+def _owners(plan: Plan) -> None:
+    pieces = sorted(part for own in plan.layout.segments for part in own)
+    at = 0
+    for a, b in pieces:
+        if a != at or b <= a:
+            raise PlanError(f"{plan.algorithm}: position {min(a, at)} has no owner or two")
+        at = b
+    if at != plan.mask.size:
+        raise PlanError(
+            f"{plan.algorithm}: owners of {at} positions, the mask has {plan.mask.size}"
+        )
+
+
+def _pairs(plan: Plan, name: str, stages: Sequence[Stage]) -> None:
+    work = sorted(region for stage in stages for own in stage.work for region in own)
+    inside = sum(
+        common.area()
+        for region in work
+        for wanted in plan.mask.regions_of(region.q0, region.q1)
+        if (common := _common(region, wanted))
+    )
+    computed, wanted_area = sum(region.area() for region in work), plan.mask.area()
+    if computed != wanted_area or inside != computed:
+        raise PlanError(
+            f"{plan.algorithm}: {name} computes {computed} pairs, {inside} of them of the mask's "
+            f"{wanted_area}"
+        )
+    open_regions: list[Region] = []
+    for region in work:
+        open_regions = [other for other in open_regions if other.q1 > region.q0]
+        for other in open_regions:
+            if _common(region, other):
+                raise PlanError(
+                    f"{plan.algorithm}: {name} computes a pair twice: {other}, {region}"
+                )
+        open_regions.append(region)
+
+
+def _common(one: Region, other: Region) -> Region | None:
+    both = one._replace(lo=max(one.lo, other.lo), hi=min(one.hi, other.hi))
+    return both.crop(*other[:4])
+
+
+def _rows(plan: Plan, name: str, stages: Sequence[Stage]) -> None:
+    own = plan.layout.segments
+    for number, stage in enumerate(stages):
+        if stage.fetch and not 0 <= stage.posted < number:
+            raise PlanError(f"{plan.algorithm}: {name} {number} is posted at {stage.posted}")
+        for move in stage.fetch:
+            there = _buffer(plan, name, stages, move, stage.posted)
+            if lacking := without(move.ranges, there):
+                raise PlanError(f"{plan.algorithm}: {name} {number}: {move} lacks {lacking}")
+        for rank, regions in enumerate(stage.work):
+            keys = [*own[rank], *_arrived(stage, rank)]
+            if name == "backward":
+                keys += [part for t in plan.kept for part in _arrived(plan.forward[t], rank)]
+            for region in regions:
+                if without([(region.q0, region.q1)], own[rank]):
+                    raise PlanError(f"{plan.algorithm}: rank {rank} does not own {region}")
+                if without([(region.k0, region.k1)], keys):
+                    raise PlanError(
+                        f"{plan.algorithm}: {name} {number}: rank {rank} has no keys for {region}"
+                    )
+
+
+def _buffer(plan: Plan, name: str, stages: Sequence[Stage], move: Move, posted: int) -> Ranges:
+    if move.buffer == OWN:
+        return plan.layout.segments[move.src]
+    for stage in plan.kept if name == "backward" else ():
+        if move.buffer == kept(stage):
+            return tuple(_arrived(plan.forward[stage], move.src))
+    if 0 <= move.buffer <= posted:
+        return tuple(_arrived(stages[move.buffer], move.src))
+    return ()
+
+
+def _arrived(stage: Stage, rank: int) -> list[Range]:
+    return [part for move in stage.arriving(rank) for part in move.ranges]
+
+
+def _gradients(plan: Plan) -> None:
+    """Follow the key rows of all pairs home."""
+    held: list[list[Range]] = [[] for _ in range(plan.ranks)]
+    for number, stage in enumerate(plan.backward):
+        for rank, regions in enumerate(stage.work):
+            keys = ((region.k0, region.k1) for region in regions)
+            held[rank] += without(keys, plan.layout.segments[rank])
+        arriving: list[list[Range]] = [[] for _ in range(plan.ranks)]
+        for move in stage.give:
+            # Rows that nobody looked at travel as zeros.
+            held[move.src] = list(without(held[move.src], move.ranges))
+            arriving[move.dst] += without(move.ranges, plan.layout.segments[move.dst])
+        for rank, ranges in enumerate(arriving):
+            held[rank] += ranges
+        stale = [
+            rank for rank, ranges in enumerate(held) if ranges and number + 1 == len(plan.backward)
+        ]
+        if stale:
+            rows = length(union(held[stale[0]]))
+            raise PlanError(
+                f"{plan.algorithm}: gradients of {rows} keys do not leave rank {stale[0]}"
+            )

@@ -1,0 +1,175 @@
+"""Who owns which tokens: for every rank a list of ranges of positions."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed.errors import ConfigError
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tokens of every rank.
+
+    Attributes:
+        segments: For each rank its ranges in the order in which they lie in its tensors.
+    """
+
+    segments: tuple[Ranges, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.segments)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Positions of all ranks."""
+        return sum(length(own) for own in self.segments)
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """Position of each row of a rank's tensors, int64."""
+        return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in self.segments[rank])])
+
+    def owned(self, wanted: Iterable[Range]) -> dict[int, list[Range]]:
+        """Cut ranges by owner: rank -> its parts, in ascending order of positions."""
+        starts, pieces = self._sorted
+        found: dict[int, list[Range]] = {}
+        for a, b in wanted:
+            at = max(bisect.bisect_right(starts, a) - 1, 0)
+            while at < len(pieces) and pieces[at][0] < b:
+                start, end, rank = pieces[at]
+                if end > a:
+                    found.setdefault(rank, []).append((max(a, start), min(b, end)))
+                at += 1
+        return found
+
+    @functools.cached_property
+    def _sorted(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        pieces = sorted((a, b, rank) for rank, own in enumerate(self.segments) for a, b in own)
+        return [a for a, _, _ in pieces], pieces
+
+
+class Rows:
+    """Where positions lie in a tensor that holds some ranges one behind the other."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ranges = tuple(ranges)
+        starts: list[tuple[int, int, int]] = []
+        row = 0
+        for a, b in self.ranges:
+            starts.append((a, b, row))
+            row += b - a
+        self.rows = row
+        self._pieces = sorted(starts)
+        self._starts = [a for a, _, _ in self._pieces]
+
+    def row(self, position: int) -> int:
+        """The row of a position.
+
+        Raises:
+            KeyError: It is not here.
+        """
+        at = bisect.bisect_right(self._starts, position) - 1
+        if at < 0 or position >= self._pieces[at][1]:
+            raise KeyError(f"position {position} is not held here")
+        start, _, row = self._pieces[at]
+        return row + position - start
+
+    def slices(self, ranges: Iterable[Range]) -> Iterator[slice]:
+        """Rows of ranges that are each inside one of those held."""
+        for a, b in ranges:
+            first = self.row(a)
+            if self.row(b - 1) != first + b - a - 1:
+                raise KeyError(f"positions {a} to {b - 1} are not held together here")
+            yield slice(first, first + b - a)
+
+
+def length(ranges: Iterable[Range]) -> int:
+    """Number of positions."""
+    return sum(b - a for a, b in ranges)
+
+
+def union(ranges: Iterable[Range]) -> Ranges:
+    """The same positions, in ascending order, each once."""
+    merged: list[list[int]] = []
+    for a, b in sorted(ranges):
+        if a >= b:
+            continue
+        if merged and a <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], b)
+        else:
+            merged.append([a, b])
+    return tuple((a, b) for a, b in merged)
+
+
+def without(ranges: Iterable[Range], taken: Iterable[Range]) -> Ranges:
+    """What is in the first and not in the second."""
+    left: list[Range] = []
+    holes = union(taken)
+    for a, b in union(ranges):
+        for hole_a, hole_b in holes:
+            if hole_b <= a or hole_a >= b:
+                continue
+            if hole_a > a:
+                left.append((a, hole_a))
+            a = max(a, hole_b)
+            if a >= b:
+                break
+        if a < b:
+            left.append((a, b))
+    return tuple(left)
+
+
+def contiguous(size: int, ranks: int, samples: int = 1) -> Layout:
+    """Rank r owns the r-th part of every sample; parts differ by at most one token.
+
+    Args:
+        size: Length of a sample.
+        ranks: Number of ranks.
+        samples: Samples, one behind the other.
+    """
+    cuts = [size * rank // ranks for rank in range(ranks + 1)]
+    parts = [[(cuts[rank], cuts[rank + 1])] for rank in range(ranks)]
+    return _for_samples(parts, size, samples)
+
+
+def zigzag(size: int, ranks: int, samples: int = 1) -> Layout:
+    """Rank r owns chunks r and 2 P - 1 - r of 2 P chunks: equal causal work. Megatron's layout.
+
+    Args:
+        size: Length of a sample.
+        ranks: Number of ranks, P.
+        samples: Samples, one behind the other.
+
+    Raises:
+        ConfigError: The size does not divide.
+    """
+    if size % (2 * ranks):
+        raise ConfigError(
+            f"context parallel: sequence length S={size} must be divisible by 2*CP={2 * ranks} "
+            "(Megatron slices zigzag); pack documents or use adaptive_cp_algo"
+        )
+    chunk = size // (2 * ranks)
+    parts = [
+        [(r * chunk, (r + 1) * chunk), (size - (r + 1) * chunk, size - r * chunk)]
+        for r in range(ranks)
+    ]
+    return _for_samples(parts, size, samples)
+
+
+def _for_samples(parts: list[list[Range]], size: int, samples: int) -> Layout:
+    return Layout(
+        tuple(
+            tuple((a + n * size, b + n * size) for n in range(samples) for a, b in own if b > a)
+            for own in parts
+        )
+    )

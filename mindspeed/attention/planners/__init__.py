@@ -1,0 +1,6 @@
+"""One module per way to bring queries and keys together; each returns a plan."""
+
+from mindspeed.attention.planners.gather import all_gather, needed_only
+from mindspeed.attention.planners.ring import ring
+
+__all__ = ["all_gather", "needed_only", "ring"]
