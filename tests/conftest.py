@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed.testing import RankPool
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tensors here are tiny: a second thread only waits, the longer the busier the machine is."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
