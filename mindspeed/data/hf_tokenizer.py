@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.data.tokenizer import END_OF_TEXT, TextTokenizer, TokenizerOptions, Tokens
-from mindspeed.errors import DataError
+from mindspeed.errors import ConfigError, DataError, MindSpeedError
 from mindspeed.files import check_path
 
 # Classes that are nothing but their tokenizer.json: reading that file gives the same ids.
@@ -47,7 +47,57 @@ def open_directory(directory: Path, options: TokenizerOptions) -> TextTokenizer:
         from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
 
         return SentencePieceTokenizer(model, config, special)
-    return HuggingFaceTokenizer(directory, config, special, options.trust_remote_code)
+    backend: _FileBackend | _TransformersBackend
+    file = directory / "tokenizer.json"
+    if config.get("tokenizer_class") in _GENERIC_CLASSES and file.exists():
+        backend = _FileBackend(_from_json(file.read_text("utf-8"), str(file)), config)
+    else:
+        backend = _TransformersBackend(directory, config, options.trust_remote_code)
+    return HuggingFaceTokenizer(directory, backend, special)
+
+
+def from_vocabulary(options: TokenizerOptions) -> TextTokenizer:
+    """GPT-2's ``vocab.json`` and ``merges.txt``, or BERT's ``vocab.txt``.
+
+    Megatron's own wrappers ask the internet for the rest of these tokenizers; nothing is missing.
+
+    Raises:
+        ConfigError: a flag is missing.
+        DataError: a file is missing or damaged.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    kind = options.tokenizer_type
+    vocabulary = _required(options.vocab_file, f"--tokenizer-type {kind} needs --vocab-file")
+    try:
+        if kind == "GPT2BPETokenizer":
+            merges = _required(options.merge_file, f"--tokenizer-type {kind} needs --merge-file")
+            tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            tokenizer.add_special_tokens([END_OF_TEXT])
+            config = {"eos_token": END_OF_TEXT}
+        else:
+            tokenizer = Tokenizer(models.WordPiece.from_file(str(vocabulary), unk_token="[UNK]"))
+            lower = kind == "BertWordPieceLowerCase"
+            tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+            tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            tokenizer.decoder = decoders.WordPiece()
+            tokenizer.add_special_tokens(["[SEP]", "[PAD]"])
+            config = {"eos_token": "[SEP]", "pad_token": "[PAD]"}
+    except MindSpeedError:
+        raise
+    except Exception as error:  # the Rust library raises plain Exception
+        raise DataError(f"--vocab-file {vocabulary} cannot be read: {error}") from error
+    return HuggingFaceTokenizer(vocabulary.parent, _FileBackend(tokenizer, config), special=False)
+
+
+def _required(path: str | None, message: str) -> Path:
+    if path is None:
+        raise ConfigError(message)
+    if not Path(path).is_file():
+        raise DataError(f"there is no file {path}")
+    return check_path(path, "input")
 
 
 class HuggingFaceTokenizer:
@@ -61,16 +111,11 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(
-        self, directory: Path, config: Mapping[str, Any], special: bool, trust_remote_code: bool
+        self, directory: Path, backend: _FileBackend | _TransformersBackend, special: bool
     ) -> None:
         self.directory = directory
         self._special = special
-        generic = config.get("tokenizer_class") in _GENERIC_CLASSES
-        self._backend: _FileBackend | _TransformersBackend
-        if generic and (directory / "tokenizer.json").exists():
-            self._backend = _FileBackend(directory, config)
-        else:
-            self._backend = _TransformersBackend(directory, config, trust_remote_code)
+        self._backend = backend
         self._vocabulary = self._backend.vocabulary()
         self.vocab_size: int = max(self._vocabulary.values()) + 1
         self.eod: int = _end_of_document(self._backend, self._vocabulary, directory)
@@ -108,12 +153,11 @@ class HuggingFaceTokenizer:
 
 
 class _FileBackend:
-    """``tokenizer.json`` read with the tokenizers library alone."""
+    """A tokenizer of the tokenizers library, and what its tokens are for."""
 
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, config: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
         self._config = config
-        path = directory / "tokenizer.json"
-        self._tokenizer = _from_json(path.read_text("utf-8"), str(path))
 
     def vocabulary(self) -> Mapping[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)

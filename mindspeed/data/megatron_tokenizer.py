@@ -1,11 +1,11 @@
-"""The tokenizers that megatron.core brings: GPT-2's files, BERT's, tiktoken, and plain numbers."""
+"""The tokenizers that megatron.core brings and reads without the internet: tiktoken, numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed.data.tokenizer import VOCABULARY_FILE_TYPES, TokenizerOptions, required_file
+from mindspeed.data.tokenizer import TokenizerOptions, required_file
 from mindspeed.errors import ConfigError, DataError
 
 
@@ -68,11 +68,6 @@ def _megatron_tokenizer(options: TokenizerOptions) -> Any:
         return Factory.from_pretrained(
             metadata_path={"library": "null"}, vocab_size=options.vocab_size
         )
-    if kind in VOCABULARY_FILE_TYPES:
-        files = {"vocab_file": options.vocab_file, "merges_file": options.merge_file}
-        if options.vocab_file is None:
-            raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file")
-        return Factory.from_pretrained(kind, metadata_path={"library": "megatron"}, **files)
     path = str(required_file(options))
     try:
         return Factory.from_pretrained(path, metadata_path={"library": "tiktoken"})

@@ -11,9 +11,9 @@ Megatron-LM's ``--tokenizer-type HuggingFaceTokenizer`` open too:
 data sets use (``eod``, ``pad``, ``vocab_size``, ``unique_identifiers``) and ``tokenize_batch``. A
 directory whose ``tokenizer.json`` says everything is read without importing transformers, which
 saves seconds per process; all others go through ``AutoTokenizer`` (:mod:`~.hf_tokenizer`).
-SentencePiece models are read with that library (:mod:`~.sentencepiece_tokenizer`) and the remaining
-types through Megatron's own wrappers (:mod:`~.megatron_tokenizer`). Nothing is ever downloaded and
-no remote code runs unless asked for.
+SentencePiece models are read with that library (:mod:`~.sentencepiece_tokenizer`), the files of
+GPT-2 and BERT with ``tokenizers``, and the remaining types through Megatron's own wrappers
+(:mod:`~.megatron_tokenizer`). Nothing is ever downloaded and no remote code runs unless asked for.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MIN_VOCAB_SIZE = 256 + 2  # all bytes and the two special tokens
 
 _HUGGINGFACE_TYPES = ("HuggingFaceTokenizer", "PretrainedFromHF")
 _SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-VOCABULARY_FILE_TYPES = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+_VOCABULARY_FILE_TYPES = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
 TOKENIZER_TYPES = (
     *_HUGGINGFACE_TYPES,
     *_SENTENCEPIECE_TYPES,
-    *VOCABULARY_FILE_TYPES,
+    *_VOCABULARY_FILE_TYPES,
     "TikTokenizer",
     "NullTokenizer",
 )
@@ -205,6 +205,10 @@ def build_tokenizer(options: TokenizerOptions) -> TextTokenizer:
         from mindspeed.data.hf_tokenizer import open_directory
 
         return open_directory(_required_directory(options), options)
+    if options.tokenizer_type in _VOCABULARY_FILE_TYPES:
+        from mindspeed.data.hf_tokenizer import from_vocabulary
+
+        return from_vocabulary(options)
     if options.tokenizer_type in _SENTENCEPIECE_TYPES:
         from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -123,3 +124,135 @@ def test_a_tokenizer_without_an_end_token_is_refused(directory, tmp_path):
 def test_a_vocabulary_below_the_bytes_is_refused():
     with pytest.raises(ConfigError, match="at least 258"):
         train_bpe(TEXTS, 200)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A SentencePiece model of Llama's kind."""
+    spm = pytest.importorskip("sentencepiece")
+    content = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=content,
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    path.write_bytes(content.getvalue())
+    return path
+
+
+SENTENCES = ["the cat sat", "  two blanks", "naïve 🙂\n", ""]
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer"])
+def test_sentencepiece_ids_are_those_of_megatron(model, kind):
+    pytest.importorskip("megatron.core")
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    theirs = MegatronTokenizer.from_pretrained(
+        str(model), metadata_path={"library": "sentencepiece"}
+    )
+    for path in (model, model.parent):
+        ours = build_tokenizer(TokenizerOptions(kind, str(path)))
+        assert ours.tokenize_batch(SENTENCES) == [theirs.tokenize(text) for text in SENTENCES]
+        assert (ours.eod, ours.vocab_size) == (theirs.eod, theirs.vocab_size)
+    for text, ids in zip(SENTENCES, ours.tokenize_batch(SENTENCES), strict=True):
+        assert ours.detokenize(ids) == text
+
+
+def directory_of(model, folder, **config):
+    (folder / "tokenizer.model").write_bytes(model.read_bytes())
+    base = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(base | config))
+    return str(folder)
+
+
+def test_the_class_name_of_early_llama_directories_gives_llamas_ids(model, tmp_path):
+    pytest.importorskip("transformers")
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    adds = {"add_bos_token": True}
+    new = directory_of(model, tmp_path / "new", tokenizer_class="LlamaTokenizer", **adds)
+    old = directory_of(model, tmp_path / "old", tokenizer_class="LLaMATokenizer", **adds)
+    right = build_tokenizer(TokenizerOptions("PretrainedFromHF", new))
+    with pytest.warns(UserWarning, match="LLaMATokenizer, which is read as LlamaTokenizer"):
+        ours = build_tokenizer(TokenizerOptions("PretrainedFromHF", old))
+    plain = build_tokenizer(TokenizerOptions("SentencePieceTokenizer", str(model)))
+    for text in SENTENCES[:3]:
+        assert ours.tokenize(text) == right.tokenize(text)
+    assert ours.tokenize("the cat sat") == [1, *plain.tokenize("the cat sat")]
+
+
+def test_remote_code_is_replaced_by_its_model_and_never_run(model, tmp_path):
+    config = {
+        "auto_map": {"AutoTokenizer": ["tokenization_baichuan.BaichuanTokenizer", None]},
+        "add_bos_token": True,
+        "additional_special_tokens": ["<s>"],
+    }
+    (tmp_path / "tokenization_baichuan.py").write_text("raise SystemExit('this code was run')")
+    path = directory_of(model, tmp_path, **config)
+    plain = build_tokenizer(TokenizerOptions("SentencePieceTokenizer", str(model)))
+    ours = build_tokenizer(TokenizerOptions("PretrainedFromHF", path))
+    assert ours.tokenize("the cat") == [1, *plain.tokenize("the cat")]
+    assert ours.eod == 2 and 2 in ours.tokenize("a</s>b") and 2 not in ours.tokenize("a/s")
+    asked = build_tokenizer(TokenizerOptions("HuggingFaceTokenizer", path))
+    assert asked.tokenize("the cat") == plain.tokenize("the cat")
+    (tmp_path / "tokenizer.model").unlink()
+    with pytest.raises(DataError, match="run its code with --trust-remote-code if you trust it"):
+        build_tokenizer(TokenizerOptions("PretrainedFromHF", path))
+
+
+def test_pretrained_from_hf_keeps_the_tokens_that_the_tokenizer_adds(directory, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    save_tokenizer(inner, tmp_path)
+    found = {
+        kind: build_tokenizer(TokenizerOptions(kind, str(tmp_path))).tokenize("the")
+        for kind in ("PretrainedFromHF", "HuggingFaceTokenizer")
+    }
+    assert found["PretrainedFromHF"] == [0, *found["HuggingFaceTokenizer"]]
+
+
+def test_gpt2_files_give_the_same_ids_without_the_internet(directory, tokenizer, tmp_path):
+    content = json.loads((directory / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(content["vocab"]))
+    merges = [" ".join(merge) for merge in content["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges))
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    gpt2 = build_tokenizer(TokenizerOptions("GPT2BPETokenizer", **files))
+    assert gpt2.tokenize_batch(TEXTS[:3]) == tokenizer.tokenize_batch(TEXTS[:3])
+    assert (gpt2.eod, gpt2.vocab_size) == (tokenizer.eod, tokenizer.vocab_size)
+    with pytest.raises(ConfigError, match="needs --merge-file"):
+        build_tokenizer(TokenizerOptions("GPT2BPETokenizer", vocab_file=files["vocab_file"]))
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_bert_files_give_the_ids_of_transformers(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "The", "cat", "##s", ",", "caf"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*words, "##e", "##é"]))
+    ours = build_tokenizer(TokenizerOptions(kind, vocab_file=str(tmp_path / "vocab.txt")))
+    theirs = transformers.BertTokenizer.from_pretrained(
+        tmp_path, do_lower_case=kind == "BertWordPieceLowerCase"
+    )
+    for text in ("The cats, café dog", "the"):
+        assert ours.tokenize(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert (ours.eod, ours.pad, ours.vocab_size) == (3, 0, 13)
+    with pytest.raises(DataError, match="there is no file"):
+        build_tokenizer(TokenizerOptions(kind, vocab_file=str(tmp_path / "no.txt")))
+
+
+def test_a_wrong_model_file_is_named(tmp_path):
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_bytes(b"rubbish")
+    with pytest.raises(DataError, match="is no valid SentencePiece model"):
+        build_tokenizer(TokenizerOptions("SentencePieceTokenizer", str(tmp_path)))
