@@ -41,8 +41,8 @@ def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int
 
     if inside_a_job():
         with stop_together(command):
-            return _train(_prepare(argv, command, defaults, int(os.environ["WORLD_SIZE"])))
-    settings = _prepare(argv, command, defaults)
+            return _train(_prepare(argv, int(os.environ["WORLD_SIZE"]), command, defaults))
+    settings = _prepare(argv, None, command, defaults)
     args = settings.args
     if args.dry_run:
         from mindspeed.training.estimate import describe
@@ -56,14 +56,17 @@ def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int
 
 
 def _prepare(
-    argv: Sequence[str], command: str, defaults: Mapping[str, Any], ranks: int | None = None
+    argv: Sequence[str],
+    ranks: int | None = None,
+    command: str = "pretrain",
+    defaults: Mapping[str, Any] | None = None,
 ) -> Settings:
     from mindspeed.training.arguments import build_parser
     from mindspeed.training.initialize import prepare
 
     parser = build_parser(with_help=bool({"-h", "--help"} & set(argv)))
     parser.prog = f"mindspeed {command}"
-    parser.set_defaults(**defaults)
+    parser.set_defaults(**(defaults or {}))
     return prepare(argv, ranks, parser=parser)
 
 
