@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +217,8 @@ def _check_choices(args: argparse.Namespace, planned: Sequence[Planned]) -> None
 
     source = Source(args.load, args.ckpt_step, args.tp, args.pp, args.tokenizer_model)
     final = resolve_source(source, args.tp * args.pp * args.dp)
-    check_choices(planned, build_tokenizer(TokenizerOptions.from_args(final)))
+    for note in check_choices(planned, build_tokenizer(TokenizerOptions.from_args(final))):
+        print(f"mindspeed evaluate: {note}", file=sys.stderr, flush=True)
 
 
 def _import_megatron_adaptor() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -73,7 +74,8 @@ def evaluate(
     if everything is None:
         return None
     everything = run.in_order(everything, asked)
-    run.warn_about_length(everything, asked)
+    if note := run.length_note(everything, asked):
+        print(f"mindspeed evaluate: {note}", file=sys.stderr, flush=True)
     _run_programs(everything, asked)
     results = _results(planned, everything, identity)
     if output is not None:

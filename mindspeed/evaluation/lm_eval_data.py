@@ -100,7 +100,7 @@ class _LocalFactory(TaskFactory):
         # Its own functions ask the Hub for a metric as soon as they are imported.
         config = load_yaml(entry.yaml_path, resolve_func=False)
         config["metric_list"] = [
-            {"metric": _passes, "aggregation": "mean", "higher_is_better": True}
+            {"metric": pass_at_1, "aggregation": "mean", "higher_is_better": True}
         ]
         take = {"function": "custom", "filter_fn": _whole_programs}
         config["filter_list"] = [{"name": "create_test", "filter": [take]}]
@@ -134,7 +134,7 @@ def _whole_programs(resps: Sequence[Sequence[str]], docs: Sequence[Row]) -> list
     ]
 
 
-def _passes(references: Sequence[str], predictions: Sequence[Sequence[str]]) -> float:
+def pass_at_1(references: Sequence[str], predictions: Sequence[Sequence[str]]) -> float:
     """The share of programs that pass their tests, in limited child processes."""
     [tests], [programs] = references, predictions
     verdicts = execute.check_all([f"{program}\n{tests}\n" for program in programs])

@@ -6,7 +6,6 @@ of seven benchmarks. So all data is read, every question made and every choice t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,13 +107,17 @@ def data_paths(names: Sequence[str], paths: Sequence[str]) -> list[Path]:
     return [Path(named[name]) for name in names]
 
 
-def check_choices(planned: Sequence[Planned], tokenizer: TextTokenizer) -> None:
-    """See how the tokenizer cuts the choices, and say where they cost more than one pass.
+def check_choices(planned: Sequence[Planned], tokenizer: TextTokenizer) -> list[str]:
+    """See how the tokenizer cuts the choices.
+
+    Returns:
+        What the user should know: where choices cost more than one pass.
 
     Raises:
         ConfigError: A choice has no token of its own, or two choices are the same tokens.
     """
     encode, start = tokenizer.tokenize, tokenizer.eod
+    notes = []
     for item in planned:
         seen: set[tuple[str, ...]] = set()
         for question in item.questions:
@@ -133,11 +136,11 @@ def check_choices(planned: Sequence[Planned], tokenizer: TextTokenizer) -> None:
             longest = max(ids, key=len)
             if len(longest) > 1:
                 choice = question.choices[ids.index(longest)]
-                warnings.warn(
+                notes.append(
                     f"{item.task.name}: {choice!r} is {len(longest)} tokens, so every choice costs "
-                    "a pass of its own instead of one for all",
-                    stacklevel=2,
+                    "a pass of its own instead of one for all"
                 )
+    return notes
 
 
 def _mentions(path: str, name: str) -> bool:

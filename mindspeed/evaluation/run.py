@@ -7,7 +7,6 @@ for each other's longest answer, and a killed run loses one batch per replica.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -86,17 +85,17 @@ def fitting(question: Question, model: Respondent) -> tuple[str, Outcome]:
         shots -= 1
 
 
-def warn_about_length(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> None:
-    """Say how many prompts were too long for the model."""
+def length_note(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> str | None:
+    """How many prompts were too long for the model; None if all were short enough."""
     wanted = {question.key: len(question.shots) for question in questions}
     fewer = sum(outcome["shots"] < wanted[outcome["key"]] for outcome in outcomes)
     cut = sum(outcome["truncated"] for outcome in outcomes)
-    if fewer or cut:
-        warnings.warn(
-            f"{fewer} of {len(outcomes)} prompts have fewer examples than asked for and {cut} are "
-            "cut on the left, because the model is too short for them",
-            stacklevel=2,
-        )
+    if not fewer and not cut:
+        return None
+    return (
+        f"of {len(outcomes)} prompts {fewer} have fewer examples than asked for and {cut} are cut "
+        "on the left, because the model is too short for them"
+    )
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question]]:

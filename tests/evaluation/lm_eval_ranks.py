@@ -44,7 +44,11 @@ def make_model(folder: Path) -> None:
 
 
 def make_data(folder: Path) -> None:
-    """Twenty questions of each kind: our published formats, and the Hub's layout."""
+    """Twenty questions of each kind: our published formats, and the Hub's layout.
+
+    Beside the harness' tasks there is one of our own for whole documents, which are scored
+    window by window (``loglikelihood_rolling``).
+    """
     from fabricated import write_csv, write_json_lines
 
     rows = [
@@ -62,17 +66,8 @@ def make_data(folder: Path) -> None:
         write_json_lines(folder / "gsm8k" / f"{split}.jsonl", sums)
     documents = [{"page": "It is even, yes. " * (5 + 10 * i)} for i in range(4)]
     write_json_lines(folder / "documents" / "test.jsonl", documents)
-    write_json_lines(folder / "train.jsonl", sums)
-
-
-def tasks_of(folder: Path) -> Any:
-    """The harness' tasks, and one of our own for whole documents (``loglikelihood_rolling``)."""
-    import lm_eval.tasks
-
-    from mindspeed.evaluation.lm_eval_data import LocalTasks
-
     own = folder / "own"
-    own.mkdir(exist_ok=True)
+    own.mkdir()
     text = {
         "task": "wiki",
         "dataset_path": "someone/documents",
@@ -83,6 +78,15 @@ def tasks_of(folder: Path) -> Any:
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
     }
     (own / "wiki.yaml").write_text(json.dumps(text))
+
+
+def tasks_of(folder: Path) -> Any:
+    """The harness' tasks and our own."""
+    import lm_eval.tasks
+
+    from mindspeed.evaluation.lm_eval_data import LocalTasks
+
+    own = folder / "own"
     theirs = Path(lm_eval.tasks.__file__).parent
     used = [theirs / "super_glue", theirs / "mmlu" / "default", theirs / "gsm8k"]
     return LocalTasks(folder, [own, *used], defaults=False)  # all of them take long to read
@@ -133,6 +137,46 @@ def by_us(model: str, data: str, tp: int, pp: int) -> dict[str, Any] | None:
         bootstrap_iters=0,
     )
     return None if results is None else values_of(results)
+
+
+def the_rest(model: str) -> dict[str, Any]:
+    """What the harness needs beside numbers: its registry, templates, replicas."""
+    import torch
+    import torch.distributed as dist
+    from lm_eval.api.registry import get_model
+
+    ours = get_model("mindspeed").create_from_arg_string(
+        f"load=hf:{model},prompt_type=chatml,max_length=100", {"batch_size": "8", "device": "cpu"}
+    )
+    history = [{"role": "user", "content": "Hi"}]
+    return {
+        "class": type(ours).__name__,
+        "place": (ours.rank, ours.world_size),
+        "lengths": (ours.max_length, ours.batch_size),
+        "chat": ours.apply_chat_template(history),
+        "tokenizer": ours.tokenizer_name,
+        "gathered": ours.all_gather(torch.tensor(dist.get_rank() + 5)).flatten().tolist(),
+        "objects": ours.gather_object(f"rank {dist.get_rank()}"),
+        "empty": ours.tok_encode("", add_special_tokens=False),
+        "barrier": ours.barrier(),
+    }
+
+
+def too_long(model: str) -> str:
+    """What the harness' own settings lead to on a short model."""
+    from lm_eval.api.instance import Instance
+
+    from mindspeed.errors import ConfigError
+    from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
+
+    ours = MindSpeedLM(f"hf:{model}", max_length=100)
+    settings = {"until": ["x"], "max_gen_toks": 100}
+    request = Instance("generate_until", {}, ("Hi", settings), 0)
+    try:
+        ours.generate_until([request])
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
 
 
 def builtin_scores(model: str, data: str, tp: int, pp: int) -> list[dict[str, Any]]:

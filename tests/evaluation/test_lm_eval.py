@@ -58,3 +58,20 @@ def test_our_own_evaluation_has_the_harness_log_probabilities(ranks, folders, tr
     assert found == [pytest.approx(row, abs=1e-4) for row in expected]
     accuracy = sum(outcome["correct"] for outcome in outcomes) / len(outcomes)
     assert accuracy == pytest.approx(truth["scores"]["mmlu_anatomy"]["acc,none"])
+
+
+def test_the_harness_finds_the_model_by_name_and_its_replicas(ranks, folders):
+    first, second = ranks(2, lm_eval_ranks.the_rest, folders[0], setup=SETUP, timeout=200)
+    assert first["class"] == "MindSpeedLM"
+    assert (first["place"], second["place"]) == ((0, 2), (1, 2))
+    assert first["lengths"] == (100, 8)
+    assert first["chat"] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert "chatml" in first["tokenizer"] and "/" not in first["tokenizer"]
+    assert first["gathered"] == second["gathered"] == [5, 6]
+    assert first["objects"] == ["rank 0", "rank 1"] and second["objects"] is None
+    assert first["empty"] == []
+
+
+def test_more_new_tokens_than_the_model_has_positions_are_refused(ranks, folders):
+    message = ranks(1, lm_eval_ranks.too_long, folders[0], setup=SETUP, timeout=200)[0]
+    assert "a task generates 100 tokens, the model has 100 positions" in message

@@ -156,9 +156,9 @@ class Letters:
 def test_choices_of_several_tokens_are_pointed_out(tmp_path):
     WRITERS["boolq"](tmp_path)
     planned = plan.plan(["boolq"], [str(tmp_path)], asking=Asking())
-    with pytest.warns(UserWarning, match="boolq: ' Yes' is 4 tokens"):
-        plan.check_choices(planned, Letters(" No"))
-    plan.check_choices(planned, Letters(" No", " Yes"))
+    [note] = plan.check_choices(planned, Letters(" No"))
+    assert note.startswith("boolq: ' Yes' is 4 tokens, so every choice costs a pass of its own")
+    assert plan.check_choices(planned, Letters(" No", " Yes")) == []
 
 
 def test_choices_a_tokenizer_cannot_tell_apart_are_refused(tmp_path):

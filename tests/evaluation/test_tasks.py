@@ -168,8 +168,8 @@ def test_a_prompt_that_is_too_long_loses_examples_first(tmp_path):
     outcomes = run.answer_all([question], model)
     assert outcomes[0]["shots"] == 2 and not outcomes[0]["truncated"]
     assert len(model.prompts[0]) == two
-    with pytest.warns(UserWarning, match="1 of 1 prompts have fewer examples"):
-        run.warn_about_length(outcomes, [question])
+    assert "of 1 prompts 1 have fewer examples" in run.length_note(outcomes, [question])
+    assert run.length_note([{**outcomes[0], "shots": 5}], [question]) is None
     assert run.answer_all([question], KnowsAnswers(right, max_length=10))[0]["truncated"]
 
 
