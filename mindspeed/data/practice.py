@@ -32,8 +32,9 @@ LONGEST_ANSWER = 160  # characters
 TEMPLATE = """\
 # A question and its answer as text, as BoolQ's prompt has it: tuning teaches the exam's form.
 description: question, "Answer:", answer
+# An answer brings its own space, because the space is a part of its first token.
 user: "{content}\\nAnswer:"
-assistant: " {content}<|endoftext|>"
+assistant: "{content}<|endoftext|>"
 generation: ""
 stop: ["<|endoftext|>"]
 special: ["<|endoftext|>"]
@@ -104,7 +105,7 @@ def explanations() -> Iterator[Mapping[str, str]]:
         sentence = next(filter(None, map(_first_sentence, paragraphs)), None)
         if sentence is not None:
             name = " ".join(title.splitlines()[0].split())
-            yield {"instruction": f"Explain in one sentence: {name}", "output": sentence}
+            yield {"instruction": f"Explain in one sentence: {name}", "output": f" {sentence}"}
 
 
 def facts() -> Iterator[Fact]:
@@ -131,7 +132,7 @@ def _first_sentence(paragraph: str) -> str | None:
 
 
 def _as_instruction(fact: Fact) -> dict[str, str]:
-    answer = "Yes" if fact.is_exception else "No"
+    answer = " Yes" if fact.is_exception else " No"
     question = f"Question: {fact.question}?"
     return {"instruction": fact.passage, "input": question, "output": answer}
 

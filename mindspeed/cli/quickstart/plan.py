@@ -10,7 +10,7 @@ from mindspeed.cli.quickstart.step import TRACKER, Step, words
 from mindspeed.data.practice import Files
 
 VOCAB_SIZE = 2048
-PROMPT = "The import statement"
+PROMPT = "This module provides"
 QUESTIONS = (
     "Mapping key not found.\nQuestion: is KeyError an exception?\nAnswer:",
     "Return the number of items in a container.\nQuestion: is len an exception?\nAnswer:",
@@ -169,7 +169,8 @@ class Plan:
                     load=self.checkpoints,
                     prompt=PROMPT,
                     max_new_tokens=100,
-                    temperature=0.7,
+                    temperature=0.5,
+                    top_p=0.9,
                 ),
                 self.sample,
                 (tracker,),
@@ -290,7 +291,7 @@ class Plan:
                     output=self.results(name).parent,
                 ),
                 self.results(name),
-                (directory / TRACKER,),
+                (directory / TRACKER, self.practice.corpus),
                 how="apart",
                 replaces=self.results(name).parent,
             )
