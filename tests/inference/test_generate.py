@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tiny_gpt
 
+from mindspeed.inference.decoder import Decoder
 from mindspeed.inference.generate import ModelRanks, generate, stream
 from mindspeed.inference.sampling import SamplingOptions
 
@@ -141,3 +142,56 @@ def refused(prompts):
 )
 def test_bad_prompts_are_refused_before_the_model_runs(ranks, prompts, message):
     assert message in ranks(1, refused, prompts, setup=SETUP)[0]
+
+
+def passes(tp, pp, recompute):
+    """Tokens per row of every pass of this stage's first layer, and bytes of its cache."""
+    model = tiny_gpt.build(tp, pp)
+    seen = []
+    layer = model.decoder.layers[0]
+    layer.register_forward_pre_hook(lambda *call: seen.append(_length(call)), with_kwargs=True)
+    decoder = Decoder(model, ModelRanks.of_megatron(), 2, 24, recompute)
+    with torch.inference_mode():
+        for length in (10, 1, 1, 1):
+            decoder(torch.ones(2, length, dtype=torch.long))
+    return seen, decoder.cache_bytes
+
+
+def _length(call):
+    _, inputs, options = call
+    return (options.get("hidden_states") if not inputs else inputs[0]).shape[0]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_a_new_token_costs_one_token_and_the_cache_is_shared_by_all_ranks(ranks, tp, pp):
+    layers, rows, length, kv_heads, head_size, bytes_per_number = 4, 2, 24, 2, 8, 4
+    whole = 2 * layers * rows * length * kv_heads * head_size * bytes_per_number
+    results = ranks(tp * pp, passes, tp, pp, False, setup=SETUP)
+    assert results == [([10, 1, 1, 1], whole // (tp * pp))] * (tp * pp)
+
+
+def test_recomputing_runs_the_whole_text_for_every_token(ranks):
+    assert ranks(1, passes, 1, 1, True, setup=SETUP) == [([10, 11, 12, 13], 0)]
+
+
+def selected(tp, pp, recompute):
+    """Logits after rows were repeated, exchanged and dropped."""
+    model = tiny_gpt.build(tp, pp)
+    decoder = Decoder(model, ModelRanks.of_megatron(), 2, 12, recompute)
+    found = []
+    with torch.inference_mode():
+        decoder(torch.tensor([[3, 4, 5], [6, 7, 8]]))
+        decoder.select(torch.tensor([0, 0, 1]))
+        decoder(torch.tensor([[9], [10], [11]]))
+        decoder.select(torch.tensor([2, 1, 1]))
+        found.append(decoder(torch.tensor([[12], [13], [14]])))
+        decoder.select(torch.tensor([2]))
+        found.append(decoder(torch.tensor([[15]])))
+    return found
+
+
+def test_the_cache_follows_its_rows(ranks):
+    expected = ranks(1, selected, 1, 1, True, setup=SETUP)[0]
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        found = ranks(tp * pp, selected, tp, pp, False, setup=SETUP)[-1]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +114,34 @@ def test_the_command_for_the_ranks_repeats_every_flag():
     command = command_line("generate", args)
     assert command[1:4] == ["-m", "mindspeed", "generate"]
     assert parser.parse_args(command[4:]) == args
+
+
+def beginnings_and_ends(folder):
+    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.load import load_model
+
+    generator = Generator.of(load_model(Source(f"hf:{folder}"), 1))
+    texts = ("cat", "", "<|padding|>cat")
+    return generator.start, generator.eos, [generator.encode(text) for text in texts]
+
+
+def test_texts_begin_and_end_as_the_files_of_the_model_say(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(Path(__file__).parent))
+    import tiny_chat
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    tiny_chat.write(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    plain = tokenizer.encode("cat").ids
+    tokenizer.post_processor = TemplateProcessing(  # the padding token plays bos
+        single="<|padding|> $A", special_tokens=[("<|padding|>", 1)]
+    )
+    tokenizer.save(path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 9, 10**6]}))
+    run = beginnings_and_ends
+    ((start, eos, encoded),) = ranks(1, run, str(tmp_path), setup="mindspeed.megatron_adaptor")
+    assert start == (1,) and eos == {0, 9}
+    assert encoded == [[1, *plain], [1], [1, *plain]]  # a text that says it gets no second one
