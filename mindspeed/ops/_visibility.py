@@ -80,10 +80,12 @@ class Sight:
         given = None if self.mask is None else cut(self.mask, rows, columns)
         if self._inside(*tile):
             return given
-        distance = torch.arange(columns.start, columns.stop, device=device)
-        key = distance
-        distance = distance - torch.arange(rows.start, rows.stop, device=device)[:, None]
-        hidden = (distance > self.high).logical_or_(distance < self.low)
+        key = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=device)
+        query = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)[:, None]
+        distance = key - query
+        hidden = distance > self.high
+        if self.low > columns.start - rows.stop:
+            hidden |= distance < self.low
         if self.prefix is not None:
             prefix = torch.tensor(self.prefix, device=device).view(-1, 1, 1, 1)
             hidden = hidden & (key >= prefix)
