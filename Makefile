@@ -1,6 +1,6 @@
 # Everything on a bare machine, in a virtual environment of its own (.venv):
 #
-#   make quickstart   install and pretrain a small LLaMA on real text: falling loss, picture, sample
+#   make quickstart   install, then the whole story here: text, LLaMA, LoRA, exam, pictures
 #   make test         install and run all tests (make test-fast leaves out the slow ones)
 #
 # Both install only what is missing. Settings:
