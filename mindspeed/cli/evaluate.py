@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     """Our own benchmarks."""
-    from mindspeed.evaluation import plan
+    from mindspeed.evaluation import plan, samples
     from mindspeed.training.launch import inside_a_job
 
     planned = plan.plan(
@@ -132,6 +132,8 @@ def _run(args: argparse.Namespace) -> int:
     )
     if not inside_a_job():
         _check_choices(args, planned)
+        if args.output is not None:
+            samples.check(args.output, _identity(args, planned))
     return run_model("evaluate", args, lambda generator: _evaluate(args, planned, generator))
 
 
@@ -249,7 +251,7 @@ def _evaluate(args: argparse.Namespace, planned: Sequence[Planned], generator: G
     results = evaluate.evaluate(
         planned,
         model,
-        identity=evaluate.identity_of(planned, _model(args), _settings(args)),
+        identity=_identity(args, planned),
         replica=replica,
         leader=generator.ranks.model.rank() == 0,
         output=args.output,
@@ -274,14 +276,12 @@ def _template(name: str | None, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
     return wrap, tuple(template.stop)
 
 
-def _model(args: argparse.Namespace) -> dict[str, Any]:
+def _identity(args: argparse.Namespace, planned: Sequence[Planned]) -> dict[str, Any]:
+    """What another command must share to take this run up."""
     from mindspeed.checkpoint.load import latest
-    from mindspeed.evaluation.evaluate import fingerprint_of_files
+    from mindspeed.evaluation.evaluate import fingerprint_of_files, identity_of
     from mindspeed.models.hf_load import folder_of, is_hf
 
     path = Path(folder_of(args.load)) if is_hf(args.load) else latest(args.load, args.ckpt_step)
-    return {"path": str(path), "files_sha256": fingerprint_of_files(path)}
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in _SETTINGS}
+    model = {"path": str(path), "files_sha256": fingerprint_of_files(path)}
+    return identity_of(planned, model, {name: getattr(args, name) for name in _SETTINGS})

@@ -136,7 +136,7 @@ def _run_programs(outcomes: Sequence[Outcome], asked: Sequence[Question]) -> Non
     programs = [
         (outcome, program_of(question, outcome["answer"]))
         for outcome, question in zip(outcomes, asked, strict=True)
-        if question.score == "program"
+        if question.score == "program" and "verdict" not in outcome
     ]
     if not programs:
         return

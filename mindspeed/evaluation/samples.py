@@ -60,18 +60,32 @@ def begin(directory: Path, identity: Mapping[str, Any]) -> dict[str, Outcome]:
         ConfigError: It holds another run.
     """
     make_dirs(directory)
-    run = directory / RUN
-    identity = json.loads(json.dumps(identity))
-    if run.is_file():
-        _check_same(json.loads(run.read_text("utf-8")), identity, directory)
-    else:
-        atomic_write_text(run, json.dumps(identity, indent=2) + "\n")
+    check(directory, identity)
+    atomic_write_text(directory / RUN, json.dumps(identity, indent=2) + "\n")
     parts = sorted(directory.glob(_PARTS))
     paths = [path for path in (directory / SAMPLES, *parts) if path.is_file()]
     done = {outcome["key"]: outcome for path in paths for outcome in _read(path)}
     if parts:  # so that nobody appends to half a line
         finish(directory, list(done.values()))
     return done
+
+
+def check(directory: Path, identity: Mapping[str, Any]) -> None:
+    """See that a run may write to ``directory``; changes nothing.
+
+    Raises:
+        ConfigError: It holds another run.
+    """
+    file = directory / RUN
+    if not file.is_file():
+        return
+    old, new = json.loads(file.read_text("utf-8")), json.loads(json.dumps(identity))
+    changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    if changed:
+        raise ConfigError(
+            f"--output {directory} holds another run, which differs in {' and '.join(changed)}; "
+            "choose another directory, or remove this one"
+        )
 
 
 def finish(directory: Path, outcomes: Sequence[Outcome]) -> None:
@@ -92,13 +106,3 @@ def _read(path: Path) -> list[Outcome]:
         return [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
         raise DataError(f"{path} is damaged ({error}); remove it to ask again") from error
-
-
-def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> None:
-    names = {*old, *new}
-    changed = sorted(name for name in names if old.get(name) != new.get(name))
-    if changed:
-        raise ConfigError(
-            f"--output {directory} holds a run with another {' and another '.join(changed)}; "
-            "choose another directory, or remove this one"
-        )

@@ -30,6 +30,16 @@ def parsed(*words):
     return parser.parse_args(["--load", "nowhere", *words])
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("evaluate")
+    lm_eval_ranks.make_model(root / "model")
+    lm_eval_ranks.make_data(root / "harness")
+    for name in ("boolq", "mmlu"):
+        WRITERS[name](root / name)
+    return root
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -66,16 +76,6 @@ def test_every_rank_gets_the_same_command():
     assert parser.parse_args(command[4:]) == args
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("evaluate")
-    lm_eval_ranks.make_model(root / "model")
-    lm_eval_ranks.make_data(root / "harness")
-    for name in ("boolq", "mmlu"):
-        WRITERS[name](root / name)
-    return root
-
-
 def test_two_replicas_write_one_report(folder, ranks):
     flags = ["--load", f"hf:{folder / 'model'}", "--dp", "2", "--output", str(folder / "out")]
     flags += ["--task", "boolq", "mmlu", "--num-fewshot", "1", "--max-length", "200"]
@@ -90,6 +90,16 @@ def test_two_replicas_write_one_report(folder, ranks):
     right = sum(sample["correct"] for sample in samples if sample["task"] == "boolq")
     assert results["tasks"]["boolq"]["score"] == right / 10
     assert results["model"]["path"] == str(folder / "model")
+
+
+def test_a_directory_of_another_run_is_refused_before_the_model_is_loaded(folder, ranks):
+    (folder / "taken").mkdir()
+    (folder / "taken" / "run.json").write_text('{"model": {}}')
+    words = ["--load", f"hf:{folder / 'model'}", "--output", str(folder / "taken")]
+    words += ["--task", "boolq", "--task-data-path", str(folder / "boolq")]
+    setup = "mindspeed.megatron_adaptor"
+    [message] = ranks(1, lm_eval_ranks.refused, words, setup=setup, backend=None)
+    assert "holds another run, which differs in model and settings and tasks" in message
 
 
 def test_a_chat_template_goes_around_every_prompt(folder, ranks):

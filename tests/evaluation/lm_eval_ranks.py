@@ -201,3 +201,19 @@ def command(words: list[str]) -> int:
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)
     return evaluate.run(parser.parse_args(words))
+
+
+def refused(words: list[str]) -> str:
+    """The message of a command that is started by hand and must not get as far as the model."""
+    import os
+
+    from mindspeed.cli import evaluate
+    from mindspeed.errors import MindSpeedError
+
+    del os.environ["RANK"]
+    evaluate.run_model = None  # type: ignore[assignment]  (of this process only)
+    try:
+        command(words)
+    except MindSpeedError as error:
+        return str(error)
+    return "accepted"

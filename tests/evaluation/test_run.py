@@ -113,10 +113,10 @@ def test_a_finished_run_asks_nothing(tmp_path):
 def test_a_directory_belongs_to_one_run(tmp_path):
     planned, known = planned_for(tmp_path, "boolq")
     evaluated(planned, KnowsAnswers(known), tmp_path / "out", path="a")
-    with pytest.raises(ConfigError, match="holds a run with another model; choose another"):
+    with pytest.raises(ConfigError, match="holds another run, which differs in model; choose"):
         evaluated(planned, KnowsAnswers(known), tmp_path / "out", path="b")
     others = plan.plan(["boolq"], [str(tmp_path / "boolq")], asking=Asking(limit=3))
-    with pytest.raises(ConfigError, match="holds a run with another tasks"):
+    with pytest.raises(ConfigError, match="holds another run, which differs in tasks"):
         evaluated(others, KnowsAnswers(known), tmp_path / "out", path="a")
 
 

@@ -9,7 +9,7 @@ import pytest
 from fabricated import WRITERS, KnowsAnswers
 
 from mindspeed.errors import ConfigError
-from mindspeed.evaluation import answers, evaluate, plan, run
+from mindspeed.evaluation import answers, evaluate, execute, plan, run
 from mindspeed.evaluation.asking import PREPARE, Asking
 from mindspeed.evaluation.task import FROM_OPTIONS, SAME_FILE, builtin, task
 
@@ -171,6 +171,23 @@ def test_a_prompt_that_is_too_long_loses_examples_first(tmp_path):
     assert "of 1 prompts 1 have fewer examples" in run.length_note(outcomes, [question])
     assert run.length_note([{**outcomes[0], "shots": 5}], [question]) is None
     assert run.answer_all([question], KnowsAnswers(right, max_length=10))[0]["truncated"]
+
+
+def test_programs_of_a_finished_run_are_not_run_again(tmp_path, monkeypatch):
+    right = WRITERS["human_eval"](tmp_path / "data")
+    paths = [str(tmp_path / "data")]
+    planned = plan.plan(["human_eval"], paths, asking=Asking(limit=2), allow_code=True)
+    common = {"identity": evaluate.identity_of(planned, {}, {}), "output": tmp_path / "out"}
+    for _ in range(2):
+        results = evaluate.evaluate(
+            planned,
+            KnowsAnswers(right, WAYS_TO_SAY["human_eval"]),
+            replica=run.Replica(),
+            leader=True,
+            **common,
+        )
+        assert results["tasks"]["human_eval"]["score"] == 1.0
+        monkeypatch.setattr(execute, "check_all", None)
 
 
 def test_pass_at_k_counts_problems_not_programs(tmp_path):
