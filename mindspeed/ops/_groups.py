@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from numbers import Integral
+from typing import TypeGuard
 
 import torch
 
@@ -13,7 +15,7 @@ from mindspeed.ops._check import Check
 def cumulative(
     check: Check,
     argument: str,
-    groups: torch.Tensor | Sequence[int],
+    groups: torch.Tensor | Sequence[int] | None,
     x: torch.Tensor,
     *,
     sizes: bool = False,
@@ -23,16 +25,19 @@ def cumulative(
     Args:
         check: checks of the calling function.
         argument: name of ``groups`` there.
-        groups: sizes or cumulative sums; int64 when it is a tensor.
+        groups: sizes or cumulative sums, a list of numbers or an int64 tensor.
         x: ``[T, ...]``, the rows that are grouped.
         sizes: ``groups`` holds sizes.
 
     Raises:
-        OperatorError: wrong dtype or device; values (looked at where that is free) that decrease,
-            are negative or do not end at T.
+        OperatorError: nothing given; wrong dtype or device; values (looked at where that is free)
+            that decrease, are negative or do not end at T.
     """
     if not isinstance(groups, torch.Tensor):
-        groups = torch.tensor(list(groups), dtype=torch.int64).to(x.device)
+        if not _is_list_of_integers(groups):
+            what = f"a group for each of the {x.shape[0]} rows, an int64 tensor or a list"
+            check.fail(argument, what, groups)
+        groups = torch.tensor(groups, dtype=torch.int64).to(x.device)
     check.dtype((torch.int64,), **{argument: groups})
     check.rank(1, **{argument: groups})
     check.require(groups.numel() > 0, argument, "at least one group", groups)
@@ -49,6 +54,11 @@ def cumulative(
             fits = given[-1] == rows and given == sorted(given) and given[0] >= 0
             check.require(fits, argument, f"sums that never decrease and end at {rows}", given)
     return ends
+
+
+def _is_list_of_integers(groups: object) -> TypeGuard[Sequence[int]]:
+    kinds = (Integral, torch.SymInt)
+    return isinstance(groups, (list, tuple)) and all(isinstance(n, kinds) for n in groups)
 
 
 def sample_ends(sizes: Sequence[int]) -> torch.Tensor:

@@ -150,10 +150,8 @@ def _ends(
     if weight1.dim() == 2:
         return torch.full((1,), rows.shape[0], dtype=torch.int64, device=rows.device)
     given, name = expert_tokens, "expert_tokens"
-    if given is None:
+    if expert_tokens_index is not None:
         given, name = expert_tokens_index, "expert_tokens_index"
-    if given is None:
-        _check.fail("expert_tokens", f"the rows of {weight1.shape[0]} experts", None)
     ends = cumulative(_check, name, given, rows, sizes=name == "expert_tokens")
     _check.shape(weight1.shape[:1], **{name: ends})
     return ends

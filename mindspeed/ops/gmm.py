@@ -115,8 +115,6 @@ def _gmm(
         check.shape((1, x.shape[1], weight.shape[2]), weight=weight)
         bias = bias if bias is None or bias.dim() == 2 else bias.unsqueeze(0)
         group_list = torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device)
-    elif group_list is None:
-        check.fail("group_list", f"a group for each of the {x.shape[0]} rows", None)
     rows = x.t() if group_type == 2 else x
     ends = cumulative(check, "group_list", group_list, rows, sizes=name == "npu_gmm_v2")
     if group_type == 2:

@@ -106,8 +106,6 @@ def _weight_quant_gmm(
     check.dtype((torch.int8,), weight=weight)
     check.rank(2, x=x)
     check.rank(3, weight=weight)
-    if group_list is None:
-        check.fail("group_list", f"a group for each of the {x.shape[0]} rows", None)
     ends = cumulative(check, "group_list", group_list, x, sizes=sizes)
     check.shape((ends.shape[0], x.shape[1], weight.shape[2]), weight=weight)
     columns = (ends.shape[0], weight.shape[2])

@@ -180,6 +180,11 @@ def test_checkpointed_and_compiled():
     ("change", "message"),
     [
         ({"group_list": None}, "npu_gmm: group_list: expected a group for each of the 4 rows"),
+        (
+            {"group_list": None, "group_type": 2},
+            "group_list: expected a group for each of the 6 rows",
+        ),
+        ({"group_list": [1.5, 4]}, r"an int64 tensor or a list, got \[1.5, 4\]"),
         ({"group_list": [3, 1]}, r"group_list: expected sums that never decrease and end at 4"),
         ({"group_list": [1, 3]}, r"end at 4, got \[1, 3\]"),
         ({"group_list": torch.tensor([1, 4]).int()}, "group_list: expected dtype int64, got int32"),

@@ -189,7 +189,7 @@ class TestFfn:
         [
             ({"activation": "tanh"}, "npu_ffn: activation: expected one of 'fastgelu', 'gelu'"),
             ({"activation": "swiglu"}, "activation: expected one of .* with experts, got 'swiglu'"),
-            ({"expert_tokens": None}, "expert_tokens: expected the rows of 3 experts"),
+            ({"expert_tokens": None}, "expert_tokens: expected a group for each of the 8 rows"),
             ({"expert_tokens": [3, 0, 4]}, "expert_tokens: expected sizes that add up to the 8"),
             ({"expert_tokens_index": ENDS}, "expert_tokens_index: expected None beside"),
             ({"weight2": torch.zeros(3, 9, 4)}, r"weight2: expected shape \(3, 10, 4\)"),
