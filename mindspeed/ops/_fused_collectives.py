@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.ops import _overlap
-from mindspeed.ops._group import comm_name, resolve
+from mindspeed.ops._process_groups import comm_name, resolve
 from mindspeed.ops._registry import Implementation, note_fallback, plain_torch, torch_npu
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._group import comm_name, group_name, resolve
 from mindspeed.ops._numerics import accumulation_dtype, product_flops
+from mindspeed.ops._process_groups import comm_name, group_name, resolve
 from mindspeed.ops._registry import Operator, note_fallback, torch_npu
 from mindspeed.ops.quant_gmm import int_product, unpacked_scale
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mindspeed.ops._groups import sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops._registry import Operator, plain_torch, torch_npu
+from mindspeed.ops._row_groups import sample_ends
 
 
 def product(

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from mindspeed.ops import _overlap
 from mindspeed.ops._check import Check
 from mindspeed.ops._fused_collectives import NPU, SYMMETRIC_MEMORY
-from mindspeed.ops._group import group_name, resolve, tensor_parallel
 from mindspeed.ops._numerics import product_flops
+from mindspeed.ops._process_groups import group_name, resolve, tensor_parallel
 from mindspeed.ops._registry import Kernel, Operator
 
 __all__ = ["CocOps", "coc_ops"]

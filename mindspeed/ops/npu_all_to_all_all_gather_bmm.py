@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mindspeed.ops._activations import PLAIN, Activation
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._expert_exchange import ALL_TO_ALL_ALL_GATHER_BMM
-from mindspeed.ops._group import group_name, resolve
+from mindspeed.ops._process_groups import group_name, resolve
 
 __all__ = ["npu_all_to_all_all_gather_bmm"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import Check
-from mindspeed.ops._groups import cumulative, sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu, triton
+from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.npu_matmul_add import MATMUL_ADD
 
 __all__ = ["npu_groupmatmul_add_fp32"]

@@ -15,9 +15,9 @@ import torch
 
 from mindspeed.ops._activations import BY_CODE
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._groups import cumulative, sample_ends
 from mindspeed.ops._numerics import product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu
+from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.grouped_matmul import npu_grouped_matmul
 
 __all__ = ["npu_quant_gmm", "npu_quant_gmm_v2"]

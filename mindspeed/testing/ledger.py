@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.ops import _registry
-from mindspeed.ops._group import resolve
+from mindspeed.ops._process_groups import resolve
 from mindspeed.profiling.phase import PhaseTracker
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "npu", "symm_mem")

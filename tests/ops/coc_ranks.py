@@ -10,7 +10,7 @@ from torch.distributed import _symmetric_memory
 from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed.ops import _fused_collectives, lcal_functional
-from mindspeed.ops._group import comm_name, resolve
+from mindspeed.ops._process_groups import comm_name, resolve
 from mindspeed.ops.catalog import operators
 from mindspeed.ops.lcal_functional import CocOps
 from mindspeed.ops.npu_grouped_mat_mul_all_reduce import (
