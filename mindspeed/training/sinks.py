@@ -193,7 +193,8 @@ class WeightsAndBiases(Silent):
 
     ``wandb sync DIR/wandb/offline-run-*`` uploads what was recorded offline. The variable
     WANDB_MODE overrules our choice. A resumed run keeps its identity, which lies in
-    ``DIR/wandb/run_id.txt``.
+    ``DIR/wandb/run_id.txt``, and leaves out what a lost run has recorded already: nothing can be
+    taken back there.
     """
 
     def __init__(self, args: argparse.Namespace, done: int) -> None:
@@ -202,6 +203,10 @@ class WeightsAndBiases(Silent):
         directory = Path(args.wandb_save_dir or args.save or ".")
         make_dirs(directory / "wandb")
         settings = wandb.Settings()
+        steps = directory / "wandb" / "recorded_steps.txt"
+        self._recorded_before = _last_step(steps) if done else 0
+        atomic_write_text(steps, f"{self._recorded_before}\n")  # without half a line
+        self._steps = secure_open(steps, "a")
         self._run = wandb.init(
             project=args.wandb_project,
             name=args.wandb_exp_name or directory.resolve().name,
@@ -216,12 +221,15 @@ class WeightsAndBiases(Silent):
         )
 
     def record(self, iteration: int, metrics: Metrics, line: str) -> None:
-        # W&B drops values of a step below its latest one: those that a lost run recorded stay.
-        self._run.log(curves(metrics), step=iteration)
+        if iteration > self._recorded_before:
+            self._run.log(curves(metrics), step=iteration)
+            self._steps.write(f"{iteration}\n")
+            self._steps.flush()
 
     def close(self) -> str | None:
         offline, files = self._run.offline, Path(self._run.dir).parent
         self._run.finish()
+        self._steps.close()
         return f"wandb sync {files}" if offline else None
 
 
@@ -243,6 +251,12 @@ def _run_id(file: Path, done: int) -> str:
     fresh = uuid.uuid4().hex[:12]
     atomic_write_text(file, fresh + "\n")
     return fresh
+
+
+def _last_step(file: Path) -> int:
+    """The largest step of a file with one a line; a killed run may have left half of the last."""
+    lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
+    return max((int(line) for line in lines if line.endswith("\n")), default=0)
 
 
 def _wandb_mode(base_url: str, timeout: float = 3.0) -> Literal["online", "offline"] | None:

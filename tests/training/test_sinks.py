@@ -178,6 +178,18 @@ class TestWeightsAndBiases:
         assert {run.given["resume"] for run in fake_wandb.runs} == {"allow"}
         assert {run.given["name"] for run in fake_wandb.runs} == {"x"}
 
+    def test_no_step_is_recorded_twice(self, fake_wandb, tmp_path):
+        args = settings(save=str(tmp_path), wandb_project="llama")
+        record_run(sinks.WeightsAndBiases(args, 0), [1, 2, 3, 4, 5])  # killed, saved at 3
+        with open(tmp_path / "wandb" / "recorded_steps.txt", "a") as file:
+            file.write("6")  # and in the middle of a line
+        sink = sinks.WeightsAndBiases(args, 3)
+        record_run(sink, [4, 5, 6, 6, 7])  # 6 twice: training and validation
+        record_run(sinks.WeightsAndBiases(args, 6), [7, 8])
+        record_run(sinks.WeightsAndBiases(args, 0), [1])  # anew
+        steps = [[step for step, _ in run.logged] for run in fake_wandb.runs]
+        assert steps == [[1, 2, 3, 4, 5], [6, 6, 7], [8], [1]]
+
     def test_without_a_network_a_key_is_not_enough(self, monkeypatch, fake_wandb):
         monkeypatch.setenv("WANDB_API_KEY", "k")
         assert sinks._wandb_mode("https://127.0.0.1:9", 0.5) == "offline"
