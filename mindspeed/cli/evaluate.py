@@ -171,7 +171,7 @@ def _run_harness(args: argparse.Namespace) -> int:
             allow_code=args.allow_code_execution,
         )
         if results is not None:
-            lm_eval_adapter.report(results, args.output)
+            lm_eval_adapter.report(results, _model(args), args.output)
 
     return run_model("evaluate", args, body)
 
@@ -278,10 +278,20 @@ def _template(name: str | None, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _identity(args: argparse.Namespace, planned: Sequence[Planned]) -> dict[str, Any]:
     """What another command must share to take this run up."""
+    from mindspeed.evaluation.evaluate import identity_of
+
+    settings = {name: getattr(args, name) for name in _SETTINGS}
+    return identity_of(planned, _model(args), settings)
+
+
+def _model(args: argparse.Namespace) -> dict[str, str]:
+    """Which weights these are."""
     from mindspeed.checkpoint.load import latest
-    from mindspeed.evaluation.evaluate import fingerprint_of_files, identity_of
+    from mindspeed.evaluation.evaluate import fingerprint_of_files
     from mindspeed.models.hf_load import folder_of, is_hf
 
     path = Path(folder_of(args.load)) if is_hf(args.load) else latest(args.load, args.ckpt_step)
     model = {"path": str(path), "files_sha256": fingerprint_of_files(path)}
-    return identity_of(planned, model, {name: getattr(args, name) for name in _SETTINGS})
+    if args.lora_load is not None:
+        model["adapter_sha256"] = fingerprint_of_files(Path(args.lora_load))
+    return model

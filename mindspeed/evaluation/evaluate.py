@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mindspeed.files import atomic_write_text
 
 RESULTS, SUBMISSION = "results.json", "submission.json"
 _SAMPLE = 1 << 16
+_PATIENCE = timedelta(days=30)
 
 
 def evaluate(
@@ -49,7 +50,8 @@ def evaluate(
         seed: Of sampled answers.
     """
     asked = [question for item in planned for question in item.questions]
-    done = _taken_up(planned, identity, output)
+    group = _patient_group()
+    done = _taken_up(identity, output, group)
     mine = len(asked[replica.index :: replica.size])
     known = sum(question.key in done for question in asked[replica.index :: replica.size])
     with (
@@ -70,7 +72,7 @@ def evaluate(
             seed=seed,
             append=append,
         )
-    everything = _gathered(outcomes if leader else [])
+    everything = _gathered(outcomes if leader else [], group)
     if everything is None:
         return None
     everything = run.in_order(everything, asked)
@@ -110,24 +112,31 @@ def fingerprint_of_files(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def _patient_group() -> dist.ProcessGroup | None:
+    """All ranks, waiting for each other for days: replicas end hours apart. None for one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+
 def _taken_up(
-    planned: Sequence[Planned], identity: Mapping[str, Any], output: Path | None
+    identity: Mapping[str, Any], output: Path | None, group: dist.ProcessGroup | None
 ) -> dict[str, Outcome]:
     """Outcomes of an interrupted run, as rank 0 finds them, on every rank."""
     box: list[Any] = [None]
     if _rank() == 0 and output is not None:
         box = [samples.begin(output, identity)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
+    if group is not None:
+        dist.broadcast_object_list(box, src=0, group=group)
     return box[0] or {}
 
 
-def _gathered(outcomes: list[Outcome]) -> list[Outcome] | None:
+def _gathered(outcomes: list[Outcome], group: dist.ProcessGroup | None) -> list[Outcome] | None:
     """The outcomes of all ranks on rank 0, None elsewhere."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if group is None:
         return outcomes
-    parts: list[list[Outcome]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, outcomes)
+    parts: list[list[Outcome]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(parts, outcomes, group=group)
     return [outcome for part in parts for outcome in part] if _rank() == 0 else None
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
+from mindspeed import __version__
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation.lm_eval_data import LocalTasks
 from mindspeed.evaluation.respond import last_tokens
@@ -286,8 +287,14 @@ def evaluate(
     return results if results is not None and dist.get_rank() == 0 else None
 
 
-def report(results: dict[str, Any], output: Path | None) -> None:
-    """Print the harness' tables; write what it found to ``results.json`` and ``samples.jsonl``."""
+def report(results: dict[str, Any], weights: Mapping[str, str], output: Path | None) -> None:
+    """Print the harness' tables; write what it found to ``results.json`` and ``samples.jsonl``.
+
+    Args:
+        results: Of :func:`evaluate`.
+        weights: What identifies the model.
+        output: Directory of the files; None to write none.
+    """
     print(utils.make_table(results), flush=True)
     if results.get("groups"):
         print(utils.make_table(results, "groups"), flush=True)
@@ -295,6 +302,7 @@ def report(results: dict[str, Any], output: Path | None) -> None:
         return
     dump = partial(json.dumps, default=str, ensure_ascii=False)
     samples = results.pop("samples", {})
+    results["config"].update(model_files=dict(weights), mindspeed=__version__)
     lines = [dump({"task": name, **row}) for name, rows in samples.items() for row in rows]
     atomic_write_text(output / "samples.jsonl", "".join(f"{line}\n" for line in lines))
     atomic_write_text(output / "results.json", dump(results, indent=2) + "\n")

@@ -129,3 +129,30 @@ def test_from_files_to_a_table(folder):
     names = [line.split()[0] for line in done.stdout.splitlines()]
     assert names[0] == "task"
     assert names[2:] == ["mmlu", "STEM", "high_school_physics", "other", "anatomy"]
+
+
+HARNESS = ["--load", "hf:nowhere", "--engine", "lm-eval", "--tasks", "boolq", "--data-dir", "none"]
+
+
+def test_without_the_extra_the_way_to_install_it_is_said(ranks):
+    setup = "mindspeed.megatron_adaptor"
+    [message] = ranks(1, lm_eval_ranks.without_the_harness, HARNESS, setup=setup, backend=None)
+    assert message.endswith('(lm_eval): pip install "mindspeed[eval]"')
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_harness_on_local_files_from_the_command_line(folder, ranks):
+    pytest.importorskip("lm_eval")
+    WRITERS["human_eval"](folder / "harness" / "human_eval")
+    out = folder / "harness-scores"
+    words = ["--load", f"hf:{folder / 'model'}", "--engine", "lm-eval", "--limit", "3"]
+    words += ["--tasks", "boolq,humaneval", "--data-dir", str(folder / "harness")]
+    words += ["--allow-code-execution", "--max-length", "1100", "--output", str(out)]
+    setup = "mindspeed.megatron_adaptor"
+    [status] = ranks(1, lm_eval_ranks.command, words, setup=setup, backend=None, timeout=500)
+    assert status == 0
+    results = json.loads((out / "results.json").read_text())
+    assert set(results["results"]) == {"boolq", "humaneval"}
+    assert results["config"]["model_files"]["path"] == str(folder / "model")
+    assert len((out / "samples.jsonl").read_text().splitlines()) == 6

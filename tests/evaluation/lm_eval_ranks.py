@@ -217,3 +217,17 @@ def refused(words: list[str]) -> str:
     except MindSpeedError as error:
         return str(error)
     return "accepted"
+
+
+def without_the_harness(words: list[str]) -> str:
+    """The message where the extra is not installed."""
+    import sys
+
+    from mindspeed.errors import ConfigError
+
+    sys.modules["lm_eval"] = None  # type: ignore[assignment]
+    try:
+        command(words)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"

@@ -1,0 +1,60 @@
+"""Where a text is cut into ids, and what a short model sees of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.evaluation.respond import encode_pair, last_tokens
+
+START = 0
+WORDS = {"Answer": 1, ":": 2, " yes": 3, "yes": 4, " ": 5, "no": 6, ": yes": 7}
+
+
+def encode(text):
+    """Greedy: the longest known piece at each place."""
+    ids = []
+    while text:
+        piece = max((word for word in WORDS if text.startswith(word)), key=len)
+        ids.append(WORDS[piece])
+        text = text[len(piece) :]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "expected"),
+    [
+        ("Answer", " yes", ([1], [3])),
+        ("Answer ", "yes", ([1], [3])),  # the blank belongs to the word behind it
+        ("Answer:", " no", ([1, 2], [5, 6])),
+        ("", "yes", ([START], [4])),
+        (" ", "yes", ([START], [3])),
+        ("Answeryes", "no", ([1, 4], [6])),
+    ],
+)
+def test_both_parts_have_the_ids_of_the_joint_text(context, continuation, expected):
+    assert encode_pair(encode, context, continuation, START) == expected
+
+
+def test_a_text_that_brings_its_own_start_gets_no_second_one():
+    assert encode_pair(lambda text: [START, *encode(text)], "", "no", START) == ([START], [6])
+
+
+def test_a_continuation_that_melts_into_the_context_is_refused():
+    """The tokenizer has one piece for ``: yes``, so nothing is left to be scored."""
+    with pytest.raises(ConfigError, match="gives ' yes' no token of its own behind 'Answer:'"):
+        encode_pair(encode, "Answer:", " yes", START)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "expected"),
+    [
+        (5, ([1, 2, 3], [4, 5])),
+        (4, ([1, 2, 3], [4, 5])),  # the last one is predicted, not read
+        (3, ([2, 3], [4, 5])),
+        (2, ([3], [4, 5])),
+        (1, ([4], [5])),  # part of the continuation is all that is left to read
+    ],
+)
+def test_the_left_goes_first(max_length, expected):
+    assert last_tokens([1, 2, 3], [4, 5], max_length) == expected
