@@ -1,13 +1,12 @@
-"""The story as data: where everything lies, and the commands in their order."""
+"""The story as data: the commands in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from mindspeed.cli.quickstart.places import Places
 from mindspeed.cli.quickstart.step import TRACKER, Step, words
-from mindspeed.data.practice import Files
 
 VOCAB_SIZE = 2048
 PROMPT = "This module provides"
@@ -19,66 +18,13 @@ TUNING_ITERATIONS = 120
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Where everything lies, and how the models are trained."""
+class Plan(Places):
+    """What is done, on which files, and how the models are trained."""
 
-    workdir: Path
     ranks: int
     tp: int
     pp: int
     iterations: int
-
-    @property
-    def practice(self) -> Files:
-        return Files(self.workdir / "practice")
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.workdir / "tokenizer"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.workdir / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.workdir / "metrics.jsonl"
-
-    @property
-    def exported(self) -> Path:
-        return self.workdir / "hf"
-
-    @property
-    def adapter(self) -> Path:
-        return self.workdir / "lora"
-
-    @property
-    def tuning_metrics(self) -> Path:
-        return self.adapter / "metrics.jsonl"
-
-    @property
-    def merged(self) -> Path:
-        return self.workdir / "merged"
-
-    @property
-    def picture(self) -> Path:
-        return self.workdir / "loss.png"
-
-    @property
-    def tuning_picture(self) -> Path:
-        return self.workdir / "tuning.png"
-
-    @property
-    def sample(self) -> Path:
-        return self.workdir / "sample.txt"
-
-    @property
-    def answers(self) -> Path:
-        return self.workdir / "answers.txt"
-
-    def results(self, model: str) -> Path:
-        """The report of an evaluation; ``model`` is ``pretrained`` or ``tuned``."""
-        return self.workdir / "scores" / model / "results.json"
 
     @property
     def tuning_iterations(self) -> int:

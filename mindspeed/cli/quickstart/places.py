@@ -1,0 +1,67 @@
+"""Where the story's files lie, below one directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed.data.practice import Files
+
+
+@dataclass(frozen=True)
+class Places:
+    """Files and directories below ``workdir``."""
+
+    workdir: Path
+
+    @property
+    def practice(self) -> Files:
+        return Files(self.workdir / "practice")
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.workdir / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.workdir / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.workdir / "metrics.jsonl"
+
+    @property
+    def exported(self) -> Path:
+        return self.workdir / "hf"
+
+    @property
+    def adapter(self) -> Path:
+        return self.workdir / "lora"
+
+    @property
+    def tuning_metrics(self) -> Path:
+        return self.adapter / "metrics.jsonl"
+
+    @property
+    def merged(self) -> Path:
+        return self.workdir / "merged"
+
+    @property
+    def picture(self) -> Path:
+        return self.workdir / "loss.png"
+
+    @property
+    def tuning_picture(self) -> Path:
+        return self.workdir / "tuning.png"
+
+    @property
+    def sample(self) -> Path:
+        return self.workdir / "sample.txt"
+
+    @property
+    def answers(self) -> Path:
+        return self.workdir / "answers.txt"
+
+    def results(self, model: str) -> Path:
+        """The report of an evaluation; ``model`` is ``pretrained`` or ``tuned``."""
+        return self.workdir / "scores" / model / "results.json"
