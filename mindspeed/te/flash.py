@@ -7,9 +7,11 @@ Megatron gives is one.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.ops._visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT
 from mindspeed.ops.attention import attention
@@ -64,12 +66,11 @@ def attend_packed(
     if kind not in ("causal", "causal_bottom_right", "no_mask"):
         raise ValueError(f"attn_mask_type {mask_type!r} is no rule for packed documents")
     # The operator wants lengths on the host, where kernels for one sequence at a time need them.
-    cu_q, cu_k = (
-        x.to("cpu", torch.int64) for x in (documents.cu_seqlens_q, documents.cu_seqlens_kv)
-    )
+    host = _on_host(documents)
+    cu_q, cu_k = host.cu_seqlens_q, host.cu_seqlens_kv
     padded = documents.cu_seqlens_q_padded is not None
     if padded or (int(cu_q[-1]), int(cu_k[-1])) != (query.shape[0], key.shape[0]):
-        rows, keys = _real_rows(documents)
+        rows, keys = (at.to(query.device) for at in _real_rows(host))
         q = query.index_select(0, rows)
         k, v = (x.index_select(0, keys) for x in (key, value))
     else:
@@ -111,9 +112,30 @@ def _packed_rule(kind: str, window: Window) -> dict[str, Any]:
     return {"mode": UNCUT if kind == "causal" else BAND, "pre": pre, "next": next_}
 
 
+def _on_host(documents: Documents) -> Documents:
+    """The same borders on the host; copied once per micro-batch, whose layers share the tensors."""
+    of_host = {one.name: copied(getattr(documents, one.name)) for one in fields(documents)}
+    return replace(documents, **of_host)  # type: ignore[arg-type]
+
+
+def copied(borders: torch.Tensor | None) -> torch.Tensor | None:
+    """``borders`` as int64 on the host; a copy is remembered as long as they live unchanged."""
+    if borders is None or borders.is_inference():
+        return borders if borders is None else borders.to("cpu", torch.int64)
+    version, copy = _copies.get(borders, (None, None))
+    if version != borders._version:
+        copy = borders.to("cpu", torch.int64)
+        if copy is not borders:  # which would keep itself alive
+            _copies[borders] = (borders._version, copy)
+    return copy
+
+
+_copies = WeakTensorKeyDictionary()
+
+
 def _real_rows(documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the documents' own queries and keys are in a pack with padding between them."""
-    device, ranges = documents.cu_seqlens_q.device, documents.ranges()
-    queries = [torch.arange(q, q + n, device=device) for q, _, n, _ in ranges]
-    keys = [torch.arange(k, k + n, device=device) for _, k, _, n in ranges]
+    ranges = documents.ranges()
+    queries = [torch.arange(q, q + n) for q, _, n, _ in ranges]
+    keys = [torch.arange(k, k + n) for _, k, _, n in ranges]
     return torch.cat(queries), torch.cat(keys)

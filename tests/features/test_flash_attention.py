@@ -7,6 +7,7 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
+from mindspeed.te.flash import copied
 from tests.features import flash_ranks, fused_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -60,6 +61,16 @@ def test_kept_for_the_backward_is_linear_in_the_sequence(ranks, mode):
 def test_packed_documents(ranks, spec, padded):
     ((flash, plain),) = ranks(1, flash_ranks.packed, spec, padded, setup=ADAPTOR)
     fused_ranks.assert_equal(flash, plain, 3e-6)
+
+
+def test_borders_of_documents_are_copied_to_the_host_once_per_micro_batch():
+    borders = torch.tensor([0, 3, 8], dtype=torch.int32)
+    first = copied(borders)
+    assert first.dtype == torch.int64
+    assert copied(borders) is first  # the next layer
+    borders[1] = 4
+    assert copied(borders).tolist() == [0, 4, 8]
+    assert copied(torch.tensor([0, 2], dtype=torch.int32)).tolist() == [0, 2]
 
 
 def test_flags_of_the_window_equal_megatrons(ranks):
