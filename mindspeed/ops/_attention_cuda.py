@@ -30,6 +30,7 @@ _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _BIAS_ALIGNMENT = 16
 _LSE_ALIGNMENT = 32
+_OFFSETS_PER_HEAD = 32  # what a flash kernel takes of the generator for a sequence and head
 
 Window = tuple[int, int]
 
@@ -48,10 +49,10 @@ def forward(
             for piece in run.pieces:
                 tiles.forward_piece(problem, EFFICIENT, piece, views)
             continue
-        call = _Flash(problem, run, q.device)
+        call = _Flash(problem, run, views[0])
         rows, columns = run.rows, run.columns
         qt, kt, vt = call.arrange(views[0][:, :, rows], *(x[:, :, columns] for x in views[1:3]))
-        with default_generator_at(q, problem.rng):
+        with default_generator_at(q, call.rng):
             got, log_sum, *_ = torch.ops.aten._flash_attention_forward(
                 qt, kt, vt, *call.positions, False, **call.keywords
             )
@@ -78,7 +79,7 @@ def backward(
             for piece in run.pieces:
                 tiles.backward_piece(problem, EFFICIENT, piece, views, dpse if pse_grad else None)
             continue
-        call = _Flash(problem, run, q.device)
+        call = _Flash(problem, run, views[1])
         rows, columns = run.rows, run.columns
         dout_t, q_t, out_t = call.arrange(*(views[i][:, :, rows] for i in (0, 1, 4)))
         k_t, v_t = call.arrange(*(views[i][:, :, columns] for i in (2, 3)))
@@ -86,7 +87,7 @@ def backward(
         log_sum = log_sum.masked_fill(log_sum == float("-inf"), float("inf")).contiguous()
         grads = torch.ops.aten._flash_attention_backward(
             dout_t, q_t, k_t, v_t, out_t, log_sum[0] if problem.layout == "TND" else log_sum,
-            *call.positions, *_random_state(problem, q.device), **call.keywords,
+            *call.positions, *_random_state(call.rng, q.device), **call.keywords,
         )  # fmt: skip
         for at, where, got in zip((5, 6, 7), (rows, columns, columns), grads, strict=True):
             views[at][:, :, where] = call.back(got, views[at].shape[-1])
@@ -146,14 +147,19 @@ def _window(sight: Sight) -> Window | None:
 class _Flash:
     """The arguments of aten's flash operators for one run, and its order of axes."""
 
-    def __init__(self, problem: Problem, run: _Run, device: torch.device) -> None:
+    def __init__(self, problem: Problem, run: _Run, q: torch.Tensor) -> None:
         assert run.window is not None
+        self.rng = problem.rng
+        if problem.rng is not None:  # no two runs draw the same numbers
+            sequences_before = run.pieces[0].number
+            step = sequences_before * q.shape[1] * _OFFSETS_PER_HEAD
+            self.rng = problem.rng + torch.tensor([0, step])
         self.packed = problem.layout == "TND"
         queries = [piece.sight.queries for piece in run.pieces]
         keys = [piece.sight.keys for piece in run.pieces]
         ends: list[torch.Tensor | None] = [None, None]
         if self.packed:
-            ends = [_running_sums(lengths, device) for lengths in (queries, keys)]
+            ends = [_running_sums(lengths, q.device) for lengths in (queries, keys)]
         left, right = run.window
         causal = (left, right) == (-1, 0)
         self.positions = (*ends, max(queries), max(keys), problem.dropout, causal)
@@ -181,9 +187,11 @@ def _running_sums(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(sums, dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _random_state(problem: Problem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_state(
+    rng: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Seed and offset as the forward leaves them, and an argument that is not read."""
-    pair = torch.zeros(2, dtype=torch.int64) if problem.rng is None else problem.rng
+    pair = torch.zeros(2, dtype=torch.int64) if rng is None else rng
     return pair.to(device).view(torch.uint64), torch.empty(0, dtype=torch.uint64, device=device)
 
 

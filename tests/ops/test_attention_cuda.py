@@ -7,6 +7,7 @@ the shapes and special values of the log-sum-exp) as dense formulas.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -231,6 +232,34 @@ def test_head_sizes_that_are_no_multiple_of_8(size):
     ours = _attention_cuda.forward(q, k, v, *problem.options())
     expected = _attention_cpu.forward(q, k, v, *problem.options())
     torch.testing.assert_close(ours[0], expected[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["cut-behind", "cut-in-front"])
+def test_calls_draw_different_numbers_and_their_backward_the_same(name, monkeypatch):
+    rules, sq, sk, count = CASES[name]
+    rng = torch.tensor([7, 8])
+    problem = Problem(scale=0.3, dropout=0.5, rng=rng, **rules)
+    q, k, v = tensors(problem.layout, sq, sk, torch.bfloat16)
+    drawn, again = [], []
+
+    @contextlib.contextmanager
+    def at(x, pair):
+        drawn.append(pair.tolist())
+        yield
+
+    state = _attention_cuda._random_state
+    monkeypatch.setattr(_attention_cuda, "default_generator_at", at)
+    monkeypatch.setattr(
+        _attention_cuda, "_random_state", lambda *x: again.append(x[0].tolist()) or state(*x)
+    )
+    out, lse = _attention_cuda.forward(q, k, v, *problem.options())
+    _attention_cuda.backward(out, q, k, v, out, lse, *problem.options(), False)
+    assert drawn == again
+    assert [seed for seed, _ in drawn] == [7] * count
+    offsets = [offset for _, offset in drawn]
+    assert offsets[0] == 8
+    sequences, heads = (2 if name == "cut-behind" else 1), 4  # of the first call
+    assert offsets[1] - offsets[0] == sequences * heads * 32
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "packed", "cut-behind"])
