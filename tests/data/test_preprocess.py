@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -443,3 +444,41 @@ def test_only_the_same_run_is_continued(options, monkeypatch):
     assert killed_at(dataclasses.replace(options, overwrite=True), 10)
     continued = preprocess(dataclasses.replace(options, overwrite=True, resume=True, workers=2))
     assert files(continued) == expected
+
+
+def test_the_command_and_the_old_script_write_the_same(conversations, tmp_path):
+    from mindspeed.cli.main import main
+
+    shared = ["--input", str(conversations.inputs[0]), "--tokenizer-type", "PretrainedFromHF"]
+    shared += ["--tokenizer-name-or-path", str(conversations.tokenizer.tokenizer_model)]
+    shared += ["--tokenizer-not-use-fast", "--handler-name", "GeneralInstructionHandler"]
+    shared += ["--append-eod", "--dataset-impl", "mmap", "--seq-length", "512"]
+    assert main(["preprocess", *shared, "--output-prefix", str(tmp_path / "a" / "x")]) == 0
+    script = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+    command = [sys.executable, str(script), *shared, "--output-prefix", str(tmp_path / "b" / "x")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "300 documents" in done.stderr and "MB/s" in done.stderr and "tokens/s" in done.stderr
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(names) == 6
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--handler-name", "Nobody"], "allowed are GeneralPretrainHandler, "),
+        (["--map-keys", "{"], "--map-keys {: invalid JSON"),
+        (["--prompt-type", "nobody"], "--prompt-type nobody is unknown; allowed are alpaca, "),
+        (["--seq-length", "0"], "--seq-length 0: at least 1 is needed"),
+    ],
+)
+def test_wrong_flags_are_answered_in_one_sentence(conversations, flags, said, capsys):
+    from mindspeed.cli.main import main
+
+    command = ["preprocess", "--input", str(conversations.inputs[0]), "--output-prefix", "x"]
+    command += ["--tokenizer-model", str(conversations.tokenizer.tokenizer_model)]
+    command += ["--handler-name", "GeneralInstructionHandler", *flags]
+    assert main(command) != 0
+    assert said in " ".join(capsys.readouterr().err.split())
