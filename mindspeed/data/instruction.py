@@ -15,7 +15,6 @@ prompt. With ``pack`` an item is a row of several samples.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +109,7 @@ class InstructionDataset(MegatronDataset):
         self._usable = indices[self._lengths[indices] > 0]
         if not len(self._usable):
             raise DataError(f"{dataset_path}: no sample for the {index_split.name} split")
-        self._epoch = lru_cache(maxsize=2)(self._ordered)
+        self._epochs: dict[int, np.ndarray] = {}
         self._rows = self._packed(num_samples) if config.pack else None
 
     @staticmethod
@@ -141,7 +140,9 @@ class InstructionDataset(MegatronDataset):
         if self._rows is not None:
             return self._rows[idx]
         epoch, place = divmod(idx, len(self._usable))
-        return self._epoch(epoch)[place : place + 1]
+        if epoch not in self._epochs:
+            self._epochs[epoch] = self._ordered(epoch)
+        return self._epochs[epoch][place : place + 1]
 
     def sample_lengths(self, idx: int) -> list[int]:
         """Tokens of each sample in an item, without reading it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -210,3 +212,12 @@ def test_padding_of_fixed_variable_grouped_and_packed_batches(costs):
     work = {name: cost.flops(PER_TOKEN, PER_PAIR) for name, cost in costs.items()}
     relative = {name: round(value / work["packed"], 2) for name, value in work.items()}
     assert relative == {"fixed": 5.49, "variable": 2.75, "grouped": 1.02, "packed": 1.0}
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_reader_processes_get_a_copy(tmp_path, pack):
+    data = dataset(tmp_path, lognormal(20), pack=pack)
+    data[3]
+    copy = pickle.loads(pickle.dumps(data))
+    for name, value in data[5].items():
+        assert copy[5][name].equal(value)
