@@ -43,16 +43,10 @@ def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int
         with stop_together(command):
             return _train(_prepare(argv, int(os.environ["WORLD_SIZE"]), command, defaults))
     settings = _prepare(argv, None, command, defaults)
-    args = settings.args
-    if args.dry_run:
-        from mindspeed.training.estimate import describe
-
-        print(describe(settings))
-        return 0
-    if args.world_size == 1:
+    if settings.args.world_size == 1 or settings.args.dry_run:
         return _train(settings)
     ranks = [sys.executable, "-m", "mindspeed", command, *argv]
-    return run_ranks(ranks, args.world_size)
+    return run_ranks(ranks, settings.args.world_size)
 
 
 def _prepare(
@@ -71,6 +65,12 @@ def _prepare(
 
 
 def _train(settings: Settings) -> int:
+    if settings.args.dry_run:
+        from mindspeed.training.estimate import describe
+
+        if os.environ.get("RANK", "0") == "0":
+            print(describe(settings))
+        return 0
     from mindspeed.training.pretrain import pretrain
 
     pretrain(settings)
