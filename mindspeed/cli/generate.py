@@ -93,7 +93,7 @@ def _print_all(
         if speaks:
             print()
         return
-    results = generator.generate(texts, options, batch_size)
+    results = generator.generate(texts, options, batch_size, share=True)
     for text, completions in zip(texts, results, strict=True):
         for completion in completions:
             if speaks:

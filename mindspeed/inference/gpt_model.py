@@ -343,6 +343,7 @@ def _prepare(args: argparse.Namespace, path: str | None, ckpt_step: int | None) 
     args.load, args.ckpt_step = path, ckpt_step
     args.finetune = args.no_load_rng = args.exit_on_missing_checkpoint = True
     args.sequence_parallel = False  # a single token cannot be split
+    args.mtp_num_layers = None  # they predict further tokens, for the training's loss
 
 
 def _tokenizer_of(args: argparse.Namespace, tokenizer: Any) -> TextTokenizer:

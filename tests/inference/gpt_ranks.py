@@ -84,3 +84,25 @@ def ids_only(folder: str) -> Any:
     except ValueError as error:
         return ids, str(error)
     return ids, ""
+
+
+def one_rank_fails(folder: str) -> Any:
+    """Rank 1 of a tensor-parallel pair raises in the middle of a text, as in our commands."""
+    import torch.distributed as dist
+
+    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.sampling import SamplingOptions
+    from mindspeed.training.guard import stop_together
+
+    with stop_together("generate"):
+        generator = Generator.of(load_model(Source(f"hf:{folder}", tp=2), 2))
+        passes: list[int] = []
+
+        def fail(*unused: Any) -> None:
+            passes.append(1)
+            if len(passes) == 3 and dist.get_rank() == 1:
+                raise RuntimeError("out of memory, say")
+
+        generator.stage.register_forward_pre_hook(fail)
+        return generator.generate(["the cat"], SamplingOptions(max_new_tokens=8))

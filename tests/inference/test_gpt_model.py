@@ -16,6 +16,8 @@ import gpt_ranks
 import tiny_chat
 import transformers
 
+from mindspeed.testing.ranks import RankError
+
 SETUP = "mindspeed.megatron_adaptor"
 TEXTS = ["the cat sat", "user: hello there, how are you", "猫"]
 NEW = 8
@@ -192,3 +194,10 @@ def test_bad_keywords_and_prompts_get_one_message_each(call):
     messages = [message for _, message in (*BAD.values(), *BAD_PROMPTS.values())]
     for result, message in zip(call(*requests), messages, strict=True):
         assert result.startswith(("ConfigError: ", "DataError: ")) and message in result
+
+
+def test_a_rank_that_fails_ends_the_others(ranks, tiny):
+    with pytest.raises(RankError) as failure:
+        ranks(2, gpt_ranks.one_rank_fails, str(tiny[0]), setup=SETUP, timeout=120)
+    assert failure.value.kind == "died"  # by itself; a rank that waits for ever would have hung
+    assert "out of memory, say" in str(failure.value)
