@@ -164,6 +164,24 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) 
     return F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3)
 
 
+def masked_softmax(
+    x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    """As Megatron writes it, in fp32."""
+    if causal:
+        raise NotImplementedError("the formula is for a given mask")
+    scores = x.float() * scale
+    scores = scores if mask is None else scores.masked_fill(mask, -10000.0)
+    return F.softmax(scores, -1).to(x.dtype)
+
+
+def ffn(
+    x: torch.Tensor, weight1: torch.Tensor, weight2: torch.Tensor, activation: str, *_: Any
+) -> torch.Tensor:
+    """Two products and the activation between them, without biases and experts."""
+    return getattr(F, activation)(x @ weight1) @ weight2
+
+
 def ring_attention_update(
     prev: torch.Tensor,
     prev_max: torch.Tensor,
@@ -222,6 +240,27 @@ def grouped_matmul(
 def grouped_outer(x: torch.Tensor, dy: torch.Tensor, groups: list[slice]) -> torch.Tensor:
     """A weight gradient for every group."""
     return torch.stack([x[g].t() @ dy[g] for g in groups])
+
+
+def quant_grouped_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    per_token_scale: torch.Tensor,
+    groups: list[slice],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """torch's int8 product for every group, then the scales."""
+    parts = [torch._int_mm(x[g], w) * s for g, w, s in zip(groups, weight, scale, strict=True)]
+    return (torch.cat(parts) * per_token_scale[:, None]).to(dtype)
+
+
+def weight_quant_grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, groups: list[slice]
+) -> torch.Tensor:
+    """A product with the matrix of every group in the dtype of x."""
+    matrices = (w.to(x.dtype) * s for w, s in zip(weight, scale, strict=True))
+    return torch.cat([x[g] @ w for g, w in zip(groups, matrices, strict=True)])
 
 
 def groupmatmul_add(
@@ -318,6 +357,12 @@ PEERS: dict[str, Peer | BackwardPeer] = {
     "attention_backward": BackwardPeer(
         "attention", lambda dout, q, k, v, *rest: ((q, k, v), dout), inputs=(0, 1, 2)
     ),
+    "scaled_masked_softmax": Peer(masked_softmax),
+    "scaled_masked_softmax_backward": BackwardPeer(
+        "scaled_masked_softmax",
+        lambda dy, y, mask, scale, causal: ((y.log() / scale, mask, scale, causal), dy),
+        inputs=(0,),
+    ),
     "ring_attention_update": Peer(ring_attention_update),
     "moe_permute": Peer(permute),
     "moe_unpermute": Peer(unpermute),
@@ -328,4 +373,13 @@ PEERS: dict[str, Peer | BackwardPeer] = {
     "grouped_outer": Peer(grouped_outer, lambda x, dy, ends: (x, dy, slices(ends))),
     "groupmatmul_add": Peer(groupmatmul_add, lambda x, dy, ends, grad: (x, dy, slices(ends), grad)),
     "matmul_add": Peer(matmul_add),
+    "ffn": Peer(ffn),
+    "quant_grouped_matmul": Peer(
+        quant_grouped_matmul,
+        lambda x, w, scale, b, token, ends, act, dtype: (x, w, scale, token, slices(ends), dtype),
+    ),
+    "weight_quant_grouped_matmul": Peer(
+        weight_quant_grouped_matmul,
+        lambda x, w, scale, offset, b, ends, act: (x, w, scale, slices(ends)),
+    ),
 }

@@ -19,7 +19,7 @@ import torch
 
 from mindspeed.ops._activations import GATED, PLAIN, apply
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._numerics import accumulation_dtype, random
+from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops._registry import Operator, plain_torch, torch_npu
 from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL
@@ -260,6 +260,12 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield random((0, 6), dtype), w1, w2, "relu", None, b2, sample_ends((0, 0, 0))
 
 
+def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    x = torch.ones(WORKLOAD_ROWS, hidden, dtype=dtype, device=device)
+    weight1 = torch.ones(hidden, 1024, dtype=dtype, device=device)
+    return x, weight1, weight1.t().contiguous(), "silu", None, None, None
+
+
 FFN = Operator(
     "ffn(Tensor x, Tensor weight1, Tensor weight2, str activation, Tensor? bias1, Tensor? bias2,"
     " Tensor? ends) -> Tensor",
@@ -269,5 +275,6 @@ FFN = Operator(
     npu=[torch_npu(_npu, "npu_ffn")],
     flops=_flops,
     samples=_samples,
+    workload=_workload,
     public="mindspeed.ops.ffn.npu_ffn",
 )

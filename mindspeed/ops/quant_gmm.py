@@ -8,6 +8,7 @@ Sums of products are exact in int32. Forward only. Source: the A8W8 form of torc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from mindspeed.ops._activations import BY_CODE
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._numerics import product_flops, random
+from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu
 from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.grouped_matmul import npu_grouped_matmul
@@ -243,6 +244,25 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield x, w, packed, bias, None, sample_ends(sizes), act, torch.int8
 
 
+def int8_workload(hidden: int, device: str) -> tuple[torch.Tensor, ...]:
+    """Rows, the matrices of eight experts, a scale for every column, the borders of the groups."""
+
+    def numbers(*shape: int) -> torch.Tensor:
+        count = math.prod(shape)
+        return (torch.arange(count, device=device) % 251 - 125).to(torch.int8).view(shape)
+
+    experts = 8
+    ends = torch.arange(1, experts + 1, device=device) * (WORKLOAD_ROWS // experts)
+    scale = torch.full((experts, 1024), 1e-3, device=device)
+    return numbers(WORKLOAD_ROWS, hidden), numbers(experts, hidden, 1024), scale, ends
+
+
+def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    x, weight, scale, ends = int8_workload(hidden, device)
+    per_token_scale = torch.ones(x.shape[0], device=device)
+    return x, weight, scale, None, per_token_scale, ends, 0, dtype
+
+
 QUANT_GROUPED_MATMUL = Operator(
     "quant_grouped_matmul(Tensor x, Tensor weight, Tensor scale, Tensor? bias,"
     " Tensor? per_token_scale, Tensor ends, int act_type, ScalarType output_dtype) -> Tensor",
@@ -251,6 +271,7 @@ QUANT_GROUPED_MATMUL = Operator(
     npu=[torch_npu(_npu, "npu_grouped_matmul")],
     flops=product_flops,
     samples=_samples,
+    workload=_workload,
     dtypes=(torch.float16, torch.bfloat16),
     public="mindspeed.ops.quant_gmm.npu_quant_gmm",
 )

@@ -159,6 +159,21 @@ def _samples_backward(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         )
 
 
+_WORKLOAD_HEAD, _WORKLOAD_SEQUENCE = 128, 1024
+
+
+def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    sides = (_WORKLOAD_SEQUENCE, _WORKLOAD_SEQUENCE)
+    x = torch.ones(1, max(hidden // _WORKLOAD_HEAD, 1), *sides, dtype=dtype, device=device)
+    mask = torch.ones(1, 1, *sides, dtype=torch.bool, device=device).triu(1)
+    return x, mask, _WORKLOAD_HEAD**-0.5, False
+
+
+def _workload_backward(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    x, *rest = _workload(hidden, dtype, device)
+    return x, x / _WORKLOAD_SEQUENCE, *rest
+
+
 SOFTMAX_BACKWARD = Operator(
     "scaled_masked_softmax_backward(Tensor dy, Tensor y, Tensor? mask, float scale, bool causal)"
     " -> Tensor",
@@ -166,6 +181,7 @@ SOFTMAX_BACKWARD = Operator(
     fake=_fake_backward,
     npu=[torch_npu(_npu_backward, "npu_scaled_masked_softmax_backward")],
     samples=_samples_backward,
+    workload=_workload_backward,
 )
 
 SOFTMAX = Operator(
@@ -175,5 +191,6 @@ SOFTMAX = Operator(
     npu=[torch_npu(_npu, "npu_scaled_masked_softmax")],
     autograd=(_save, _backward),
     samples=_samples,
+    workload=_workload,
     public="mindspeed.ops.scaled_masked_softmax.scaled_masked_softmax",
 )

@@ -18,6 +18,7 @@ from mindspeed.ops._numerics import accumulation_dtype, product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu
 from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.grouped_matmul import npu_grouped_matmul
+from mindspeed.ops.quant_gmm import int8_workload
 
 __all__ = ["npu_weight_quant_gmm", "npu_weight_quant_gmm_v2"]
 
@@ -209,6 +210,11 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield x, weight, scale, offset, bias, sample_ends(sizes), act
 
 
+def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    rows, weight, scale, ends = int8_workload(hidden, device)
+    return rows.to(dtype), weight, scale.to(dtype), None, None, ends, 0
+
+
 WEIGHT_QUANT_GROUPED_MATMUL = Operator(
     "weight_quant_grouped_matmul(Tensor x, Tensor weight, Tensor antiquant_scale,"
     " Tensor? antiquant_offset, Tensor? bias, Tensor ends, int act_type) -> Tensor",
@@ -217,6 +223,7 @@ WEIGHT_QUANT_GROUPED_MATMUL = Operator(
     npu=[torch_npu(_npu, "npu_grouped_matmul")],
     flops=product_flops,
     samples=_samples,
+    workload=_workload,
     dtypes=(torch.float16, torch.bfloat16),
     public="mindspeed.ops.weight_quant_gmm.npu_weight_quant_gmm",
 )

@@ -98,7 +98,12 @@ def attended(dout, q, k, v, out, lse, *rest):
     return dout, q, k, v, *OPERATORS["attention"](q, k, v, *rest[:-1]), *rest
 
 
+def probabilities(dy, x, mask, scale, causal):
+    return dy, OPERATORS["scaled_masked_softmax"](x, mask, scale, causal), mask, scale, causal
+
+
 CONSISTENT = {
+    "scaled_masked_softmax_backward": probabilities,
     "attention_backward": attended,
     "rms_norm_backward": rms_statistics,
     "dropout_add_norm": norm_without_dropout,
