@@ -86,9 +86,9 @@ def write(directory: Path) -> tuple[Files, corpus.CorpusSummary]:
     """
     files = Files(directory)
     known = list(facts())
+    if len(known) < 2:
+        raise DataError("this Python's built-in names carry no documentation")
     pairs = [*explanations(), *(_as_instruction(fact) for fact in known[::2])]
-    if not pairs:
-        raise DataError("this Python carries no documentation (it was started with -OO?)")
     make_dirs(files.exam.parent)
     _write_lines(files.instructions, pairs)
     _write_lines(files.exam, (_as_exam(fact) for fact in known[1::2]))

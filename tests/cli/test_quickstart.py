@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -70,6 +71,24 @@ class TestPlan:
         assert (args.num_layers, args.hidden_size, args.seq_length) == (4, 128, 128)
         assert (args.data_parallel_size, args.global_batch_size) == (1, 16)
         assert args.load == args.save == str(plan.checkpoints)
+
+    @pytest.mark.parametrize(
+        ("name", "count", "given", "used"),
+        [("cuda", 1, None, "cpu"), ("cuda", 4, None, None), ("cuda", 1, "cuda", "cuda")],
+    )
+    def test_the_cpu_is_used_where_there_are_fewer_devices_than_processes(
+        self, monkeypatch, name, count, given, used
+    ):
+        monkeypatch.setenv("MINDSPEED_DEVICE", "")  # restored afterwards, whatever is set meanwhile
+        monkeypatch.delenv("MINDSPEED_DEVICE")
+        if given:
+            monkeypatch.setenv("MINDSPEED_DEVICE", given)
+        here = SimpleNamespace(name=name, count=lambda: count)
+        monkeypatch.setattr("mindspeed.device.current", lambda: here)
+        console = quiet()
+        quickstart._one_device_per_rank(make_plan(), console)
+        assert os.environ.get("MINDSPEED_DEVICE") == used
+        assert ("the CPU is used" in console.file.getvalue()) == (used == "cpu")
 
 
 class TestStep:

@@ -12,6 +12,7 @@ interrupted goes on from its last checkpoint.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     plan = make_plan(args)
     tighten_umask()
+    _one_device_per_rank(plan, console)
     logs = make_dirs(plan.workdir / "logs")
     started = time.monotonic()
     steps = plan.steps()
@@ -85,3 +87,21 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if iterations < 1:
         raise ConfigError(f"--iters {iterations}: at least 1 is needed")
     return Plan(args.workdir, ranks, args.tp, args.pp, iterations)
+
+
+def _one_device_per_rank(plan: Plan, console: Console) -> None:
+    """Use the CPU for everything where there are fewer accelerators than processes.
+
+    NCCL and HCCL need a device of its own for each rank. A device chosen by MINDSPEED_DEVICE stays.
+    """
+    if "MINDSPEED_DEVICE" in os.environ:
+        return
+    from mindspeed import device
+
+    here = device.current()
+    if here.name != "cpu" and here.count() < plan.ranks:
+        os.environ["MINDSPEED_DEVICE"] = "cpu"
+        console.print(
+            f"{plan.ranks} processes need as many devices, this machine has {here.count()} "
+            f"({here.name}): the CPU is used; --tp 1 --pp 1 uses the device"
+        )
