@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,10 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def _source(folder: str) -> list[str]:
+    return [f"--model={folder}", f"--load=hf:{folder}"]
+
+
 def resolved(folder: str, flags: Sequence[str], world_size: int = 1) -> Any:
     """Final values of a run with the model of ``folder``."""
     from mindspeed.training.arguments import build_parser
@@ -35,7 +39,7 @@ def resolved(folder: str, flags: Sequence[str], world_size: int = 1) -> Any:
     from mindspeed.training.recipe import parse_with_recipe
     from mindspeed.training.resolve import resolve
 
-    args = parse_with_recipe([f"--model={folder}", *COMMON, *flags], build_parser())
+    args = parse_with_recipe([*_source(folder), *COMMON, *flags], build_parser())
     args = resolve(args, world_size).args
     load_tokenizer(args)
     return args
@@ -133,3 +137,103 @@ def assembled(results: Sequence[tuple[Any, list[Any]]]) -> dict[str, torch.Tenso
             place = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
             target[place] = data
     return whole
+
+
+def train(folder: str, flags: Sequence[str]) -> None:
+    """Train as ``mindspeed pretrain`` does."""
+    import torch.distributed as dist
+
+    from mindspeed.training.initialize import prepare
+    from mindspeed.training.pretrain import pretrain
+
+    pretrain(prepare([*_source(folder), *COMMON, *flags], dist.get_world_size()))
+
+
+def logits(folder: str, adapter: str, *, merge: bool = False) -> torch.Tensor:
+    """Logits ``[b, s, v]`` of the model with an adapter that is loaded into it."""
+    from mindspeed import lora
+
+    _, model = built(folder, [])
+    lora.load(model.chunks, adapter)
+    if merge:
+        lora.merge(model.chunks)
+        assert not lora.adapted(model.chunks)
+    tokens, _ = batch()
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    with torch.no_grad():
+        return model.modules[0].eval()(tokens, positions, None)[..., :VOCAB]
+
+
+def merged_logits(folder: str, adapter: str) -> torch.Tensor:
+    """The same with the adapter merged into the weights."""
+    return logits(folder, adapter, merge=True)
+
+
+class Traffic(NamedTuple):
+    """Tensor-parallel collectives of one rank in all micro-batches, and once per step."""
+
+    calls: int
+    bytes: int
+    step_calls: int
+    step_bytes: int
+
+
+def communication(
+    folder: str, flags: Sequence[str], targets: Sequence[str], r: int
+) -> tuple[Traffic, Traffic]:
+    """Of the frozen model, whose input carries gradients, and of the same with adapters."""
+    from megatron.core import parallel_state
+
+    from mindspeed import lora
+    from mindspeed.lora.attach import _carry_gradients
+
+    args, model = built(folder, flags)
+    for module in model.modules:
+        module.requires_grad_(False)
+        _carry_gradients(module, ())
+    frozen = _traffic(args, model)
+    lora.attach(model.chunks, lora.LoraConfig(tuple(targets), r=r))
+    adapted = _traffic(args, model)
+    assert parallel_state.get_tensor_model_parallel_world_size() == 2
+    return frozen, adapted
+
+
+def _traffic(args: Any, model: Any) -> Traffic:
+    from megatron.core import parallel_state
+
+    from mindspeed.lora.gradients import sum_partial_gradients
+    from mindspeed.testing import CommLedger
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    model.config.finalize_model_grads_func = None
+    with CommLedger() as layers:
+        run(args, model)
+    with CommLedger() as step:
+        sum_partial_gradients(model.chunks)
+    return Traffic(
+        layers.calls(group=group),
+        layers.bytes(group=group),
+        step.calls(group=group),
+        step.bytes(group=group),
+    )
+
+
+def sizes(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
+    """Elements and bytes of what is trained, kept by the optimizer and stored."""
+    from mindspeed.lora.state import sharded_state
+
+    args, model = built(folder, ["--lora-target-modules", *targets, f"--lora-r={r}"])
+    run(args, model)
+    model.optimizer.step()
+    trainable = [p for m in model.modules for p in m.parameters() if p.requires_grad]
+    states = model.optimizer.state_dict()["state"].values()
+    moments = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+    buffers = [b for chunk in model.chunks for b in chunk.buffers]
+    return {
+        "trainable": sum(p.numel() for p in trainable),
+        "gradient bytes": sum(b.grad_data.nbytes for b in buffers),
+        "optimizer bytes": sum(t.nbytes for t in moments if t.numel() > 1),
+        "stored elements": sum(
+            t.data.numel() for m in model.modules for t in sharded_state(m).values()
+        ),
+    }

@@ -1,0 +1,51 @@
+"""What adapters cost: communication, saved activations, parameters, optimizer and files."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora import lora_ranks, oracle
+
+SETUP = "mindspeed.megatron_adaptor"
+TP2, SP = "--tensor-model-parallel-size=2", "--sequence-parallel"
+LOCAL = "--transformer-impl=local"
+R, TARGETS = 4, ("query_key_value", "dense", "linear_fc1", "dense_4h_to_h")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return oracle.save_base(tmp_path_factory.mktemp("figures") / "base")
+
+
+@pytest.mark.parametrize("spec", [(), (LOCAL,)], ids=["engine", "local"])
+@pytest.mark.parametrize("sp", [(), (SP,)], ids=["whole", "sequence-parallel"])
+def test_adapters_communicate_what_the_frozen_model_does(spec, sp, base, ranks):
+    flags = [TP2, *sp, *spec]
+    frozen, adapted = ranks(
+        2, lora_ranks.communication, str(base), flags, TARGETS, R, setup=SETUP, timeout=120
+    )[0]
+    assert adapted.calls == frozen.calls
+    # With sequence parallelism r columns of each column layer travel with its input gradient.
+    tokens, layers, column_layers = 2 * lora_ranks.LENGTH, 4, 2
+    extra = 4 * tokens * R * column_layers * layers * bool(sp)
+    micro_batches = 2
+    assert adapted.bytes - frozen.bytes == extra * micro_batches
+    assert extra * 20 < frozen.bytes
+    # Once per step: A of column layers, B of row layers, in one all-reduce of fp32.
+    hidden = oracle.SIZES["hidden_size"]
+    per_layer = R * (hidden + hidden) + R * (hidden + hidden)
+    assert adapted.step_calls - frozen.step_calls == 1
+    assert adapted.step_bytes - frozen.step_bytes == 4 * per_layer * layers
+
+
+def test_what_is_trained_and_kept_is_the_adapters_share(base, ranks):
+    (found,) = ranks(1, lora_ranks.sizes, str(base), TARGETS, R, setup=SETUP)
+    hidden, ffn = oracle.SIZES["hidden_size"], oracle.SIZES["intermediate_size"]
+    qkv = 2 * hidden  # 8 query heads and 2 x 4 of keys and values
+    ins_and_outs = (hidden + qkv) + (hidden + hidden) + (hidden + 2 * ffn) + (ffn + hidden)
+    trainable = 4 * R * ins_and_outs
+    assert found["trainable"] == trainable
+    assert found["gradient bytes"] == 4 * trainable
+    assert found["optimizer bytes"] == 2 * 4 * trainable  # both moments; weights are fp32
+    # What is stored is the adapter and nothing else.
+    assert found["stored elements"] == trainable
