@@ -1,13 +1,17 @@
 """Benchmarks from local files: read, ask, score, report.
 
-tasks.yaml   what a benchmark is: files, fields, prompt, choices, score, groups
-task.py      that description, typed
-reading.py   files -> records                        errors before any model is loaded
-asking.py    records -> questions: examples, prompt, choices
-answers.py   generated text -> answer
-respond.py   who answers: a model under TP x PP, or a stand-in
-run.py       every question once, by data-parallel ranks, resumable
-report.py    scores per subject and group, standard errors, table
-execute.py   generated programs in limited child processes
-harness.py   the same models in lm-evaluation-harness
+    tasks.yaml           what a benchmark is: files, fields, prompt, choices, score, groups
+    task.py              that description, typed
+    reading.py           files -> records
+    asking.py            records -> questions: examples, prompt, choices
+    plan.py              a command line -> questions, all checked before a model is loaded
+    respond.py           who answers: a model under TP x PP, or a stand-in
+    run.py               every question once, by data-parallel replicas
+    samples.py           answers on disk, so that an interrupted run goes on
+    answers.py           generated text -> right or wrong
+    execute.py           generated programs in limited child processes (limited.py)
+    report.py            scores per subject and group, standard errors, table
+    evaluate.py          all of it, from a plan and a model to files
+    lm_eval_adapter.py   the same models in lm-evaluation-harness
+    lm_eval_data.py      its tasks on local files
 """
