@@ -258,9 +258,11 @@ def quant_grouped_matmul(
 def weight_quant_grouped_matmul(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, groups: list[slice]
 ) -> torch.Tensor:
-    """A product with the matrix of every group in the dtype of x."""
-    matrices = (w.to(x.dtype) * s for w, s in zip(weight, scale, strict=True))
-    return torch.cat([x[g] @ w for g, w in zip(groups, matrices, strict=True)])
+    """A product with the matrix of every group, in fp32 on the CPU, as the operator defines it."""
+    wide = torch.float32 if x.device.type == "cpu" else x.dtype
+    matrices = (w.to(wide) * s.to(wide) for w, s in zip(weight, scale, strict=True))
+    parts = [x[g].to(wide) @ w for g, w in zip(groups, matrices, strict=True)]
+    return torch.cat(parts).to(x.dtype)
 
 
 def groupmatmul_add(
