@@ -11,21 +11,17 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mindspeed.data import handlers, templates
 from mindspeed.data.masks import IGNORED, Sample, encode
+from mindspeed.data.options import PreprocessOptions
 from mindspeed.data.sources import Block
 from mindspeed.data.templates import ChatTemplate, Rendered
 from mindspeed.data.tokenizer import TextTokenizer, build_tokenizer
 from mindspeed.errors import DataError
-
-if TYPE_CHECKING:
-    from mindspeed.data.preprocess import PreprocessOptions
-
-CONVERSATION_KEYS = ("input_ids", "attention_mask", "labels")
 
 
 @dataclass(frozen=True)

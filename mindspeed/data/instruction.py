@@ -25,8 +25,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from mindspeed.data import packing
-from mindspeed.data.encode import CONVERSATION_KEYS
-from mindspeed.data.masks import IGNORED, Sample
+from mindspeed.data.masks import CONVERSATION_KEYS, IGNORED, Sample
 from mindspeed.errors import DataError
 
 Item = dict[str, torch.Tensor]

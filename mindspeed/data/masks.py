@@ -24,6 +24,7 @@ from mindspeed.data.templates import Rendered, Span
 from mindspeed.data.tokenizer import TextTokenizer
 
 IGNORED = -100
+CONVERSATION_KEYS = ("input_ids", "attention_mask", "labels")  # one data set each
 
 
 @dataclass(frozen=True)

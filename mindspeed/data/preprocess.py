@@ -33,11 +33,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from mindspeed.data import handlers
 from mindspeed.data.encode import (
-    CONVERSATION_KEYS,
     BrokenLine,
     ConversationEncoder,
     Encoded,
@@ -46,86 +44,19 @@ from mindspeed.data.encode import (
     make_encoder,
 )
 from mindspeed.data.indexed import Outputs
+from mindspeed.data.options import PreprocessOptions, check
 from mindspeed.data.sources import (
-    TEXT_UNITS,
     Block,
     Files,
     HubDataset,
     find_files,
     hub_dataset,
 )
-from mindspeed.data.tokenizer import TokenizerOptions
-from mindspeed.errors import ConfigError, DataError, MindSpeedError
+from mindspeed.errors import DataError, MindSpeedError
 
 BLOCKS_IN_FLIGHT_PER_WORKER = 4
 NAMED_BROKEN_LINES = 5
 RECORD_SECONDS = 20.0  # between the points from which a killed run can go on
-
-
-@dataclass(frozen=True)
-class PreprocessOptions:
-    """What to read, how to tokenize it and where to write it.
-
-    Attributes:
-        inputs: files, folders, or the name of a Hugging Face data set.
-        output_prefix: start of the names of the data sets.
-        tokenizer: Megatron's tokenizer flags.
-        json_keys: columns to tokenize, without a handler.
-        append_eod: end every document with the end-of-text token.
-        workers: processes.
-        strict: stop at the first record that cannot be used.
-        overwrite: replace existing output.
-        handler: name of :data:`mindspeed.data.handlers.HANDLERS`.
-        map_keys: other columns for the handler.
-        prompt_type: chat template (default: the handler's).
-        train_on: answers that are trained.
-        train_on_inputs: train the prompts, too.
-        label_boundary: ``exact``, or ``legacy`` (:mod:`mindspeed.data.masks`).
-        seq_length: longest sample, conversations only.
-        max_samples: read so many records and no more.
-        resume: continue an interrupted run.
-        hf_datasets_params: file with arguments of ``datasets.load_dataset``.
-        streaming: read that data set as a stream.
-        text_unit: what a document is in a ``.txt`` file.
-    """
-
-    inputs: tuple[Path, ...]
-    output_prefix: Path
-    tokenizer: TokenizerOptions
-    json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    workers: int = 1
-    strict: bool = False
-    overwrite: bool = False
-    handler: str = ""
-    map_keys: Mapping[str, Any] = field(default_factory=dict)
-    prompt_type: str | None = None
-    train_on: Literal["all", "last"] = "all"
-    train_on_inputs: bool = False
-    label_boundary: Literal["exact", "legacy"] = "exact"
-    seq_length: int | None = None
-    max_samples: int | None = None
-    resume: bool = False
-    hf_datasets_params: Path | None = None
-    streaming: bool = False
-    text_unit: str = "line"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """One data set each."""
-        handler = handlers.find(self.handler)
-        if handler.conversations is not None:
-            return tuple(f"packed_{name}" for name in CONVERSATION_KEYS)
-        return self.json_keys if handler.text is None else ("text",)
-
-    def output(self, key: str) -> Path:
-        """Path of the data set of one key, without ``.bin`` or ``.idx``."""
-        return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_document")
-
-    @property
-    def state(self) -> Path:
-        """What a run that was killed leaves for one that continues."""
-        return self.output_prefix.with_name(f".{self.output_prefix.name}.preprocess.json")
 
 
 @dataclass
@@ -175,7 +106,7 @@ def preprocess(
         ConfigError: An option is wrong or the output exists already.
         DataError: Missing input, no usable document, or a broken line under ``strict``.
     """
-    _check(options)
+    check(options)
     source = _source(options)
     encoder = make_encoder(options)
     outputs = Outputs(
@@ -314,28 +245,6 @@ def _count(totals: Progress, encoded: Encoded, strict: bool) -> None:
     totals.broken += len(counts.broken)
     room = NAMED_BROKEN_LINES - len(totals.first_broken)
     totals.first_broken += counts.broken[:room]
-
-
-def _check(options: PreprocessOptions) -> None:
-    handler = handlers.find(options.handler)
-    handler.with_keys(options.map_keys)
-    if options.workers < 1:
-        raise ConfigError(f"--workers {options.workers}: at least 1 is needed")
-    for flag, value in (("seq-length", options.seq_length), ("max-samples", options.max_samples)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{flag} {value}: at least 1 is needed")
-    if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
-        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: name every key once")
-    if options.text_unit not in TEXT_UNITS:
-        raise ConfigError(
-            f"--txt-document {options.text_unit}: allowed are {', '.join(TEXT_UNITS)}"
-        )
-    if options.overwrite or (options.resume and options.state.exists()):
-        return
-    for key in options.keys:
-        index = options.output(key).with_name(options.output(key).name + ".idx")
-        if index.exists():
-            raise ConfigError(f"{index} exists already; replace it with --overwrite")
 
 
 def _fingerprint(options: PreprocessOptions, source: Files | HubDataset) -> str:

@@ -19,8 +19,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from mindspeed.data import formats
 from mindspeed.data import preprocess as module
-from mindspeed.data import sources
 from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
 from mindspeed.data.tokenizer import (
     TokenizerOptions,
@@ -100,7 +100,7 @@ def test_gpt_dataset_cuts_the_documents_into_training_samples(options, tokenizer
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_output_is_byte_identical_for_any_number_of_workers(options, workers, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 700)  # many blocks
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 700)  # many blocks
     alone = files(preprocess(options))
     several = dataclasses.replace(options, workers=workers, overwrite=True)
     assert files(preprocess(several)) == alone
@@ -288,7 +288,7 @@ def test_conversations_become_three_aligned_data_sets(conversations):
 def test_conversations_are_byte_identical_for_any_number_of_workers(
     conversations, workers, monkeypatch
 ):
-    monkeypatch.setattr(sources, "BLOCK_RECORDS", 17)
+    monkeypatch.setattr(formats, "BLOCK_RECORDS", 17)
     options = dataclasses.replace(conversations, append_eod=True, prompt_type="chatml")
     alone = files(preprocess(options))
     several = dataclasses.replace(options, workers=workers, overwrite=True)
@@ -410,7 +410,7 @@ def killed_at(options: PreprocessOptions, step: int) -> bool:
 
 
 def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_output(conversations, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK_RECORDS", 60)
+    monkeypatch.setattr(formats, "BLOCK_RECORDS", 60)
     expected = files(preprocess(conversations))
     again = dataclasses.replace(
         conversations, output_prefix=conversations.output_prefix.with_name("r"), resume=True
@@ -436,7 +436,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_output(conversat
 
 
 def test_only_the_same_run_is_continued(options, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 700)
     assert killed_at(options, 10)
     with pytest.raises(DataError, match="had other options or input files"):
         preprocess(dataclasses.replace(options, append_eod=True, resume=True))

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from mindspeed.data import sources
+from mindspeed.data import formats
 from mindspeed.data.sources import find_files, hub_dataset
 from mindspeed.errors import DataError
 
@@ -45,7 +45,7 @@ def write(path, kind: str):
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
 def test_formats_agree(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 5000)
     files = find_files([write(tmp_path / f"x.{kind}", kind)])
     assert read(files) == RECORDS
     blocks = list(files.blocks())

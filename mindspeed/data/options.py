@@ -1,0 +1,107 @@
+"""What ``mindspeed preprocess`` can be told, and what it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed.data import handlers
+from mindspeed.data.masks import CONVERSATION_KEYS
+from mindspeed.data.sources import TEXT_UNITS
+from mindspeed.data.tokenizer import TokenizerOptions
+from mindspeed.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """What to read, how to tokenize it and where to write it.
+
+    Attributes:
+        inputs: files, folders, or the name of a Hugging Face data set.
+        output_prefix: start of the names of the data sets.
+        tokenizer: Megatron's tokenizer flags.
+        json_keys: columns to tokenize, without a handler.
+        append_eod: end every document with the end-of-text token.
+        workers: processes.
+        strict: stop at the first record that cannot be used.
+        overwrite: replace existing output.
+        handler: name of :data:`mindspeed.data.handlers.HANDLERS`.
+        map_keys: other columns for the handler.
+        prompt_type: chat template (default: the handler's).
+        train_on: answers that are trained.
+        train_on_inputs: train the prompts, too.
+        label_boundary: ``exact``, or ``legacy`` (:mod:`mindspeed.data.masks`).
+        seq_length: longest sample, conversations only.
+        max_samples: read so many records and no more.
+        resume: continue an interrupted run.
+        hf_datasets_params: file with arguments of ``datasets.load_dataset``.
+        streaming: read that data set as a stream.
+        text_unit: what a document is in a ``.txt`` file.
+    """
+
+    inputs: tuple[Path, ...]
+    output_prefix: Path
+    tokenizer: TokenizerOptions
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    workers: int = 1
+    strict: bool = False
+    overwrite: bool = False
+    handler: str = ""
+    map_keys: Mapping[str, Any] = field(default_factory=dict)
+    prompt_type: str | None = None
+    train_on: Literal["all", "last"] = "all"
+    train_on_inputs: bool = False
+    label_boundary: Literal["exact", "legacy"] = "exact"
+    seq_length: int | None = None
+    max_samples: int | None = None
+    resume: bool = False
+    hf_datasets_params: Path | None = None
+    streaming: bool = False
+    text_unit: str = "line"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """One data set each."""
+        handler = handlers.find(self.handler)
+        if handler.conversations is not None:
+            return tuple(f"packed_{name}" for name in CONVERSATION_KEYS)
+        return self.json_keys if handler.text is None else ("text",)
+
+    def output(self, key: str) -> Path:
+        """Path of the data set of one key, without ``.bin`` or ``.idx``."""
+        return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_document")
+
+    @property
+    def state(self) -> Path:
+        """What a run that was killed leaves for one that continues."""
+        return self.output_prefix.with_name(f".{self.output_prefix.name}.preprocess.json")
+
+
+def check(options: PreprocessOptions) -> None:
+    """Look at everything that can be known before work starts.
+
+    Raises:
+        ConfigError: names the flag and what is allowed, or the output that exists already.
+    """
+    handler = handlers.find(options.handler)
+    handler.with_keys(options.map_keys)
+    if options.workers < 1:
+        raise ConfigError(f"--workers {options.workers}: at least 1 is needed")
+    for flag, value in (("seq-length", options.seq_length), ("max-samples", options.max_samples)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag} {value}: at least 1 is needed")
+    if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
+        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: name every key once")
+    if options.text_unit not in TEXT_UNITS:
+        raise ConfigError(
+            f"--txt-document {options.text_unit}: allowed are {', '.join(TEXT_UNITS)}"
+        )
+    if options.overwrite or (options.resume and options.state.exists()):
+        return
+    for key in options.keys:
+        index = options.output(key).with_name(options.output(key).name + ".idx")
+        if index.exists():
+            raise ConfigError(f"{index} exists already; replace it with --overwrite")
