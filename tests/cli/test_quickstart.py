@@ -45,7 +45,7 @@ class TestPlan:
     def test_the_default_is_four_processes_with_tensor_and_pipeline_parallelism(self):
         plan = make_plan()
         assert (plan.ranks, plan.tp, plan.pp) == (4, 2, 2)
-        assert (plan.iterations, plan.tuning_iterations) == (500, 120)
+        assert (plan.iterations, plan.tuning_iterations) == (400, 120)
 
     def test_ranks_must_be_a_multiple_of_the_layout(self):
         with pytest.raises(ConfigError, match="--nproc 3 is not divisible by --tp 2 x --pp 1 = 2"):

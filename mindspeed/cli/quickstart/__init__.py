@@ -27,7 +27,7 @@ from mindspeed.files import make_dirs, tighten_umask
 
 HELP = "the whole way on this machine: from text to a tuned, evaluated model"
 
-ITERATIONS = 500
+ITERATIONS = 400
 FAST_ITERATIONS = 60
 
 

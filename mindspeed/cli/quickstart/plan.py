@@ -29,7 +29,7 @@ class Plan(Places):
     @property
     def tuning_iterations(self) -> int:
         """Fewer where the pretraining is a short one, too."""
-        return min(TUNING_ITERATIONS, max(2, self.iterations // 4))
+        return min(TUNING_ITERATIONS, max(2, self.iterations // 3))
 
     def steps(self) -> Sequence[Step]:
         """The whole way."""
