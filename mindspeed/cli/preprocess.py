@@ -30,8 +30,9 @@ from rich.progress import (
 
 from mindspeed.data import corpus
 from mindspeed.data import preprocess as data
+from mindspeed.data.formats import COMPRESSIONS, FORMATS
 from mindspeed.data.handlers import HANDLERS
-from mindspeed.data.sources import COMPRESSIONS, FORMATS, TEXT_UNITS
+from mindspeed.data.sources import TEXT_UNITS
 from mindspeed.data.tokenizer import TokenizerOptions, add_tokenizer_arguments
 from mindspeed.errors import ConfigError
 

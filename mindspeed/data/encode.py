@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from mindspeed.data import handlers, templates
+from mindspeed.data.formats import Block
 from mindspeed.data.masks import IGNORED, Sample, encode
 from mindspeed.data.options import PreprocessOptions
-from mindspeed.data.sources import Block
 from mindspeed.data.templates import ChatTemplate, Rendered
 from mindspeed.data.tokenizer import TextTokenizer, build_tokenizer
 from mindspeed.errors import DataError

@@ -43,15 +43,10 @@ from mindspeed.data.encode import (
     load_template,
     make_encoder,
 )
+from mindspeed.data.formats import Block
 from mindspeed.data.indexed import Outputs
 from mindspeed.data.options import PreprocessOptions, check
-from mindspeed.data.sources import (
-    Block,
-    Files,
-    HubDataset,
-    find_files,
-    hub_dataset,
-)
+from mindspeed.data.sources import Files, HubDataset, find_files, hub_dataset
 from mindspeed.errors import DataError, MindSpeedError
 
 BLOCKS_IN_FLIGHT_PER_WORKER = 4
