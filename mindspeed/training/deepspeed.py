@@ -28,7 +28,6 @@ _SAME = {
     "fp16.min_loss_scale": "min_loss_scale",
     "fp16.hysteresis": "hysteresis",
     "bf16.enabled": "bf16",
-    "zero_optimization.stage": "zero_stage",
 }
 _OF_FP16 = ("loss_scale", "loss_scale_window", "min_loss_scale", "hysteresis")
 
@@ -39,26 +38,26 @@ def read(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read; names the line.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"--deepspeed_config {path}: there is no such file")
-    try:
-        config = json.loads(check_path(path, "input").read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--deepspeed_config {path} is no valid JSON, line {error.lineno}: {error.msg}"
-        ) from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"--deepspeed_config {path}: a JSON object is expected")
-    flags = {
-        flag: value for keys, flag in _SAME.items() if (value := _at(config, keys)) is not None
-    }
+    config = _load(path)
+    found = {flag: _at(config, keys) for keys, flag in _SAME.items()}
+    flags = {flag: value for flag, value in found.items() if value is not None}
     if not flags.get("fp16"):
         flags = {name: value for name, value in flags.items() if name not in _OF_FP16}
     elif (power := _at(config, "fp16.initial_scale_power")) is not None:
         flags["initial_loss_scale"] = 2**power
     if flags.get("loss_scale") == 0:  # DeepSpeed's word for a dynamic scale
         del flags["loss_scale"]
+    if (stage := _at(config, "zero_optimization.stage")) is not None:
+        if stage not in (0, 1, 2, 3):
+            raise ConfigError(f"--deepspeed_config {path}: zero_optimization.stage {stage}: 0 to 3")
+        flags["use_distributed_optimizer"] = stage >= 1
     return flags
+
+
+def not_done(path: str) -> list[str]:
+    """What a file asks for and this trainer does in another way, with the same results."""
+    stage = _at(_load(path), "zero_optimization.stage")
+    return [f"ZeRO stage {stage} (stage 1 is used)"] if stage in (2, 3) else []
 
 
 def check_agreement(path: str, flags: Mapping[str, Any], args: argparse.Namespace) -> None:
@@ -70,12 +69,26 @@ def check_agreement(path: str, flags: Mapping[str, Any], args: argparse.Namespac
     file_keys = {flag: keys for keys, flag in _SAME.items()}
     problems = [
         f"--{name.replace('_', '-')} {getattr(args, name)} contradicts "
-        f"{file_keys.get(name, 'fp16.initial_scale_power')} {value} of --deepspeed_config {path}"
+        f"{file_keys.get(name, 'the setting')} {value} of --deepspeed_config {path}"
         for name, value in flags.items()
         if getattr(args, name) != value
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _load(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise ConfigError(f"--deepspeed_config {path}: there is no such file")
+    try:
+        config = json.loads(check_path(path, "input").read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"--deepspeed_config {path} is no valid JSON, line {error.lineno}: {error.msg}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--deepspeed_config {path}: a JSON object is expected")
+    return config
 
 
 def _at(config: Mapping[str, Any], keys: str) -> Any:

@@ -1,0 +1,53 @@
+"""``--deepspeed_config``: DeepSpeed's file means the trainer's own flags."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command_line import parse_all
+from trainer_job import SETUP, TINY
+
+BATCH = TINY.index("--global-batch-size")
+FLAGS = [*TINY[:BATCH], *TINY[BATCH + 2 :], "--deepspeed"]
+ZERO_2 = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 0.5,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 3},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def results(rank_pool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepspeed")
+    files = {
+        "zero 2": json.dumps(ZERO_2),
+        "contradiction": json.dumps({"train_micro_batch_size_per_gpu": 4}),
+        "no json": '{"fp16":\n {"enabled": true,}}',
+        "a stage": json.dumps({"zero_optimization": {"stage": 7}}),
+    }
+    for name, text in files.items():
+        (folder / f"{name}.json").write_text(text)
+    cases = [([*FLAGS, "--deepspeed_config", str(folder / f"{name}.json")],) for name in files]
+    (answers,) = rank_pool.run(1, parse_all, cases, setup=SETUP, backend=None, timeout=240)
+    return dict(zip(files, answers, strict=True))
+
+
+def test_the_settings_are_the_trainers_flags(results):
+    assert results["zero 2"]["error"] is None
+    values = results["zero 2"]["values"]
+    assert (values["micro_batch_size"], values["global_batch_size"]) == (2, 6)
+    assert (values["fp16"], values["bf16"], values["clip_grad"]) == (True, False, 0.5)
+    assert (values["loss_scale"], values["initial_loss_scale"]) == (None, 256)
+    assert (values["hysteresis"], values["use_distributed_optimizer"]) == (3, True)
+    assert values["ignored_flags"] == ["--deepspeed", "ZeRO stage 2 (stage 1 is used)"]
+
+
+def test_what_is_wrong_is_named_with_its_place(results):
+    contradiction = "--micro-batch-size 2 contradicts train_micro_batch_size_per_gpu 4 of "
+    assert contradiction in results["contradiction"]["error"]
+    assert "no json.json is no valid JSON, line 2: " in results["no json"]["error"]
+    assert "zero_optimization.stage 7: 0 to 3" in results["a stage"]["error"]
