@@ -129,12 +129,12 @@ class Engine:
                 loop.call_soon_threadsafe(arrived.put_nowait, event)
 
         ticket = Ticket(job, time.monotonic() + self._timeout, deliver)
-        if not self.healthy:
-            raise Failed
         try:
             self._queue.put_nowait(ticket)
         except queue.Full:
             raise Busy from None
+        if not self.healthy:  # asked afterwards: the worker empties the queue when it ends
+            raise Failed
         try:
             while (event := await arrived.get()) is not None:
                 if isinstance(event, Exception):
