@@ -26,7 +26,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    BlendedMegatronDatasetConfig,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
@@ -203,6 +206,11 @@ def sample_counts(args: argparse.Namespace) -> tuple[int, int, int]:
     iterations = args.train_iters or args.train_samples // batch
     validations = iterations // args.eval_interval + 1
     return train, validations * args.eval_iters * batch, args.eval_iters * batch
+
+
+def has_test(args: argparse.Namespace) -> bool:
+    """Whether a part of the data is left for the final test."""
+    return parse_and_normalize_split(args.split)[2] > 0 if args.split else bool(args.test_data_path)
 
 
 class MicroBatches(Iterator[Batch]):

@@ -49,7 +49,8 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
     held_out = {}
     if args.eval_iters:
         held_out["validation"] = read(sets.valid, args.consumed_valid_samples)
-        held_out["test"] = read(sets.test, 0)
+        if data.has_test(args):
+            held_out["test"] = read(sets.test, 0)
     saver = None
     if args.save:
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))

@@ -111,6 +111,15 @@ def test_packed_samples_have_the_losses_and_gradients_of_padded_ones(
         )
 
 
+def test_a_run_without_a_test_split_validates_only(prefix, ranks, capfd):
+    flags = flags_for(prefix, "--pack-sequences --eval-interval 2 --eval-iters 1 --train-iters 2")
+    flags += ["--split", "80,20,0"]
+    (result,) = ranks(1, train, flags, setup=SETUP, backend=None, timeout=60)
+    assert result["error"] is None
+    printed = capfd.readouterr().out
+    assert "validation" in printed and "test loss" not in printed
+
+
 def test_every_rank_of_a_group_gets_what_its_stage_needs(prefix, ranks):
     flags = flags_for(prefix, VARIABLE, TP, "--pad-to-multiple-of 4")
     first, second = ranks(2, batches, flags, 4, setup=SETUP, backend=None, timeout=60)
