@@ -144,8 +144,8 @@ def test_log_probabilities_have_openais_form(ask, tiny):
     assert found["token_logprobs"][0] == pytest.approx(max(found["top_logprobs"][0].values()))
     _, model, tokenizer = tiny
     ids = torch.tensor([tokenizer("the cat")["input_ids"]])
-    best = model(ids).logits[0, -1].log_softmax(-1).max()
-    assert found["token_logprobs"][0] == pytest.approx(float(best), abs=1e-4)
+    best = model(ids).logits[0, -1].log_softmax(-1).max().item()
+    assert found["token_logprobs"][0] == pytest.approx(best, abs=1e-4)
     content = talk["choices"][0]["logprobs"]["content"]
     assert [len(token["top_logprobs"]) for token in content] == [2] * 4
     assert content[0]["logprob"] == content[0]["top_logprobs"][0]["logprob"]
