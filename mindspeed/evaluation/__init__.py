@@ -14,4 +14,6 @@
     evaluate.py          all of it, from a plan and a model to files
     lm_eval_adapter.py   the same models in lm-evaluation-harness
     lm_eval_data.py      its tasks on local files
+
+Nothing is downloaded, and everything that can be wrong is said before a model is loaded.
 """
