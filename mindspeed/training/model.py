@@ -31,6 +31,7 @@ from mindspeed import device
 from mindspeed.lora import LoraConfig, adapted, attach
 from mindspeed.lora.gradients import summed_over_tp
 from mindspeed.models import specials
+from mindspeed.training import zero
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
 
 ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
@@ -147,8 +148,12 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
         attach(modules, adapters)
     num_parameters = sum(p.numel() for module in modules for p in module.parameters())
     ddp = ddp_config(args, num_parameters)
+    if args.use_megatron_fsdp:
+        _load_whole(args, BuiltModel(config, modules))
     chunks = [
-        DistributedDataParallel(
+        zero.shard(config, ddp, module)
+        if args.use_megatron_fsdp
+        else DistributedDataParallel(
             config=config,
             ddp_config=ddp,
             module=module,
@@ -163,6 +168,14 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     optimizer = build_optimizer(args, chunks)
     _connect(args, config, chunks, optimizer)
     return TrainedModel(config, chunks, optimizer, learning_rate_schedule(args, optimizer))
+
+
+def _load_whole(args: argparse.Namespace, model: BuiltModel) -> None:
+    """Load the weights of ``--load`` while every rank has its stages whole."""
+    from mindspeed.checkpoint.load import load  # it knows models, so it cannot be imported above
+
+    if args.load:
+        load(argparse.Namespace(**{**vars(args), "finetune": True}), model)
 
 
 def build_modules(

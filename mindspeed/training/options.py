@@ -98,6 +98,11 @@ class ParallelOptions:
     num_layer_list: str | None = flag(
         None, "layers of every pipeline stage, such as 5,6,6,5", aliases=("--manual-layers",)
     )
+    zero_stage: int | None = flag(
+        None,
+        "ranks share 1: optimizer states, 2: gradients too, 3: parameters too (default: as "
+        "--use-distributed-optimizer and --use-megatron-fsdp say)",
+    )
     ddp_num_buckets: int | None = flag(None, "number of gradient buckets")
     align_grad_reduce: bool = flag(True, "all pipeline stages reduce gradients at the same time")
     use_tp_pp_dp_mapping: bool = flag(False, "order ranks tp-cp-ep-pp-dp, not tp-cp-ep-dp-pp")

@@ -20,6 +20,7 @@ from mindspeed.checkpoint.directory import tracked
 from mindspeed.errors import ConfigError
 from mindspeed.lora import flags as lora_flags
 from mindspeed.models.hf_load import is_hf
+from mindspeed.training import zero
 from mindspeed.training.options import (
     CheckpointOptions,
     DataOptions,
@@ -155,6 +156,7 @@ def _parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         )
     if tp == 1:
         args.sequence_parallel = False
+    yield from zero.complete(args)
     if args.overlap_param_gather and not args.use_distributed_optimizer:
         yield "--overlap-param-gather needs --use-distributed-optimizer"
     if args.overlap_param_gather and not args.overlap_grad_reduce:

@@ -237,3 +237,45 @@ def sizes(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
             t.data.numel() for m in model.modules for t in sharded_state(m).values()
         ),
     }
+
+
+def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Losses of three steps of plain training; bytes of weights, gradients, optimizer states."""
+    import torch.distributed as dist
+
+    from mindspeed.adaptor import session
+    from mindspeed.training import pretrain, setup
+    from mindspeed.training.model import build
+
+    flags = [*flags, "--micro-batch-size=1", "--lr=0.01", "--lr-decay-style=constant"]
+    args = resolved(folder, flags, dist.get_world_size())
+    session.install().configure(vars(args))
+    setup.initialize(args)
+    pretrain.count_batches(args)
+    model = build(args)
+    pretrain.resume(args, model)
+    losses = []
+    for _ in range(3):
+        model.optimizer.zero_grad()
+        loss = torch.tensor(run(args, model))
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+        model.optimizer.step()
+    return {"losses": losses, **_bytes_of(model)}
+
+
+def _bytes_of(model: Any) -> dict[str, int]:
+    """Bytes that stay on this rank between steps."""
+    (chunk,) = model.chunks
+    groups = getattr(getattr(chunk, "param_and_grad_buffer", None), "parameter_groups", None)
+    if groups is None:
+        weights = sum(p.nbytes for p in chunk.parameters())
+        gradients = sum(buffer.grad_data.nbytes for buffer in chunk.buffers)
+    else:
+        weights = sum(group.model_weight_buffer.data.nbytes for group in groups)
+        gradients = sum(group.main_grad_buffer.data.nbytes for group in groups)
+    optimizers = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+    states = (state for o in optimizers for state in o.optimizer.state.values())
+    moments = (getattr(t, "_local_tensor", t) for s in states for t in s.values())
+    kept = sum(t.nbytes for t in moments if isinstance(t, torch.Tensor) and t.numel() > 1)
+    return {"parameters": weights, "gradients": gradients, "optimizer": kept}

@@ -1,0 +1,82 @@
+"""``--zero-stage``: what data-parallel ranks share of a model's memory.
+
+=====  ===================================  =====================================
+stage  each rank keeps a part of            made of
+=====  ===================================  =====================================
+0      nothing, all keep everything         Megatron's data parallelism
+1      optimizer states                     ``--use-distributed-optimizer``
+2      and gradients                        Megatron-FSDP, ``optim_grads``
+3      and parameters                       Megatron-FSDP, ``optim_grads_params``
+=====  ===================================  =====================================
+
+A part is one n-th on n ranks, padded to equal sizes. The losses are those of stage 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def complete(args: argparse.Namespace) -> Iterator[str]:
+    """Turn the stage into Megatron's flags; yields contradictions."""
+    stage = args.zero_stage
+    if stage is not None and stage not in range(4):
+        yield f"--zero-stage {stage} is not one of 0, 1, 2, 3"
+        return
+    if stage == 0 and (args.use_distributed_optimizer or args.use_megatron_fsdp):
+        given = "use-megatron-fsdp" if args.use_megatron_fsdp else "use-distributed-optimizer"
+        yield f"--zero-stage 0 shares nothing, --{given} does: drop one of them"
+    if stage == 1 and args.use_megatron_fsdp:
+        yield "--zero-stage 1 contradicts --use-megatron-fsdp: stages 2 and 3 are Megatron-FSDP"
+    if stage in (1, 2, 3):
+        args.use_distributed_optimizer = True
+    if stage in STRATEGIES:
+        args.use_megatron_fsdp = True
+        args.data_parallel_sharding_strategy = STRATEGIES[stage]
+    if args.use_megatron_fsdp:
+        yield from _sharded(
+            args, "--use-megatron-fsdp" if stage is None else f"--zero-stage {stage}"
+        )
+
+
+def _sharded(args: argparse.Namespace, asked: str) -> Iterator[str]:
+    """What Megatron-FSDP needs, and what cannot go with it here."""
+    strategy = args.data_parallel_sharding_strategy
+    if strategy not in STRATEGIES.values():
+        yield (
+            f"--data-parallel-sharding-strategy {strategy} is not one of "
+            f"{', '.join(STRATEGIES.values())}; for less sharding leave out --use-megatron-fsdp "
+            "(--zero-stage 0 or 1)"
+        )
+    if importlib.util.find_spec("einops") is None:
+        yield f"{asked} needs the package einops: pip install einops"
+    for name in ("save", "lora_target_modules", "lora_load"):
+        if getattr(args, name, None):
+            yield (
+                f"{asked} cannot be combined with --{name.replace('_', '-')}: its shards have no "
+                "checkpoints and no adapters yet; use --zero-stage 1"
+            )
+    args.use_distributed_optimizer = True
+    args.gradient_accumulation_fusion = False  # gradients have no buffer to be added to
+
+
+def shard(config: Any, ddp: Any, module: Any) -> Any:
+    """Wrap a stage so that ranks keep parts of its gradients, and of its parameters in stage 3.
+
+    Args:
+        config: Megatron's configuration of the model.
+        ddp: Its configuration of data parallelism, with the sharding strategy.
+        module: The stage, with its weights: they are handed out here.
+    """
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    parameters = ddp.data_parallel_sharding_strategy == STRATEGIES[3]
+    # Shards are reduced and gathered as layers go by; there is no other way to run.
+    ddp = replace(ddp, overlap_grad_reduce=True, overlap_param_gather=parameters)
+    return FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)

@@ -1,0 +1,60 @@
+"""``--zero-stage``: every stage trains as stage 0 does, with less on each rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from lora import lora_ranks, oracle
+
+from mindspeed.errors import ConfigError
+
+SETUP = "mindspeed.megatron_adaptor"
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return oracle.save_base(tmp_path_factory.mktemp("zero") / "base")
+
+
+@pytest.fixture(scope="module")
+def unsharded(base, rank_pool):
+    return rank_pool.run(RANKS, lora_ranks.steps, str(base), ["--zero-stage=0"], setup=SETUP)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stage_equals_stage_0_with_less_on_each_rank(stage, base, unsharded, ranks):
+    if stage > 1:
+        pytest.importorskip("einops")
+    flags = [f"--zero-stage={stage}"]
+    found = ranks(RANKS, lora_ranks.steps, str(base), flags, setup=SETUP, timeout=120)
+    for mine, whole in zip(found, unsharded, strict=True):
+        assert mine["losses"] == pytest.approx(whole["losses"], rel=2e-6)
+    for kind, first_stage in (("optimizer", 1), ("gradients", 2), ("parameters", 3)):
+        total, whole = sum(mine[kind] for mine in found), unsharded[0][kind]
+        copies = 1 if stage >= first_stage else RANKS
+        # Shards are padded to equal sizes.
+        assert copies * whole <= total <= 1.1 * copies * whole, kind
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--zero-stage=4"], "--zero-stage 4"),
+        (["--zero-stage=0", "--use-distributed-optimizer"], "--use-distributed-optimizer does"),
+        (["--zero-stage=1", "--use-megatron-fsdp"], "contradicts --use-megatron-fsdp"),
+        (["--zero-stage=2", "--save=out"], "--zero-stage 2 cannot be combined with --save"),
+        (["--zero-stage=3", "--lora-target-modules", "dense"], "--lora-target-modules"),
+    ],
+)
+def test_contradictions_are_refused(flags, message, base):
+    with pytest.raises(ConfigError, match=message):
+        lora_ranks.resolved(str(base), flags)
+
+
+def test_a_deepspeed_file_chooses_the_stage(base, tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    args = lora_ranks.resolved(str(base), [f"--deepspeed_config={path}"])
+    assert args.use_distributed_optimizer and args.bf16 and not args.use_megatron_fsdp
