@@ -81,6 +81,7 @@ _PLAIN: Flags = {
 _NO_ARCHITECTURE = {
     "model_family",
     "mask_padded_vocab",
+    "z_loss_weight",
     "max_position_embeddings",
     "hidden_dropout",
     "attention_dropout",

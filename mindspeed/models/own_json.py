@@ -45,6 +45,7 @@ class BaichuanKind:
         flags: Flags = {
             "max_position_embeddings": length,
             "lm_norm_weight": "z_loss_weight" in config,
+            "z_loss_weight": float(config.get("z_loss_weight", 0)),
         }
         return flags | (Rope().read(config) if rotary else {"position_embedding_type": "alibi"})
 
@@ -54,4 +55,5 @@ class BaichuanKind:
         keys: Flags = {"model_max_length": length}
         if rotary:
             keys |= {"max_position_embeddings": length, **Rope().write(args)}
-        return keys | ({"z_loss_weight": 0} if args.lm_norm_weight else {})
+        weight = getattr(args, "z_loss_weight", 0.0)
+        return keys | ({"z_loss_weight": weight} if args.lm_norm_weight else {})

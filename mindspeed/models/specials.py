@@ -6,6 +6,7 @@ type alibi``              position embeddings
 ``--add-dense-bias``      a bias on the attention's output projection  InternLM
 ``--embed-layernorm``     a norm behind the word embeddings            BLOOM
 ``--lm-norm-weight``      output layer with rows of length one         Baichuan 2
+``--z-loss-weight``       a loss on the largest logit                  Baichuan 2
 ``--mask-padded-vocab``   logits of padding entries are -infinity      every family
 ========================  ==========================================  ==========================
 
@@ -22,6 +23,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from mindspeed.errors import ConfigError
@@ -131,9 +133,65 @@ def change_model(args: argparse.Namespace, model: Any) -> None:
         # Fused weight gradients would go past the normalisation, into a buffer.
         model.output_layer.gradient_accumulation_fusion = False
         model.output_layer.register_forward_pre_hook(_normalize_weight, with_kwargs=True)
+    if args.z_loss_weight:
+        _add_z_loss(args.z_loss_weight, model)
     if args.mask_padded_vocab and args.vocab_size and args.vocab_size < args.padded_vocab_size:
         mask = functools.partial(_mask_padding, args.vocab_size)
         model.output_layer.register_forward_hook(mask)
+
+
+def _add_z_loss(weight: float, model: Any) -> None:
+    """``weight * (largest logit)^2`` for each token, on top of its cross entropy."""
+    cross_entropy = model.compute_language_model_loss
+
+    def loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        from megatron.core import parallel_state
+
+        # First, because the cross entropy may work in place.
+        largest = largest_logit(logits, parallel_state.get_tensor_model_parallel_group())
+        return cross_entropy(labels, logits) + weight * largest.transpose(0, 1).square()
+
+    model.compute_language_model_loss = loss
+
+
+def largest_logit(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest logit of each token, over the vocabulary of all ranks.
+
+    Its gradient goes to the first largest entry. Moves two numbers per token.
+
+    Args:
+        logits: ``[s, b, v / ranks]``, this rank's part of the vocabulary.
+        group: Tensor-parallel ranks, in the order of their parts.
+
+    Returns:
+        ``[s, b]`` in fp32, the same on all ranks.
+    """
+    result: torch.Tensor = _LargestLogit.apply(logits, group)
+    return result
+
+
+class _LargestLogit(torch.autograd.Function):
+    """Saves one index and one bool per token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        mine, index = logits.detach().max(-1)
+        mine = mine.float()
+        largest = mine.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        owner = torch.where(mine == largest, rank, ranks)
+        dist.all_reduce(owner, op=dist.ReduceOp.MIN, group=group)
+        ctx.save_for_backward(index, owner == rank)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        index, own = ctx.saved_tensors
+        result = torch.zeros(ctx.shape, dtype=ctx.dtype, device=gradient.device)
+        value = (gradient * own).to(ctx.dtype)
+        return result.scatter_(-1, index[..., None], value[..., None]), None
 
 
 def _normalize_embeddings(model: Any) -> None:

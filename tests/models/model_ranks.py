@@ -64,10 +64,12 @@ def logits(folder: str, flags: Sequence[str] = ()) -> torch.Tensor:
 
 
 def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """The loss (last stage), and this rank's parts of all gradients.
+    """Loss and logits (last stage; the rank's part of the vocabulary), and its parts of all
+    gradients.
 
     Gradients take the place of the weights, so that they are found, cut and named like them.
     """
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from mindspeed.models.families import family_of_args
@@ -86,6 +88,12 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
     }
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
+    logits: list[torch.Tensor] = []
+    for module in model.modules:
+        if module.post_process:
+            module.output_layer.register_forward_hook(
+                lambda layer, inputs, out: logits.append(out[0].detach().transpose(0, 1).clone())
+            )
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter([data]),
@@ -106,4 +114,5 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
         if id(part.data) not in buffers
     ]
     loss = reports[0][0] / reports[0][1] if reports else None
-    return {"loss": loss, "parts": found}
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return {"loss": loss, "parts": found, "logits": (rank, logits[0]) if logits else None}

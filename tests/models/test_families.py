@@ -16,7 +16,7 @@ from mindspeed.models.rows import split
 from mindspeed.models.shape import shape_of
 from mindspeed.models.table import parameters
 from models import model_ranks
-from models.tiny import CASES
+from models.tiny import CASES, VOCAB
 
 SETUP = "mindspeed.megatron_adaptor"
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
@@ -59,6 +59,10 @@ def compare(oracle, ranks, name, size, flags):
     losses = [result["loss"] for result in results if result["loss"] is not None]
     for loss in losses:
         torch.testing.assert_close(loss, truth["loss"], **TOLERANCE)
+    parts = dict(result["logits"] for result in results if result["logits"] is not None)
+    logits = torch.cat([parts[rank] for rank in sorted(parts)], -1)
+    assert bool((logits[..., VOCAB:] == float("-inf")).all())
+    torch.testing.assert_close(logits[..., :VOCAB], truth["logits"], **TOLERANCE)
     ours = assembled(folder, results, CASES[name].flags)
     theirs = truth["gradients"]
     theirs = {k: v for k, v in theirs.items() if not k.endswith("e_score_correction_bias")}

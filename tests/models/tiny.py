@@ -59,6 +59,7 @@ class Case:
         change: Changes the built model.
         inputs: Further arguments of ``forward``, from the model.
         flags: Flags that the comparison needs beyond those of the family.
+        z_loss: Weight of the square of the largest logit in the loss.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Case:
     change: Callable[[Any], None] = lambda model: None
     inputs: Callable[[Any], dict[str, Any]] = lambda model: {}
     flags: tuple[str, ...] = ()
+    z_loss: float = 0.0
 
     def model(self) -> Any:
         """The oracle, with weights so large that every mistake shows."""
@@ -100,6 +102,7 @@ class Case:
         tokens, labels = batch()
         logits = model(tokens, **self.inputs(model)).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = loss + self.z_loss * logits.max(-1).values.square().mean()
         loss.backward()
         with torch.no_grad():  # written like weights, so that the files' names are theirs too
             for parameter in model.parameters():
@@ -241,9 +244,10 @@ CASES: dict[str, Case] = {
         "Llama",
         _TWELVE_HEADS,
         on_disk=packed,
-        config_json=_BAICHUAN | _NO_LENGTH | {"z_loss_weight": 0},
+        config_json=_BAICHUAN | _NO_LENGTH | {"z_loss_weight": 0.02},
         change=use_both,
         inputs=alibi_mask,
+        z_loss=0.02,
     ),
     "bloom": Case("Bloom", {"n_head": 4, "n_layer": 2}),
     "qwen2.5": Case("Qwen2", _GROUPED | {"tie_word_embeddings": True}),
