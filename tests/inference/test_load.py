@@ -35,7 +35,7 @@ def mindspeed(*words):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A tiny model trained for a few steps on TP 2 x PP 2."""
+    """A tiny model trained for a few steps on TP 2 x DP 2, its optimizer split (ZeRO)."""
     folder = tmp_path_factory.mktemp("trained")
     texts = [f"the cat number {i} sat on the mat and looked at {i * i} birds\n" for i in range(300)]
     (folder / "c.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -48,6 +48,9 @@ def checkpoints(tmp_path_factory):
         f"--data-path={data.outputs[0]}",
         f"--tokenizer-model={folder / 'tok'}",
         f"--save={folder / 'ck'}",
+        "--pipeline-model-parallel-size=1",
+        "--nproc=4",
+        "--zero-stage=1",
         "--train-iters=12",
         "--lr-warmup-iters=2",
         "--eval-iters=0",
