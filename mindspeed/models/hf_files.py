@@ -10,6 +10,7 @@ first and then one tensor after the other; memory holds one tensor at a time.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.files import atomic_write_text, atomic_writer, check_path
 from mindspeed.models.rows import overlap, source_rows
+from mindspeed.models.shape import CONFIG_KEYS
 from mindspeed.models.table import Parameter
 
 CONFIG = "config.json"
@@ -29,6 +31,7 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 # Buffers that old versions of transformers saved; they are computed, not learned.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,6 +55,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no JSON object")
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"{path}: the weights are quantized (quantization_config); convert them to bf16 first"
+        )
     return config
 
 
@@ -81,9 +88,21 @@ class HFReader:
         return list(self._file_of)
 
     def surplus(self, parameters: Iterable[Parameter]) -> list[str]:
-        """Tensors that no parameter is made of, buffers that are computed left out."""
-        used = {self._stored(name) for parameter in parameters for name in parameter.sources}
-        return [n for n in self._file_of if n not in used and not n.endswith(_COMPUTED)]
+        """Tensors that no parameter is made of, buffers that are computed left out.
+
+        Layers behind the last one predict further tokens (DeepSeek-V3); each is named once.
+        """
+        table = list(parameters)
+        used = {self._stored(name) for parameter in table for name in parameter.sources}
+        layers = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
+        found: dict[str, None] = {}
+        for name in self._file_of:
+            if name in used or name.endswith(_COMPUTED):
+                continue
+            layer = _LAYER.match(name)
+            further = layer is not None and int(layer[1]) >= layers > 0
+            found[f"{layer[0]}* (multi-token prediction)" if layer and further else name] = None
+        return list(found)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
@@ -148,7 +167,8 @@ class HFReader:
             if found != expected:
                 raise CheckpointError(
                     f"{self.folder}: tensor {name} has shape {list(found)}, but {CONFIG} or the "
-                    f"flags make it {list(expected)} (Megatron's {parameter.name})"
+                    f"flags make it {list(expected)} (Megatron's {parameter.name}); look at "
+                    f"{_fields(parameter, name, found, expected)}"
                 )
 
     def _stored(self, name: str) -> str | None:
@@ -198,6 +218,17 @@ class HFReader:
         raise CheckpointError(
             f"{self.folder}: there are no weights ({', '.join((*_INDEXES, *_SINGLE))})"
         )
+
+
+def _fields(
+    parameter: Parameter, name: str, found: tuple[int, ...], expected: tuple[int, ...]
+) -> str:
+    """Keys of ``config.json`` that the differing sizes of a tensor come from."""
+    segment = next(segment for segment in parameter.segments if segment.name == name)
+    sizes = (segment.size, parameter.columns)
+    pairs = zip(sizes, found, expected, strict=False)
+    wrong = [size for size, ours, theirs in pairs if size is not None and ours != theirs]
+    return " and ".join(dict.fromkeys(CONFIG_KEYS.get(size, size) for size in wrong)) or CONFIG
 
 
 @dataclass(frozen=True)

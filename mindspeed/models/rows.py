@@ -21,11 +21,15 @@ from mindspeed.models.shape import Shape
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows ``start`` to ``start + count`` of tensor ``name``; rows of zeros without a name."""
+    """Rows ``start`` to ``start + count`` of tensor ``name``; rows of zeros without a name.
+
+    ``size`` is the name of the size that the tensor's number of rows comes from.
+    """
 
     name: str | None
     start: int
     count: int
+    size: str | None = None
 
 
 Layout = Callable[[Shape], tuple[Segment, ...]]
@@ -33,12 +37,12 @@ Layout = Callable[[Shape], tuple[Segment, ...]]
 
 def whole(name: str, rows: str) -> Layout:
     """The tensor as it is; ``rows`` is the name of its size."""
-    return lambda shape: (Segment(name, 0, shape[rows]),)
+    return lambda shape: (Segment(name, 0, shape[rows], rows),)
 
 
 def stacked(names: Sequence[str], rows: str) -> Layout:
     """Several tensors of ``rows`` rows, one below the other."""
-    return lambda shape: tuple(Segment(name, 0, shape[rows]) for name in names)
+    return lambda shape: tuple(Segment(name, 0, shape[rows], rows) for name in names)
 
 
 def padded_vocabulary(name: str) -> Layout:
@@ -46,7 +50,7 @@ def padded_vocabulary(name: str) -> Layout:
 
     def layout(shape: Shape) -> tuple[Segment, ...]:
         real, padding = shape["vocab"], shape["padded_vocab"] - shape["vocab"]
-        tokens = Segment(name, 0, real)
+        tokens = Segment(name, 0, real, "vocab")
         return (tokens, Segment(None, 0, padding)) if padding else (tokens,)
 
     return layout
@@ -77,9 +81,10 @@ def _groups(
 ) -> Iterator[Segment]:
     groups = shape["key"] // shape["head"]
     counts = (shape["query"] // groups, shape["head"], shape["head"])
+    sizes = ("query", "key", "key")
     for group in range(groups):
-        for name, start, count in zip(names, starts, counts, strict=True):
-            yield Segment(name, start + group * count, count)
+        for name, start, count, size in zip(names, starts, counts, sizes, strict=True):
+            yield Segment(name, start + group * count, count, size)
 
 
 def total_rows(segments: Sequence[Segment]) -> int:

@@ -13,6 +13,26 @@ from typing import Any
 
 from mindspeed.profiling.model_flops import moe_pattern
 
+# Sizes -> the keys of config.json that they come from, for messages.
+CONFIG_KEYS = {
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "head": "head_dim",
+    "query": "num_attention_heads and head_dim",
+    "key": "num_key_value_heads and head_dim",
+    "qkv": "num_attention_heads and hidden_size",
+    "experts": "the number of experts",
+    "expert_ffn": "moe_intermediate_size",
+    "shared_ffn": "n_shared_experts and moe_intermediate_size",
+    "q_lora": "q_lora_rank",
+    "kv_lora": "kv_lora_rank",
+    "kv_down": "kv_lora_rank and qk_rope_head_dim",
+    "q_up": "num_attention_heads, qk_nope_head_dim and qk_rope_head_dim",
+    "kv_up": "num_attention_heads, qk_nope_head_dim and v_head_dim",
+    "value": "num_attention_heads and v_head_dim",
+}
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -61,6 +61,7 @@ class Parameter:
         split: How tensor parallelism cuts it.
         moe: Its layer's MLP is a mixture of experts.
         latent: Its layer's attention is latent attention.
+        columns: Name of the size of its second dimension.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Parameter:
     split: Split
     moe: bool
     latent: bool
+    columns: str | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -115,4 +117,5 @@ def _parameter(rule: Rule, shape: Shape, layer: int | None, expert: int | None) 
         split=split,
         moe=layer is not None and shape.moe_layers[layer],
         latent="latent" in shape.has,
+        columns=rule.columns,
     )

@@ -174,7 +174,9 @@ def test_bad_input_is_said_before_anything_is_written(directories, tmp_path):
     wrong = damaged(source, tmp_path / "b", lambda t: t.update({name: torch.zeros(4, 32)}))
     with pytest.raises(CheckpointError, match=rf"{name} is missing.*mlp\.linear_fc1"):
         hf.import_hf(missing, str(out))
-    with pytest.raises(CheckpointError, match=rf"{name} has shape \[4, 32\].*\[48, 32\]"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name} has shape \[4, 32\].*\[48, 32\].*intermediate_size"
+    ):
         hf.import_hf(wrong, str(out))
     short = Path(damaged(source, tmp_path / "c", lambda t: None)) / "model.safetensors"
     short.write_bytes(short.read_bytes()[:-100])
@@ -192,6 +194,27 @@ def test_surplus_tensors_are_named_and_computed_buffers_are_not(directories, tmp
     assert hf.import_hf(folder, str(tmp_path / "out")) == ["x"]
     with pytest.raises(CheckpointError, match="holds checkpoints already"):
         hf.import_hf(folder, str(tmp_path / "out"))
+
+
+def test_a_wrong_vocabulary_and_quantized_weights_name_the_field(directories, tmp_path):
+    source = directories("llama2-gqa")
+    rows = {"model.embed_tokens.weight": torch.zeros(120, 32)}
+    folder = damaged(source, tmp_path / "a", lambda t: t.update(rows))
+    with pytest.raises(CheckpointError, match=r"\[120, 32\].*\[99, 32\].*look at vocab_size$"):
+        hf.import_hf(folder, str(tmp_path / "out"))
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    Path(folder, "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="quantized"):
+        hf.import_hf(folder, str(tmp_path / "out"))
+
+
+def test_layers_that_predict_further_tokens_are_named_once(directories, tmp_path):
+    names = ("enorm.weight", "eh_proj.weight", "mlp.gate_proj.weight")
+    extra = {f"model.layers.2.{name}": torch.ones(1) for name in names}
+    folder = damaged(directories("deepseek-v3"), tmp_path / "a", lambda t: t.update(extra))
+    unused = hf.import_hf(folder, str(tmp_path / "out"))
+    assert unused == ["model.layers.2.* (multi-token prediction)"]
 
 
 def test_an_index_that_names_a_missing_file(directories, tmp_path):
