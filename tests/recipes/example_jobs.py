@@ -89,6 +89,24 @@ def train_two_steps(words: Sequence[str], flags: Sequence[str]) -> dict[str, Any
     return {"iteration": iteration, "losses": losses}
 
 
+def train_and_digest(flags: Sequence[str]) -> str:
+    """Train; a hash of this rank's parameters."""
+    from trainer_job import digest
+
+    from mindspeed.training.initialize import prepare
+    from mindspeed.training.model import gpt_model
+    from mindspeed.training.pretrain import pretrain
+
+    stages = []
+
+    def provider(*given: Any) -> Any:
+        stages.append(gpt_model(*given))
+        return stages[-1]
+
+    pretrain(prepare(flags, int(os.environ["WORLD_SIZE"])), provider)
+    return digest(stages)
+
+
 def without(words: Sequence[str], name: str) -> list[str]:
     """A command line without a flag and its value."""
     at = words.index(name)
