@@ -35,9 +35,10 @@ def random_(tensors: Any, seed: int, size: float) -> None:
             tensor.copy_(size * torch.randn(tensor.shape, generator=generator))
 
 
-def save_base(folder: Path, **changes: Any) -> Path:
-    """A tiny LLaMA with large random weights."""
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, **changes}))
+def save_base(folder: Path, kind: str = "Llama", **changes: Any) -> Path:
+    """A tiny LLaMA, or another model, with large random weights."""
+    config = getattr(hf, f"{kind}Config")(**{**SIZES, **changes})
+    model = getattr(hf, f"{kind}ForCausalLM")(config)
     random_((p for n, p in model.named_parameters() if "norm" not in n), 1, 0.15)
     model.save_pretrained(folder)
     return folder
@@ -55,14 +56,14 @@ def adapted(base: Path, **options: Any) -> Any:
     return model
 
 
-def truth(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss, and gradients by the names of PEFT's files."""
-    model = model.double()
+def truth(model: Any, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss, and gradients in fp64 by the names of PEFT's files."""
+    model = model.to(dtype)
     tokens, labels = batch()
     loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
     loss.backward()
     gradients = {
-        name.replace(".default.", ".").replace(".modules_to_save", ""): p.grad
+        name.replace(".default.", ".").replace(".modules_to_save", ""): p.grad.double()
         for name, p in model.named_parameters()
         if p.grad is not None
     }

@@ -17,8 +17,14 @@ def base(tmp_path_factory):
     return oracle.save_base(tmp_path_factory.mktemp("figures") / "base")
 
 
-@pytest.mark.parametrize("spec", [(), (LOCAL,)], ids=["engine", "local"])
-@pytest.mark.parametrize("sp", [(), (SP,)], ids=["whole", "sequence-parallel"])
+@pytest.mark.parametrize(
+    "spec, sp",
+    [
+        pytest.param((), (), id="engine"),
+        pytest.param((), (SP,), id="engine-sequence-parallel"),
+        pytest.param((LOCAL,), (SP,), id="local-sequence-parallel"),
+    ],
+)
 def test_adapters_communicate_what_the_frozen_model_does(spec, sp, base, ranks):
     flags = [TP2, *sp, *spec]
     frozen, adapted = ranks(
