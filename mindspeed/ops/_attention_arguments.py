@@ -58,6 +58,7 @@ class Arguments:
         name = layout.upper()
         self.order, self.packed = MERGED_HEADS.get(name, name), name == "TND"
         check.rank(len(name), query=query, key=key, value=value)
+        check.integer(head_num=heads)
         check.require(heads > 0, "head_num", "a positive number", heads)
         self.q, self.k, self.v = query, key, value
         if name in MERGED_HEADS:
@@ -86,7 +87,7 @@ class Arguments:
         require(k.shape[-1] == size, "key", f"head size {size}", k.shape[-1])
         like_key = v.shape[:-1] == k.shape[:-1]
         require(like_key, "value", f"shape {(*k.shape[:-1], 'D_v')}", tuple(v.shape))
-        require(v.shape[-1] <= size, "value", f"a head size of at most {size}", v.shape[-1])
+        require(0 < v.shape[-1] <= size, "value", f"a head size of at most {size}", v.shape[-1])
         require(size <= LARGEST_HEAD, "query", f"a head size of at most {LARGEST_HEAD}", size)
         if not self.packed:
             batch, other = self._size(q, "B"), self._size(k, "B")
@@ -95,8 +96,17 @@ class Arguments:
     def _size(self, x: torch.Tensor, name: str) -> int:
         return x.shape[axis(self.order, name)]
 
-    def expect_defaults(self, padding_mask: torch.Tensor | None, keep_prob: float) -> None:
-        """Refuse a padding mask, which no device has, and probabilities that are none."""
+    def check_numbers(
+        self, padding_mask: torch.Tensor | None, keep_prob: float, **numbers: float
+    ) -> None:
+        """Refuse a padding mask, which no device has, and probabilities that are none.
+
+        Args:
+            padding_mask: as given.
+            keep_prob: as given.
+            **numbers: other arguments that have to be numbers.
+        """
+        self.check.number(keep_prob=keep_prob, **numbers)
         self.check.require(padding_mask is None, "padding_mask", "None", padding_mask)
         self.check.require(0 < keep_prob <= 1, "keep_prob", "a number in (0, 1]", keep_prob)
 
@@ -131,7 +141,9 @@ class Arguments:
         lengths = self._lengths(*ends)
         sequences = lengths["cu_q"].numel() - 1 if self.packed else self._size(self.q, "B")
         self._check_bias(pse, pse_type, sequences, lengths)
-        q_start, k_start = (one[0] if one else 0 for one in starts)
+        check.integer(pre_tokens=band[0], next_tokens=band[1])
+        names = ("q_start_idx", "kv_start_idx")
+        q_start, k_start = map(self._start, names, starts)
         return {
             "layout": self.order,
             "pse": pse,
@@ -141,6 +153,15 @@ class Arguments:
             **lengths,
             **self._rules(mode, mask, band, prefix, sequences, lengths),
         }
+
+    def _start(self, name: str, given: Start) -> int:
+        if given is None:
+            return 0
+        listed = isinstance(given, (list, tuple)) and len(given) < 2
+        self.check.require(listed, name, "a list of one number", given)
+        for one in given:
+            self.check.integer(**{name: one})
+        return given[0] if given else 0
 
     def _rules(
         self,
@@ -155,6 +176,7 @@ class Arguments:
         if mask is None:
             return {"mode": MASK_ONLY}
         self.check.dtype((torch.bool, torch.uint8), atten_mask=mask)
+        self.check.same("device", query=self.q, atten_mask=mask)
         rules: dict[str, Any] = {"mode": mode, "pre": band[0], "next": band[1]}
         if mode in (PREFIX_FULL, PREFIX):
             given = prefix is not None and len(prefix) == sequences
@@ -187,6 +209,7 @@ class Arguments:
         self.check.choice(range(4), pse_type=pse_type)
         if pse is None:
             return
+        self.check.same("device", query=self.q, pse=pse)
         if pse_type in (ALIBI, ALIBI_SQRT):
             self.check.dtype((torch.float32,), pse=pse)
             allowed = [(self.heads,), (sequences, self.heads)]
@@ -221,7 +244,12 @@ class Arguments:
     def _running_sums(self, name: str, ends: Lengths, tokens: int) -> torch.Tensor:
         """Ends with a leading 0 and without sequences that are not there, on the CPU."""
         check = self.check
-        check.require(ends is not None and len(ends) > 0, name, "the ends of the sequences", ends)
+        given_ends = isinstance(ends, (torch.Tensor, list, tuple)) and len(ends) > 0
+        check.require(given_ends, name, "the ends of the sequences", ends)
+        assert ends is not None
+        if not isinstance(ends, torch.Tensor):
+            for one in ends:
+                check.integer(**{name: one})
         given = torch.as_tensor(ends)
         whole = given.dim() == 1 and not given.is_floating_point()
         check.require(whole, name, "whole numbers", ends)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -63,13 +64,28 @@ class Check:
             self.require(x.dtype in kinds, name, f"dtype {_list(allowed)}", x.dtype)
 
     def tensor(self, **tensors: Any) -> None:
-        """Every argument is a tensor."""
+        """Every argument is a tensor with memory of its own kind: none is sparse."""
         for name, x in tensors.items():
             self.require(isinstance(x, torch.Tensor), name, "a tensor", x)
+            self.require(x.layout == torch.strided, name, "a strided tensor", x.layout)
+
+    def number(self, **values: Any) -> None:
+        """Every value is a real number."""
+        for name, value in values.items():
+            kinds = (Real, torch.SymInt, torch.SymFloat)
+            self.require(isinstance(value, kinds) and value == value, name, "a number", value)
+
+    def integer(self, **values: Any) -> None:
+        """Every value is a whole number."""
+        for name, value in values.items():
+            whole = isinstance(value, (Integral, torch.SymInt))
+            self.require(whole, name, "a whole number", value)
 
     def same(self, what: str, **tensors: torch.Tensor | None) -> None:
         """All given tensors agree in the attribute ``what`` (dtype, device, shape)."""
-        given = {name: getattr(x, what) for name, x in tensors.items() if x is not None}
+        tensors = {name: x for name, x in tensors.items() if x is not None}
+        self.tensor(**tensors)
+        given = {name: getattr(x, what) for name, x in tensors.items()}
         names = list(given)
         for name in names[1:]:
             expected = f"the {what} of {names[0]}, {_show(given[names[0]])}"
@@ -92,7 +108,8 @@ class Check:
     def choice(self, allowed: Sequence[Any], **values: Any) -> None:
         """Every value is one of these."""
         for name, value in values.items():
-            self.require(value in allowed, name, f"one of {_list(allowed)}", value)
+            known = not isinstance(value, torch.Tensor) and value in allowed
+            self.require(known, name, f"one of {_list(allowed)}", value)
 
     def forward_only(self, **tensors: torch.Tensor | None) -> None:
         """Refuse arguments whose gradient somebody wants: there is none."""

@@ -85,6 +85,8 @@ def npu_ffn(
     anti = {"antiquant_scale1": antiquant_scale1, "antiquant_scale2": antiquant_scale2}
     offsets = {"antiquant_offset1": antiquant_offset1, "antiquant_offset2": antiquant_offset2}
     _check.choice((*PLAIN, *GATED), activation=activation)
+    _check.tensor(x=x)
+    _check.require(x.dim() > 0, "x", "at least 1 dimension", x)
     _check.rank(2, 3, weight1=weight1)
     _check.rank(weight1.dim(), weight2=weight2)
     _check.require(
@@ -99,15 +101,18 @@ def npu_ffn(
     inner = weight1.shape[-1] // (2 if activation in GATED else 1)
     _check.shape((*weight1.shape[:-2], x.shape[-1], weight1.shape[-1]), weight1=weight1)
     _check.shape((*weight1.shape[:-2], inner, weight2.shape[-1]), weight2=weight2)
-    for name, value in {"bias1": bias1, "bias2": bias2, **quant, **anti, **offsets}.items():
-        if value is not None:
-            _check.same("device", x=x, **{name: value})
-            columns = (weight1 if name.endswith("1") else weight2).shape[-1:]
-            shape = (*weight1.shape[:-2], *columns)
-            _check.require(
-                name == "scale" or tuple(value.shape) == shape, name, f"shape {shape}",
-                tuple(value.shape),
-            )  # fmt: skip
+    _check.same("device", x=x, weight1=weight1, weight2=weight2)
+    numbers = (*FLOATS, torch.int32, torch.int64)  # some hold the bits of fp32 numbers
+    biases = {"bias1": bias1, "bias2": bias2}
+    for name, value in {**biases, "offset": offset, **quant, **anti, **offsets}.items():
+        if value is None:
+            continue
+        _check.dtype(FLOATS if x.is_floating_point() else numbers, **{name: value})
+        _check.same("device", x=x, **{name: value})
+        shape = (*weight1.shape[:-2], (weight1 if name.endswith("1") else weight2).shape[-1])
+        shapes = [(1,), weight1.shape[:-2]] if name in ("scale", "offset") else [shape]
+        allowed = " or ".join(str(tuple(one)) for one in shapes)
+        _check.require(value.shape in shapes, name, f"shape {allowed}", tuple(value.shape))
     quantised = any(value is not None for value in quant.values())
     antiquantised = any(value is not None for value in anti.values())
     _check.require(
@@ -116,7 +121,7 @@ def npu_ffn(
     )  # fmt: skip
     _check.forward_only(x=x, weight1=weight1, weight2=weight2, bias1=bias1, bias2=bias2)
 
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
     ends = _ends(rows, weight1, expert_tokens, expert_tokens_index)
     if quantised or x.dtype == torch.int8:
         for name, value in quant.items():
@@ -125,7 +130,7 @@ def npu_ffn(
             rows, weight1, weight2, activation, bias1, bias2, scale, offset, deq_scale1,
             deq_scale2, ends, output_dtype or torch.float16,
         )  # fmt: skip
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], weight2.shape[-1])
     _check.dtype(FLOATS, x=x)
     wanted = output_dtype or x.dtype
     _check.require(wanted == x.dtype, "output_dtype", f"{x.dtype} like x, or None", output_dtype)
@@ -138,7 +143,7 @@ def npu_ffn(
         weight2 = dequantised(weight2, antiquant_scale2, antiquant_offset2, wide).to(x.dtype)
     _check.same("dtype", x=x, weight1=weight1, weight2=weight2)
     out = FFN(rows, weight1, weight2, activation, bias1, bias2, ends if experts else None)
-    return out.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+    return out.view(*x.shape[:-1], weight2.shape[-1])  # type: ignore[no-any-return]
 
 
 def _ends(

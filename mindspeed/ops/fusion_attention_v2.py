@@ -103,7 +103,7 @@ def npu_fusion_attention(
     """
     del inner_precise, gen_mask_parallel, sync
     given = Arguments(Check("npu_fusion_attention"), query, key, value, head_num, input_layout)
-    given.expect_defaults(padding_mask, keep_prob)
+    given.check_numbers(padding_mask, keep_prob, scale=scale)
     options = given.options(
         sparse_mode, atten_mask, (pre_tokens, next_tokens), prefix,
         (actual_seq_qlen, actual_seq_kvlen), pse, pse_type, (q_start_idx, kv_start_idx),
@@ -203,8 +203,8 @@ def npu_fusion_attention_grad(
     check = Check("npu_fusion_attention_grad")
     del softmax_in, inner_precise, numels, gen_mask_parallel, sync
     given = Arguments(check, query, key, value, head_num, input_layout)
-    given.expect_defaults(padding_mask, keep_prob)
-    check.tensor(softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=attention_in)
+    given.check_numbers(padding_mask, keep_prob, scale_value=scale_value)
+    check.tensor(dy=dy, softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=attention_in)
     assert softmax_max is not None and softmax_sum is not None and attention_in is not None
     check.same("dtype", query=query, dy=dy, attention_in=attention_in)
     check.same("shape", attention_in=attention_in, dy=dy)

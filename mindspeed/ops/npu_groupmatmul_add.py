@@ -38,6 +38,7 @@ def npu_groupmatmul_add_fp32(
         OperatorError: wrong dtype, shape or memory layout; group borders that decrease or do not
             end at T (looked at where that is free); an argument that requires a gradient.
     """
+    _check.tensor(grad=grad)
     _check.floating(x=x, dy=dy)
     _check.dtype((torch.float32,), grad=grad)
     _check.same("device", x=x, grad=grad)

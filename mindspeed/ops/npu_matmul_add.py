@@ -57,6 +57,7 @@ def npu_matmul_add_fp16(
         OperatorError: wrong dtype, shape or memory layout; an argument that requires a gradient.
     """
     check = Check("npu_matmul_add_fp16")
+    check.tensor(total_input=total_input, grad=grad)
     check.dtype((torch.float16, torch.bfloat16), grad=grad)
     check.same("dtype", grad=grad, total_input=total_input)
     _add(check, total_input, grad_output, grad)

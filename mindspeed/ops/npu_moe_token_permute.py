@@ -51,6 +51,7 @@ def npu_moe_token_permute(
         "indices", f"a row for each of the {tokens.shape[0]} tokens", tuple(indices.shape),
     )  # fmt: skip
     copies = indices.numel()
+    _check.integer(num_out_tokens=num_out_tokens or 0)
     wanted = num_out_tokens or copies
     rows = wanted if wanted > 0 else copies + wanted
     _check.require(

@@ -66,9 +66,8 @@ def npu_moe_token_unpermute(
     tokens = copies // max(k, 1)
     if restore_shape is not None:
         shape = (tokens, permuted_tokens.shape[1])
-        _check.require(
-            tuple(restore_shape) == shape, "restore_shape", f"{shape}", tuple(restore_shape)
-        )
+        given = tuple(restore_shape) if isinstance(restore_shape, (list, tuple)) else restore_shape
+        _check.require(given == shape, "restore_shape", f"{shape}", given)
     rows = sorted_indices.to(torch.int32).view(tokens, k)
     return MOE_UNPERMUTE(permuted_tokens, rows, probs, False)  # type: ignore[no-any-return]
 

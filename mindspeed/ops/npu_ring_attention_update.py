@@ -70,6 +70,7 @@ def npu_ring_attention_update(
     }
     check = _check
     check.choice(("SBH", "TND"), layout=layout)
+    check.tensor(prev_attn_out=prev_attn_out, cur_attn_out=cur_attn_out, **statistics)
     check.dtype(FLOATS, prev_attn_out=prev_attn_out, cur_attn_out=cur_attn_out)
     check.dtype((torch.float32,), **statistics)
     if accumulation_dtype(prev_attn_out) != prev_attn_out.dtype:

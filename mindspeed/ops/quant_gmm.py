@@ -122,6 +122,7 @@ def _quant_gmm(
     ends = cumulative(check, "group_list", group_list, x, sizes=sizes)
     check.shape((ends.shape[0], x.shape[1], weight.shape[2]), weight=weight)
     columns = (ends.shape[0], weight.shape[2])
+    check.tensor(scale=scale)
     check.dtype((torch.int64, torch.bfloat16, torch.float32), scale=scale)
     check.shape(columns, scale=scale)
     check.require(offset is None, "offset", "None", offset)

@@ -39,6 +39,8 @@ def rms_norm(
     Raises:
         OperatorError: wrong dtype, shape or epsilon.
     """
+    _check.tensor(x=x, gamma=gamma)
+    _check.number(epsilon=epsilon)
     _check.dtype(FLOATS, x=x)
     _check.dtype((x.dtype, torch.float32), gamma=gamma)
     _check.same("device", x=x, gamma=gamma)

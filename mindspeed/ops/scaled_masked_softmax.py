@@ -43,6 +43,7 @@ def scaled_masked_softmax(
     Raises:
         OperatorError: wrong dtype or shape, a mask together with ``causal``.
     """
+    _check.number(scale=scale)
     _check.dtype(FLOATS, x=x)
     _check.rank(4, x=x)
     if causal:

@@ -110,6 +110,7 @@ def _weight_quant_gmm(
     ends = cumulative(check, "group_list", group_list, x, sizes=sizes)
     check.shape((ends.shape[0], x.shape[1], weight.shape[2]), weight=weight)
     columns = (ends.shape[0], weight.shape[2])
+    check.tensor(antiquant_scale=antiquant_scale)
     scales = {"antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
     for name, value in scales.items():
         if value is not None:
