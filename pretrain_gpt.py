@@ -1,4 +1,4 @@
-"""Trains a GPT-style model of any family: torchrun pretrain_gpt.py --config NAME ... is `mindspeed pretrain`."""
+"""Trains a model of any family: torchrun pretrain_gpt.py --config NAME is `mindspeed pretrain`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``ascendspeed.data.data_handler``: ``GeneralInstructionHandler`` and the other handlers by name."""
+"""``ascendspeed.data.data_handler``: ``GeneralInstructionHandler`` and the others by name."""
 
 from typing import Any
 

@@ -55,9 +55,14 @@ def read(path: str) -> dict[str, Any]:
 
 
 def not_done(path: str) -> list[str]:
-    """What a file asks for and this trainer does in another way, with the same results."""
+    """What a file asks for and is done in another way, with the same results.
+
+    Stages 2 and 3 are not taken from a file, as they have no checkpoints yet.
+    """
     stage = _at(_load(path), "zero_optimization.stage")
-    return [f"ZeRO stage {stage} (stage 1 is used)"] if stage in (2, 3) else []
+    if stage not in (2, 3):
+        return []
+    return [f"ZeRO stage {stage} (stage 1 is used; --zero-stage {stage} has no checkpoints yet)"]
 
 
 def check_agreement(path: str, flags: Mapping[str, Any], args: argparse.Namespace) -> None:
