@@ -11,6 +11,8 @@ import pytest
 from example_jobs import SETUP, SMALL, train_and_digest
 from trainer_job import metrics
 
+from mindspeed.testing.processes import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 NULL = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "500"]
 HEADS = ["--num-query-groups", "2", "--tensor-model-parallel-size", "2"]
@@ -46,7 +48,7 @@ def test_an_example_script_trains_under_torchrun(tmp_path):
         "TOKENIZER": str(tokenizer),
         "SAVE": str(tmp_path / "save"),
         "NPROC_PER_NODE": "2",
-        "MASTER_PORT": "0",
+        "MASTER_PORT": str(free_port()),
         "MINDSPEED_DEVICE": "cpu",
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
