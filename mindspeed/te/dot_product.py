@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import Parameter
 
-from mindspeed.te import kernels
+from mindspeed.te import context_parallel, kernels
 from mindspeed.te.attention import Documents, each_document, max_logit
 from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
 from mindspeed.te.masks import Mask, Window, visibility
@@ -144,10 +144,18 @@ class DotProductAttention(TransformerEngineBaseModule):
                 cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
             )
             qkv = (query_layer, key_layer, value_layer)
+            if context_parallel.group_size(self.cp_group) > 1:
+                self._refuse_with_split_sequence("packed sequences (qkv_format 'thd')")
             return self._packed(qkv, documents, mask_type, window)
         order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}.get(layout)
         if order is None:
             raise ValueError(f"qkv_format {layout!r} is not one of sbhd, bshd, thd")
+        if context_parallel.group_size(self.cp_group) > 1:
+            if bias is not None or "padding" in mask_type or "arbitrary" in mask_type:
+                self._refuse_with_split_sequence(f"a bias or mask type {mask_type!r}")
+            if self.return_max_logit:
+                self._refuse_with_split_sequence("return_max_logit")
+            return self._split(query_layer, key_layer, value_layer, layout, mask_type, window)
         q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
         seen = visibility(
             mask_type,
@@ -165,6 +173,31 @@ class DotProductAttention(TransformerEngineBaseModule):
         if not self.return_max_logit:
             return out
         return out, max_logit(q, k, seen, scale=self.softmax_scale, bias=bias)
+
+    def _split(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: str,
+        mask_type: str,
+        window: Window,
+    ) -> torch.Tensor:
+        """Attend over a sequence that context-parallel ranks share."""
+        if layout == "bshd":
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        with self._dropout_stream():
+            out = context_parallel.attend(
+                q, k, v, self.cp_group, self.cp_comm_type or "p2p",
+                causal="causal" in mask_type, window=window, **self._options(q),
+            )  # fmt: skip
+        return out.transpose(0, 1) if layout == "bshd" else out
+
+    def _refuse_with_split_sequence(self, what: str) -> None:
+        raise NotImplementedError(
+            f"--context-parallel-size {context_parallel.group_size(self.cp_group)} "
+            f"(--cp-comm-type {self.cp_comm_type}) does not work with {what} yet"
+        )
 
     def _options(self, query: torch.Tensor) -> dict[str, Any]:
         return {
@@ -221,16 +254,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
 
     def _refuse(self, checkpoint_core_attention: bool) -> None:
-        groups = self.cp_group if isinstance(self.cp_group, list) else [self.cp_group]
-        size = 1
-        for group in groups:
-            size *= 1 if group is None else group.size()
-        if size > 1:
-            raise NotImplementedError(
-                f"--context-parallel-size {size} (--cp-comm-type {self.cp_comm_type}): attention "
-                "over a split sequence is the context-parallel feature's, which is not active; "
-                "use --context-parallel-size 1"
-            )
         if checkpoint_core_attention:
             raise NotImplementedError(
                 "checkpoint_core_attention: use --recompute-granularity selective instead"

@@ -9,7 +9,9 @@ its class objects (only methods are replaced), and do all of that.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 from mindspeed.errors import ConfigError
-from mindspeed.te import kernels
+from mindspeed.te import context_parallel, kernels
 from mindspeed.te.attention import Documents
 from mindspeed.te.masks import Visibility, Window, visibility
 
@@ -126,9 +128,28 @@ def accept_head_sizes(init: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if softmax_scale is None and k_channels is not None:
             softmax_scale = k_channels**-0.5
-        init(self, *args, softmax_scale=softmax_scale, **kwargs)
+        bound = inspect.signature(init).bind(self, *args, softmax_scale=softmax_scale, **kwargs)
+        config = bound.arguments["config"]
+        # Upstream's constructor refuses a split sequence, which it could not attend over.
+        bound.arguments["config"] = alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        init(*bound.args, **bound.kwargs)
+        self.config = config
+        self.cp_comm_type = bound.arguments.get("cp_comm_type") or "p2p"
+        self.cp_groups = _context_groups(config, self.cp_comm_type, self.pg_collection)
 
     return wrapped
+
+
+def _context_groups(config: Any, comm_type: str, collection: Any) -> Any:
+    """Groups that share a sequence, in the form of Transformer Engine; None for one rank."""
+    if config.context_parallel_size == 1:
+        return None
+    if comm_type != "a2a+p2p":
+        return collection.cp
+    from megatron.core.parallel_state import get_hierarchical_context_parallel_groups
+
+    return get_hierarchical_context_parallel_groups()
 
 
 def core_attention_forward(
@@ -166,6 +187,21 @@ def core_attention_forward(
         "dropout": self.attention_dropout.p if self.training else 0.0,
         "sink": self.softmax_offset,
     }
+    if context_parallel.group_size(self.cp_groups) > 1:
+        if packed_seq_params is not None or attention_bias is not None:
+            raise NotImplementedError(
+                "--context-parallel-size does not work with packed documents or a bias yet"
+            )
+        if attention_mask is not None:
+            raise ConfigError(
+                "--context-parallel-size needs --no-create-attention-mask-in-dataloader: a mask "
+                "tensor of the whole sequence is not cut over ranks"
+            )
+        with _dropout_stream(self):
+            return context_parallel.attend(
+                query, key, value, self.cp_groups, self.cp_comm_type,
+                causal=causal, window=window, **options,
+            )  # fmt: skip
     with _dropout_stream(self):
         if packed_seq_params is not None:
             kind, documents = "causal" if causal else "no_mask", _documents(packed_seq_params)

@@ -234,14 +234,20 @@ def test_bf16_is_as_exact_as_its_inputs():
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
 
 
-def test_context_parallelism_names_the_feature_that_provides_it():
+def test_what_does_not_work_over_a_split_sequence_says_so():
     class Group:
         def size(self):
             return 2
 
     attention = module(cp_group=Group())
-    with pytest.raises(NotImplementedError, match="context-parallel feature"):
-        attention(*qkv())
+    for options in ({"attn_mask_type": "padding"}, {"qkv_format": "thd", **packed_arguments()}):
+        with pytest.raises(NotImplementedError, match="--context-parallel-size 2"):
+            attention(*qkv(), **options)
+
+
+def packed_arguments():
+    borders = torch.tensor([0, 3, 7])
+    return {"cu_seqlens_q": borders, "cu_seqlens_kv": borders}
 
 
 @pytest.mark.parametrize(

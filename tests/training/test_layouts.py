@@ -23,6 +23,7 @@ MLA = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
 LOCAL = f"{GQA} --transformer-impl local"
+CP = "--no-create-attention-mask-in-dataloader --context-parallel-size"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 
@@ -56,6 +57,17 @@ LAYOUTS = {
     "mla-pipeline": (2, MLA, PP),
     "local-tensor-parallel": (2, LOCAL, TP),
     "local-sequence-parallel": (2, LOCAL, f"{TP} --sequence-parallel"),
+    "context-ring": (2, GQA, f"{CP} 2"),
+    "context-ulysses": (2, GQA, f"{CP} 2 --cp-comm-type a2a"),
+    "context-all-gather-pipeline": (4, GQA, f"{CP} 2 --cp-comm-type all_gather {PP}"),
+    "context-hybrid": (
+        4,
+        GQA,
+        f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+    ),
+    "context-tensor-sequence": (4, GQA, f"{CP} 2 {TP} --sequence-parallel"),
+    "mla-context": (2, MLA, f"{CP} 2"),
+    "local-context-ring": (4, LOCAL, f"{CP} 4"),
 }
 
 
