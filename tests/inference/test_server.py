@@ -16,7 +16,6 @@ import torch
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("fastapi")
-pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import server_ranks
