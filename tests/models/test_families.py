@@ -94,6 +94,28 @@ LOCAL = ("--transformer-impl=local",)
 GROUPED = ("--moe-grouped-gemm",)
 
 
+# With the list below: every family under every kind of parallelism that it can have.
+FURTHER = [
+    ("llama2-gqa", 2, PP),
+    ("aquila", 2, TP),
+    ("aquila", 2, PP),
+    ("internlm", 2, PP),
+    ("baichuan-7b", 2, TP),
+    ("baichuan-7b", 2, PP),
+    ("qwen2.5", 2, TP),
+    ("qwen2.5", 2, PP),
+    ("qwen3", 2, TP),
+    ("qwen3", 2, PP),
+    ("mistral-window", 2, TP),
+    ("mistral-window", 2, PP),
+    ("mixtral", 2, TP_SP),
+    ("mixtral", 2, PP),
+    ("qwen3-moe", 2, TP_SP),
+    ("qwen3-moe", 2, PP),
+    ("deepseek-v3", 2, (*PP, "--decoder-first-pipeline-num-layers=1")),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "size", "flags"),
     [
@@ -114,6 +136,7 @@ GROUPED = ("--moe-grouped-gemm",)
         ("deepseek-v3", 1, LOCAL),
         ("deepseek-v3", 2, (*LOCAL, *EP)),
         ("deepseek-v3", 2, (*LOCAL, *TP_SP)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
     ],
     ids=lambda value: (
         "+".join(f.strip("-").replace("-parallel-size", "") for f in value)

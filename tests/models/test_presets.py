@@ -105,7 +105,7 @@ def test_command_line_and_recipe_win_over_the_preset(parser, tmp_path):
 def test_messages_name_what_is_wrong():
     with pytest.raises(ConfigError, match="llama2-7b"):
         model_flags("llama2-7")
-    with pytest.raises(ConfigError, match="nearest is qwen3"):
+    with pytest.raises(ConfigError, match="the nearest: qwen3, qwen2"):
         family_of_config({"model_type": "qwen33"})
     llama = dict(presets()["llama3.1-8b"].config)
     with pytest.raises(ConfigError, match="no hidden_size"):
