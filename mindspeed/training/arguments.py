@@ -264,8 +264,9 @@ def _add_old_spellings(parser: Parser) -> None:
     for old, new in ALIASES.items():
         if new in known and old not in known:
             known[old] = known[new]
-            if new in getattr(known[new], "negative", ()):
-                known[new].negative |= {old}
+            action: Any = known[new]
+            if new in getattr(action, "negative", ()):
+                action.negative |= {old}
     group = parser.add_argument_group("accepted for old scripts, without effect")
     for spelling, count in IGNORED.items():
         if spelling not in known:

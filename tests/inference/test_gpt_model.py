@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import gpt_ranks
+import gpt_model_ranks
 import tiny_chat
 import transformers
 
@@ -38,7 +38,7 @@ def call(ranks, tiny):
     def run(*requests, lora=None, layout=(1, 1)):
         size = layout[0] * layout[1]
         arguments = (str(tiny[0]), layout, requests, lora)
-        results = ranks(size, gpt_ranks.calls, *arguments, setup=SETUP, timeout=120)
+        results = ranks(size, gpt_model_ranks.calls, *arguments, setup=SETUP, timeout=120)
         assert results == results[:1] * size
         return results[0]
 
@@ -144,7 +144,7 @@ def test_an_adapter_of_peft_speaks_as_in_peft(call, tiny, tmp_path):
 
 def test_a_script_of_the_original_runs(ranks, tiny):
     _, _, tokenizer = tiny
-    script = gpt_ranks.seed_style_script
+    script = gpt_model_ranks.seed_style_script
     results = ranks(2, script, str(tiny[0]), setup=SETUP, timeout=120)
     random, text = results[0]
     assert results[1] == results[0]
@@ -153,7 +153,7 @@ def test_a_script_of_the_original_runs(ranks, tiny):
 
 
 def test_copies_of_the_model_share_the_prompts_and_draw_the_same(ranks, tiny):
-    results = ranks(2, gpt_ranks.replicas, str(tiny[0]), setup=SETUP)
+    results = ranks(2, gpt_model_ranks.replicas, str(tiny[0]), setup=SETUP)
     for (shared, alone), first_pass in results:
         assert shared == alone == results[0][0][0]
         assert first_pass == [2]  # of four prompts
@@ -161,7 +161,7 @@ def test_copies_of_the_model_share_the_prompts_and_draw_the_same(ranks, tiny):
 
 def test_a_model_without_tokenizer_continues_ids(ranks, tiny, tmp_path):
     tiny[1].save_pretrained(tmp_path)
-    ids, message = ranks(1, gpt_ranks.ids_only, str(tmp_path), setup=SETUP)[0]
+    ids, message = ranks(1, gpt_model_ranks.ids_only, str(tmp_path), setup=SETUP)[0]
     assert len(ids[0]) <= 4
     assert "tokenizer" in message
 
@@ -198,6 +198,6 @@ def test_bad_keywords_and_prompts_get_one_message_each(call):
 
 def test_a_rank_that_fails_ends_the_others(ranks, tiny):
     with pytest.raises(RankError) as failure:
-        ranks(2, gpt_ranks.one_rank_fails, str(tiny[0]), setup=SETUP, timeout=120)
+        ranks(2, gpt_model_ranks.one_rank_fails, str(tiny[0]), setup=SETUP, timeout=120)
     assert failure.value.kind == "died"  # by itself; a rank that waits for ever would have hung
     assert "out of memory, say" in str(failure.value)
