@@ -83,7 +83,8 @@ class Sight:
         key = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=device)
         query = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)[:, None]
         distance = key - query
-        hidden = distance > self.high
+        # A limit that reaches everything may lie beyond 32 bits by the length of the sequence.
+        hidden = distance > min(self.high, EVERYTHING)
         if self.low > columns.start - rows.stop:
             hidden |= distance < self.low
         if self.prefix is not None:

@@ -1,0 +1,39 @@
+"""One region: every small rectangle with every band, against the dense formula."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from mindspeed.attention import Mask, Region, kernels
+from mindspeed.attention.mask import INF
+
+from . import truth
+
+SCALE, LARGEST = 0.5, 6
+
+
+def regions(queries: int, keys: int) -> list[Region]:
+    """Those without an empty row or column, each once."""
+    limits = range(-LARGEST, LARGEST + 1)
+    bands = itertools.product([-INF, *limits], [INF, *limits])
+    cut = {Region(0, queries, 0, keys, *band).crop(0, queries, 0, keys) for band in bands}
+    return sorted(region for region in cut if region and region[:4] == (0, queries, 0, keys))
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("keys", [1, 3, 5])
+def test_every_band(queries: int, keys: int) -> None:
+    size = max(queries, keys)
+    q, k, v, dout = truth.tensors(size, 2, 1, 4, 4)
+    q, dout, k, v = q[:queries], dout[:queries], k[:keys], v[:keys]
+    assert regions(queries, keys)
+    for region in regions(queries, keys):
+        softmax = kernels.Softmax(SCALE)
+        out, lse = kernels.forward(q, k, v, region, softmax)
+        grads = kernels.backward(dout, q, k, v, out, lse, region, softmax)
+        keep = Mask(size, (region,)).dense()[:queries, :keys]
+        expected = truth.attend(q, k, v, dout, keep, scale=SCALE)
+        torch.testing.assert_close((out, *grads), expected, atol=1e-12, rtol=1e-12)
