@@ -49,7 +49,7 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: Of wall time, and of processor time.
+        seconds: Of wall time; a process may use one second more of the processor.
         bytes: Of address space.
         file_bytes: Of every file, its output included.
         processes: Processes and threads.
@@ -149,7 +149,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 def _command(limits: Limits) -> list[str]:
     values = {
-        "seconds": limits.seconds,
+        "seconds": limits.seconds + 1,  # of the processor: the clock ends a program and says so
         "bytes": limits.bytes,
         "file_bytes": limits.file_bytes,
         "processes": limits.processes,
