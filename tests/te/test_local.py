@@ -57,6 +57,7 @@ def attention(mask_type="causal", window=None, sink=None, **options):
         layer_number=2,
         attention_dropout=torch.nn.Dropout(0.0),
         training=True,
+        cp_groups=None,
     )
 
 
@@ -116,14 +117,32 @@ def test_packed_documents():
     torch.testing.assert_close(out, like("padding_causal")(*tensors, **options))
 
 
+class Module:
+    """What Megatron's constructor leaves behind."""
+
+    pg_collection = SimpleNamespace(cp="the group")
+
+
+def constructor(seen):
+    def init(self, config, softmax_scale=None, cp_comm_type=None):
+        seen.update(ranks=config.context_parallel_size, scale=softmax_scale)
+
+    return local.accept_head_sizes(init)
+
+
 def test_head_sizes_are_accepted_and_set_the_default_scale():
     seen = {}
-
-    def init(self, number, softmax_scale=None):
-        seen.update(number=number, scale=softmax_scale)
-
-    wrapped = local.accept_head_sizes(init)
-    wrapped(None, 1, k_channels=16, v_channels=4)
-    assert seen == {"number": 1, "scale": 0.25}
-    wrapped(None, 1, k_channels=16, softmax_scale=0.5)
+    alone = SimpleNamespace(context_parallel_size=1)
+    constructor(seen)(Module(), alone, k_channels=16, v_channels=4)
+    assert seen == {"ranks": 1, "scale": 0.25}
+    constructor(seen)(Module(), alone, k_channels=16, softmax_scale=0.5)
     assert seen["scale"] == 0.5
+
+
+def test_a_split_sequence_is_hidden_from_the_constructor_that_refuses_it():
+    seen, module = {}, Module()
+    split = SimpleNamespace(context_parallel_size=4)
+    constructor(seen)(module, split, cp_comm_type="a2a")
+    assert seen["ranks"] == 1
+    assert module.config is split and split.context_parallel_size == 4
+    assert module.cp_groups == "the group" and module.cp_comm_type == "a2a"
