@@ -28,6 +28,19 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def command(words: Sequence[str]) -> tuple[int, str]:
+    """``mindspeed WORDS`` in a process that imported the adaptor first: status and messages."""
+    import contextlib
+    import io
+
+    from mindspeed.cli.main import main
+
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        status = main(list(words))
+    return status, errors.getvalue()
+
+
 def _source(folder: str) -> list[str]:
     return [f"--model={folder}", f"--load=hf:{folder}"]
 
