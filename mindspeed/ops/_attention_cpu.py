@@ -1,4 +1,4 @@
-"""Attention on the CPU: torch's flash kernel in fp32, the formula in 16 bit.
+"""Attention on the CPU: torch's flash kernel in fp32 and for long bf16, else the formula.
 
 In 16 bit that kernel multiplies in fp32 and is slower than torch eager up to some hundred queries,
 for fp16 always. The formula multiplies bf16 as bf16, as eager does, and fp16 as fp32, for which a
@@ -16,6 +16,8 @@ from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops._attention_tiles import Fused, Tensors
 from mindspeed.ops._numerics import accumulation_dtype
+
+_LONG = 2048  # queries
 
 
 def forward(
@@ -70,9 +72,15 @@ def _four(bias: torch.Tensor | None) -> torch.Tensor | None:
     return bias if bias is None or bias.dim() == 4 else bias.expand(1, 1, *bias.shape[-2:])
 
 
+def _fast_for(q: torch.Tensor) -> bool:
+    """Whether the flash kernel is faster than the formula for queries ``[b, n, s, d]``."""
+    long = q.dtype == torch.bfloat16 and q.shape[2] >= _LONG
+    return long or q.dtype == accumulation_dtype(q)
+
+
 FLASH = Fused(
     forward=_forward,
     backward=_backward,
-    takes=lambda q, v: q.dtype == accumulation_dtype(q) and v.shape[-1] <= q.shape[-1],
+    takes=lambda q, v: _fast_for(q) and v.shape[-1] <= q.shape[-1],
     bias_dtype=accumulation_dtype,
 )
