@@ -62,6 +62,7 @@ def dropout_add_norm(
     check.shape(x0.shape[-1:], **{name: x for name, x in vectors.items() if x is not None})
     if rowscale is not None:
         check.shape(x0.shape[:-1], rowscale=rowscale)
+    check.number(dropout_p=dropout_p, epsilon=epsilon)
     check.require(0 <= dropout_p < 1, "dropout_p", "a number in [0, 1)", dropout_p)
     check.require(epsilon > 0, "epsilon", "a number greater than 0", epsilon)
 

@@ -46,12 +46,14 @@ def swiglu(x: torch.Tensor, dim: int = -1, *, bias: torch.Tensor | None = None) 
         OperatorError: wrong dtype, odd size, ``dim`` out of range, wrong shape of the bias.
     """
     check = Check("swiglu")
+    check.tensor(x=x)
     check.dtype(FLOATS, x=x)
+    check.integer(dim=dim)
     check.require(x.dim() > 0, "x", "at least 1 dimension", x)
     check.require(-x.dim() <= dim < x.dim(), "dim", f"-{x.dim()} to {x.dim() - 1}", dim)
     dim %= x.dim()
     size = x.shape[dim]
-    check.require(size % 2 == 0, "x", f"an even size of dimension {dim}", size)
+    check.require(size > 0 and size % 2 == 0, "x", f"an even size of dimension {dim}", size)
     if bias is not None:
         check.require(dim == x.dim() - 1, "dim", "the last dimension when there is a bias", dim)
         check.dtype((x.dtype, torch.float32), bias=bias)
@@ -76,11 +78,13 @@ def weighted_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         OperatorError: wrong dtype, odd size, wrong shape of the weight.
     """
     check = Check("weighted_swiglu")
+    check.tensor(x=x, weight=weight)
     check.dtype(FLOATS, x=x)
     check.dtype((x.dtype, torch.float32), weight=weight)
     check.same("device", x=x, weight=weight)
     check.require(x.dim() > 0, "x", "at least 1 dimension", x)
-    check.require(x.shape[-1] % 2 == 0, "x", "an even last dimension", x.shape[-1])
+    width = x.shape[-1]
+    check.require(width > 0 and width % 2 == 0, "x", "an even last dimension", width)
     rows = tuple(x.shape[:-1])
     check.require(
         tuple(weight.shape) in (rows, (*rows, 1)), "weight", f"shape {(*rows, 1)}", weight.shape

@@ -14,6 +14,7 @@ from mindspeed.ops.npu_moe_token_permute import npu_moe_token_permute
 from mindspeed.ops.npu_moe_token_unpermute import npu_moe_token_unpermute
 from mindspeed.ops.rms_norm import rms_norm
 from mindspeed.ops.scaled_masked_softmax import scaled_masked_softmax
+from mindspeed.ops.swiglu import swiglu
 
 X = torch.ones(5, 6)
 Q = torch.ones(1, 2, 5, 8)
@@ -77,3 +78,16 @@ def test_a_tensor_is_no_choice():
 def test_a_feed_forward_network_of_no_rows():
     assert npu_ffn(X[:0], torch.ones(6, 8), torch.ones(8, 3), "gelu").shape == (0, 3)
     assert npu_ffn(X[0], torch.ones(6, 8), torch.ones(8, 3), "gelu").shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "x: expected a tensor"),
+        ((torch.zeros(4, 0),), "an even size of dimension 1"),
+        ((torch.zeros(4, 2), "last"), "dim: expected a whole number"),
+    ],
+)
+def test_swiglu_names_what_it_cannot_take(arguments, message):
+    with pytest.raises(OperatorError, match=message):
+        swiglu(*arguments)
