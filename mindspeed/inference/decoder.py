@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed import device
 from mindspeed.inference.ranks import ModelRanks
@@ -58,22 +57,20 @@ class Decoder:
         rows, length = tokens.shape
         if length == 1 and start:
             self._context.enable_decode_mode()  # type: ignore[union-attr]
-        if not self._ranks.first:
-            self._model.set_input_tensor(self._receive(length, rows))
-        output = self._model(
-            tokens.to(self._place),
-            torch.arange(start, start + length, device=self._place).expand(rows, -1),
-            self._causal_mask(length),
-            inference_context=self._context,
-            runtime_gather_output=True,
-        )
+
+        def stage() -> torch.Tensor:
+            return self._model(  # type: ignore[no-any-return]
+                tokens.to(self._place),
+                torch.arange(start, start + length, device=self._place).expand(rows, -1),
+                self._causal_mask(length),
+                inference_context=self._context,
+                runtime_gather_output=True,
+            )
+
+        output = self._ranks.run_stage(self._model, rows, length, stage)
         if self._context is not None:
             self._context.sequence_len_offset += length
-        if self._ranks.last:
-            return output[:, -1]
-        hidden = output.to(self._pipeline_dtype).contiguous()
-        dist.send(hidden, self._ranks.neighbour(1), self._ranks.pipeline)
-        return None
+        return None if output is None else output[:, -1]
 
     def select(self, rows: torch.Tensor) -> None:
         """Go on with these rows: row ``i`` becomes a copy of row ``rows[i]``.
@@ -97,17 +94,6 @@ class Decoder:
     @property
     def _rows(self) -> int:
         return self._context.max_batch_size if self._context else len(self._seen)
-
-    @property
-    def _pipeline_dtype(self) -> torch.dtype:
-        config = self._model.config
-        return config.pipeline_dtype or config.params_dtype
-
-    def _receive(self, length: int, rows: int) -> torch.Tensor:
-        shape = (length, rows, self._model.config.hidden_size)
-        hidden = torch.empty(shape, dtype=self._pipeline_dtype, device=self._place)
-        dist.recv(hidden, src=self._ranks.neighbour(-1), group=self._ranks.pipeline)
-        return hidden
 
     def _causal_mask(self, length: int) -> torch.Tensor | None:
         """Megatron's form: True is hidden. A single token sees all keys there are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,32 @@ class ModelRanks:
     def neighbour(self, step: int) -> int:
         """Global rank of the same place ``step`` stages on."""
         return dist.get_global_rank(self.pipeline, self.pipeline.rank() + step)
+
+    def run_stage(
+        self, model: Any, rows: int, length: int, stage: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Run a stage between its neighbours: hidden states in, its output on.
+
+        Args:
+            model: This rank's stage, which gets its input set.
+            rows: Sequences, b.
+            length: Tokens of each, s; ``[s, b, hidden]`` travels.
+            stage: Calls the model.
+
+        Returns:
+            The output on the last stage, None on the others.
+        """
+        dtype = model.config.pipeline_dtype or model.config.params_dtype
+        if not self.first:
+            shape = (length, rows, model.config.hidden_size)
+            hidden = torch.empty(shape, dtype=dtype, device=device.current().torch_device())
+            dist.recv(hidden, src=self.neighbour(-1), group=self.pipeline)
+            model.set_input_tensor(hidden)
+        output = stage()
+        if self.last:
+            return output
+        dist.send(output.to(dtype).contiguous(), self.neighbour(1), self.pipeline)
+        return None
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """The chooser's ``values`` (on the CPU) on every rank of the model."""

@@ -175,21 +175,16 @@ def _forward(model: Any, tokens: torch.Tensor, ranks: ModelRanks) -> torch.Tenso
     """One pass of ``tokens`` ``[b, s]`` without a cache; ``[b, s, v / tp]`` on the last stage."""
     place = device.current().torch_device()
     batch, length = tokens.shape
-    dtype = model.config.pipeline_dtype or model.config.params_dtype
-    if not ranks.first:
-        hidden = torch.empty(length, batch, model.config.hidden_size, dtype=dtype, device=place)
-        dist.recv(hidden, src=ranks.neighbour(-1), group=ranks.pipeline)
-        model.set_input_tensor(hidden)
-    output = model(
-        tokens.to(place),
-        torch.arange(length, device=place).expand(batch, -1),
-        torch.ones(1, 1, length, length, dtype=torch.bool, device=place).triu(1),
-        runtime_gather_output=False,
-    )
-    if ranks.last:
-        return output
-    dist.send(output.to(dtype).contiguous(), ranks.neighbour(1), ranks.pipeline)
-    return None
+
+    def stage() -> torch.Tensor:
+        return model(  # type: ignore[no-any-return]
+            tokens.to(place),
+            torch.arange(length, device=place).expand(batch, -1),
+            torch.ones(1, 1, length, length, dtype=torch.bool, device=place).triu(1),
+            runtime_gather_output=False,
+        )
+
+    return ranks.run_stage(model, batch, length, stage)
 
 
 def _check(model: Any, pairs: Sequence[Pair], vocab_size: int) -> None:
