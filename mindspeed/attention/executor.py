@@ -97,6 +97,9 @@ class _Pass:
     saved: dict[int, Held] = field(default_factory=dict)  # of the forward pass, by stage
     buffers: dict[int, Held] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._last_use = last_use(self.stages, self.rank)
+
     def posts(self, stage: int) -> Iterator[tuple[int, Post]]:
         """Exchanges that start with a stage."""
         for number, later in enumerate(self.stages):
@@ -128,7 +131,7 @@ class _Pass:
 
     def forget(self, stage: int, keep: tuple[int, ...] = ()) -> None:
         """Let go of buffers that no later stage sends on."""
-        for number, last in enumerate(last_use(self.stages, self.rank)):
+        for number, last in enumerate(self._last_use):
             if last <= stage and number not in keep:
                 self.buffers.pop(number, None)
 

@@ -12,6 +12,7 @@ it is sent. Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,11 +79,16 @@ class HeadSplit:
 
     def order(self) -> torch.Tensor:
         """For each row in ascending order of positions, its row in the order of the ranks."""
-        return torch.cat([self.layout.positions(rank) for rank in range(self.size)]).argsort()
+        return _order(self.layout)
 
     def rows(self, rank: int) -> int:
         """Rows of a rank before the exchange."""
         return sum(b - a for a, b in self.layout.segments[rank])
+
+
+@functools.lru_cache(maxsize=64)  # the same for every layer and step
+def _order(layout: Layout) -> torch.Tensor:
+    return torch.cat([layout.positions(rank) for rank in range(layout.ranks)]).argsort()
 
 
 def _exchange(
