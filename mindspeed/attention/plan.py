@@ -55,12 +55,14 @@ class Stage:
         give: Gradients of keys and values that leave after the work; they are added to what the
             receiver has.
         posted: The stage at whose start the fetch is posted; -1 for the stage before this one.
+        values_only: Only values arrive: the keys were kept since the forward pass.
     """
 
     fetch: tuple[Move, ...]
     work: tuple[tuple[Region, ...], ...]
     give: tuple[Move, ...] = ()
     posted: int = -1
+    values_only: bool = False
 
     def arriving(self, rank: int) -> tuple[Move, ...]:
         """What a rank receives, in the order in which it lies in the buffer."""
@@ -78,6 +80,7 @@ class Plan:
         forward: Stages of the forward pass.
         backward: Stages of the backward pass.
         kept: Stages of the forward pass whose keys and values stay until the backward pass.
+        kept_keys: Stages of the forward pass whose keys, but not their values, stay.
     """
 
     algorithm: str
@@ -86,6 +89,7 @@ class Plan:
     forward: tuple[Stage, ...]
     backward: tuple[Stage, ...]
     kept: tuple[int, ...] = ()
+    kept_keys: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
