@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from mindspeed.attention.alibi import alibi_bias
 from mindspeed.te.masks import Visibility, Window, visibility
 
 
@@ -28,6 +29,7 @@ def attend(
     scale: float,
     dropout: float = 0.0,
     bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend; all tensors are ``[b, h, s, d]``, the result ``[b, h, s, d_v]``.
@@ -40,8 +42,12 @@ def attend(
         scale: Factor on the scores.
         dropout: Probability of dropping a probability (default generator).
         bias: Added to the scaled scores, broadcastable to ``[b, h, s_q, s_k]``.
+        slopes: ALiBi: fp32 ``[h]``, ``-slope * |i - j|`` is added to the scaled scores.
         sink: ``[h]`` scores of the key that is not there.
     """
+    if slopes is not None:
+        linear = alibi_bias(slopes, query.shape[2], key.shape[2])
+        bias = linear if bias is None else bias + linear
     mask, causal = seen.keep, seen.causal
     if causal and (bias is not None or sink is not None):
         mask, causal = _triangle(query, key), False
@@ -131,6 +137,7 @@ def attend_packed(
     scale: float,
     window: Window = None,
     dropout: float = 0.0,
+    slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within each document of ``[t, h, d]`` tensors; rows between documents are zero.
@@ -144,6 +151,7 @@ def attend_packed(
         scale: Factor on the scores.
         window: Sliding window.
         dropout: Probability of dropping a probability (default generator).
+        slopes: ALiBi: fp32 ``[h]``.
         sink: ``[h]`` scores of the key that is not there.
     """
     rows, (heads, size) = query.shape[0], (query.shape[1], value.shape[-1])
@@ -151,7 +159,7 @@ def attend_packed(
     filled = 0
     for start, (q, k, v, seen) in each_document(query, key, value, documents, mask_type, window):
         parts.append(query.new_zeros(start - filled, heads, size))
-        out = attend(q, k, v, seen, scale=scale, dropout=dropout, sink=sink)
+        out = attend(q, k, v, seen, scale=scale, dropout=dropout, slopes=slopes, sink=sink)
         parts.append(out.squeeze(0).transpose(0, 1))
         filled = start + q.shape[2]
     parts.append(query.new_zeros(rows - filled, heads, size))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mindspeed.attention.alibi import alibi_bias
+from mindspeed.ops._attention_problem import ALIBI, BIAS_AFTER_SCALE
 from mindspeed.ops._visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT
 from mindspeed.ops.attention import attention
 from mindspeed.te.attention import Documents, inside_document
@@ -28,6 +30,7 @@ def attend(
     scale: float,
     dropout: float = 0.0,
     bias: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend; see :func:`mindspeed.te.attention.attend`."""
@@ -36,14 +39,15 @@ def attend(
     layout, order, back = "SBND", (2, 0, 1, 3), (1, 2, 0, 3)
     if query.stride(2) < query.stride(0):
         layout, order, back = "BSND", (0, 2, 1, 3), (0, 2, 1, 3)
+    if bias is not None and slopes is not None:
+        slopes, bias = None, bias + alibi_bias(slopes, query.shape[2], key.shape[2])
     out, _ = attention(
         *(x.permute(order) for x in (query, key, value)),
         layout=layout,
         scale=scale,
         dropout=dropout,
-        pse=bias if bias is None else bias.expand((1,) * (4 - bias.dim()) + bias.shape),
-        pse_type=0,
         sink=sink,
+        **_position_bias(bias, slopes, key.shape[2] - query.shape[2]),
         **_rule(seen),
     )
     return out.permute(back)
@@ -59,6 +63,7 @@ def attend_packed(
     scale: float,
     window: Window = None,
     dropout: float = 0.0,
+    slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within documents; see :func:`mindspeed.te.attention.attend_packed`."""
@@ -83,11 +88,23 @@ def attend_packed(
         sink=sink,
         cu_q=cu_q,
         cu_k=cu_k,
+        **_position_bias(None, slopes, 0),
         **_packed_rule(kind, window),
     )  # fmt: skip
     if rows is not None:  # back to where they were; rows of padding are zero
         out = out.new_zeros(query.shape[0], *out.shape[1:]).index_copy(0, rows, out)
     return out.flatten(1)
+
+
+def _position_bias(
+    bias: torch.Tensor | None, slopes: torch.Tensor | None, first: int
+) -> dict[str, Any]:
+    """A bias, or slopes of ALiBi where the first query stands at key ``first``."""
+    if slopes is not None:
+        return {"pse": slopes, "pse_type": ALIBI, "q_start": first}
+    if bias is None:
+        return {}
+    return {"pse": bias.expand((1,) * (4 - bias.dim()) + bias.shape), "pse_type": BIAS_AFTER_SCALE}
 
 
 def _rule(seen: Visibility) -> dict[str, Any]:
