@@ -1,7 +1,8 @@
 """One module per way to bring queries and keys together; each returns a plan."""
 
+from mindspeed.attention.planners.adaptive import adaptive, adaptive_layout
 from mindspeed.attention.planners.cache import with_cache
 from mindspeed.attention.planners.gather import all_gather, needed_only
 from mindspeed.attention.planners.ring import ring
 
-__all__ = ["all_gather", "needed_only", "ring", "with_cache"]
+__all__ = ["adaptive", "adaptive_layout", "all_gather", "needed_only", "ring", "with_cache"]
