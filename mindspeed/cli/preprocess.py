@@ -13,6 +13,7 @@ it writes conversations with the labels of their answers, ready for ``--data-pat
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import time
 from pathlib import Path
@@ -57,8 +58,15 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
         required=True,
         metavar="PATH",
         help=f"files ({' '.join(FORMATS)}, also with {' or '.join(COMPRESSIONS)}), folders of them "
-        "or of a Hugging Face data set; 'python-docs' takes the documentation of the running "
-        "Python",
+        "or of a Hugging Face data set, patterns such as 'part-*.jsonl'; 'python-docs' takes the "
+        "documentation of the running Python",
+    )
+    group.add_argument(
+        "--datasets",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="more of the same, read behind --input into the same output",
     )
     group.add_argument(
         "--json-keys",
@@ -95,6 +103,14 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
         choices=TEXT_UNITS,
         default="line",
         help="what a document is in a .txt file: a line, what blank lines separate, or the file",
+    )
+    group.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="every sentence is a sequence of its document; the output is PREFIX_KEY_sentence",
+    )
+    group.add_argument(
+        "--keep-newlines", action="store_true", help="sentences keep the blanks behind them"
     )
     group.add_argument("--max-samples", type=int, metavar="N", help="read N records and no more")
     group.add_argument(
@@ -143,6 +159,15 @@ def _output_arguments(group: argparse._ArgumentGroup) -> None:
         "--append-eod", action="store_true", help="end every document with the end-of-text token"
     )
     group.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
+    group.add_argument(
+        "--partitions",
+        type=int,
+        help="accepted for old scripts: all workers share all files and write one output, in the "
+        "order of the input, so there is nothing to partition and to merge",
+    )
+    group.add_argument(
+        "--keep-sequential-samples", action="store_true", help="always so; for old scripts"
+    )
     group.add_argument("--overwrite", action="store_true", help="replace existing output")
     group.add_argument(
         "--resume", action="store_true", help="go on where an interrupted run of the same stopped"
@@ -155,8 +180,16 @@ def _output_arguments(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Preprocess and print what came out."""
     console = Console(stderr=True)
+    if args.partitions is not None:
+        _say(
+            console,
+            f"--partitions {args.partitions} has no effect: the workers (--workers "
+            f"{args.workers}) share all files and write one output in the order of the input",
+            "yellow",
+        )
+    names = [*args.input, *args.datasets]
     options = data.PreprocessOptions(
-        inputs=tuple(_input(name, args.output_prefix) for name in args.input),
+        inputs=tuple(path for name in names for path in _inputs(name, args.output_prefix)),
         output_prefix=args.output_prefix,
         tokenizer=TokenizerOptions.from_args(args),
         json_keys=tuple(args.json_keys),
@@ -176,6 +209,8 @@ def run(args: argparse.Namespace) -> int:
         hf_datasets_params=args.hf_datasets_params,
         streaming=args.streaming,
         text_unit=args.txt_document,
+        split_sentences=args.split_sentences,
+        keep_newlines=args.keep_newlines,
     )
     print_report(preprocess_with_bar(options, console), console)
     return 0
@@ -256,9 +291,11 @@ def _rate(totals: data.Progress) -> str:
     return f"{totals.bytes_done / seconds / 1e6:.1f} MB/s, {totals.tokens / seconds:,.0f} tokens/s"
 
 
-def _input(name: str, output_prefix: Path) -> Path:
-    """The file of an input name; ``python-docs`` is written beside the output first."""
+def _inputs(name: str, output_prefix: Path) -> list[Path]:
+    """The files of an input name; ``python-docs`` is written beside the output first."""
     path = Path(name)
-    if name != corpus.SOURCE_NAME or path.exists():
-        return path
-    return corpus.write_python_docs(output_prefix.with_name(f"{name}.jsonl")).path
+    if path.exists():
+        return [path]
+    if name == corpus.SOURCE_NAME:
+        return [corpus.write_python_docs(output_prefix.with_name(f"{name}.jsonl")).path]
+    return sorted(map(Path, glob.glob(name))) or [path]  # what is not there is refused by name

@@ -8,8 +8,9 @@ place and reason; whatever else is left out is counted by kind in :class:`Counts
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,7 @@ from mindspeed.data import handlers, templates
 from mindspeed.data.formats import Block
 from mindspeed.data.masks import IGNORED, Sample, encode
 from mindspeed.data.options import PreprocessOptions
+from mindspeed.data.sentences import sentences
 from mindspeed.data.templates import ChatTemplate, Rendered
 from mindspeed.data.tokenizer import TextTokenizer, build_tokenizer
 from mindspeed.errors import DataError
@@ -100,6 +102,9 @@ class TextEncoder:
         if self._handler.text is not None:
             self._template = load_template(options, tokenizer)
         self._keys = options.keys
+        self._cut: Callable[[str], list[str]] | None = None
+        if options.split_sentences:
+            self._cut = partial(sentences, keep_newlines=options.keep_newlines)
         self._tail = [tokenizer.eod] if options.append_eod else []
         # The rule of DType.optimal_dtype, without importing megatron.core into every worker.
         self.dtype: type[np.generic] = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
@@ -135,8 +140,12 @@ class TextEncoder:
         """The texts of every key; a document may be a list of sentences."""
         if self._handler.text is not None and self._template is not None:
             fields = handlers.Fields(record, self._columns)
-            return [[_unicode(self._handler.text(fields, self._template), "text")]]
-        return [_sentences(record, key) for key in self._keys]
+            found = [[_unicode(self._handler.text(fields, self._template), "text")]]
+        else:
+            found = [_sentences(record, key) for key in self._keys]
+        if self._cut is None:
+            return found
+        return [[part for text in texts for part in self._cut(text)] for texts in found]
 
 
 class ConversationEncoder:

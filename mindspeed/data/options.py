@@ -39,6 +39,8 @@ class PreprocessOptions:
         hf_datasets_params: file with arguments of ``datasets.load_dataset``.
         streaming: read that data set as a stream.
         text_unit: what a document is in a ``.txt`` file.
+        split_sentences: every sentence is a sequence of its document.
+        keep_newlines: of sentences, keep the blanks behind them.
     """
 
     inputs: tuple[Path, ...]
@@ -61,6 +63,8 @@ class PreprocessOptions:
     hf_datasets_params: Path | None = None
     streaming: bool = False
     text_unit: str = "line"
+    split_sentences: bool = False
+    keep_newlines: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -72,7 +76,8 @@ class PreprocessOptions:
 
     def output(self, key: str) -> Path:
         """Path of the data set of one key, without ``.bin`` or ``.idx``."""
-        return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_document")
+        level = "sentence" if self.split_sentences else "document"
+        return self.output_prefix.with_name(f"{self.output_prefix.name}_{key}_{level}")
 
     @property
     def state(self) -> Path:
@@ -95,6 +100,13 @@ def check(options: PreprocessOptions) -> None:
             raise ConfigError(f"--{flag} {value}: at least 1 is needed")
     if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: name every key once")
+    if options.split_sentences and handler.conversations is not None:
+        raise ConfigError(
+            f"--split-sentences is for texts: with --handler-name {options.handler} a sample is a "
+            "whole conversation"
+        )
+    if options.keep_newlines and not options.split_sentences:
+        raise ConfigError("--keep-newlines says what --split-sentences keeps: give both")
     if options.text_unit not in TEXT_UNITS:
         raise ConfigError(
             f"--txt-document {options.text_unit}: allowed are {', '.join(TEXT_UNITS)}"

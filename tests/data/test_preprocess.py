@@ -370,6 +370,37 @@ def test_lists_are_sentences_of_one_document(options):
     assert [ids[-1] == eod for ids in dataset[:]] == [False, True, True]
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_split_text_is_the_list_of_its_sentences(options, tokenizer_options, keep):
+    text, blank = "One lorem. Two ipsum!", "\n" if keep else ""
+    options.inputs[0].write_text(json.dumps({"text": text.replace(". ", ".\n")}) + "\n")
+    split = dataclasses.replace(options, split_sentences=True, keep_newlines=keep, append_eod=True)
+    (output,) = preprocess(split).outputs
+    assert output.name == "c_text_sentence"
+    dataset, tokenizer = IndexedDataset(str(output)), build_tokenizer(tokenizer_options)
+    expected = [tokenizer.tokenize(f"One lorem.{blank}"), tokenizer.tokenize("Two ipsum!")]
+    expected[1].append(tokenizer.eod)
+    assert [ids.tolist() for ids in dataset[:]] == expected
+    assert dataset.document_indices.tolist() == [0, 2]
+
+
+def test_more_data_sets_and_patterns_are_read_in_order(options, tmp_path, capsys):
+    from mindspeed.cli.main import main
+
+    lines = options.inputs[0].read_bytes().splitlines(keepends=True)
+    for number in range(3):
+        part = lines[50 * number : 50 * (number + 1)]
+        (tmp_path / f"part-{number}.jsonl").write_bytes(b"".join(part))
+    (tmp_path / "rest.jsonl").write_bytes(b"".join(lines[150:]))
+    command = ["preprocess", "--input", str(tmp_path / "part-*.jsonl")]
+    command += ["--datasets", str(tmp_path / "rest.jsonl"), "--output-prefix", str(tmp_path / "p")]
+    command += ["--tokenizer-model", str(options.tokenizer.tokenizer_model), "--partitions", "2"]
+    assert main([*command, "--keep-sequential-samples"]) == 0
+    assert capsys.readouterr().err.count("--partitions 2 has no effect: the workers") == 1
+    found = [(tmp_path / f"p_text_document{end}").read_bytes() for end in (".bin", ".idx")]
+    assert found == files(preprocess(options))
+
+
 def test_so_many_records_and_no_more(options):
     whole = read(preprocess(options).outputs[0])
     part = preprocess(dataclasses.replace(options, max_samples=7, overwrite=True))
@@ -472,6 +503,8 @@ def test_the_command_and_the_old_script_write_the_same(conversations, tmp_path):
         (["--map-keys", "{"], "--map-keys {: invalid JSON"),
         (["--prompt-type", "nobody"], "--prompt-type nobody is unknown; allowed are alpaca, "),
         (["--seq-length", "0"], "--seq-length 0: at least 1 is needed"),
+        (["--split-sentences"], "a sample is a whole conversation"),
+        (["--keep-newlines"], "--keep-newlines says what --split-sentences keeps: give both"),
     ],
 )
 def test_wrong_flags_are_answered_in_one_sentence(conversations, flags, said, capsys):
