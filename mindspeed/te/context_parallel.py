@@ -1,19 +1,14 @@
-"""Attention of a module whose sequence is split over ranks, by Megatron's ``--cp-comm-type``.
+"""Attention of a module whose sequence is split over ranks.
 
-    p2p          a ring: keys and values go from neighbour to neighbour
-    all_gather   every rank gets all keys and values
-    a2a          rows are exchanged for heads (Ulysses)
-    a2a+p2p      heads among neighbours, a ring among the groups of neighbours
-
-Ranks own the zigzag chunks that Megatron's batches are cut into. The algorithms are in
-:mod:`mindspeed.attention`; here a module's arguments become a plan, which is made once.
+What a module knows (groups, mask type, window) and the strategy of its layer become a plan of
+:mod:`mindspeed.attention`, which is made once. Ranks own the zigzag chunks that Megatron's batches
+are cut into, unless a packed batch says what they own.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,47 +17,16 @@ from mindspeed.attention import (
     HeadSplit,
     Layout,
     Mask,
-    Plan,
     context_parallel_attention,
     contiguous,
-    planners,
     zigzag,
 )
-from mindspeed.attention.layout import union
+from mindspeed.attention.strategy import Strategy
+from mindspeed.errors import ConfigError
 from mindspeed.te.masks import Window
 
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """A sequence split over ranks, as a key of plans.
-
-    Attributes:
-        length: Tokens of a sample, of all ranks.
-        samples: Samples of the batch.
-        ranks: Ranks that share it.
-        causal: A query sees no key behind it.
-        window: Keys before and behind that a query sees, -1 for all; None for no window.
-    """
-
-    length: int
-    samples: int
-    ranks: int
-    causal: bool
-    window: tuple[int, int] | None
-
-    def mask(self) -> Mask:
-        """What the queries of all samples see."""
-        window = None
-        if self.window is not None:
-            before, after = self.window
-            window = (
-                self.length if before < 0 else before,
-                self.length if after < 0 else after,
-            )
-        one = Mask.documents((0, self.length), causal=self.causal, window=window)
-        return Mask.batch([one] * self.samples)
+if TYPE_CHECKING:
+    from mindspeed.attention.packed import PackedBatch
 
 
 def group_size(groups: Any) -> int:
@@ -73,18 +37,27 @@ def group_size(groups: Any) -> int:
     return size
 
 
+def lowest_level(groups: Any) -> int:
+    """Ranks of the first group of a hierarchy, which exchange rows for heads; 1 without one."""
+    return groups[0].size() if isinstance(groups, list) else 1  # type: ignore[no-any-return]
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     groups: Any,
-    comm_type: str,
+    strategy: Strategy,
     *,
-    causal: bool,
-    window: Window,
     scale: float,
-    dropout: float,
-    sink: torch.Tensor | None,
+    causal: bool = True,
+    window: Window = None,
+    mask: Mask | None = None,
+    packed: PackedBatch | None = None,
+    slopes: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    sink: torch.Tensor | None = None,
+    layer: int = 1,
 ) -> torch.Tensor:
     """Attend; ``[s, b, n, d]`` of this rank, the result ``[s, b, n * d_v]``. Collective.
 
@@ -92,74 +65,96 @@ def attend(
         q: Queries.
         k: Keys.
         v: Values.
-        groups: The context-parallel group; for ``a2a+p2p`` the groups of neighbours and of rings.
-        comm_type: One of :data:`COMM_TYPES`.
-        causal: A query sees no key behind it.
-        window: Sliding window.
+        groups: The context-parallel group; for the hybrid strategies the groups of neighbours and
+            of the ring between them.
+        strategy: The algorithm.
         scale: Factor on the scores.
+        causal: A query sees no key behind it.
+        window: Sliding window: keys before and behind that a query sees, -1 for all.
+        mask: What the queries of all samples see, instead of ``causal`` and ``window``.
+        packed: Documents that do not see each other, and who owns which tokens.
+        slopes: ALiBi, fp32 ``[n]`` of this tensor-parallel rank's heads.
         dropout: Probability of dropping a probability.
         sink: ``[n]`` score of a key without a value.
+        layer: Number of the layer in the model, from 1.
 
     Raises:
-        ValueError: Unknown ``comm_type``, or groups that do not fit it.
+        ConfigError: The groups do not fit the strategy, or the sizes the packed batch.
     """
-    inner, outer = _split_groups(groups, comm_type)
+    inner, outer = _split_groups(groups, strategy)
     rows, samples, heads = q.shape[:3]
     size = group_size(groups)
-    bounds = None if window is None else (int(window[0]), int(window[1]))
-    sequence = Sequence(rows * size, samples, size, causal, bounds)
+    length = rows * size
+    if packed is not None:
+        layout, borders = packed.layout, packed.cu_seqlens
+    else:
+        layout, borders = megatron_layout(length, size, samples), _samples(length, samples)
+    if mask is None:
+        mask = _mask(borders, causal, None if window is None else (int(window[0]), int(window[1])))
+    plan = strategy.plan(mask, layout, layer)
     # One behind the other, samples are rows of one sequence whose parts do not see each other.
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     run = functools.partial(context_parallel_attention, scale=scale, dropout=dropout)
     if inner is None:
-        make = planners.all_gather if comm_type == "all_gather" else planners.ring
-        out = run(q, k, v, _plan(make, sequence, 1), outer, sink=sink)
+        out = run(q, k, v, plan, outer, sink=sink, slopes=slopes)
     else:
-        split = _heads(sequence, inner, outer)
+        split = _heads(layout, inner, outer)
         mine = split.heads(split.rank, heads)
-        sinks = None if sink is None else sink[mine.start : mine.stop]
-        plan = _plan(planners.ring, sequence, inner.size())
-        out = split.join(run(*split.split(q, k, v), plan, outer, sink=sinks), heads)
+        of_head = slice(mine.start, mine.stop)
+        sink, slopes = (None if x is None else x[of_head] for x in (sink, slopes))
+        out = run(*split.split(q, k, v), plan, outer, sink=sink, slopes=slopes)
+        out = split.join(out, heads)
     return out.unflatten(0, (samples, rows)).transpose(0, 1).flatten(2)
 
 
-def _split_groups(groups: Any, comm_type: str) -> tuple[Any, Any]:
+@functools.lru_cache(maxsize=64)
+def megatron_layout(length: int, ranks: int, samples: int) -> Layout:
+    """Who owns which tokens of Megatron's batches; contiguous parts where zigzag does not divide.
+
+    Args:
+        length: Tokens of a sample, of all ranks.
+        ranks: Ranks that share it.
+        samples: Samples of the batch.
+    """
+    cut = zigzag if length % (2 * ranks) == 0 else contiguous
+    return cut(length, ranks, samples)
+
+
+def _split_groups(groups: Any, strategy: Strategy) -> tuple[Any, Any]:
     """Groups that exchange heads and that run a plan; None where there is none."""
-    if comm_type not in COMM_TYPES:
-        raise ValueError(f"cp_comm_type {comm_type!r} is not one of {', '.join(COMM_TYPES)}")
-    if comm_type != "a2a+p2p":
+    name = strategy.algorithm
+    if strategy.ulysses_degree == 1:
         if isinstance(groups, list):
-            raise ValueError(f"cp_comm_type {comm_type!r} takes one group, not {len(groups)}")
-        return (groups, None) if comm_type == "a2a" else (None, groups)
+            raise ConfigError(f"context parallelism by {name!r} takes one group, not {len(groups)}")
+        return (groups, None) if name == "ulysses" else (None, groups)
     if not isinstance(groups, list) or len(groups) != 2:
-        raise ValueError(
-            "cp_comm_type 'a2a+p2p' takes two groups: --hierarchical-context-parallel-sizes needs "
-            "two numbers, ranks that exchange heads and ranks of a ring"
+        raise ConfigError(
+            f"context parallelism by {name!r} takes two groups: "
+            "--hierarchical-context-parallel-sizes needs two numbers, ranks that exchange heads "
+            "and ranks of a ring"
+        )
+    if groups[0].size() != strategy.ulysses_degree:
+        raise ConfigError(
+            f"context parallelism by {name!r}: {groups[0].size()} ranks exchange heads, "
+            f"--ulysses-degree-in-cp is {strategy.ulysses_degree}"
         )
     return groups[0], groups[1]
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(make: Any, sequence: Sequence, inner: int) -> Plan:
-    """A plan for the outer ranks, each of which stands for ``inner`` neighbours."""
-    return make(sequence.mask(), _merged(sequence, inner))  # type: ignore[no-any-return]
+def _mask(borders: tuple[int, ...], causal: bool, window: tuple[int, int] | None) -> Mask:
+    if window is not None:
+        before, after = (borders[-1] if side < 0 else side for side in window)
+        window = before, after
+    return Mask.documents(borders, causal=causal, window=window)
 
 
 @functools.lru_cache(maxsize=64)
-def _merged(sequence: Sequence, inner: int) -> Layout:
-    layout = _layout(sequence)
-    if inner == 1:
-        return layout
-    members = [layout.segments[first : first + inner] for first in range(0, layout.ranks, inner)]
-    return Layout(tuple(union(part for own in group for part in own) for group in members))
+def _samples(length: int, samples: int) -> tuple[int, ...]:
+    return tuple(length * sample for sample in range(samples + 1))
 
 
-def _layout(sequence: Sequence) -> Layout:
-    cut = zigzag if sequence.length % (2 * sequence.ranks) == 0 else contiguous
-    return cut(sequence.length, sequence.ranks, sequence.samples)
-
-
-def _heads(sequence: Sequence, inner: dist.ProcessGroup, outer: Any) -> HeadSplit:
+def _heads(layout: Layout, inner: dist.ProcessGroup, outer: Any) -> HeadSplit:
     first = 0 if outer is None else dist.get_rank(outer) * inner.size()
-    members = _layout(sequence).segments[first : first + inner.size()]
+    members = layout.segments[first : first + inner.size()]
     return HeadSplit(Layout(members), dist.get_rank(inner), inner)

@@ -188,8 +188,12 @@ class DotProductAttention(TransformerEngineBaseModule):
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         with self._dropout_stream():
             out = context_parallel.attend(
-                q, k, v, self.cp_group, self.cp_comm_type or "p2p",
-                causal="causal" in mask_type, window=window, **self._options(q),
+                q, k, v, self.cp_group,
+                kernels.context_strategy(
+                    self.cp_comm_type, context_parallel.lowest_level(self.cp_group)
+                ),
+                causal="causal" in mask_type, window=window, layer=self.layer_number or 1,
+                **self._options(q),
             )  # fmt: skip
         return out.transpose(0, 1) if layout == "bshd" else out
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from mindspeed.attention.strategy import Strategy
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
 
@@ -71,6 +72,16 @@ def rotate(
 def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
     """The attention mask to use in the local spec; one that is given decides what is masked."""
     return mask
+
+
+def context_strategy(comm_type: str | None, exchanging: int) -> Strategy:
+    """How a layer attends over a split sequence.
+
+    Args:
+        comm_type: Megatron's ``--cp-comm-type`` of the layer; None for its default.
+        exchanging: Neighbours that exchange rows for heads where it is ``a2a+p2p``.
+    """
+    return Strategy.from_comm_type(comm_type, exchanging)
 
 
 def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:

@@ -199,8 +199,11 @@ def core_attention_forward(
             )
         with _dropout_stream(self):
             return context_parallel.attend(
-                query, key, value, self.cp_groups, self.cp_comm_type,
-                causal=causal, window=window, **options,
+                query, key, value, self.cp_groups,
+                kernels.context_strategy(
+                    self.cp_comm_type, context_parallel.lowest_level(self.cp_groups)
+                ),
+                causal=causal, window=window, layer=self.layer_number, **options,
             )  # fmt: skip
     with _dropout_stream(self):
         if packed_seq_params is not None:
