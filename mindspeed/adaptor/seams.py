@@ -9,6 +9,7 @@ when the first function arrives, and calls all functions in the order in which t
 | computing_layers| list: is this layer's MLP an MoE?       | the list of layers that compute |
 | parallel_groups | (nothing; right after the groups exist) | -                               |
 | batch           | batch: dict of tensors on this rank     | batch                           |
+| documents       | borders, tokens on the host, tokenizer  | borders of the documents        |
 | schedule        | forward_backward_func                   | forward_backward_func           |
 | optimizer       | optimizer                               | optimizer                       |
 | train           | (nothing)                               | context manager around training |
@@ -22,7 +23,11 @@ index of its first layer in the whole model (both from 0). A layer with an attri
 has that number in checkpoints with a name per layer. ``computing_layers`` is what Megatron's FLOPs
 formula and its means over layers count.
 
-The first six are in ``megatron.core`` and so reach Megatron-LM, frameworks and our own trainer
+A function of ``documents`` says where the documents of a micro-batch begin; the seam carries them
+to the attention of every layer (:mod:`mindspeed.adaptor.documents`).
+
+All up to ``optimizer`` are in ``megatron.core`` (of ``documents``, what concerns the model) and so
+reach Megatron-LM, frameworks and our own trainer
 alike. The others belong to a training loop: Megatron-LM's reaches them through patches of
 ``megatron.training``, our trainer calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
@@ -42,7 +47,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mindspeed.adaptor import computations
+from mindspeed.adaptor import computations, documents
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
@@ -415,6 +420,7 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
         "(batch, ...)",
         "features cut or pack the micro-batch",
     ),
+    "documents": documents.patches,
     "schedule": _pipe_result(
         "schedule",
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",

@@ -102,6 +102,9 @@ class Session:
                 "destroy_model_parallel() first, or mindspeed.megatron_adaptor.repatch(args)"
             )
         self.detach_features()
+        for feature in new.enabled:
+            for name, value in feature.corrects(new.options[feature.name], values).items():
+                values[name] = value
         self._attach(new, MappingProxyType(values))
         self.configuration = new
         _log_choice(new)

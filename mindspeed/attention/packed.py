@@ -80,13 +80,20 @@ def borders_of_tokens(tokens: torch.Tensor, eod: int) -> Borders:
     return _with_samples(torch.nonzero(tokens.reshape(-1) == eod).flatten() + 1, tokens.shape)
 
 
-def borders_of_positions(positions: torch.Tensor) -> Borders:
-    """Borders where positions start again.
+def borders_of_starts(starts: torch.Tensor) -> Borders:
+    """Borders before each first token.
 
     Args:
-        positions: ``[samples, size]`` on the host, 0 where a document begins.
+        starts: ``[samples, size]`` on the host, true where a document begins.
     """
-    return _with_samples(torch.nonzero(positions.reshape(-1) == 0).flatten(), positions.shape)
+    return _with_samples(torch.nonzero(starts.reshape(-1)).flatten(), starts.shape)
+
+
+def starts_of(documents: Borders, samples: int) -> torch.Tensor:
+    """``[samples, size]`` bool, true where a document begins."""
+    starts = torch.zeros(documents[-1], dtype=torch.bool)
+    starts[list(documents[:-1])] = True
+    return starts.view(samples, -1)
 
 
 def borders_of_length(samples: int, size: int, length: int) -> Borders:
@@ -120,34 +127,36 @@ def positions_of(cu_seqlens: Borders) -> torch.Tensor:
 
 
 def pack(
-    cu_seqlens: Borders,
+    documents: Borders,
     samples: int,
     *,
     strategy: Strategy,
     ranks: int = 1,
     rank: int = 0,
-    restart: bool = True,
+    reset_mask: bool = True,
+    reset_positions: bool = True,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Lay a micro-batch out over the ranks of a context-parallel group; no communication.
 
     Args:
-        cu_seqlens: Borders of the documents of all samples, one behind the other.
+        documents: Borders of the documents of all samples, one behind the other.
         samples: Samples of equal length.
-        strategy: Which algorithm shares the sequence; it chooses the layout.
+        strategy: The algorithm that shares the sequence; it chooses the layout.
         ranks: Size of the group.
         rank: This rank in it.
-        restart: Positions start again with every document; otherwise with every sample.
+        reset_mask: Documents do not see each other; otherwise samples do not.
+        reset_positions: Positions start again with every document; otherwise with every sample.
         device: Where the positions are wanted.
     """
-    total = cu_seqlens[-1]
-    size = total // samples
+    size = documents[-1] // samples
+    cu_seqlens = documents if reset_mask else borders_of_samples(samples, size)
     if ranks == 1:
         layout = contiguous(size, 1, samples)
     else:
         layout = strategy.layout(document_mask(cu_seqlens), ranks, samples)
     own = layout.positions(rank)
-    positions = positions_of(cu_seqlens)[own] if restart else own % size
+    positions = positions_of(documents)[own] if reset_positions else own % size
     positions = positions.view(samples, -1).to(device, non_blocking=True)
     return PackedBatch(cu_seqlens, samples, size, layout, positions)
 

@@ -42,6 +42,10 @@ def _no_problems(options: Any, megatron: Megatron) -> list[Problem]:
     return []
 
 
+def _as_given(options: Any, megatron: Megatron) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Feature:
     """One feature of the library.
@@ -56,6 +60,8 @@ class Feature:
         attach: ``(seams, options, megatron) -> None`` hands objects to seams; it imports the
             algorithm.
         validate: ``(options, megatron) -> list[Problem]``, asked only when enabled.
+        corrects: ``(options, megatron) -> {name: value}``: arguments of Megatron's that must have
+            another value when the feature is on; changed in Megatron's own namespace.
         seams: the seams it uses, for documentation and ``mindspeed features``.
         conflicts: names of features that cannot be on at the same time (either side declares it).
         requires: names of features that must be on too.
@@ -71,6 +77,7 @@ class Feature:
     enabled: Callable[[Any, Megatron], bool]
     attach: Callable[[Seams, Any, Megatron], None]
     validate: Callable[[Any, Megatron], list[Problem]] = _no_problems
+    corrects: Callable[[Any, Megatron], dict[str, Any]] = _as_given
     seams: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()

@@ -65,12 +65,13 @@ def _validate(options: FlashAttentionOptions, megatron: Megatron) -> list[Proble
         )
     if options.sparse_mode == _BAND and megatron.get("window_size"):
         problems.append(Problem("--sparse-mode 4", "--window-size is a window too", "give one"))
-    if options.attention_mask_type == "causal" and megatron.get("reset_attention_mask"):
+    masked = megatron.get("reset_attention_mask") and megatron.get("optimization_level", 2) < 2
+    if options.attention_mask_type == "causal" and masked:  # no packed documents at this level
         problems.append(
             Problem(
                 "--reset-attention-mask",
                 "the mask that separates documents is not read",
-                "add --attention-mask-type general",
+                "add --attention-mask-type general, or use --optimization-level 2",
             )
         )
     return problems

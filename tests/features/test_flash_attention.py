@@ -110,7 +110,7 @@ def test_flags():
         ({"pre_tockens": 8}, "add --sparse-mode 4"),
         ({"sparse_mode": 4, "next_tockens": -1}, "negative"),
         ({"sparse_mode": 4, "window_size": (3, 0)}, "give one"),
-        ({"reset_attention_mask": True}, "add --attention-mask-type general"),
+        ({"reset_attention_mask": True, "optimization_level": 1}, "add --attention-mask-type general"),
         ({"optimization_level": 0}, "--optimization-level >= 1"),
         ({"shape_order": "TND"}, "--shape-order 'TND': choose one of SBH, BSH, BSND"),
     ):

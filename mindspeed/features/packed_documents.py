@@ -1,0 +1,138 @@
+"""Packed documents: ``--reset-attention-mask``, ``--reset-position-ids``.
+
+A row of training data holds several documents, each ended by the tokenizer's end-of-document token.
+With ``--reset-attention-mask`` tokens see their own document only, with ``--reset-position-ids``
+positions start again with each. Attention costs the pairs inside documents and no more; there is
+no s x s mask, no padding, and documents of different rows of a micro-batch may differ. Works with
+tensor, pipeline and context parallelism of every algorithm and with recomputation.
+
+``--fix-sub-seq-length N`` takes documents of N tokens instead, whatever the tokens are.
+
+An adaptive algorithm of context parallelism, which gives ranks other tokens than Megatron's batches
+do, attaches the same way: each sample is one document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+
+@dataclass(frozen=True)
+class PackedDocumentsOptions:
+    """Where documents begin; Megatron's flags say what that changes."""
+
+    fix_sub_seq_length: int = flag(-1, "documents of so many tokens instead of the data's own")
+
+
+_ORDERED = {
+    "is_hybrid_model": "mamba",
+    "hybrid_override_pattern": "mamba",
+    "experimental_attention_variant": "experimental attention",
+}
+"""Arguments that add layers which read tokens in order."""
+
+
+def adaptive(megatron: Megatron) -> bool:
+    """Do ranks own other tokens than the zigzag of Megatron's batches?"""
+    return (megatron.get("context_parallel_size") or 1) > 1 and megatron.get(
+        "context_parallel_algo"
+    ) in ("adaptive_cp_algo", "hybrid_adaptive_cp_algo")
+
+
+def resets(megatron: Megatron) -> bool:
+    """Does anything begin again with a document?"""
+    names = ("reset_attention_mask", "reset_position_ids", "pack_sequences")
+    return any(megatron.get(name) for name in names)
+
+
+def _enabled(options: PackedDocumentsOptions, megatron: Megatron) -> bool:
+    return resets(megatron) or adaptive(megatron) or options.fix_sub_seq_length != -1
+
+
+def _validate(options: PackedDocumentsOptions, megatron: Megatron) -> list[Problem]:
+    problems = []
+    length, ranks = options.fix_sub_seq_length, megatron.get("context_parallel_size") or 1
+    if length != -1 and length < 1:
+        problems.append(Problem("--fix-sub-seq-length", f"{length} must be at least 1"))
+    if length != -1 and not resets(megatron):
+        problems.append(
+            Problem(
+                "--fix-sub-seq-length",
+                "changes nothing alone",
+                "add --reset-attention-mask, --reset-position-ids or both",
+            )
+        )
+    if ranks > 1 and resets(megatron) and not megatron.get("calculate_per_token_loss"):
+        problems.append(
+            Problem(
+                "packed data with context parallelism needs --calculate-per-token-loss",
+                "local token counts differ (documents and masked tokens lie unevenly on the "
+                f"{ranks} ranks)",
+            )
+        )
+    for name, kind in _ORDERED.items():
+        if not megatron.get(name):
+            continue
+        flag_name = "--" + name.replace("_", "-")
+        if adaptive(megatron):
+            problems.append(Problem(flag_name, _in_order(kind)))
+        elif resets(megatron):
+            problems.append(
+                Problem(flag_name, f"{kind} layers would mix packed documents", "remove one")
+            )
+    if adaptive(megatron) and megatron.get("mtp_num_layers"):
+        problems.append(Problem("--mtp-num-layers", _in_order("multi-token prediction")))
+    return problems
+
+
+def _in_order(kind: str) -> str:
+    return f"layer type {kind} needs tokens in order; adaptive layouts are not allowed"
+
+
+def _corrects(options: PackedDocumentsOptions, megatron: Megatron) -> dict[str, Any]:
+    """No s x s mask from the data loader: the attention would not read it."""
+    if megatron.get("create_attention_mask_in_dataloader"):
+        return {"create_attention_mask_in_dataloader": False}
+    return {}
+
+
+def _attach(seams: Seams, options: PackedDocumentsOptions, megatron: Megatron) -> None:
+    from mindspeed.attention.packed import Borders, borders_of_length, borders_of_tokens
+    from mindspeed.errors import ConfigError
+
+    length, ended = options.fix_sub_seq_length, resets(megatron)
+
+    def documents(borders: Borders, tokens: Any, tokenizer: Any) -> Borders:
+        if length > 0:
+            return borders_of_length(*tokens.shape, length)
+        if not ended:
+            return borders
+        eod = getattr(tokenizer, "eod", None)
+        if eod is None:
+            raise ConfigError(
+                "--reset-attention-mask and --reset-position-ids need a tokenizer with an "
+                "end-of-document token; this one has none: use --fix-sub-seq-length, or drop them"
+            )
+        return borders_of_tokens(tokens, eod)
+
+    seams.documents.add(documents, owner=FEATURE.name)
+
+
+FEATURE = Feature(
+    name="packed-documents",
+    summary="documents in one row that do not see each other, at every parallelism",
+    level=2,
+    options=PackedDocumentsOptions,
+    enabled=_enabled,
+    validate=_validate,
+    corrects=_corrects,
+    attach=_attach,
+    seams=("documents",),
+)
