@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mindspeed.checkpoint import directory
+from mindspeed.checkpoint import directory, shards
 from mindspeed.checkpoint.state import (
     ARCHITECTURE,
     DETAILS,
@@ -70,6 +70,8 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     Raises:
         CheckpointError: checkpoints exist, but none can be loaded, or they hold another model.
     """
+    if shards.is_cut(model.chunks[0]) and needs_whole_stages(args):
+        return Loaded(Path(args.load), 0)  # as they were when the model was built
     if is_hf(args.load):
         return _load_hf(args, model)
     if (other := _in_another_format(args.load, args.ckpt_step)) is not None:
@@ -157,6 +159,11 @@ def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Loaded:
     return Loaded(Path(folder), 0)
 
 
+def needs_whole_stages(args: argparse.Namespace) -> bool:
+    """Whether ``--load`` must be read before stages are cut up: it is no checkpoint of Megatron."""
+    return is_hf(args.load) or _in_another_format(args.load, args.ckpt_step) is not None
+
+
 def _in_another_format(root: str, step: int | None) -> Path | None:
     """The checkpoint of ``--load`` if it is a legacy or safetensors one."""
     found = find_checkpoint(Path(root), step)
@@ -171,6 +178,10 @@ def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint:
     weights = Adapted(source, padded_vocab=args.padded_vocab_size)
     table = {parameter.name: parameter for parameter in weights.table}
     for part in parts(model.modules, source.family, shape_of(args)):
+        if part.parameter.name not in table:  # of multi-token prediction
+            raise CheckpointError(
+                f"{checkpoint} has no {part.parameter.name}; leave out --mtp-num-layers"
+            )
         whole = weights.read(table[part.parameter.name])
         bounds = zip(part.start, part.data.shape, strict=True)
         part.data.copy_(whole[tuple(slice(first, first + size) for first, size in bounds)])
@@ -199,7 +210,8 @@ def _load_one(
     check_architecture(args, saved, str(path))
     weights_only = args.finetune or path.name == directory.RELEASE
     if adapter:
-        check_adapter(model.modules, path)
+        cut = [chunk for chunk in model.chunks if shards.is_cut(chunk)]
+        check_adapter(model.modules, path, shards.tensors(cut) if cut else None)
     with_optimizer = (
         isinstance(model, TrainedModel)
         and "opt_param_scheduler" in common  # saved with every optimizer
@@ -240,17 +252,27 @@ def _load_one(
 
 def _apply(model: BuiltModel, state: dict[str, Any], optimizer: bool, path: Path) -> None:
     modules = model.modules
-    for index, module in enumerate(modules):
+    cut = shards.is_cut(model.chunks[0])
+    for index, (chunk, module) in enumerate(zip(model.chunks, modules, strict=True)):
         key = model_key(index, len(modules))
-        if key in state:  # a stage without layers has no entry
+        if key not in state:  # a stage without layers has no entry
+            continue
+        if cut:
+            shards.load_model_state(chunk, state[key])
+        else:
             module.load_state_dict(state[key], strict=False)
     if not isinstance(model, TrainedModel):
         return
+    if optimizer and not model.optimizer.is_stub_optimizer:
+        if cut:
+            shards.load_optimizer_state(model.chunks, model.optimizer, state["optimizer"])
+        else:
+            model.optimizer.load_state_dict(state["optimizer"])
+    if cut:
+        shards.distribute(model.chunks, to_optimizer=not optimizer)
     if not optimizer:
         model.optimizer.reload_model_params()  # fp32 copies of bf16 and fp16 weights
         return
-    if not model.optimizer.is_stub_optimizer:
-        model.optimizer.load_state_dict(state["optimizer"])
     try:
         model.schedule.load_state_dict(state["opt_param_scheduler"])
     except AssertionError as error:

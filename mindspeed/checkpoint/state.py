@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mindspeed import device
+from mindspeed.checkpoint import shards
 from mindspeed.errors import CheckpointError
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.state import sharded_state as adapter_state
@@ -98,7 +99,7 @@ def sharding_metadata(args: argparse.Namespace) -> dict[str, Any]:
     """How the optimizer is cut up; stored in the checkpoint."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.use_distributed_optimizer:
-        whole = args.dist_ckpt_optim_fully_reshardable
+        whole = args.dist_ckpt_optim_fully_reshardable or args.use_megatron_fsdp
         kind = "fully_reshardable" if whole else "dp_reshardable"
         metadata["distrib_optim_sharding_type"] = kind
         if whole:
@@ -124,15 +125,25 @@ def state_dict(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**metadata, "dp_cp_group": group}
     modules = model.modules
-    state: dict[str, Any] = {
-        model_key(index, len(modules)): adapter_state(module, metadata)
-        if adapter
-        else module.sharded_state_dict(metadata=metadata)
-        for index, module in enumerate(modules)
-    }
+    cut = shards.is_cut(model.chunks[0])
+    state: dict[str, Any] = {}
+    for index, (chunk, module) in enumerate(zip(model.chunks, modules, strict=True)):
+        if cut:
+            own = shards.model_state(chunk)
+        elif adapter:
+            own = adapter_state(module, metadata)
+        else:
+            own = module.sharded_state_dict(metadata=metadata)
+        state[model_key(index, len(modules))] = own
     if optimizer:
         assert isinstance(model, TrainedModel)
-        if not model.optimizer.is_stub_optimizer:
+        if model.optimizer.is_stub_optimizer:
+            pass
+        elif cut:
+            state["optimizer"] = shards.optimizer_state(
+                model.chunks, model.optimizer, is_loading=is_loading
+            )
+        else:
             state["optimizer"] = model.optimizer.sharded_state_dict(
                 state, is_loading=is_loading, metadata=metadata
             )

@@ -106,22 +106,25 @@ def adapter_checkpoint(path: str | Path) -> Path | None:
     return latest if latest is not None and (latest / DESCRIPTION).is_file() else None
 
 
-def check_adapter(modules: Iterable[Any], path: Path) -> None:
+def check_adapter(modules: Iterable[Any], path: Path, tensors: Iterable[Any] | None = None) -> None:
     """See that an adapter checkpoint belongs to a model with adapters.
 
     Args:
         modules: This rank's pipeline stages, without wrappers.
         path: Directory of one iteration.
+        tensors: Names and shapes of the adapters where the stages do not have them whole.
 
     Raises:
         CheckpointError: It was trained on another base or with other targets; names the tensor.
     """
     check_base(modules, path / DESCRIPTION)
     there = read_index(path).state_dict_metadata
+    if tensors is None:
+        tensors = [t for module in modules for t in sharded_state(module).values()]
+    for tensor in tensors:
+        if ".lora_" in tensor.key:
+            _check_tensor(tensor.key, tuple(tensor.global_shape), there, path)
     for module in modules:
-        for tensor in sharded_state(module).values():
-            if ".lora_" in tensor.key:
-                _check_tensor(tensor.key, tuple(tensor.global_shape), there, path)
         for key in there:
             found = _LAYER.match(key)
             if found and ".lora_" in key and int(found[1]) >= module.config.num_layers:

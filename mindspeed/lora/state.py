@@ -83,6 +83,12 @@ def description(chunks: Iterable[Any], config: LoraConfig) -> str:
     return json.dumps({**json.loads(config.to_json()), "base": base}, indent=1)
 
 
+def remember_base(chunk: Any) -> None:
+    """Keep the numbers by which the base is recognised, before its weights are cut up."""
+    for _, layer in adapted_layers(chunk):
+        layer.beginning = layer.weight[:1, :_SAMPLES].detach().clone()  # type: ignore
+
+
 def check_base(chunks: Iterable[Any], path: Path) -> None:
     """Compare the model with the base that an adapter was trained on.
 
@@ -93,7 +99,7 @@ def check_base(chunks: Iterable[Any], path: Path) -> None:
     for chunk in bare(chunks):
         for name, layer in adapted_layers(chunk):
             if layer._lora.cut.rank == 0:
-                check_samples(f"{name}.weight", layer.weight, base, path.parent)  # type: ignore[attr-defined]
+                check_samples(f"{name}.weight", _beginning(layer), base, path.parent)
 
 
 def base_of(path: Path) -> dict[str, list[float]]:
@@ -121,6 +127,12 @@ def check_samples(
         )
 
 
+def _beginning(layer: Any) -> torch.Tensor:
+    """A layer's weight, or what was kept of it."""
+    weight: torch.Tensor = getattr(layer, "beginning", layer.weight)
+    return weight
+
+
 def _first_numbers(weight: torch.Tensor) -> list[float]:
     numbers: list[float] = weight[0, :_SAMPLES].detach().double().cpu().tolist()
     return numbers
@@ -132,5 +144,5 @@ def _samples(chunks: Iterable[Any]) -> dict[str, list[float]]:
     for chunk in bare(chunks):
         for name, layer in adapted_layers(chunk):
             if layer._lora.cut.rank == 0:
-                samples[f"{name}.weight"] = _first_numbers(layer.weight)  # type: ignore[attr-defined]
+                samples[f"{name}.weight"] = _first_numbers(_beginning(layer))
     return samples

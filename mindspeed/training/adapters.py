@@ -13,9 +13,19 @@ import argparse
 
 from mindspeed.checkpoint.directory import root_and_iteration
 from mindspeed.checkpoint.load import Loaded, load
+from mindspeed.checkpoint.shards import is_cut
 from mindspeed.lora.load import is_peft
 from mindspeed.lora.load import load as load_adapter
-from mindspeed.training.model import TrainedModel
+from mindspeed.training.model import BuiltModel, TrainedModel
+
+
+def load_base(args: argparse.Namespace, model: BuiltModel) -> None:
+    """Load the frozen model, and adapters that come without an optimizer. Collective."""
+    base = argparse.Namespace(**vars(args))
+    base.finetune = base.exit_on_missing_checkpoint = True
+    load(base, model)
+    if args.lora_load is not None and is_peft(args.lora_load):
+        load_adapter(model.chunks, args.lora_load)
 
 
 def resume(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
@@ -24,14 +34,10 @@ def resume(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
     Returns:
         Where training continues; None if the adapters are new.
     """
-    base = argparse.Namespace(**vars(args))
-    base.finetune = base.exit_on_missing_checkpoint = True
-    load(base, model)
-    if args.lora_load is None:
-        return None
-    if is_peft(args.lora_load):
-        load_adapter(model.chunks, args.lora_load)
+    if not is_cut(model.chunks[0]):  # there it was loaded while it was whole
+        load_base(args, model)
         model.optimizer.reload_model_params()
+    if args.lora_load is None or is_peft(args.lora_load):
         return None
     own = argparse.Namespace(**vars(args))
     own.load, own.ckpt_step = root_and_iteration(args.lora_load)

@@ -149,7 +149,7 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     num_parameters = sum(p.numel() for module in modules for p in module.parameters())
     ddp = ddp_config(args, num_parameters)
     if args.use_megatron_fsdp:
-        _load_whole(args, BuiltModel(config, modules))
+        _load_whole(args, config, modules)
     chunks = [
         zero.shard(config, ddp, module)
         if args.use_megatron_fsdp
@@ -170,12 +170,16 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     return TrainedModel(config, chunks, optimizer, learning_rate_schedule(args, optimizer))
 
 
-def _load_whole(args: argparse.Namespace, model: BuiltModel) -> None:
-    """Load the weights of ``--load`` while every rank has its stages whole."""
-    from mindspeed.checkpoint.load import load  # it knows models, so it cannot be imported above
+def _load_whole(args: argparse.Namespace, config: TransformerConfig, modules: list[Any]) -> None:
+    """Load what can only be loaded while every rank has its stages whole."""
+    # They know models, so they cannot be imported above.
+    from mindspeed.checkpoint.load import load, needs_whole_stages
+    from mindspeed.training.adapters import load_base
 
-    if args.load:
-        load(argparse.Namespace(**{**vars(args), "finetune": True}), model)
+    if adapted(modules):
+        load_base(args, BuiltModel(config, modules))
+    elif args.load and needs_whole_stages(args):
+        load(args, BuiltModel(config, modules))
 
 
 def build_modules(
@@ -276,6 +280,6 @@ def _one_or_all(single: bool, functions: list[Any]) -> Any:
 
 
 def _bare(module: torch.nn.Module) -> torch.nn.Module:
-    while isinstance(module, DistributedDataParallel | Float16Module):
-        module = module.module
+    while isinstance(wrapped := getattr(module, "module", None), torch.nn.Module):
+        module = wrapped
     return module

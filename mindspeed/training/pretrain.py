@@ -64,8 +64,6 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
 
 def resume(args: argparse.Namespace, model: TrainedModel) -> int:
     """Load what ``--load`` names; returns the iterations done."""
-    if args.use_megatron_fsdp:  # the weights were loaded before they were cut up
-        return 0
     if adapted(model.chunks):
         loaded = adapters.resume(args, model)
     else:

@@ -20,6 +20,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from mindspeed.checkpoint.shards import contents
+from mindspeed.lora.attach import adapted, bare
+from mindspeed.lora.state import remember_base
+from mindspeed.lora.state import sharded_state as adapter_state
+
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -56,12 +61,6 @@ def _sharded(args: argparse.Namespace, asked: str) -> Iterator[str]:
         )
     if importlib.util.find_spec("einops") is None:
         yield f"{asked} needs the package einops: pip install einops"
-    for name in ("save", "lora_target_modules", "lora_load"):
-        if getattr(args, name, None):
-            yield (
-                f"{asked} cannot be combined with --{name.replace('_', '-')}: its shards have no "
-                "checkpoints and no adapters yet; use --zero-stage 1"
-            )
     args.use_distributed_optimizer = True
     args.gradient_accumulation_fusion = False  # gradients have no buffer to be added to
 
@@ -76,7 +75,14 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
     """
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
+    (stage,) = bare([module])
+    if adapted([stage]):
+        remember_base(stage)
+    state = adapter_state(stage) if adapted([stage]) else stage.sharded_state_dict()
+    held = contents(module, state)
     parameters = ddp.data_parallel_sharding_strategy == STRATEGIES[3]
     # Shards are reduced and gathered as layers go by; there is no other way to run.
     ddp = replace(ddp, overlap_grad_reduce=True, overlap_param_gather=parameters)
-    return FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)
+    chunk = FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)
+    chunk.contents = held
+    return chunk

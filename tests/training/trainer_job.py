@@ -67,11 +67,12 @@ def command(flags: Sequence[str]) -> list[str]:
 
 
 def digest(modules: Sequence[Any]) -> str:
-    """Hash of all parameters, bit for bit."""
+    """Hash of all parameters, or of this rank's shares of them, bit for bit."""
     total = hashlib.sha256()
     for module in modules:
         for parameter in module.parameters():
-            total.update(parameter.detach().float().contiguous().numpy().tobytes())
+            data = getattr(parameter, "_local_tensor", parameter).detach()
+            total.update(data.float().contiguous().numpy().tobytes())
     return total.hexdigest()
 
 

@@ -1,0 +1,287 @@
+"""What a rank keeps of its stage under ZeRO 2 and 3, as parts of the tensors of a checkpoint.
+
+Megatron-FSDP lays the parameters of a group end to end and cuts the line into equal shares, one
+per rank, each of whole rows:
+
+    rank 0  |  qkv, all rows    |  proj, rows 0..11   |
+    rank 1  |  proj, rows 12..  |  fc1, all rows  |pad|
+
+A checkpoint holds whole tensors under the names every layout uses, and each rank writes its rows of
+them. These are the names of Megatron's distributed optimizer with ``fully_reshardable`` states, so
+another number of ranks, another stage, tensor or pipeline size, and every tool that reads
+``torch_dist`` checkpoints can go on from there. Nothing is gathered: neither saving nor loading
+moves a byte between ranks.
+
+Megatron-LM writes a format of its own here (``fsdp_dtensor``), which only Megatron-FSDP reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+from mindspeed.errors import CheckpointError
+from mindspeed.lora.attach import bare
+
+SHARDING = "fully_reshardable"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the checkpoint, or this tensor-parallel rank's piece of it.
+
+    Attributes:
+        parameter: Name in the stage of the parameter it lies in.
+        start: Where it begins there, in elements of the flattened parameter.
+        tensor: Its place in the whole tensor.
+    """
+
+    parameter: str
+    start: int
+    tensor: ShardedTensor
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds of one stage.
+
+    Attributes:
+        parts: What lies in parameters.
+        others: Buffers and extra state by their names in the stage; every rank has them whole.
+    """
+
+    parts: tuple[Part, ...]
+    others: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank has of a parameter: its elements ``start`` to ``stop``, flattened.
+
+    Attributes:
+        start: First element.
+        stop: The one after the last.
+        weights: These elements, as the model computes with them.
+        main: The same for the optimizer, a distributed tensor; fp32 in 16-bit training.
+    """
+
+    start: int
+    stop: int
+    weights: torch.Tensor
+    main: torch.nn.Parameter
+
+
+def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
+    """Note what a checkpoint holds of a stage while its parameters are whole.
+
+    Args:
+        stage: What is going to be cut up.
+        state: Its sharded state, of the whole model or of an adapter only.
+
+    Raises:
+        CheckpointError: A tensor of the checkpoint is no rows of a parameter.
+    """
+    owners = {p.untyped_storage().data_ptr(): (n, p) for n, p in stage.named_parameters()}
+    state = dict(state)
+    apply_factories(state)
+    parts, others = [], {}
+    for name, entry in state.items():
+        for tensor in nested_values({name: entry}):
+            data = tensor.data
+            owner = data.untyped_storage().data_ptr() if isinstance(data, torch.Tensor) else None
+            if owner in owners:
+                parts.append(_part(tensor, *owners[owner]))
+            else:
+                others[name] = tensor
+    return Contents(tuple(parts), others)
+
+
+def is_cut(chunk: Any) -> bool:
+    """Whether ranks keep shares of the parameters of a stage."""
+    return isinstance(getattr(chunk, "contents", None), Contents)
+
+
+def tensors(chunks: Sequence[Any]) -> list[ShardedTensor]:
+    """Names and places, without data, of what a checkpoint holds of stages that are cut up."""
+    return [part.tensor for chunk in chunks for part in chunk.contents.parts]
+
+
+def model_state(chunk: Any) -> dict[str, Any]:
+    """The sharded state of one stage: this rank's rows of its parameters, and its buffers."""
+    shares = _shares(chunk)
+    state = {
+        label: _rows(part, share, share.weights)
+        for label, part, share in _held(chunk.contents.parts, shares)
+    }
+    buffers = dict(bare([chunk])[0].named_buffers())
+    for name, entry in chunk.contents.others.items():
+        if name in buffers:
+            entry.data, entry.dtype = buffers[name], buffers[name].dtype
+        state[name] = entry
+    return state
+
+
+def optimizer_state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """The sharded state of the optimizer, in the form of Megatron's distributed optimizer.
+
+    Args:
+        chunks: This rank's stages.
+        optimizer: Megatron's optimizer of them.
+        is_loading: Create states, to be filled, that no step has made yet.
+    """
+    inner = optimizer.optimizer
+    if is_loading:
+        optimizer.init_state_fn(inner, optimizer.config)
+    step = max((group.get("step", 0) for group in inner.param_groups), default=0)
+    state: dict[str, Any] = {
+        "optimizer": {
+            "param_groups": [
+                {name: value for name, value in group.items() if name != "params"} | {"step": step}
+                for group in inner.param_groups
+            ]
+        },
+        "param_state": {str(index): _moments(chunk, inner) for index, chunk in enumerate(chunks)},
+        "param_state_sharding_type": SHARDING,
+    }
+    if optimizer.grad_scaler:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return state
+
+
+@torch.no_grad()
+def load_model_state(chunk: Any, state: Mapping[str, Any]) -> None:
+    """Take what was loaded for :func:`model_state`."""
+    others = {name: state[name] for name in chunk.contents.others if name in state}
+    bare([chunk])[0].load_state_dict(others, strict=False)
+    for label, part, share in _held(chunk.contents.parts, _shares(chunk)):
+        _rows(part, share, share.weights).data.copy_(state[label])
+
+
+@torch.no_grad()
+def load_optimizer_state(chunks: Sequence[Any], optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Take what was loaded for :func:`optimizer_state`.
+
+    Raises:
+        CheckpointError: The checkpoint's optimizer has other param groups.
+    """
+    inner = optimizer.optimizer
+    saved = {_kind(group): group for group in state["optimizer"]["param_groups"]}
+    for group in inner.param_groups:
+        if _kind(group) not in saved:
+            raise CheckpointError(
+                f"the optimizer of the checkpoint has no parameters with {dict(_kind(group))}; "
+                "load without it (--no-load-optim)"
+            )
+        group.update(saved[_kind(group)])
+    for index, chunk in enumerate(chunks):
+        loaded = state["param_state"].get(str(index), {})
+        for label, tensor in _moments(chunk, inner).items():
+            tensor.data.copy_(loaded[label])
+    if optimizer.grad_scaler and "grad_scaler" in state:
+        optimizer.grad_scaler.load_state_dict(state["grad_scaler"])
+
+
+def distribute(chunks: Sequence[Any], *, to_optimizer: bool) -> None:
+    """Give all ranks the weights that were loaded, as after a step. Collective.
+
+    Args:
+        chunks: This rank's stages.
+        to_optimizer: Its main weights were not loaded and are made from these.
+    """
+    for chunk in chunks:
+        if to_optimizer:
+            chunk.param_and_grad_buffer.copy_model_weights_to_main_weights()
+        chunk.start_param_sync()
+
+
+def _part(tensor: Any, name: str, parameter: torch.nn.Parameter) -> Part:
+    data = tensor.data
+    rows = data.shape[1:] == parameter.shape[1:] and data.is_contiguous()
+    if not rows:
+        raise CheckpointError(
+            f"{tensor.key} is made of columns of {name}, and --zero-stage 2 and 3 keep rows; use "
+            "--zero-stage 1"
+        )
+    return Part(name, data.storage_offset() - parameter.storage_offset(), tensor.without_data())
+
+
+def _shares(chunk: Any) -> dict[str, Share]:
+    """What this rank has of each parameter, by its name in the stage."""
+    buffer = chunk.param_and_grad_buffer
+    shares = {}
+    for name, main in buffer.optimizer_named_parameters:
+        here = main.megatron_fsdp_slice
+        weights = buffer.parameter_groups[buffer.param_to_param_group[main.orig_param]]
+        weights = weights.model_weight_buffer
+        item = weights.get_item(weights.param_idx[main.orig_param], only_shard=True)
+        shares[name] = Share(here.start, here.stop, item, main)
+    return shares
+
+
+def _held(parts: Sequence[Part], shares: Mapping[str, Share]) -> Iterator[tuple[str, Part, Share]]:
+    """The parts of which this rank has rows, with labels that are the same in every run."""
+    for index, part in enumerate(parts):
+        share = shares[part.parameter]
+        if _overlap(part, share)[0] < _overlap(part, share)[1]:
+            yield f"part {index}", part, share
+
+
+def _overlap(part: Part, share: Share) -> tuple[int, int]:
+    stop = part.start + math.prod(part.tensor.local_shape)
+    return max(part.start, share.start), min(stop, share.stop)
+
+
+def _rows(part: Part, share: Share, data: torch.Tensor, prefix: str = "") -> ShardedTensor:
+    """The rows of a part that are here, of the weights or of something of the same shape.
+
+    Args:
+        part: The part.
+        share: What this rank has of its parameter.
+        data: The elements of the share, flattened.
+        prefix: Goes before the tensor's name.
+    """
+    first, stop = _overlap(part, share)
+    whole, stacked = part.tensor, part.tensor.prepend_axis_num
+    row = math.prod(whole.local_shape[1:])
+    shape = (*(1,) * stacked, (stop - first) // row, *whole.local_shape[1:])
+    offset = list(whole.global_offset)
+    offset[stacked] += (first - part.start) // row
+    return ShardedTensor(
+        key=prefix + whole.key,
+        data=data[first - share.start : stop - share.start].view(shape),
+        dtype=data.dtype,
+        local_shape=shape,
+        global_shape=whole.global_shape,
+        global_offset=tuple(offset),
+        axis_fragmentations=None,  # ranks have unequal numbers of rows
+        replica_id=(*whole.replica_id[:-1], 0),  # of data-parallel ranks, only this one has them
+        allow_shape_mismatch=whole.allow_shape_mismatch,
+    )
+
+
+def _moments(chunk: Any, optimizer: Any) -> dict[str, ShardedTensor]:
+    """Main weights and moments of what this rank has of a stage's trained parameters."""
+    state = {}
+    for label, part, share in _held(chunk.contents.parts, _shares(chunk)):
+        own = optimizer.state.get(share.main)
+        if not own:  # frozen, or no step yet
+            continue
+        tensors = {"param": share.main, **{name: own[name] for name in MOMENTS}}
+        for name, tensor in tensors.items():
+            local = tensor.detach().to_local().view(-1)  # type: ignore[attr-defined]
+            state[f"{name} of {label}"] = _rows(part, share, local, f"optimizer.state.{name}.")
+    return state
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What Megatron tells param groups apart by."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    return tuple((key, group.get(key)) for key in param_group_identifier_keys)
