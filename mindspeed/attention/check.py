@@ -33,6 +33,21 @@ def check(plan: Plan) -> None:
     _gradients(plan)
 
 
+def check_area(plan: Plan) -> None:
+    """Compare only the number of pairs with the mask's.
+
+    Raises:
+        PlanError: There are too many or too few.
+    """
+    wanted = plan.mask.area()
+    for name, stages in (("forward", plan.forward), ("backward", plan.backward)):
+        computed = sum(region.area() for stage in stages for own in stage.work for region in own)
+        if computed != wanted:
+            raise PlanError(
+                f"{plan.algorithm}: {name} computes {computed} pairs, the mask has {wanted}"
+            )
+
+
 def _owners(plan: Plan) -> None:
     pieces = sorted(part for own in plan.layout.segments for part in own)
     at = 0
@@ -79,23 +94,40 @@ def _common(one: Region, other: Region) -> Region | None:
 def _rows(plan: Plan, name: str, stages: Sequence[Stage]) -> None:
     own = plan.layout.segments
     for number, stage in enumerate(stages):
-        if stage.fetch and not 0 <= stage.posted < number:
+        travels = stage.fetch or stage.queries
+        if travels and not 0 <= stage.posted < number:
             raise PlanError(f"{plan.algorithm}: {name} {number} is posted at {stage.posted}")
         for move in stage.fetch:
             there = _buffer(plan, name, stages, move, stage.posted)
             if lacking := without(move.ranges, there):
                 raise PlanError(f"{plan.algorithm}: {name} {number}: {move} lacks {lacking}")
+        for move in stage.queries:
+            if lacking := without(move.ranges, own[move.src]):
+                raise PlanError(f"{plan.algorithm}: {name} {number}: {move} lacks {lacking}")
         for rank, regions in enumerate(stage.work):
-            keys = [*own[rank], *_arrived(stage, rank)]
-            if name == "backward":
-                keys += [part for t in plan.kept for part in _arrived(plan.forward[t], rank)]
+            queries = [own[rank], _ranges(stage.asked(rank))]
+            keys = [own[rank], *_keys(plan, name, stage, rank)]
             for region in regions:
-                if without([(region.q0, region.q1)], own[rank]):
+                if _lacking((region.q0, region.q1), queries):
                     raise PlanError(f"{plan.algorithm}: rank {rank} does not own {region}")
-                if without([(region.k0, region.k1)], keys):
+                if _lacking((region.k0, region.k1), keys):
                     raise PlanError(
                         f"{plan.algorithm}: {name} {number}: rank {rank} has no keys for {region}"
                     )
+
+
+def _keys(plan: Plan, name: str, stage: Stage, rank: int) -> list[Ranges]:
+    """What lies in a rank's buffers: each region takes its keys from one of them."""
+    arrived = _ranges(stage.arriving(rank))
+    kept_keys = [_ranges(plan.forward[t].arriving(rank)) for t in plan.kept_keys]
+    if stage.values_only and arrived and arrived not in kept_keys:
+        raise PlanError(f"{plan.algorithm}: rank {rank} has not kept the keys of {arrived}")
+    kept_rows = plan.kept if name == "backward" else ()
+    return [arrived, *(_ranges(plan.forward[t].arriving(rank)) for t in kept_rows)]
+
+
+def _lacking(wanted: Range, buffers: Sequence[Ranges]) -> bool:
+    return all(without([wanted], there) for there in buffers)
 
 
 def _buffer(plan: Plan, name: str, stages: Sequence[Stage], move: Move, posted: int) -> Ranges:
@@ -103,14 +135,14 @@ def _buffer(plan: Plan, name: str, stages: Sequence[Stage], move: Move, posted: 
         return plan.layout.segments[move.src]
     for stage in plan.kept if name == "backward" else ():
         if move.buffer == kept(stage):
-            return tuple(_arrived(plan.forward[stage], move.src))
+            return _ranges(plan.forward[stage].arriving(move.src))
     if 0 <= move.buffer <= posted:
-        return tuple(_arrived(stages[move.buffer], move.src))
+        return _ranges(stages[move.buffer].arriving(move.src))
     return ()
 
 
-def _arrived(stage: Stage, rank: int) -> list[Range]:
-    return [part for move in stage.arriving(rank) for part in move.ranges]
+def _ranges(moves: Sequence[Move]) -> Ranges:
+    return tuple(part for move in moves for part in move.ranges)
 
 
 def _gradients(plan: Plan) -> None:

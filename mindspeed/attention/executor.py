@@ -8,142 +8,128 @@ repeated bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mindspeed.attention import kernels
-from mindspeed.attention.figures import last_use
-from mindspeed.attention.layout import Ranges, Rows
-from mindspeed.attention.mask import Region
-from mindspeed.attention.plan import OWN, Move, Plan, Stage
+from mindspeed.attention.packing import KeyValueShape, pack, unpack
+from mindspeed.attention.plan import OWN, Plan, kept
+from mindspeed.attention.program import ZEROS, Direction, Program, Step, Transfer, program
+from mindspeed.attention.rows import Index
 from mindspeed.attention.transport import Post, Steps
 
-_TAGS_PER_STAGE = 2
-
-Shapes = list[tuple[int, tuple[int, ...]]]
-
-
-@dataclass
-class Held:
-    """Rows of keys and values in one tensor, so that they travel as one message."""
-
-    rows: Rows
-    packed: torch.Tensor
-
-    def take(self, ranges: Ranges) -> torch.Tensor:
-        """Some of the rows."""
-        return torch.cat([self.packed[rows] for rows in self.rows.slices(ranges)])
-
-
-@dataclass(frozen=True)
-class KeyValueShape:
-    """Sizes of keys and values, which lie behind each other in a packed row."""
-
-    groups: int
-    head_size: int
-    value_size: int
-
-    @classmethod
-    def of(cls, k: torch.Tensor, v: torch.Tensor) -> KeyValueShape:
-        """From ``[t, g, d]`` and ``[t, g, d_v]``."""
-        return cls(k.shape[1], k.shape[2], v.shape[2])
-
-    @property
-    def width(self) -> int:
-        """Elements of a packed row."""
-        return self.groups * (self.head_size + self.value_size)
-
-    def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views ``[t, g, d]`` and ``[t, g, d_v]``."""
-        border = self.groups * self.head_size
-        k, v = packed[:, :border], packed[:, border:]
-        return k.unflatten(1, (self.groups, -1)), v.unflatten(1, (self.groups, -1))
-
-
-def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Keys and values as rows of one tensor."""
-    return torch.cat((k.flatten(1), v.flatten(1)), 1)
+ASKED = 0
+"""Buffer of the queries that arrived in a stage."""
 
 
 @dataclass
 class Traffic:
-    """What one rank received and sent; counted to be compared with the plan's figures."""
+    """What one rank received and sent, and its operator calls; compared with the plan's figures."""
 
     received: int = 0
     sent: int = 0
     messages: int = 0
+    calls: int = 0
 
     def count(self, post: Post) -> None:
         """Add an exchange; bytes."""
-        self.sent += sum(tensor.nbytes for _, tensor in post.sends)
-        for _, (rows, width) in post.receives:
-            self.received += rows * width * post.like.itemsize
-            self.messages += 1
+        row = post.rows.shape[1] * post.rows.itemsize
+        self.sent += sum(rows for _, rows in post.sends) * row
+        self.received += sum(rows for _, rows in post.receives) * row
+        self.messages += len(post.receives)
 
 
 @dataclass
-class _Pass:
-    """Buffers of one pass on one rank."""
+class _Queries:
+    """Queries in a buffer, and what has been computed of them so far."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def start(cls, q: torch.Tensor, value_size: int) -> _Queries:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = q.new_zeros(*q.shape[:2], value_size, dtype=wide)
+        return cls(q, out, q.new_full(q.shape[:2], float("-inf"), dtype=wide))
+
+    def merge(self, rows: Index, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        """Add a partial softmax to some rows."""
+        out, lse = rows.take(self.out), rows.take(self.lse)
+        both = torch.logaddexp(lse, part_lse)
+        # Where neither has seen a key, both weights are exp(-inf) = 0.
+        least = both.masked_fill(both == float("-inf"), 0.0)
+        out = out.mul_((lse - least).exp_().unsqueeze(-1))
+        out.addcmul_(part.to(out.dtype), (part_lse - least).exp_().unsqueeze(-1))
+        if rows.together is None:
+            rows.put(self.out, out)
+        rows.put(self.lse, both)
+
+
+@dataclass
+class _Traveller:
+    """One rank on its way through a pass: its buffers and exchanges."""
 
     plan: Plan
     rank: int
-    stages: tuple[Stage, ...]
-    own: Held
+    direction: Direction
+    own: torch.Tensor  # packed keys and values
     shape: KeyValueShape
+    queries: torch.Tensor  # packed
+    softmax: kernels.Softmax
     traffic: Traffic
-    saved: dict[int, Held] = field(default_factory=dict)  # of the forward pass, by stage
-    buffers: dict[int, Held] = field(default_factory=dict)
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)  # of the forward pass, by stage
 
     def __post_init__(self) -> None:
-        self._last_use = last_use(self.stages, self.rank)
+        positions = self.softmax.slopes is not None
+        self.program: Program = program(self.plan, self.rank, self.direction, positions=positions)
+        kept_keys = {kept(stage) for stage in self.plan.kept_keys}
+        saved = {kept(stage): rows for stage, rows in self.saved.items()}
+        self.kept_keys = {buffer: saved.pop(buffer) for buffer in kept_keys if buffer in saved}
+        self.buffers: dict[int, torch.Tensor] = {OWN: self.own, **saved}
+        self.asked: torch.Tensor | None = None
+        self._tickets: dict[tuple[int, bool], Any] = {}
 
-    def posts(self, stage: int) -> Iterator[tuple[int, Post]]:
-        """Exchanges that start with a stage."""
-        for number, later in enumerate(self.stages):
-            if later.fetch and later.posted == stage:
-                sends = [
-                    (m.dst, self.source(m).take(m.ranges))
-                    for m in later.fetch
-                    if m.src == self.rank
-                ]
-                receives: Shapes = [
-                    (m.src, (Rows(m.ranges).rows, self.shape.width))
-                    for m in later.arriving(self.rank)
-                ]
-                post = Post(number * _TAGS_PER_STAGE, sends, receives, self.own.packed)
-                self.traffic.count(post)
-                yield number, post
+    def begin(self, number: int) -> Generator[Any, Any, None]:
+        """Wait for what a step works with and start what later ones need."""
+        step = self.program.steps[number]
+        self.asked = None
+        if step.fetch is not None:
+            rows = yield self._tickets.pop((number, False))
+            if step.keys is not None:
+                rows = torch.cat((self.kept_keys[step.keys], rows), 1)
+            self.buffers[number] = rows
+        if step.ask is not None:
+            self.asked = yield self._tickets.pop((number, True))
+        for later in step.starts:
+            other = self.program.steps[later]
+            if other.fetch is not None:
+                source = self.buffers[other.fetch.buffer]
+                if self.direction == "backward" and self.values_only(later):
+                    source = source[:, self.shape.border :]
+                ticket = yield self.post(other.fetch, other.fetch.take.take(source))
+                self._tickets[later, False] = ticket
+            if other.ask is not None:
+                rows = other.ask.take.take(self.queries)
+                self._tickets[later, True] = yield self.post(other.ask, rows)
 
-    def source(self, move: Move) -> Held:
-        if move.buffer == OWN:
-            return self.own
-        return self.buffers[move.buffer] if move.buffer >= 0 else self.saved[-2 - move.buffer]
+    def values_only(self, number: int) -> bool:
+        return self.plan.backward[number].values_only
 
-    def receive(self, stage: int, parts: list[torch.Tensor]) -> None:
-        moves = self.stages[stage].arriving(self.rank)
-        if moves:
-            ranges = [part for move in moves for part in move.ranges]
-            packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-            self.buffers[stage] = Held(Rows(ranges), packed)
+    def post(self, transfer: Transfer, rows: torch.Tensor, *, home: bool = False) -> Post:
+        post = Post(
+            transfer.tag, transfer.collective, rows, transfer.sends, transfer.receives, home
+        )
+        self.traffic.count(post)
+        return post
 
-    def forget(self, stage: int, keep: tuple[int, ...] = ()) -> None:
-        """Let go of buffers that no later stage sends on."""
-        for number, last in enumerate(self._last_use):
-            if last <= stage and number not in keep:
-                self.buffers.pop(number, None)
-
-    def keys_of(self, region: Region, stage: int) -> tuple[Held, slice]:
-        """Where the keys of a region lie: among a rank's own, those just arrived, or kept ones."""
-        for held in (self.own, self.buffers.get(stage), *self.saved.values()):
-            if held is not None:
-                try:
-                    return held, next(held.rows.slices([(region.k0, region.k1)]))
-                except KeyError:
-                    continue
-        raise KeyError(f"stage {stage}: rank {self.rank} has no keys for {region}")
+    def end(self, number: int) -> dict[int, torch.Tensor]:
+        """Let go of buffers that no later step needs; which ones."""
+        return {buffer: self.buffers.pop(buffer) for buffer in self.program.steps[number].ends
+                if buffer in self.buffers}  # fmt: skip
 
 
 def forward(
@@ -171,35 +157,59 @@ def forward(
 
     Returns:
         Output ``[t, n, d_v]`` in the dtype of q, log-sum-exp ``[t, n]``, and what is kept for the
-        backward pass: packed keys and values by stage.
+        backward pass: packed keys and values, or keys, by stage.
     """
-    queries = Rows(plan.layout.segments[rank])
-    here = _Pass(
-        plan, rank, plan.forward, Held(queries, pack(k, v)), KeyValueShape.of(k, v),
-        traffic or Traffic(),
+    shape, traffic = KeyValueShape.of(k, v), traffic or Traffic()
+    here = _Traveller(
+        plan, rank, "forward", pack(k, v), shape, q.flatten(1), softmax, traffic
     )  # fmt: skip
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros(*q.shape[:2], v.shape[2], dtype=wide)
-    lse = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
-    tickets: dict[int, Any] = {}
-    for number, stage in enumerate(plan.forward):
-        if number in tickets:
-            here.receive(number, (yield tickets.pop(number)))
-        for later, post in here.posts(number):
-            tickets[later] = yield post
-        for region in stage.work[rank]:
-            held, cols = here.keys_of(region, number)
-            keys, values = here.shape.unpack(held.packed[cols])
-            rows = next(queries.slices([(region.q0, region.q1)]))
-            part = kernels.forward(q[rows], keys, values, region, softmax)
-            _merge(out[rows], lse[rows], *part)
-        here.forget(number, plan.kept)
-    saved = {stage: here.buffers[stage].packed for stage in plan.kept}
+    own, saved = _Queries.start(q, v.shape[2]), {}
+    returning = None
+    for number, step in enumerate(here.program.steps):
+        yield from here.begin(number)
+        work = {OWN: own}
+        if here.asked is not None:
+            work[ASKED] = _Queries.start(here.asked.unflatten(1, q.shape[1:]), v.shape[2])
+        for call in step.calls:
+            keys, values = shape.unpack(call.columns.take(here.buffers[call.keys]))
+            target = work[call.queries]
+            part = kernels.forward(call.rows.take(target.q), keys, values, call.pack, softmax)
+            target.merge(call.rows, *part)
+        traffic.calls += len(step.calls)
+        if returning is not None:
+            _take_results(here.program.steps[number - 1], own, (yield returning))
+        returning = None
+        if step.ask is not None:
+            theirs = work[ASKED]
+            rows = pack(theirs.out.to(q.dtype), theirs.lse)
+            returning = yield here.post(_home(step.ask), rows, home=True)
+        for buffer, rows in here.end(number).items():
+            if buffer in plan.kept:
+                saved[buffer] = rows
+            elif buffer in plan.kept_keys:
+                saved[buffer] = rows[:, : shape.border].clone()
+    if returning is not None:
+        _take_results(here.program.steps[-1], own, (yield returning))
+    out, lse = own.out, own.lse
     if sink is not None:
         with_sink = torch.logaddexp(lse, sink.to(lse.dtype))
         out.mul_((lse - with_sink).exp_().unsqueeze(-1))
         lse = with_sink
     return out.to(q.dtype), lse, saved
+
+
+def _home(ask: Transfer) -> Transfer:
+    return ask.returned(ask.tag + 2)
+
+
+def _take_results(step: Step, own: _Queries, received: torch.Tensor) -> None:
+    """Merge what others computed of a rank's own queries."""
+    assert step.ask is not None
+    dtypes = own.q.dtype, own.lse.dtype
+    part, lse = unpack(received, (own.out.shape[1:], dtypes[0]), (own.lse.shape[1:], dtypes[1]))
+    sizes = [index.rows for index in step.ask.parts]
+    for index, *parts in zip(step.ask.parts, part.split(sizes), lse.split(sizes), strict=True):
+        own.merge(index, *parts)
 
 
 def backward(
@@ -231,118 +241,115 @@ def backward(
         softmax: Scale, bias and dropout; the backward pass needs the object of the forward pass.
         traffic: Counts what travels.
     """
-    queries, shape = Rows(plan.layout.segments[rank]), KeyValueShape.of(k, v)
-    here = _Pass(
-        plan, rank, plan.backward, Held(queries, pack(k, v)), shape, traffic or Traffic(),
-        {t: Held(_arrived(plan.forward[t], rank), packed) for t, packed in saved.items()},
+    shape, traffic = KeyValueShape.of(k, v), traffic or Traffic()
+    travels = any(stage.queries for stage in plan.backward)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) if travels else lse
+    here = _Traveller(
+        plan, rank, "backward", pack(k, v), shape, pack(q, dout, lse, delta) if travels else q,
+        softmax, traffic, saved,
     )  # fmt: skip
-    dq = torch.zeros_like(q, dtype=lse.dtype)
-    gradients = _Gradients(here, Held(queries, lse.new_zeros(k.shape[0], shape.width)))
-    tickets: dict[int, Any] = {}
-    returning = None
-    for number, stage in enumerate(plan.backward):
-        if number in tickets:
-            here.receive(number, (yield tickets.pop(number)))
-        for later, post in here.posts(number):
-            tickets[later] = yield post
-        for region in stage.work[rank]:
-            held, cols = here.keys_of(region, number)
-            keys, values = shape.unpack(held.packed[cols])
-            dkeys, dvalues = shape.unpack(gradients.of(held).packed[cols])
-            rows = next(queries.slices([(region.q0, region.q1)]))
-            parts = kernels.backward(
-                dout[rows], q[rows], keys, values, out[rows], lse[rows], region, softmax
+    sums = _Sums(here, lse.new_zeros(k.shape[0], shape.width))
+    own = _Outputs(dout, q, out, lse)
+    giving = returning = None
+    for number, step in enumerate(here.program.steps):
+        yield from here.begin(number)
+        work = {OWN: own}
+        if here.asked is not None:
+            work[ASKED] = _Outputs.arrived(here.asked, own)
+        for call in step.calls:
+            keys, values = shape.unpack(call.columns.take(here.buffers[call.keys]))
+            target = work[call.queries]
+            dout_, q_, out_, lse_ = (
+                call.rows.take(x) for x in (target.dout, target.q, target.out, target.lse)
             )
-            for total, part in zip((dq[rows], dkeys, dvalues), parts, strict=True):
-                total += part
+            dq, dk, dv = kernels.backward(dout_, q_, keys, values, out_, lse_, call.pack, softmax)
+            call.rows.add(target.dq, dq)
+            sums.add(call.keys, call.columns, dk, dv)
+        traffic.calls += len(step.calls)
+        before = here.program.steps[number - 1]
+        if giving is not None:
+            sums.take(before, (yield giving))
         if returning is not None:
-            gradients.add(number - 1, (yield returning))
-        returning = None
-        if stage.give:
-            returning = yield gradients.give(number)
-        here.forget(number)
+            own.take(before, (yield returning))
+        giving = returning = None
+        if step.give is not None:
+            giving = yield here.post(step.give, sums.give(step.give), home=True)
+        if step.ask is not None:
+            rows = work[ASKED].dq.to(q.dtype).flatten(1)
+            returning = yield here.post(_home(step.ask), rows, home=True)
+        here.end(number)
+    if giving is not None:
+        sums.take(here.program.steps[-1], (yield giving))
     if returning is not None:
-        gradients.add(len(plan.backward) - 1, (yield returning))
-    dk, dv = shape.unpack(gradients.own.packed)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        own.take(here.program.steps[-1], (yield returning))
+    dk, dv = shape.unpack(sums.of(OWN))
+    return own.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-class _Gradients:
+@dataclass
+class _Outputs:
+    """Queries with their final output, and the sum of their gradients."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.dq = torch.zeros_like(self.q, dtype=self.lse.dtype)
+
+    @classmethod
+    def arrived(cls, rows: torch.Tensor, own: _Outputs) -> _Outputs:
+        narrow, wide = own.q.dtype, own.lse.dtype
+        heads = own.lse.shape[1:]
+        q, dout, lse, delta = unpack(
+            rows, (own.q.shape[1:], narrow), (own.dout.shape[1:], narrow), (heads, wide),
+            (heads, wide),
+        )  # fmt: skip
+        return cls(dout, q, kernels.stand_in(dout, delta), lse)
+
+    def take(self, step: Step, received: torch.Tensor) -> None:
+        """Add the gradients that others computed."""
+        assert step.ask is not None
+        sizes = [index.rows for index in step.ask.parts]
+        parts = received.unflatten(1, self.q.shape[1:]).split(sizes)
+        for index, part in zip(step.ask.parts, parts, strict=True):
+            index.add(self.dq, part)
+
+
+class _Sums:
     """Sums of gradients of keys and values: of a rank's own rows, and of others' on their way."""
 
-    def __init__(self, here: _Pass, own: Held) -> None:
-        self.here, self.own = here, own
-        self.foreign: list[Held] = []
+    def __init__(self, here: _Traveller, own: torch.Tensor) -> None:
+        self.here = here
+        self._sums = {OWN: own}
 
-    def of(self, held: Held) -> Held:
+    def of(self, buffer: int) -> torch.Tensor:
         """The sums of the rows in a buffer."""
-        if held is self.here.own:
-            return self.own
-        for sums in self.foreign:
-            if sums.rows.ranges == held.rows.ranges:
-                return sums
-        sums = Held(held.rows, self.own.packed.new_zeros(held.packed.shape))
-        self.foreign.append(sums)
-        return sums
+        if buffer not in self._sums:
+            rows = self.here.program.sums[buffer]
+            self._sums[buffer] = self._sums[OWN].new_zeros(rows, self.here.shape.width)
+        return self._sums[buffer]
 
-    def give(self, stage: int) -> Post:
-        """Send what is on its way further, in the dtype of the keys."""
-        here, like = self.here, self.here.own.packed
-        sends: list[tuple[int, torch.Tensor]] = []
-        given: list[Held] = []
-        for move in here.stages[stage].give:
-            if move.src == here.rank:
-                held = self._holding(move.ranges)
-                if held is None:  # nobody here looked at these rows
-                    rows = like.new_zeros(Rows(move.ranges).rows, like.shape[1])
-                else:
-                    rows = held.take(move.ranges).to(like.dtype)
-                    given.append(held)
-                sends.append((move.dst, rows))
-        self.foreign = [held for held in self.foreign if all(held is not one for one in given)]
-        receives: Shapes = [
-            (move.src, (Rows(move.ranges).rows, like.shape[1]))
-            for move in here.stages[stage].give
-            if move.dst == here.rank
-        ]
-        post = Post(stage * _TAGS_PER_STAGE + 1, sends, receives, like)
-        here.traffic.count(post)
-        return post
+    def add(self, buffer: int, rows: Index, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add gradients of some rows."""
+        if rows.together is None:
+            rows.add(self.of(buffer), torch.cat((dk.flatten(1), dv.flatten(1)), 1))
+            return
+        for total, part in zip(
+            self.here.shape.unpack(rows.take(self.of(buffer))), (dk, dv), strict=True
+        ):
+            total += part
 
-    def add(self, stage: int, parts: list[torch.Tensor]) -> None:
-        """Take in what others sent after a stage."""
-        moves = [move for move in self.here.stages[stage].give if move.dst == self.here.rank]
-        for move, part in zip(moves, parts, strict=True):
-            held = self.own if _has(self.own, move.ranges) else self._holding(move.ranges)
-            if held is None:
-                self.foreign.append(Held(Rows(move.ranges), part.to(self.own.packed.dtype)))
-                continue
-            row = 0
-            for rows in held.rows.slices(move.ranges):
-                size = rows.stop - rows.start
-                held.packed[rows] += part[row : row + size]
-                row += size
+    def give(self, transfer: Transfer) -> torch.Tensor:
+        """Rows to send further, in the dtype of the keys."""
+        like = self.here.own
+        if transfer.buffer == ZEROS or not transfer.sends:
+            return like.new_zeros(transfer.take.rows, self.here.shape.width)
+        return transfer.take.take(self._sums.pop(transfer.buffer)).to(like.dtype)
 
-    def _holding(self, ranges: Ranges) -> Held | None:
-        return next((held for held in self.foreign if _has(held, ranges)), None)
-
-
-def _has(held: Held, ranges: Ranges) -> bool:
-    try:
-        return all(rows is not None for rows in held.rows.slices(ranges))
-    except KeyError:
-        return False
-
-
-def _arrived(stage: Stage, rank: int) -> Rows:
-    return Rows([part for move in stage.arriving(rank) for part in move.ranges])
-
-
-def _merge(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> None:
-    """Add a partial softmax to the rows' result, in place."""
-    both = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - both).exp_().unsqueeze(-1))
-    out.addcmul_(part.to(out.dtype), (part_lse - both).exp_().unsqueeze(-1))
-    lse.copy_(both)
+    def take(self, step: Step, received: torch.Tensor) -> None:
+        """Add what others sent after a step."""
+        parts = received.split([index.rows for _, index in step.taken])
+        for (buffer, index), part in zip(step.taken, parts, strict=True):
+            index.add(self.of(buffer), part)

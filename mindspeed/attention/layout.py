@@ -72,25 +72,28 @@ class Rows:
         self._pieces = sorted(starts)
         self._starts = [a for a, _, _ in self._pieces]
 
-    def row(self, position: int) -> int:
-        """The row of a position.
-
-        Raises:
-            KeyError: It is not here.
-        """
-        at = bisect.bisect_right(self._starts, position) - 1
-        if at < 0 or position >= self._pieces[at][1]:
-            raise KeyError(f"position {position} is not held here")
-        start, _, row = self._pieces[at]
-        return row + position - start
+    def has(self, ranges: Iterable[Range]) -> bool:
+        """Are all these positions here?"""
+        try:
+            return all(rows is not None for rows in self.slices(ranges))
+        except KeyError:
+            return False
 
     def slices(self, ranges: Iterable[Range]) -> Iterator[slice]:
-        """Rows of ranges that are each inside one of those held."""
+        """Rows of ranges, whose positions may lie in several of those held.
+
+        Raises:
+            KeyError: A position is not here.
+        """
         for a, b in ranges:
-            first = self.row(a)
-            if self.row(b - 1) != first + b - a - 1:
-                raise KeyError(f"positions {a} to {b - 1} are not held together here")
-            yield slice(first, first + b - a)
+            at = max(bisect.bisect_right(self._starts, a) - 1, 0)
+            while a < b:
+                if at == len(self._pieces) or not self._pieces[at][0] <= a < self._pieces[at][1]:
+                    raise KeyError(f"position {a} is not held here")
+                start, end, row = self._pieces[at]
+                stop = min(end, b)
+                yield slice(row + a - start, row + stop - start)
+                a, at = stop, at + 1
 
 
 def length(ranges: Iterable[Range]) -> int:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.attention import executor, transport
+from mindspeed.attention.agreement import verify
 from mindspeed.attention.kernels import Softmax
 from mindspeed.attention.plan import Plan
 from mindspeed.errors import ConfigError
@@ -28,6 +29,7 @@ def context_parallel_attention(
     plan: Plan,
     group: dist.ProcessGroup | None = None,
     *,
+    overlap_group: dist.ProcessGroup | None = None,
     scale: float | None = None,
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
@@ -44,6 +46,8 @@ def context_parallel_attention(
         v: This rank's values ``[t, g, d_v]``.
         plan: Made by a planner, the same on all ranks.
         group: As many ranks as the plan has; None for the default group.
+        overlap_group: The same ranks with a communicator of their own, for gradients that travel
+            home while keys arrive (``--use-cp-send-recv-overlap``); None for the same one.
         scale: Factor on the scores; default ``1 / sqrt(d)``.
         slopes: ALiBi: ``[n]``, ``-slope * |i - j|`` is added to the scaled scores.
         sink: ``[n]`` score of a key without a value; gets a gradient from this rank's queries.
@@ -55,15 +59,19 @@ def context_parallel_attention(
 
     Raises:
         ConfigError: Sizes do not fit the plan.
+        PlanError: The plan does not compute its mask; nothing was computed. With
+            ``MINDSPEED_CHECK_PLAN=1`` plans are proven in full and compared between ranks.
     """
     world = 1 if plan.ranks == 1 else dist.get_world_size(group)
     rank = 0 if plan.ranks == 1 else dist.get_rank(group)
     if world != plan.ranks:
         raise ConfigError(f"the plan is for {plan.ranks} ranks, the group has {world}")
     _fits(q, k, v, plan, rank)
+    verify(plan, group, q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     softmax = Softmax(scale, slopes, dropout)
-    return _Attention.apply(q, k, v, sink, plan, rank, group, softmax, traffic)  # type: ignore[no-any-return]
+    groups = group, overlap_group
+    return _Attention.apply(q, k, v, sink, plan, rank, groups, softmax, traffic)  # type: ignore[no-any-return]
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, rank: int) -> None:
@@ -92,25 +100,25 @@ class _Attention(torch.autograd.Function):
         sink: torch.Tensor | None,
         plan: Plan,
         rank: int,
-        group: Any,
+        groups: Any,
         softmax: Softmax,
         traffic: executor.Traffic | None,
     ) -> torch.Tensor:
         steps = executor.forward(plan, rank, q, k, v, softmax=softmax, sink=sink, traffic=traffic)
-        out, lse, saved = transport.run(steps, group)
+        out, lse, saved = transport.run(steps, *groups)
         ctx.save_for_backward(q, k, v, sink, out, lse, *saved.values())
-        ctx.options = plan, rank, group, softmax, traffic, tuple(saved)
+        ctx.options = plan, rank, groups, softmax, traffic, tuple(saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        plan, rank, group, softmax, traffic, stages = ctx.options
+        plan, rank, groups, softmax, traffic, stages = ctx.options
         q, k, v, sink, out, lse, *kept = ctx.saved_tensors
         saved, (dout,) = dict(zip(stages, kept, strict=True)), grads
         steps = executor.backward(
             plan, rank, dout, q, k, v, out, lse, saved, softmax=softmax, traffic=traffic
         )
-        dqkv, dsink = transport.run(steps, group), None
+        dqkv, dsink = transport.run(steps, *groups), None
         if sink is not None:
             share = (sink.to(lse.dtype) - lse).exp()
             dsink = -(share * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0)

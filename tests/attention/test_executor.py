@@ -144,10 +144,10 @@ def test_rows_that_see_nothing_are_zero() -> None:
 
 def test_a_message_that_nobody_sends_stops_all_ranks() -> None:
     def waits():
-        yield (yield Post(0, [], [(1, (2, 3))], torch.zeros(1)))
+        yield (yield Post(0, True, torch.zeros(0, 3), (), ((1, 2),)))
 
     def ends():
-        yield (yield Post(0, [], [], torch.zeros(1)))
+        yield (yield Post(0, True, torch.zeros(0, 3), (), ()))
 
     with pytest.raises(RuntimeError, match=r"ranks \[0\] wait for messages that nobody sends"):
         run_together([waits(), ends()])

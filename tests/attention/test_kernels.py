@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mindspeed.attention import Mask, Region, kernels
+from mindspeed.attention.calls import packs
 from mindspeed.attention.mask import INF
 
 from . import truth
@@ -32,8 +33,17 @@ def test_every_band(queries: int, keys: int) -> None:
     assert regions(queries, keys)
     for region in regions(queries, keys):
         softmax = kernels.Softmax(SCALE)
-        out, lse = kernels.forward(q, k, v, region, softmax)
-        grads = kernels.backward(dout, q, k, v, out, lse, region, softmax)
+        out, lse = torch.zeros(queries, 2, 4).double(), torch.zeros(queries, 2).double()
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for pack in packs([region]):
+            rows = slice(pack.pieces[0].q0, pack.pieces[0].q1)
+            part, part_lse = kernels.forward(q[rows], k, v, pack, softmax)
+            out[rows], lse[rows] = part, part_lse  # the packs of one region share no query
+            final = dout[rows], q[rows], k, v, part, part_lse
+            for total, grad in zip(
+                (grads[0][rows], *grads[1:]), kernels.backward(*final, pack, softmax), strict=True
+            ):
+                total += grad
         keep = Mask(size, (region,)).dense()[:queries, :keys]
         expected = truth.attend(q, k, v, dout, keep, scale=SCALE)
         torch.testing.assert_close((out, *grads), expected, atol=1e-12, rtol=1e-12)
