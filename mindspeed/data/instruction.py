@@ -39,11 +39,15 @@ class InstructionConfig(BlendedMegatronDatasetConfig):
         vocab_size: ids must be below.
         pack: items are rows of several samples.
         group: so many samples that follow each other have similar lengths; None for any order.
+        shuffle: another random order in every epoch; otherwise the order of the files.
+        keep_last_token: the last token is an input, too, which predicts nothing.
     """
 
     vocab_size: int = 0
     pack: bool = False
     group: int | None = None
+    shuffle: bool = True
+    keep_last_token: bool = False
 
 
 class InstructionFiles:
@@ -104,8 +108,9 @@ class InstructionDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self._room = config.sequence_length
-        self._lengths = np.minimum(dataset.lengths - 1, self._room)
-        self._usable = indices[self._lengths[indices] > 0]
+        self._predicted_only = 0 if config.keep_last_token else 1
+        self._lengths = np.minimum(dataset.lengths - self._predicted_only, self._room)
+        self._usable = indices[dataset.lengths[indices] > 1]
         if not len(self._usable):
             raise DataError(f"{dataset_path}: no sample for the {index_split.name} split")
         self._epochs: dict[int, np.ndarray] = {}
@@ -147,13 +152,15 @@ class InstructionDataset(MegatronDataset):
         """Tokens of each sample in an item, without reading it."""
         return self._lengths[self.samples(idx)].tolist()
 
-    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.random.RandomState]:
+    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.random.RandomState | None]:
+        if not self.config.shuffle:
+            return self._usable, None
         random = np.random.RandomState([self.config.random_seed, epoch])
         return self._usable[random.permutation(len(self._usable))], random
 
     def _ordered(self, epoch: int) -> np.ndarray:
         order, random = self._shuffled(epoch)
-        if self.config.group is None:
+        if self.config.group is None or random is None:
             return order
         return packing.grouped(order, self._lengths, self.config.group, random)
 
@@ -176,13 +183,14 @@ class InstructionDataset(MegatronDataset):
                 f"vocabulary ends at {self.config.vocab_size}: preprocess with the model's own "
                 "tokenizer"
             )
-        return sample.fit(self._room + 1)
+        return sample.fit(self._room + self._predicted_only)
 
-    @staticmethod
-    def _item(samples: list[Sample]) -> Item:
-        tokens = np.concatenate([sample.ids[:-1] for sample in samples])
-        labels = np.concatenate([sample.labels[1:] for sample in samples])
-        positions = np.concatenate([np.arange(len(sample.ids) - 1) for sample in samples])
+    def _item(self, samples: list[Sample]) -> Item:
+        nothing = np.full(1 - self._predicted_only, IGNORED, np.int32)
+        lengths = [len(sample.ids) - self._predicted_only for sample in samples]
+        tokens = np.concatenate([s.ids[:n] for s, n in zip(samples, lengths, strict=True)])
+        labels = np.concatenate([part for s in samples for part in (s.labels[1:], nothing)])
+        positions = np.concatenate([np.arange(length) for length in lengths])
         trained = labels != IGNORED
         return {
             "tokens": torch.from_numpy(tokens.astype(np.int64)),

@@ -45,21 +45,24 @@ def first_fit_decreasing(lengths: np.ndarray, room: int) -> list[list[int]]:
 
 
 def packed(
-    order: np.ndarray, lengths: np.ndarray, room: int, random: np.random.RandomState
+    order: np.ndarray, lengths: np.ndarray, room: int, random: np.random.RandomState | None
 ) -> list[np.ndarray]:
-    """Rows of one epoch: packed window by window, in the order of a shuffled epoch.
+    """Rows of one epoch: packed window by window, in the order of an epoch.
 
     Args:
-        order: samples in shuffled order.
+        order: samples in the order of the epoch.
         lengths: of all samples, indexed by sample.
         room: of a row.
-        random: shuffles the rows of a window, which come with the longest samples first.
+        random: shuffles the rows of a window; None: by their first samples.
     """
     rows = []
     for start in range(0, len(order), WINDOW):
         window = order[start : start + WINDOW]
         found = first_fit_decreasing(lengths[window], room)
-        rows += [window[found[row]] for row in random.permutation(len(found))]
+        if random is None:
+            rows += [window[row] for row in sorted(sorted(row) for row in found)]
+        else:
+            rows += [window[found[row]] for row in random.permutation(len(found))]
     return rows
 
 

@@ -97,6 +97,7 @@ class TokenizerOptions:
     merge_file: str | None = None
     trust_remote_code: bool = False
     include_special_tokens: bool = False
+    vocab_extra_ids: int = 0
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TokenizerOptions:
@@ -110,6 +111,7 @@ class TokenizerOptions:
             merge_file=getattr(args, "merge_file", None),
             trust_remote_code=getattr(args, "trust_remote_code", False),
             include_special_tokens=getattr(args, "tokenizer_hf_include_special_tokens", False),
+            vocab_extra_ids=getattr(args, "vocab_extra_ids", 0),
         )
 
 
@@ -135,6 +137,13 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         help="accepted for old scripts; transformers 5 has one implementation per tokenizer",
     )
     group.add_argument("--vocab-size", type=int, help="for NullTokenizer: size without eod")
+    group.add_argument(
+        "--vocab-extra-ids",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens <extra_id_0> ... behind the vocabulary (default: none)",
+    )
     group.add_argument("--vocab-file", metavar="FILE", help="for GPT2BPE and BertWordPiece types")
     group.add_argument("--merge-file", metavar="FILE", help="for GPT2BPETokenizer")
     group.add_argument(
@@ -196,6 +205,17 @@ def build_tokenizer(options: TokenizerOptions) -> TextTokenizer:
         ConfigError: A flag is missing or unknown.
         DataError: The tokenizer's files are missing or damaged.
     """
+    tokenizer = _of_type(options)
+    if not options.vocab_extra_ids:
+        return tokenizer
+    if options.tokenizer_type == "NullTokenizer":
+        raise ConfigError("--vocab-extra-ids: NullTokenizer has no texts; raise --vocab-size")
+    from mindspeed.data.extra_ids import ExtraIds
+
+    return ExtraIds(tokenizer, options.vocab_extra_ids)
+
+
+def _of_type(options: TokenizerOptions) -> TextTokenizer:
     if options.tokenizer_type not in TOKENIZER_TYPES:
         raise ConfigError(
             f"--tokenizer-type {options.tokenizer_type} is unknown; allowed are "

@@ -2,16 +2,9 @@
 
 Data sets are Megatron Core's: ``.bin``/``.idx`` files, blended, split and shuffled, with index
 files built once by rank 0 and cached. They exist on the ranks that feed a first or last pipeline
-stage and lead their tensor-parallel group; :class:`MicroBatches` hands each micro-batch on to the
-group in ONE broadcast of 8-byte words (Megatron-LM sends each tensor apart, and an s x s mask):
-
-    first stage   tokens                  b * s * 8 bytes
-    last stage    labels, loss mask       b * s * 16 bytes
-    only stage    all three               b * s * 24 bytes
-
-Position ids are counted on the rank itself and the causal mask belongs to the attention, unless
-``--reset-position-ids`` or ``--reset-attention-mask`` make them data. Conversations of different
-lengths (``--is-instruction-dataset``) are :mod:`mindspeed.training.instruction`'s.
+stage (of every stage where documents are packed) and lead their tensor-parallel group;
+:mod:`mindspeed.training.batches` hands each micro-batch on. Rows of conversations
+(``--is-instruction-dataset``) are :mod:`mindspeed.training.instruction`'s.
 """
 
 from __future__ import annotations
@@ -23,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -35,23 +27,21 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mindspeed import device
+from mindspeed.adaptor import session
 from mindspeed.data.instruction import InstructionConfig, InstructionDataset, part_prefixes
+from mindspeed.data.ordered import InOrderDataset, InOrderMockDataset, LastTokenDataset
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
+from mindspeed.data.weighted import Part, PartsBuilder, parse
 from mindspeed.errors import DataError
 from mindspeed.files import check_path
-from mindspeed.training.instruction import (
-    Collate,
-    InstructionBatches,
-    row_multiple,
-)
+from mindspeed.training.batches import Batch, MicroBatches
+from mindspeed.training.instruction import Collate, row_multiple
 from mindspeed.training.samplers import CyclicSampler, Portion, SequentialSampler
 
-Batch = dict[str, Any]  # tensors; None for what a stage does not need
 Reader = Iterator[Batch]
-_FLAGS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,8 @@ def check_files(args: argparse.Namespace) -> None:
     """
     if args.data_args_path and not args.data_path:
         args.data_path = tuple(check_path(args.data_args_path, "input").read_text().split())
-    for name in _FLAGS:
+    _parts_as_paths(args)
+    for name in ("data_path", *(f"{split}_data_path" for split in _SPLITS)):
         blend = get_blend_from_list(getattr(args, name) and list(getattr(args, name)))
         for prefix in blend[0] if blend else ():
             parts = part_prefixes(prefix) if args.is_instruction_dataset else [prefix]
@@ -104,6 +95,23 @@ def check_files(args: argparse.Namespace) -> None:
                         f"{_how_to_name(args)}"
                     )
                 check_path(file, "input")
+
+
+def _parts_as_paths(args: argparse.Namespace) -> None:
+    """``--train-weighted-split-paths`` as ``--train-data-path`` with weights."""
+    for split, parts in zip(_SPLITS, _parts(args), strict=True):
+        if parts is not None:
+            words = [word for part in parts for word in (str(part.weight), part.prefix)]
+            setattr(args, f"{split}_data_path", tuple(words))
+
+
+def _parts(args: argparse.Namespace) -> list[list[Part] | None]:
+    found: list[list[Part] | None] = []
+    for split in _SPLITS:
+        flag = f"{split}_weighted_split_paths"
+        given = getattr(args, flag)
+        found.append(given and parse(f"--{flag.replace('_', '-')}", given))
+    return found
 
 
 def _how_to_name(args: argparse.Namespace) -> str:
@@ -119,9 +127,7 @@ def build_datasets(
     args: argparse.Namespace, config: TransformerConfig, tokenizer: TextTokenizer
 ) -> DataSets:
     """Build the three splits; collective, rank 0 writes missing index files first."""
-    kind: type = MockGPTDataset if args.mock_data else GPTDataset
     if args.is_instruction_dataset:
-        kind = InstructionDataset
         dataset_config = _instruction_config(args)
     else:
         dataset_config = _gpt_config(args, tokenizer)
@@ -130,8 +136,20 @@ def build_datasets(
         _leave_out_unused_splits(dataset_config, counts)
         _check_splits(args, dataset_config)
     reads = _reads_data(args, config)
-    built = BlendedMegatronDatasetBuilder(kind, counts, lambda: reads, dataset_config).build()
-    return DataSets(*built)
+    what = (_kind(args), counts, lambda: reads, dataset_config)
+    parts = _parts(args)
+    builder = PartsBuilder(parts, *what) if any(parts) else BlendedMegatronDatasetBuilder(*what)
+    return DataSets(*builder.build())
+
+
+def _kind(args: argparse.Namespace) -> type:
+    if args.is_instruction_dataset:
+        return InstructionDataset
+    if not args.shuffle:
+        return InOrderMockDataset if args.mock_data else InOrderDataset
+    if args.mock_data:
+        return MockGPTDataset
+    return LastTokenDataset if args.keep_last_token else GPTDataset
 
 
 def _sources(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,7 +161,7 @@ def _sources(args: argparse.Namespace) -> dict[str, Any]:
         "sequence_length": args.seq_length,
         "blend": get_blend_from_list(list(args.data_path)) if args.data_path else None,
         "blend_per_split": blends if any(blends) else None,
-        "split": args.split,
+        "split": None if any(blends) else args.split,
         "num_dataset_builder_threads": args.num_dataset_builder_threads,
         "path_to_cache": args.data_cache_path,
         "mmap_bin_files": args.mmap_bin_files,
@@ -156,10 +174,11 @@ def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatase
         **_sources(args),
         tokenizer=tokenizer,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
+        reset_position_ids=False,  # documents are found in the batch (training.batches)
+        reset_attention_mask=False,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.reset_attention_mask,
+        create_attention_mask=False,
+        add_extra_token_to_sequence=not args.keep_last_token,
     )
 
 
@@ -170,6 +189,8 @@ def _instruction_config(args: argparse.Namespace) -> InstructionConfig:
         vocab_size=args.padded_vocab_size,
         pack=args.pack_sequences,
         group=together if args.length_grouped else None,
+        shuffle=args.shuffle,
+        keep_last_token=args.keep_last_token,
     )
 
 
@@ -210,74 +231,9 @@ def sample_counts(args: argparse.Namespace) -> tuple[int, int, int]:
 
 def has_test(args: argparse.Namespace) -> bool:
     """Whether a part of the data is left for the final test."""
-    return parse_and_normalize_split(args.split)[2] > 0 if args.split else bool(args.test_data_path)
-
-
-class MicroBatches(Iterator[Batch]):
-    """The micro-batches of one pipeline stage on this rank, without end for a cyclic reader.
-
-    Args:
-        args: final values.
-        loader: yields collated samples on the leader of the tensor-parallel group, else None.
-        first: the stage embeds tokens.
-        last: the stage computes the loss.
-    """
-
-    def __init__(
-        self, args: argparse.Namespace, loader: Iterator[Any] | None, *, first: bool, last: bool
-    ) -> None:
-        self._shape = (args.micro_batch_size, args.seq_length)
-        self._loader = loader
-        self._positions_are_data = args.reset_position_ids
-        self._mask_is_data = args.reset_attention_mask
-        self._words = [*(["tokens"] if first else []), *(["labels", "loss_mask"] if last else [])]
-        if first and self._positions_are_data:
-            self._words.append("position_ids")
-        self._device = device.current().torch_device()
-        self._group = parallel_state.get_tensor_model_parallel_group()
-        self._leader = parallel_state.get_tensor_model_parallel_src_rank()
-        counted = torch.arange(args.seq_length, device=self._device)
-        self._positions = counted.expand(self._shape).contiguous() if first else None
-
-    def __next__(self) -> Batch:
-        sample = next(self._loader) if self._loader is not None else None
-        packed = self._broadcast(self._pack(sample), (len(self._words), *self._shape), torch.int64)
-        batch: Batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"))
-        batch.update(zip(self._words, packed.unbind(), strict=True))
-        if batch["loss_mask"] is not None:
-            batch["loss_mask"] = batch["loss_mask"].to(torch.int32).view(torch.float32)
-        if not self._positions_are_data:
-            batch["position_ids"] = self._positions
-        batch["attention_mask"] = self._attention_mask(sample)
-        return get_batch_on_this_cp_rank(batch)
-
-    def _pack(self, sample: Any) -> torch.Tensor | None:
-        """All tensors as 8-byte words; the loss mask keeps its bits."""
-        if sample is None:
-            return None
-        words = [
-            sample[name].view(torch.int32) if name == "loss_mask" else sample[name]
-            for name in self._words
-        ]
-        return torch.stack([word.to(torch.int64) for word in words])
-
-    def _attention_mask(self, sample: Any) -> torch.Tensor | None:
-        if not self._mask_is_data:
-            return None
-        batch, seq = self._shape
-        mask = None if sample is None else sample["attention_mask"]
-        return self._broadcast(mask, (batch, 1, seq, seq), torch.bool)
-
-    def _broadcast(
-        self, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        if tensor is None:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        else:
-            tensor = tensor.to(self._device, non_blocking=True)
-        if self._group.size() > 1:
-            dist.broadcast(tensor, self._leader, group=self._group)
-        return tensor
+    if args.train_data_path or not args.split:
+        return bool(args.test_data_path)
+    return parse_and_normalize_split(args.split)[2] > 0
 
 
 def micro_batches(
@@ -294,18 +250,17 @@ def micro_batches(
     if args.is_instruction_dataset:
         multiple = row_multiple(args) if args.variable_seq_lengths else None
         collate = Collate(tokenizer.pad, args.seq_length, multiple)
-    kind = InstructionBatches if args.is_instruction_dataset else MicroBatches
     for vp_stage in range(chunks) if chunks else [None]:
         where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
         first = parallel_state.is_pipeline_first_stage(**where)
         last = parallel_state.is_pipeline_last_stage(**where)
         if args.mtp_num_layers and mtp_on_this_rank(config, **where):
             first = last = True  # predicting further tokens needs the embedding and the labels
-        if not (first or last or args.pack_sequences):
+        if not (first or last or _packs_documents()):
             readers.append(None)
             continue
         loader = _loader(args, dataset, consumed, collate) if _leads_tensor_group() else None
-        readers.append(kind(args, loader, first=first, last=last))
+        readers.append(MicroBatches(args, loader, tokenizer, first=first, last=last))
     return readers
 
 
@@ -348,7 +303,11 @@ def _leads_tensor_group() -> bool:
 
 
 def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
-    # Where packed samples begin is known to every stage.
     edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    edge = edge or args.pack_sequences
-    return (edge or mtp_on_this_rank(config)) and _leads_tensor_group()
+    here = edge or _packs_documents() or mtp_on_this_rank(config)
+    return here and _leads_tensor_group()
+
+
+def _packs_documents() -> bool:
+    """Whether every stage must know where documents begin."""
+    return bool(session.install().seams.documents.functions)

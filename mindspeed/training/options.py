@@ -165,6 +165,11 @@ class DataOptions:
     train_data_path: tuple[str, ...] | None = flag(None, "the same, for training only")
     valid_data_path: tuple[str, ...] | None = flag(None, "the same, for validation only")
     test_data_path: tuple[str, ...] | None = flag(None, "the same, for the final test only")
+    train_weighted_split_paths: tuple[str, ...] | None = flag(
+        None, '"NAME: WEIGHT START:END PREFIX, ...": parts of data sets for training'
+    )
+    valid_weighted_split_paths: tuple[str, ...] | None = flag(None, "the same, for validation")
+    test_weighted_split_paths: tuple[str, ...] | None = flag(None, "the same, for the final test")
     data_args_path: str | None = flag(None, "file with the value of --data-path")
     split: str | None = flag(None, "parts for training, validation, test (default 969, 30, 1)")
     mock_data: bool = flag(False, "invented tokens instead of a data set")
@@ -175,6 +180,14 @@ class DataOptions:
     )
     data_sharding: bool = flag(True, "cyclic: each data-parallel rank shuffles its own part")
     num_workers: int | None = flag(None, "reader processes per rank (default: 2; on CPU 0)")
+    shuffle: bool = flag(
+        True, "read in random order; --no-shuffle: as the files are, to compare with other trainers"
+    )
+    keep_last_token: bool = flag(
+        False,
+        "samples are --seq-length tokens whose last one predicts nothing, not one token more whose "
+        "last one is only predicted",
+    )
     reset_position_ids: bool = flag(False, "positions start again after each document")
     reset_attention_mask: bool = flag(False, "no attention across documents")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")

@@ -76,7 +76,8 @@ def assume_inputs(args: argparse.Namespace) -> bool:
         args.tokenizer_type = "NullTokenizer"
     if args.lora_target_modules and args.load is None:
         args.load = "MODEL"
-    if any((args.data_path, args.train_data_path, args.data_args_path, args.mock_data)):
+    given = (args.data_path, args.train_data_path, args.data_args_path, args.mock_data)
+    if any((*given, args.train_weighted_split_paths)):
         return False
     args.data_path = ("DATA",)
     return True
@@ -425,25 +426,29 @@ def _output(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _data(args: argparse.Namespace) -> Iterator[str]:
-    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    splits = ("train", "valid", "test")
+    per_split = [getattr(args, f"{split}_data_path") for split in splits]
+    parts = [getattr(args, f"{split}_weighted_split_paths") for split in splits]
     sources = {
         "--mock-data": args.mock_data,
         "--data-path": args.data_path,
         "--data-args-path": args.data_args_path,
         "--train-data-path": any(per_split),
+        "--train-weighted-split-paths": any(parts),
     }
     given = [name for name, value in sources.items() if value]
     if len(given) != 1:
         chosen = f"not {' and '.join(given)}" if given else "none is given"
         yield f"give one of {', '.join(sources)}; {chosen}"
-    if args.split is None and not any(per_split):
+    if args.split is None and not any(per_split + parts):
         args.split = "969, 30, 1"
-    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    if args.reset_attention_mask and (stages > 2 or args.transformer_impl != "local"):
-        yield (
-            "--reset-attention-mask needs --transformer-impl local and at most 2 pipeline stages: "
-            "other attention assumes a causal mask, and inner stages read no data"
-        )
+    for name in ("reset_attention_mask", "reset_position_ids", "pack_sequences"):
+        if getattr(args, name) and args.optimization_level < 2:
+            yield f"--{name.replace('_', '-')} needs --optimization-level 2"
+    if not args.shuffle and args.dataloader_type != "single":
+        yield "--no-shuffle needs --dataloader-type single: cyclic reads in random order"
+    if not args.shuffle and args.length_grouped:
+        yield "give one of --no-shuffle and --length-grouped, which mixes the groups"
     if args.tokenizer_type is None:
         yield "--tokenizer-type is missing (HuggingFaceTokenizer, NullTokenizer, ...)"
     yield from _conversations(args)
@@ -477,8 +482,6 @@ def _conversations(args: argparse.Namespace) -> Iterator[str]:
         yield "--length-grouped needs --dataloader-type single: cyclic shuffles the groups apart"
     if args.length_grouped and args.data_path and len(args.data_path) > 1:
         yield "--length-grouped needs one data set: blending mixes the groups"
-    if args.pack_sequences and args.context_parallel_size > 1:
-        yield "--pack-sequences needs --context-parallel-size 1"
     if args.pack_sequences and args.position_embedding_type == "alibi":
         yield "--pack-sequences needs other positions than --position-embedding-type alibi"
     if args.variable_seq_lengths and args.moe_token_dispatcher_type == "allgather":

@@ -91,6 +91,28 @@ def test_every_epoch_reads_every_sample_once_in_another_order(tmp_path):
     assert order == [int(again.samples(i)[0]) for i in range(75)]
 
 
+def test_the_last_token_can_be_an_input_that_predicts_nothing(tmp_path):
+    item = dataset(tmp_path, [7], keep_last_token=True)[0]
+    assert item["tokens"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert item["labels"].tolist() == [0, 0, 3, 4, 5, 6, 0]
+    assert item["loss_mask"].tolist() == [0, 0, 1, 1, 1, 1, 0]
+    rows = dataset(tmp_path, [5, 3, 8], keep_last_token=True, pack=True, sequence_length=8)
+    assert [rows[i]["cu_seqlens"].tolist() for i in range(2)] in (
+        [[0, 8], [0, 5, 8]],
+        [[0, 5, 8], [0, 8]],
+    )
+    full = dataset(tmp_path, [9], keep_last_token=True, sequence_length=8)[0]
+    assert len(full["tokens"]) == 8
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_without_shuffling_samples_come_in_the_order_of_the_files(tmp_path, pack):
+    lengths = [9, 2, 5, 4, 7]
+    data = dataset(tmp_path, lengths, 5, pack=pack, shuffle=False, sequence_length=8)
+    rows = [data.samples(row).tolist() for row in range(3 if pack else 5)]
+    assert rows == ([[0], [1, 4], [2, 3]] if pack else [[0], [1], [2], [3], [4]])
+
+
 def test_long_samples_lose_their_prompt_and_keep_their_answer(tmp_path):
     item = dataset(tmp_path, [100], sequence_length=60)[0]
     assert len(item["tokens"]) == 60

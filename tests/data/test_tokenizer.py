@@ -50,6 +50,42 @@ def test_every_text_survives_the_round_trip(tokenizer, text):
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_extra_ids_are_marks_behind_the_vocabulary(directory, tokenizer, tmp_path, around):
+    folder = directory
+    if around:  # a tokenizer that puts a token before and behind every text
+        folder = tmp_path
+        whole = json.loads((directory / "tokenizer.json").read_text())
+        ends = {
+            name: {"id": name, "ids": [i], "tokens": [name]} for i, name in ((0, "a"), (1, "b"))
+        }
+        parts = [{"SpecialToken": {"id": name, "type_id": 0}} for name in ends]
+        parts.insert(1, {"Sequence": {"id": "A", "type_id": 0}})
+        kind = {"type": "TemplateProcessing", "single": parts, "pair": [], "special_tokens": ends}
+        kind["pair"] = [*parts, {"Sequence": {"id": "B", "type_id": 1}}]
+        (folder / "tokenizer.json").write_text(json.dumps({**whole, "post_processor": kind}))
+        name = "tokenizer_config.json"
+        (folder / name).write_text((directory / name).read_text())
+    options = TokenizerOptions(
+        tokenizer_model=str(folder), vocab_extra_ids=2, include_special_tokens=around
+    )
+    marked, size = build_tokenizer(options), tokenizer.vocab_size
+    assert marked.vocab_size == size + 2
+    assert [marked.token_id(f"<extra_id_{i}>") for i in range(3)] == [size, size + 1, None]
+    text = "the cat<extra_id_1> on<extra_id_0>"
+    head, tail = ([0], [1]) if around else ([], [])
+    parts = [tokenizer.tokenize(part) for part in ("the cat", " on", "<extra_id_2>")]
+    expected = [*head, *parts[0], size + 1, *parts[1], size, *tail]
+    plain = [*head, *parts[2], *tail]
+    assert marked.tokenize_batch([text, "<extra_id_2>"]) == [expected, plain]
+    assert marked.detokenize(expected) == text
+    assert marked.unique_identifiers != tokenizer.unique_identifiers
+    assert marked.eod == tokenizer.eod
+    if not around:
+        assert marked.tokenize_with_offsets(["cat"], False) is not None
+        assert marked.tokenize_with_offsets([text], False) is None
+
+
 def test_auto_tokenizer_opens_the_directory_and_gives_the_same_ids(directory, tokenizer):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
@@ -93,6 +129,11 @@ def test_null_tokenizer_has_its_eod_after_the_vocabulary():
         (TokenizerOptions(), ConfigError, "needs --tokenizer-model DIRECTORY"),
         (TokenizerOptions(tokenizer_model="no/such"), DataError, "there is no such directory"),
         (TokenizerOptions("NullTokenizer"), ConfigError, "needs --vocab-size"),
+        (
+            TokenizerOptions("NullTokenizer", vocab_size=9, vocab_extra_ids=1),
+            ConfigError,
+            "--vocab-extra-ids: NullTokenizer has no texts",
+        ),
         (TokenizerOptions("GPT2BPETokenizer"), ConfigError, "needs --vocab-file"),
         (TokenizerOptions("TikTokenizer"), ConfigError, "needs --tokenizer-model FILE"),
         (TokenizerOptions("Llama2Tokenizer", "no/such"), DataError, "there is no such file"),

@@ -45,6 +45,10 @@ WRONG = {
     "precision": ([*TINY, "--fp16", "--bf16"], "--fp16 and --bf16 exclude each other"),
     "two data sources": ([*TINY, "--data-path", "x"], "not --mock-data and --data-path"),
     "ramp-up": ([*TINY, "--rampup-batch-size", "2", "2", "9"], "needs --train-samples instead"),
+    "no order": (
+        [*TINY, "--no-shuffle", "--dataloader-type", "cyclic"],
+        "--no-shuffle needs --dataloader-type single",
+    ),
     "resume from nowhere": ([*TINY, "--auto-resume"], "--auto-resume needs --save"),
     "gathering": ([*TINY, "--overlap-param-gather"], "needs --use-distributed-optimizer"),
     "mask": (

@@ -23,6 +23,18 @@ def write_corpus(prefix: str) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
+def write_two(prefixes: list[str]) -> None:
+    """Two data sets: ids below 500 and from 500 on."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    for number, prefix in enumerate(prefixes):
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+        for document in range(100):
+            builder.add_document(np.full(80, 500 * number + document), [80])
+        builder.finalize(f"{prefix}.idx")
+
+
 def batches(flags: list[str], count: int) -> list[dict[str, Any]]:
     """The first micro-batches that this rank's stage gets."""
     import os
@@ -64,6 +76,58 @@ def test_every_tensor_rank_gets_the_batch_its_stage_needs_in_one_broadcast(corpu
         assert ours["position_ids"][0].tolist() == list(range(64))
         assert ours["attention_mask"] is None
     assert not first[0]["tokens"].equal(first[1]["tokens"])
+
+
+def in_order(prefix: str) -> list[dict[str, Any]]:
+    """Three batches in order, the last token kept."""
+    return batches([*on_files(prefix), "--no-shuffle", "--keep-last-token"], 3)
+
+
+def test_files_are_read_in_order_and_the_last_token_is_kept(corpus, ranks):
+    import numpy as np
+
+    (found,) = ranks(1, in_order, corpus, setup=SETUP, backend=None, timeout=60)
+    tokens = np.concatenate([batch["tokens"].flatten().numpy() for batch in found])
+    assert tokens.tolist() == np.fromfile(f"{corpus}.bin", np.uint16)[: tokens.size].tolist()
+    assert found[0]["labels"][:, :-1].equal(found[0]["tokens"][:, 1:])
+    assert found[0]["loss_mask"][0].tolist() == [1.0] * 63 + [0.0]
+
+
+def share_of_first(prefixes: list[str], flags: list[str]) -> list[float]:
+    """Which part of the first 32 rows of training and validation the first data set gives."""
+    import os
+
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.training import data, setup
+    from mindspeed.training.configs import transformer_config
+
+    words = ["--eval-interval", "1", "--eval-iters", "2", "--split", "1,1,1", *flags]
+    settings = _prepare([*(w for w in TINY if w != "--mock-data"), *words], 1)
+    assert os.environ["WORLD_SIZE"] == "1"
+    args = settings.args
+    data.check_files(args)
+    setup.initialize(args)
+    tokenizer = data.load_tokenizer(args)
+    sets = data.build_datasets(args, transformer_config(args), tokenizer)
+    assert not data.has_test(args)
+    return [
+        sum(int(split[i]["tokens"].min()) < 500 for i in range(32)) / 32
+        for split in (sets.train, sets.valid)
+    ]
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_each_split_blends_its_own_data_sets_by_weight(ranks, tmp_path, parts):
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    ranks(1, write_two, prefixes, setup=SETUP, backend=None, timeout=60)
+    a, b = prefixes
+    if parts:
+        flags = ["--train-weighted-split-paths", f"TRAIN: 3 0:0.5 {a}, 1 0:1 {b}"]
+        flags += ["--valid-weighted-split-paths", f"VALID: 1 0:1 {b}"]
+    else:
+        flags = ["--train-data-path", "0.75", a, "0.25", b, "--valid-data-path", b]
+    (shares,) = ranks(1, share_of_first, prefixes, flags, setup=SETUP, backend=None, timeout=60)
+    assert shares == [0.75, 0.0]
 
 
 def test_a_pipeline_edge_gets_only_what_it_needs(corpus, ranks):

@@ -1,0 +1,92 @@
+"""Parts of data sets with weights, for ``--train-weighted-split-paths`` and its like.
+
+    --train-weighted-split-paths "TRAIN: 0.7 0:0.9 data/books, 0.3 0:1 data/code"
+    --valid-weighted-split-paths "VALID: 1 0.9:1 data/books"
+
+is BigScience's notation: 70 % of the training samples come from the first nine tenths of the
+documents of ``data/books``, and validation reads the tenth behind them. Megatron Core blends data
+sets with weights but always takes them whole or cuts all at the same places (``--split``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+from mindspeed.errors import ConfigError
+
+_PART = re.compile(r"(?P<weight>\S+)\s+(?P<start>[^\s:]+):(?P<end>[^\s:]+)\s+(?P<prefix>\S.*)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents of a data set, from ``start`` to ``end`` as fractions of all, and their weight."""
+
+    prefix: str
+    weight: float
+    start: float
+    end: float
+
+
+def parse(flag: str, groups: Sequence[str]) -> list[Part]:
+    """The parts of the one group that is given.
+
+    Raises:
+        ConfigError: names the flag and what is wrong with which part.
+    """
+    form = f"{flag} {' '.join(map(repr, groups))}"
+    if len(groups) != 1:
+        raise ConfigError(
+            f"{form}: one group is expected, in one pair of quotes; several validation sets are "
+            "evaluated in runs of their own"
+        )
+    name, colon, rest = groups[0].partition(": ")
+    parts = [_part(form, text.strip()) for text in (rest if colon else name).split(",")]
+    prefixes = [part.prefix for part in parts]
+    if len(set(prefixes)) != len(prefixes):
+        raise ConfigError(f"{form}: a data set occurs twice; give it once, with one START:END")
+    return parts
+
+
+def _part(form: str, text: str) -> Part:
+    found = _PART.fullmatch(text)
+    try:
+        assert found is not None
+        weight, start, end = (float(found[name]) for name in ("weight", "start", "end"))
+    except (AssertionError, ValueError):
+        raise ConfigError(
+            f"{form}: {text!r} is not WEIGHT START:END PREFIX, such as 0.5 0:0.9 data/books"
+        ) from None
+    if weight <= 0 or not 0 <= start < end <= 1:
+        raise ConfigError(
+            f"{form}: {text!r} needs a weight above 0 and 0 <= START < END <= 1, fractions of the "
+            "documents"
+        )
+    return Part(found["prefix"].strip(), weight, start, end)
+
+
+class PartsBuilder(BlendedMegatronDatasetBuilder):
+    """Builds blends per split whose data sets are parts.
+
+    Args:
+        parts: of training, validation and test; None where a split has none.
+        others: as of Megatron Core's builder; ``config.blend_per_split`` is that of ``parts``.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Part] | None], *others: Any) -> None:
+        super().__init__(*others)
+        self._ranges = [{p.prefix: (p.start, p.end) for p in some or ()} for some in parts]
+        self.config.split = repr(self._ranges)  # caches of other parts are other caches
+
+    def _build_megatron_dataset_splits(
+        self, dataset_path: str, split: Sequence[Any], *others: Any, **more: Any
+    ) -> list[Any]:
+        cut = [
+            None if whole is None else ranges[dataset_path]
+            for whole, ranges in zip(split, self._ranges, strict=True)
+        ]
+        return super()._build_megatron_dataset_splits(dataset_path, cut, *others, **more)
