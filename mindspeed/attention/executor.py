@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed.attention import kernels
-from mindspeed.attention.packing import KeyValueShape, pack, unpack
+from mindspeed.attention.wire import KeyValueShape, pack, unpack
 from mindspeed.attention.plan import OWN, Plan, kept
 from mindspeed.attention.program import ZEROS, Direction, Program, Step, Transfer, program
 from mindspeed.attention.rows import Index
