@@ -74,6 +74,12 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
         help="torch: legacy, a file for each rank; deepspeed: the same under DeepSpeed's names; "
         "safetensors: whole tensors under Megatron's names (default: torch_dist)",
     )
+    group.add_argument(
+        "--mtp-num-layers",
+        type=int,
+        metavar="N",
+        help="take N layers of multi-token prediction from a Hugging Face model (default: none)",
+    )
     layout = (
         ("--tp", "--tensor-model-parallel-size", "tensor parallel size"),
         ("--pp", "--pipeline-model-parallel-size", "pipeline parallel size"),
@@ -166,7 +172,12 @@ def convert(args: argparse.Namespace, target: Target) -> int:
     """Open, convert, and say what was done."""
     from mindspeed.checkpoint.weights import convert as formats
 
-    source = formats.open_weights(args.input, step=args.ckpt_step, like=args.hf_config_dir)
+    source = formats.open_weights(
+        args.input,
+        step=args.ckpt_step,
+        like=args.hf_config_dir,
+        mtp_num_layers=getattr(args, "mtp_num_layers", None),
+    )
     if source.unused:
         print(f"not part of the model: {', '.join(source.unused)}")
     written = formats.convert(source, args.output, target)
@@ -176,6 +187,8 @@ def convert(args: argparse.Namespace, target: Target) -> int:
     if target.format == "hf":
         family = written.family
         print(f"wrote {args.output} as {family.name} ({family.architecture})")
+        if family.predicts_further_tokens and not written.shape["mtp"]:
+            print("the model has no layer of multi-token prediction: num_nextn_predict_layers is 0")
     else:
         print(f"wrote {Path(args.output) / 'release'}; load it with --load {args.output}")
     return 0

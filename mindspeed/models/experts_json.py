@@ -178,6 +178,22 @@ class Latent:
         return keys
 
 
+@dataclass(frozen=True)
+class FurtherTokens:
+    """Layers that predict further tokens (multi-token prediction), behind the last one.
+
+    A model is read without them; ``--mtp-num-layers`` asks for them.
+    """
+
+    def read(self, config: Config) -> Flags:
+        """Nothing: transformers leaves them out, too."""
+        return {}
+
+    def write(self, args: Any) -> Flags:
+        """Their number."""
+        return {"num_nextn_predict_layers": getattr(args, "mtp_num_layers", None) or 0}
+
+
 def _frequency(pattern: list[int]) -> int | list[int]:
     """A pattern as Megatron wants it: 1 where all layers are alike, so that they stack."""
     return 1 if all(pattern) else pattern

@@ -24,7 +24,7 @@ from mindspeed.models.config_json import (
     Tied,
     Window,
 )
-from mindspeed.models.experts_json import Latent, SigmoidExperts, SoftmaxExperts
+from mindspeed.models.experts_json import FurtherTokens, Latent, SigmoidExperts, SoftmaxExperts
 from mindspeed.models.family import Family
 from mindspeed.models.family import differing_flags as differing_flags
 from mindspeed.models.own_json import BaichuanKind, BloomSizes
@@ -202,6 +202,7 @@ _FAMILIES = (
             Tied(),
             Latent(),
             SigmoidExperts(),
+            FurtherTokens(),
             # The norms inside latent attention have this epsilon whatever the file says.
             Always({}, {"attention_bias": False, "rms_norm_eps": 1e-6}),
         ),

@@ -34,6 +34,11 @@ class Family:
     rules: tuple[Rule, ...]
     prefixes: tuple[str, ...] = ()
 
+    @property
+    def predicts_further_tokens(self) -> bool:
+        """Whether its models may have layers of multi-token prediction."""
+        return any("{depth}" in rule.name for rule in self.rules)
+
     def read(self, config: Config) -> Flags:
         """Megatron's flags from a ``config.json``.
 

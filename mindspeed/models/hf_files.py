@@ -32,6 +32,7 @@ _SINGLE = ("model.safetensors", "pytorch_model.bin")
 # Buffers that old versions of transformers saved; they are computed, not learned.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_ROWS = 4096  # of a tensor that is compared piece by piece
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -60,6 +61,20 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"{path}: the weights are quantized (quantization_config); convert them to bf16 first"
         )
     return config
+
+
+def check_mtp(config: Mapping[str, Any], wanted: int | None, folder: str | Path) -> None:
+    """See that a directory has so many layers of multi-token prediction.
+
+    Raises:
+        CheckpointError: It has fewer.
+    """
+    there = config.get("num_nextn_predict_layers") or 0
+    if (wanted or 0) > there:
+        raise CheckpointError(
+            f"--mtp-num-layers {wanted}: {folder} has {there} layers of multi-token prediction "
+            f"(num_nextn_predict_layers in {CONFIG}); give at most {there}, or leave the flag out"
+        )
 
 
 class HFReader:
@@ -93,7 +108,8 @@ class HFReader:
         Layers behind the last one predict further tokens (DeepSeek-V3); each is named once.
         """
         table = list(parameters)
-        used = {self._stored(name) for parameter in table for name in parameter.sources}
+        names = (name for p in table for name in (*p.sources, *p.copies))
+        used = {self._stored(name) for name in names}
         layers = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
         found: dict[str, None] = {}
         for name in self._file_of:
@@ -136,9 +152,12 @@ class HFReader:
             dtype: Type of the result; None for that of its first source.
 
         Raises:
-            CheckpointError: A tensor is missing or has another shape than the model.
+            CheckpointError: A tensor is missing, or has another shape than the model, or is not
+                what a copy of it is.
         """
         self.check(parameter)
+        for copy in parameter.copies:
+            self._check_copy(parameter.sources[0], copy, start, count)
         count = parameter.shape[0] - start if count is None else count
         width = [len(range(*columns.indices(size))) for size in parameter.shape[1:]]
         dtype = dtype or self.dtype(parameter.sources[0])
@@ -170,6 +189,23 @@ class HFReader:
                     f"flags make it {list(expected)} (Megatron's {parameter.name}); look at "
                     f"{_fields(parameter, name, found, expected)}"
                 )
+
+    def _check_copy(self, name: str, copy: str, start: int, count: int | None) -> None:
+        """See that rows of a tensor are the same in its copy, where the files have that."""
+        if copy not in self:
+            return
+        end = self.shape(name)[0]
+        end = end if count is None else min(end, start + count)
+        same = self.shape(name) == self.shape(copy) and all(
+            torch.equal(self.rows(name, first, size), self.rows(copy, first, size))
+            for first in range(start, end, _ROWS)
+            for size in (min(_ROWS, end - first),)
+        )
+        if not same:
+            raise CheckpointError(
+                f"{self.folder}: {copy} is not equal to {name}; Megatron has one tensor for both, "
+                "so leave out --mtp-num-layers"
+            )
 
     def _stored(self, name: str) -> str | None:
         """How the files spell ``name``."""
@@ -247,8 +283,11 @@ class TensorSpec:
 
 def specs_of(parameter: Parameter, dtype: torch.dtype) -> Iterator[TensorSpec]:
     """The Hugging Face tensors that a parameter becomes."""
-    for name, count in source_rows(parameter.segments).items():
+    rows = source_rows(parameter.segments)
+    for name, count in rows.items():
         yield TensorSpec(name, dtype, (count, *parameter.shape[1:]))
+    for copy in parameter.copies:
+        yield TensorSpec(copy, dtype, (rows[parameter.sources[0]], *parameter.shape[1:]))
 
 
 def write_weights(

@@ -17,7 +17,7 @@ import torch
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models.families import Family, differing_flags, family_of_config
-from mindspeed.models.hf_files import HFReader, read_config
+from mindspeed.models.hf_files import HFReader, check_mtp, read_config
 from mindspeed.models.naming import addresses
 from mindspeed.models.shape import Shape, shape_of
 from mindspeed.models.table import Parameter, parameters
@@ -57,6 +57,7 @@ def parts(modules: list[Any], family: Family, shape: Shape) -> Iterator[Part]:
     Raises:
         ConfigError: A tensor is none of the family's.
     """
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -65,10 +66,12 @@ def parts(modules: list[Any], family: Family, shape: Shape) -> Iterator[Part]:
         for parameter in parameters(family.rules, shape)
         for place in addresses(parameter, shape.num_layers, shape["experts"])
     }
+    # Megatron asks for it only where a pipeline's last stage has the embedding once more.
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for module in modules:
         held = module.state_dict().values()
         own = {t.untyped_storage().data_ptr() for t in held if isinstance(t, torch.Tensor)}
-        state = module.sharded_state_dict()
+        state = module.sharded_state_dict(metadata={"dp_cp_group": replicas})
         apply_factories(state)
         for tensor in nested_values(state):
             if not isinstance(tensor, ShardedTensor) or tensor.key.endswith(_STATE):
@@ -107,6 +110,7 @@ def load_hf(args: argparse.Namespace, modules: list[Any], folder: str) -> list[s
     config = read_config(folder)
     family = family_of_config(config)
     check_flags(args, family.read(config), folder)
+    check_mtp(config, args.mtp_num_layers, folder)
     shape = shape_of(args)
     reader = HFReader(folder, family.prefixes)
     for part in parts(modules, family, shape):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from mindspeed.models.naming import Scheme
 from mindspeed.models.shape import Shape
 from mindspeed.models.table import Parameter
 
-_FIRST = ("embedding.",)  # before the first layer; all other names outside the layers come last
+_FIRST = ("embedding.",)  # before the first layer; all other names outside its layers come last
 _WORDS = "embedding.word_embeddings.weight"
 
 
@@ -125,7 +125,7 @@ class Place:
 
 
 def places(
-    parameter: Parameter, layout: Layout, stages: Sequence[range], experts: int, *, tied: bool
+    parameter: Parameter, layout: Layout, stages: Sequence[range], shape: Shape
 ) -> Iterator[Place]:
     """Where the ranks of a layout hold a parameter.
 
@@ -133,12 +133,11 @@ def places(
         parameter: Which one.
         layout: The layout.
         stages: Its stages for this model.
-        experts: Experts of a layer.
-        tied: The output layer has the weights of the word embeddings.
+        shape: The model.
     """
     expert = local = None
     if parameter.expert is not None:
-        expert, local = divmod(parameter.expert, experts // layout.expert)
+        expert, local = divmod(parameter.expert, shape["experts"] // layout.expert)
     if parameter.layer is not None:
         for number, layers in enumerate(stages):
             if parameter.layer in layers:
@@ -147,9 +146,13 @@ def places(
         return
     first = parameter.name.startswith(_FIRST)
     virtual, pipeline = divmod(0 if first else len(stages) - 1, layout.pipeline)
-    yield Place(pipeline, virtual, None, None, None)
-    if tied and parameter.name == _WORDS and layout.pipeline > 1:
-        yield Place(layout.pipeline - 1, layout.virtual - 1, None, None, None, copied=True)
+    yield Place(pipeline, virtual, expert, None, local)
+    if parameter.name == _WORDS and layout.pipeline > 1:
+        last = Place(layout.pipeline - 1, layout.virtual - 1, None, None, None)
+        if shape["mtp"]:  # it embeds further tokens
+            yield last
+        if "untied" not in shape.has:
+            yield replace(last, copied=True)
 
 
 def cut(

@@ -31,6 +31,7 @@ CONFIG_KEYS = {
     "q_up": "num_attention_heads, qk_nope_head_dim and qk_rope_head_dim",
     "kv_up": "num_attention_heads, qk_nope_head_dim and v_head_dim",
     "value": "num_attention_heads and v_head_dim",
+    "two_hidden": "hidden_size",
 }
 
 
@@ -90,6 +91,8 @@ def shape_of(args: Any) -> Shape:
         "shared_ffn": shared_ffn,
         "shared_fc1": halves * shared_ffn,
         "positions": value("max_position_embeddings"),
+        "mtp": value("mtp_num_layers"),
+        "two_hidden": 2 * args.hidden_size,
     }
     latent = value("multi_latent_attention")
     if latent:

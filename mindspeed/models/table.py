@@ -11,7 +11,7 @@ layer and expert. Everything else (loading, converting, exporting) works on that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,12 +32,16 @@ class Rule:
     """One line of a mapping table.
 
     Attributes:
-        name: Megatron's name; ``{layer}`` and ``{expert}`` stand for numbers.
-        rows: Layout of its rows, in Hugging Face names with the same placeholders.
+        name: Megatron's name; ``{layer}``, ``{depth}`` (of multi-token prediction) and
+            ``{expert}`` stand for numbers.
+        rows: Layout of its rows, in Hugging Face names with the same placeholders; ``{layer}`` goes
+            on behind the last layer there.
         columns: Name of the size of its second dimension; None for a vector.
         split: How tensor parallelism cuts it.
         needs: Trait of the shape without which the parameter does not exist.
-        layers: In which layers it exists.
+        layers: In which layers it exists; multi-token prediction has the kind of the last one.
+        copies: Names under which Hugging Face has it once more for each depth of multi-token
+            prediction.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Rule:
     split: Split = None
     needs: str | None = None
     layers: Literal["all", "dense", "moe"] = "all"
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Parameter:
     Attributes:
         name: Megatron's name with the local layer spec, numbers counted over the whole model.
         layer: Number of its layer, from 0; None outside the layers.
+        depth: Number of its layer of multi-token prediction, from 0; None outside those.
         expert: Number of its expert, from 0; None outside the experts.
         shape: Its shape.
         segments: Layout of its rows, in Hugging Face names.
@@ -62,10 +68,12 @@ class Parameter:
         moe: Its layer's MLP is a mixture of experts.
         latent: Its layer's attention is latent attention.
         columns: Name of the size of its second dimension.
+        copies: Further Hugging Face tensors that equal its only source.
     """
 
     name: str
     layer: int | None
+    depth: int | None
     expert: int | None
     shape: tuple[int, ...]
     segments: tuple[Segment, ...]
@@ -73,6 +81,7 @@ class Parameter:
     moe: bool
     latent: bool
     columns: str | None = None
+    copies: tuple[str, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -81,25 +90,41 @@ class Parameter:
 
 
 def parameters(rules: Sequence[Rule], shape: Shape) -> Iterator[Parameter]:
-    """All parameters of a model, layer by layer."""
+    """All parameters of a model, layer by layer, multi-token prediction last."""
     present = [rule for rule in rules if rule.needs is None or rule.needs in shape.has]
-    outside = [rule for rule in present if "{layer}" not in rule.name]
     inside = [rule for rule in present if "{layer}" in rule.name]
-    yield from (_parameter(rule, shape, None, None) for rule in outside)
+    behind = [rule for rule in present if "{depth}" in rule.name]
+    for rule in present:
+        if rule not in inside and rule not in behind:
+            yield _parameter(rule, shape)
     for layer, moe in enumerate(shape.moe_layers):
-        for rule in inside:
-            if rule.layers == ("dense" if moe else "moe"):
-                continue
-            for expert in _experts(rule, shape):
-                yield _parameter(rule, shape, layer, expert)
+        for rule, expert in _of_layer(inside, shape, moe):
+            yield _parameter(rule, shape, layer=layer, expert=expert, moe=moe)
+    moe = shape.moe_layers[-1]
+    for depth in range(shape["mtp"]):
+        for rule, expert in _of_layer(behind, shape, moe):
+            yield _parameter(rule, shape, depth=depth, expert=expert, moe=moe)
 
 
-def _experts(rule: Rule, shape: Shape) -> Iterable[int | None]:
-    return range(shape["experts"]) if "{expert}" in rule.name else (None,)
+def _of_layer(rules: Sequence[Rule], shape: Shape, moe: bool) -> Iterator[tuple[Rule, int | None]]:
+    """The rules that hold for a layer, once for each expert where they are about experts."""
+    for rule in rules:
+        if rule.layers != ("dense" if moe else "moe"):
+            experts = range(shape["experts"]) if "{expert}" in rule.name else (None,)
+            yield from ((rule, expert) for expert in experts)
 
 
-def _parameter(rule: Rule, shape: Shape, layer: int | None, expert: int | None) -> Parameter:
-    numbers = {"layer": layer, "expert": expert}
+def _parameter(
+    rule: Rule,
+    shape: Shape,
+    *,
+    layer: int | None = None,
+    depth: int | None = None,
+    expert: int | None = None,
+    moe: bool = False,
+) -> Parameter:
+    in_file = layer if depth is None else shape.num_layers + depth
+    numbers = {"layer": in_file, "depth": depth, "expert": expert}
     segments = tuple(
         segment if segment.name is None else replace(segment, name=segment.name.format(**numbers))
         for segment in rule.rows(shape)
@@ -111,11 +136,17 @@ def _parameter(rule: Rule, shape: Shape, layer: int | None, expert: int | None) 
     return Parameter(
         name=rule.name.format(**numbers),
         layer=layer,
+        depth=depth,
         expert=expert,
         shape=(rows,) if rule.columns is None else (rows, shape[rule.columns]),
         segments=segments,
         split=split,
-        moe=layer is not None and shape.moe_layers[layer],
+        moe=moe,
         latent="latent" in shape.has,
         columns=rule.columns,
+        copies=tuple(
+            name.format(layer=shape.num_layers + further)
+            for name in rule.copies
+            for further in range(shape["mtp"])
+        ),
     )

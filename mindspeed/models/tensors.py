@@ -23,6 +23,7 @@ from mindspeed.models.table import Rule
 _LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 _ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF + "self_attn."
 _EXPERT = _LAYER + "mlp.experts.local_experts.{expert}."
+_DEPTH = "mtp.layers.{depth}."
 
 _OUTSIDE = (
     Rule(
@@ -77,6 +78,15 @@ def _gated_mlp(megatron: str, gate: str, up: str, down: str, size: str) -> tuple
         Rule(megatron + "linear_fc1.weight", stacked((gate, up), size), "hidden", "halves"),
         Rule(megatron + "linear_fc2.weight", whole(down, "hidden"), size, "columns"),
     )
+
+
+def _with_copies(outside: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Files with multi-token prediction repeat the embedding and output layer that it shares."""
+    copies = {
+        "embedding.word_embeddings.weight": (_HF + "embed_tokens.weight",),
+        "output_layer.weight": (_HF + "shared_head.head.weight",),
+    }
+    return tuple(replace(rule, copies=copies.get(rule.name, ())) for rule in outside)
 
 
 def _in(rules: tuple[Rule, ...], **changes: Any) -> tuple[Rule, ...]:
@@ -134,6 +144,32 @@ def _latent() -> tuple[Rule, ...]:
         rule("kv_layernorm", "kv_a_layernorm", "kv_lora"),
         rule("linear_kv_up_proj", "kv_b_proj", "kv_up", "kv_lora", split="rows"),
         rule("linear_proj", "o_proj", "hidden", "value", split="columns"),
+    )
+
+
+def _multi_token_prediction(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Layers behind the last one that predict further tokens, each a layer of the model.
+
+    Depth k predicts from the concatenation of the embedding of the k-th next token and the output
+    of the layer before it, in this order, each behind a norm of its own. Source: DeepSeek-V3
+    (arXiv 2412.19437, section 2.2), and the layer ``num_hidden_layers`` of its files.
+    """
+
+    def rule(ours: str, theirs: str, columns: str | None = None, **more: Any) -> Rule:
+        return Rule(
+            f"{_DEPTH}{ours}.weight", whole(f"{_HF}{theirs}.weight", "hidden"), columns, **more
+        )
+
+    inner = (
+        replace(rule, name=rule.name.replace(_LAYER, _DEPTH + "transformer_layer."))
+        for rule in layer
+    )
+    return (
+        rule("enorm", "enorm"),
+        rule("hnorm", "hnorm"),
+        rule("eh_proj", "eh_proj", "two_hidden", split="rows"),
+        *inner,
+        rule("final_layernorm", "shared_head.norm"),
     )
 
 
@@ -210,6 +246,7 @@ LLAMA = _OUTSIDE + _NORMS + _SEPARATE + _DENSE
 BAICHUAN = _OUTSIDE + _NORMS + _PACKED + _DENSE
 MIXTRAL = _OUTSIDE + _NORMS + _SEPARATE + _MIXTRAL_EXPERTS
 QWEN_MOE = _OUTSIDE + _NORMS + _SEPARATE + _DENSE + _PLAIN_EXPERTS
-DEEPSEEK = _OUTSIDE + _NORMS + _latent() + _DENSE + _PLAIN_EXPERTS + _SHARED_EXPERT
+_DEEPSEEK_LAYER = _NORMS + _latent() + _DENSE + _PLAIN_EXPERTS + _SHARED_EXPERT
+DEEPSEEK = _with_copies(_OUTSIDE) + _DEEPSEEK_LAYER + _multi_token_prediction(_DEEPSEEK_LAYER)
 BLOOM = _bloom()
 GPT = _gpt()

@@ -64,13 +64,14 @@ def logits(folder: str, flags: Sequence[str] = ()) -> torch.Tensor:
 
 
 def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Loss and logits (last stage; the rank's part of the vocabulary), and its parts of all
-    gradients.
+    """Loss and logits (last stage; the rank's part of the vocabulary), both once more for further
+    tokens, and its parts of all gradients.
 
     Gradients take the place of the weights, so that they are found, cut and named like them.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from mindspeed.models.families import family_of_args
     from mindspeed.models.hf_load import parts
@@ -115,4 +116,11 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
     ]
     loss = reports[0][0] / reports[0][1] if reports else None
     rank = parallel_state.get_tensor_model_parallel_rank()
-    return {"loss": loss, "parts": found, "logits": (rank, logits[0]) if logits else None}
+    further = MTPLossLoggingHelper.tracker.pop("values", [None])[0] if reports else None
+    return {
+        "loss": loss,
+        "parts": found,
+        "logits": (rank, logits[-1]) if logits else None,
+        "further loss": further,
+        "further logits": (rank, logits[0]) if logits else None,
+    }

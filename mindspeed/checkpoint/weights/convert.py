@@ -77,13 +77,21 @@ class Target:
     progress: bool = False
 
 
-def open_weights(path: str | Path, *, step: int | None = None, like: str | None = None) -> Weights:
+def open_weights(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    like: str | None = None,
+    mtp_num_layers: int | None = None,
+) -> Weights:
     """The weights in a directory of any format.
 
     Args:
         path: Directory with a ``config.json``, directory of checkpoints, or one checkpoint.
         step: Iteration; None for the latest one.
         like: Hugging Face directory that says which family a Megatron model is of.
+        mtp_num_layers: Layers of multi-token prediction to take from a Hugging Face directory; a
+            checkpoint's own are always taken.
 
     Raises:
         CheckpointError: There are none, or they are incomplete.
@@ -91,7 +99,7 @@ def open_weights(path: str | Path, *, step: int | None = None, like: str | None 
     """
     path = Path(path)
     if (path / CONFIG).is_file():
-        return HFWeights(path)
+        return HFWeights(path, mtp_num_layers=mtp_num_layers)
 
     def family(args: argparse.Namespace) -> Family:
         return family_like(args, like)
@@ -101,7 +109,7 @@ def open_weights(path: str | Path, *, step: int | None = None, like: str | None 
         which = "" if step is None else f" of iteration {step}"
         raise CheckpointError(f"{path} holds neither a checkpoint{which} nor a {CONFIG}")
     if is_legacy(checkpoint):
-        known = HFWeights(like).args if like else None
+        known = HFWeights(like, mtp_num_layers=mtp_num_layers).args if like else None
         return LegacyWeights(checkpoint, known, family)
     if (checkpoint / ARGS).is_file():
         return SafetensorsWeights(checkpoint, family)
@@ -164,7 +172,8 @@ def verify(written: Weights, output: str | Path, *, like: str | None = None) -> 
     Raises:
         CheckpointError: Names the first parameter that differs.
     """
-    found = open_weights(output, like=like)
+    further = getattr(written.args, "mtp_num_layers", None)
+    found = open_weights(output, like=like, mtp_num_layers=further)
     rows = {parameter.name: parameter.shape[0] for parameter in found.table}
     for parameter in written.table:
         if parameter.name not in rows:

@@ -23,6 +23,7 @@ from mindspeed.models.hf_files import (
     CONFIG,
     HFReader,
     TensorSpec,
+    check_mtp,
     read_config,
     specs_of,
     write_weights,
@@ -47,9 +48,16 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 def args_of(
-    folder: str | Path, transformer_impl: Scheme = "transformer_engine"
+    folder: str | Path,
+    transformer_impl: Scheme = "transformer_engine",
+    mtp_num_layers: int | None = None,
 ) -> argparse.Namespace:
     """Final values of a model as its directory describes it, on one rank and without padding.
+
+    Args:
+        folder: The directory.
+        transformer_impl: Layer spec of the Megatron model that it becomes.
+        mtp_num_layers: Take so many of its layers of multi-token prediction.
 
     Raises:
         ConfigError: ``config.json`` is missing or asks for what Megatron has not.
@@ -68,6 +76,9 @@ def args_of(
         words += [f"--tokenizer-model={Path(folder).resolve()}"]
     else:
         words += ["--tokenizer-type=NullTokenizer"]
+    if mtp_num_layers:
+        check_mtp(config, mtp_num_layers, folder)
+        words += ["--mtp-num-layers", str(mtp_num_layers)]
     args = resolve(parser.parse_args(words), 1).args
     args.padded_vocab_size = args.vocab_size
     return args
@@ -79,15 +90,21 @@ class HFWeights(Weights):
     Args:
         folder: The directory.
         transformer_impl: Layer spec of the Megatron model that it becomes.
+        mtp_num_layers: Take so many of its layers of multi-token prediction.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape than ``config.json`` says.
         ConfigError: Megatron does not have this model.
     """
 
-    def __init__(self, folder: str | Path, transformer_impl: Scheme = "transformer_engine") -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        transformer_impl: Scheme = "transformer_engine",
+        mtp_num_layers: int | None = None,
+    ) -> None:
         family = family_of_config(read_config(folder))
-        super().__init__(str(folder), args_of(folder, transformer_impl), family)
+        super().__init__(str(folder), args_of(folder, transformer_impl, mtp_num_layers), family)
         self._reader = HFReader(folder, family.prefixes)
         for parameter in self.table:
             self._reader.check(parameter)
@@ -129,7 +146,9 @@ def write_hf(
 
     def contents() -> Iterator[tuple[str, torch.Tensor]]:
         for parameter in weights.table:
-            yield from split(weights.read(parameter), parameter.segments).items()
+            found = split(weights.read(parameter), parameter.segments)
+            yield from found.items()
+            yield from ((copy, tensor) for copy in parameter.copies for tensor in found.values())
 
     config: dict[str, Any] = {**base, **weights.family.write(weights.args)}
     if base:

@@ -99,11 +99,10 @@ class LegacyWeights(Weights):
 
     def _surplus(self) -> list[str]:
         """Names in the files that no parameter has."""
-        tied = "untied" not in self.shape.has
         used = {
             (place.pipeline, place.virtual, self._name(parameter, place))
             for parameter in self.table
-            for place in self._all_places(parameter, tied=tied)
+            for place in self._places(parameter)
         }
         found = {
             (rank.pipeline, virtual, name)
@@ -115,11 +114,10 @@ class LegacyWeights(Weights):
         return sorted(name for _, _, name in found - used)
 
     def _place(self, parameter: Parameter) -> Place:
-        return next(self._all_places(parameter, tied=False))
+        return next(self._places(parameter))
 
-    def _all_places(self, parameter: Parameter, *, tied: bool) -> Iterator[Place]:
-        experts = self.shape["experts"]
-        return places(parameter, self._layout, self._stages, experts, tied=tied)
+    def _places(self, parameter: Parameter) -> Iterator[Place]:
+        return places(parameter, self._layout, self._stages, self.shape)
 
     def _found_stages(self) -> list[range]:
         """Layers of each stage, counted in the files."""
@@ -172,12 +170,11 @@ def write_legacy(
     layout.check(shape, args.num_attention_heads)
     scheme: Scheme = args.transformer_impl
     stages = layout.stages(shape.num_layers)
-    tied = "untied" not in shape.has
 
     def targets(parameter: Parameter) -> list[tuple[int, int, int, str]]:
         """Pipeline rank, expert rank, virtual stage and name of each copy of a parameter."""
         found = []
-        for place in places(parameter, layout, stages, shape["experts"], tied=tied):
+        for place in places(parameter, layout, stages, shape):
             name = local_name(parameter, scheme, place.layer, place.local_expert, grouped=grouped)
             name = _OUTPUT if place.copied else name
             experts = range(layout.expert) if place.expert is None else (place.expert,)

@@ -75,7 +75,8 @@ def write_safetensors(weights: Weights, folder: Path, *, max_shard_bytes: int) -
 
 def _by_its_own_name(parameter: Parameter) -> Parameter:
     """The parameter as a tensor that has its name, instead of Hugging Face's."""
-    return replace(parameter, segments=(Segment(parameter.name, 0, parameter.shape[0]),))
+    segment = Segment(parameter.name, 0, parameter.shape[0])
+    return replace(parameter, segments=(segment,), copies=())
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ from mindspeed.models.naming import address, addresses
 from mindspeed.models.table import Parameter
 
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")  # the rest is the optimizer's
+_LAYERS = ("decoder.", "mtp.")
 _STATE = (".local_tokens_per_expert",)  # of the training, not learned
 
 
@@ -106,10 +107,14 @@ def _extra_states(tensors: Sequence[StoredTensor]) -> Iterator[str]:
     """Keys of the (empty) extra state of every module with a weight of its own."""
     for tensor in tensors:
         module, _, kind = tensor.key.rpartition(".")
-        if kind == "weight" and module.startswith("decoder.") and not module.endswith("router"):
+        if kind == "weight" and module.startswith(_LAYERS) and not module.endswith("router"):
             position = ".".join(map(str, tensor.position or (0,)))
             counts = ".".join(map(str, tensor.counts or (1,)))
             yield f"{module}._extra_state/shard_{position}_{counts}"
+            if module.startswith("mtp.") and module.endswith(".linear_proj"):
+                # Here alone Megatron also asks for that of a module without weights.
+                attention = module.removesuffix(".linear_proj")
+                yield f"{attention}.core_attention._extra_state/shard_{position}_{counts}"
 
 
 def _write_common(folder: Path, args: argparse.Namespace) -> None:
