@@ -13,6 +13,7 @@ from typing import Any
 from mindspeed.adaptor.config_file import read_config_file
 from mindspeed.adaptor.patch import Patch
 from mindspeed.features import registry
+from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 
 OWNER = "arguments"
 
@@ -26,7 +27,9 @@ def argument_patches(configure: Callable[[Any], None]) -> tuple[Patch, ...]:
 
     def add_flags(original: Callable[..., Any]) -> Callable[..., Any]:
         def add_megatron_arguments(parser: Any) -> Any:
-            return registry.add_arguments(original(parser), read_config_file())
+            parser = registry.add_arguments(original(parser), read_config_file())
+            parser.set_defaults(cp_comm_type=COMM_TYPE_NOT_GIVEN)
+            return parser
 
         return add_megatron_arguments
 

@@ -54,6 +54,8 @@ class Strategy:
         ring_window: Neighbours in a window of the inner ring; 1 for a single ring.
         granularity: Tokens in the smallest piece that an adaptive layout moves.
         overlap: Steps in which needed rows arrive, each behind the work of the one before.
+        relayout: May adaptive algorithms give ranks other tokens than Megatron's batches do?
+        head_groups: Of ``all_gather``: key heads in so many parts, one behind the other.
         cache: What stays from the forward to the backward pass (:mod:`.planners.cache`).
         cache_interval: Layers without a cache behind each that has one.
     """
@@ -63,6 +65,8 @@ class Strategy:
     ring_window: int = 1
     granularity: int = 128
     overlap: int = 2
+    relayout: bool = True
+    head_groups: int = 1
     cache: Literal["full", "half"] | None = None
     cache_interval: int = 0
 
@@ -91,7 +95,12 @@ class Strategy:
     @property
     def adaptive(self) -> bool:
         """Do layouts depend on the mask?"""
-        return self.algorithm in ("adaptive", "hybrid_adaptive")
+        return self.relayout and self.algorithm in ("adaptive", "hybrid_adaptive")
+
+    @property
+    def hybrid(self) -> bool:
+        """Do neighbours exchange rows for heads before the others come in?"""
+        return self.algorithm in ("hybrid", "hybrid_adaptive")
 
     def exchanging(self, ranks: int) -> int:
         """How many of the ranks exchange rows for heads with each other; 1 for none."""
@@ -153,7 +162,7 @@ def _plan(strategy: Strategy, mask: Mask, layout: Layout, cache: str | None) -> 
     outer = strategy.outer(layout)
     if strategy.algorithm == "all_gather":
         plan = planners.all_gather(mask, outer)
-    elif strategy.algorithm == "needed" or strategy.adaptive:
+    elif strategy.algorithm in ("needed", "adaptive", "hybrid_adaptive"):
         plan = planners.needed_only(mask, outer, strategy.overlap)
     else:
         plan = planners.ring(mask, outer, strategy.ring_window)

@@ -38,7 +38,7 @@ def all_features() -> tuple[Feature, ...]:
     features = [
         importlib.import_module(f"{package.__name__}.{name}").FEATURE
         for name in modules
-        if name not in _SUPPORT_MODULES
+        if name not in _SUPPORT_MODULES and not name.startswith("_")
     ]
     check_declarations(features)
     return tuple(sorted(features, key=lambda feature: feature.name))

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from mindspeed.errors import ConfigError
+from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.flags import flags_of
 from mindspeed.training.flag_types import Ignored, Switch, argparse_type, show
 from mindspeed.training.old_flags import ALIASES, IGNORED
@@ -70,7 +71,7 @@ DEFAULT: dict[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
     "rotary_scaling_factor": 1.0,
-    "cp_comm_type": ["p2p"],
+    "cp_comm_type": COMM_TYPE_NOT_GIVEN,
     "muon_momentum": 0.9,
 }
 

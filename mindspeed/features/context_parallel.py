@@ -1,0 +1,213 @@
+"""Context parallelism by the original's flags: ``--context-parallel-algo`` and what refines it.
+
+    ulysses_cp_algo          rows for heads (default)
+    megatron_cp_algo         a ring; --cp-window-size w: two rings, windows of w neighbours
+    hybrid_cp_algo           rows for heads among --ulysses-degree-in-cp neighbours, a ring between
+    kvallgather_cp_algo      every rank gets all keys and values, in --kvallgather-head-groups parts
+    adaptive_cp_algo         a layout made for the mask, only keys that somebody sees travel
+    hybrid_adaptive_cp_algo  rows for heads among neighbours, adaptive between
+
+Megatron's ``--cp-comm-type`` wins where it is given, also per layer. Losses are those of one rank,
+at any tensor and pipeline parallel size. Which one to choose: docs/context-parallel.md.
+
+What the original needs flags for and is always so here: keys travel behind the work, gradients and
+keys at the same time (``--use-cp-send-recv-overlap``); partial outputs are merged in fp32 in place
+(``--use-fused-ring-attention-update``); tensors are taken in the order that they have
+(``--megatron-cp-in-bnsd``); every mask has its own plan (``--adaptive-cp-dynamic-attn-mask``).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed.features._context_parallel_checks import indivisible as indivisible
+from mindspeed.features._context_parallel_checks import problems, uneven_heads
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.attention.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class ContextParallelOptions:
+    """Which algorithm shares a sequence, and with which parameters."""
+
+    context_parallel_algo: Literal[
+        "ulysses_cp_algo",
+        "megatron_cp_algo",
+        "hybrid_cp_algo",
+        "kvallgather_cp_algo",
+        "adaptive_cp_algo",
+        "hybrid_adaptive_cp_algo",
+    ] = flag("ulysses_cp_algo", "how ranks attend over a sequence; --cp-comm-type wins over it")
+    ulysses_degree_in_cp: int | None = flag(
+        None, "neighbours that exchange rows for heads, of the hybrid algorithms"
+    )
+    cp_window_size: int = flag(1, "ring: neighbours in a window of the inner ring; 1: one ring")
+    use_cp_send_recv_overlap: bool = flag(
+        False, "no further effect: keys and gradients travel behind the work anyway"
+    )
+    use_fused_ring_attention_update: bool = flag(
+        False, "no further effect: partial outputs are merged in place in fp32 anyway"
+    )
+    megatron_cp_in_bnsd: bool = flag(
+        False, "no further effect: tensors are taken in the order that they have"
+    )
+    context_parallel_kv_cache_policy: Literal["full", "half"] | None = flag(
+        None, "keep received keys and values (half: keys) until the backward pass"
+    )
+    context_parallel_cache_interval: int = flag(
+        0, "layers without that cache behind each that has one"
+    )
+    use_ulysses_allgather_kv: bool = flag(
+        False, "Ulysses with one key head per tensor rank: every rank gets it from all"
+    )
+    kvallgather_head_groups: int = flag(
+        1, "KV all-gather: key heads in so many parts, one behind the other; less memory"
+    )
+    adaptive_cp_granularity: int = flag(128, "adaptive: smallest number of tokens that is moved")
+    adaptive_cp_overlap_degree: int = flag(
+        2, "adaptive: steps in which keys arrive, each behind the work of the one before"
+    )
+    adaptive_cp_without_coarse: bool = flag(False, "adaptive: granularity of one token")
+    adaptive_cp_dynamic_attn_mask: bool = flag(
+        False, "no further effect: every mask has its own plan"
+    )
+    adaptive_cp_only_reschedule: bool = flag(
+        False, "adaptive: ranks keep the tokens of Megatron's batches"
+    )
+
+
+_RING, _ULYSSES, _HYBRID, _GATHER = ["p2p"], ["a2a"], ["a2a+p2p"], ["all_gather"]
+COMM_TYPE_NOT_GIVEN = ["p2p"]
+"""Default of ``--cp-comm-type`` in the parsers, known by its identity: nobody gave it."""
+
+_ALGORITHMS: dict[str, tuple[str, list[str]]] = {
+    "ulysses_cp_algo": ("ulysses", _ULYSSES),
+    "megatron_cp_algo": ("ring", _RING),
+    "hybrid_cp_algo": ("hybrid", _HYBRID),
+    "kvallgather_cp_algo": ("all_gather", _GATHER),
+    "adaptive_cp_algo": ("adaptive", _RING),
+    "hybrid_adaptive_cp_algo": ("hybrid_adaptive", _HYBRID),
+}
+"""Name of the strategy, and of what Megatron calls the groups that it needs."""
+
+_OURS = (COMM_TYPE_NOT_GIVEN, _RING, _ULYSSES, _HYBRID, _GATHER)
+
+
+def comm_types(megatron: Megatron) -> list[str] | None:
+    """``--cp-comm-type`` where the user gave it."""
+    value = megatron.get("cp_comm_type")
+    if value is None or any(value is own for own in _OURS):
+        return None
+    return [value] if isinstance(value, str) else list(value)
+
+
+def strategy_of(
+    options: ContextParallelOptions, comm_type: str | None = None, exchanging: int = 1
+) -> Strategy:
+    """What the flags say.
+
+    Args:
+        options: The flags.
+        comm_type: Megatron's word for the layer, where it decides.
+        exchanging: Neighbours that exchange heads, of ``a2a+p2p``.
+    """
+    from mindspeed.attention.strategy import Strategy
+
+    if comm_type is None:
+        name, _ = _ALGORITHMS[options.context_parallel_algo]
+        hybrid = name.startswith("hybrid")
+        chosen = Strategy(name, options.ulysses_degree_in_cp or 1 if hybrid else 1)  # type: ignore[arg-type]
+    else:
+        chosen = Strategy.from_comm_type(comm_type, exchanging)
+    return replace(
+        chosen,
+        ring_window=options.cp_window_size if chosen.algorithm in ("ring", "hybrid") else 1,
+        granularity=1 if options.adaptive_cp_without_coarse else options.adaptive_cp_granularity,
+        overlap=options.adaptive_cp_overlap_degree,
+        relayout=not options.adaptive_cp_only_reschedule,
+        cache=options.context_parallel_kv_cache_policy,
+        cache_interval=options.context_parallel_cache_interval,
+        head_groups=options.kvallgather_head_groups,
+    )
+
+
+def _ranks(megatron: Megatron) -> int:
+    return megatron.get("context_parallel_size") or 1
+
+
+def _enabled(options: ContextParallelOptions, megatron: Megatron) -> bool:
+    needs_ranks = (
+        options.cp_window_size != 1
+        or options.ulysses_degree_in_cp is not None
+        or options.context_parallel_kv_cache_policy is not None
+        or options.context_parallel_cache_interval != 0
+        or options.use_ulysses_allgather_kv
+    )
+    return _ranks(megatron) > 1 or needs_ranks
+
+
+def _validate(options: ContextParallelOptions, megatron: Megatron) -> list[Problem]:
+    return list(problems(options, megatron, comm_types(megatron)))
+
+
+def _corrects(options: ContextParallelOptions, megatron: Megatron) -> dict[str, Any]:
+    """Megatron's words for the algorithm, and what does not go with a split sequence."""
+    values: dict[str, Any] = {}
+    if comm_types(megatron) is None:
+        name, words = _ALGORITHMS[options.context_parallel_algo]
+        values["cp_comm_type"] = words
+        if name.startswith("hybrid"):
+            degree = options.ulysses_degree_in_cp or 1
+            values["hierarchical_context_parallel_sizes"] = [degree, _ranks(megatron) // degree]
+    if megatron.get("attention_mask_type") != "general":
+        # Of the causal mask nothing but the name is read.
+        values["create_attention_mask_in_dataloader"] = False
+    modules = megatron.get("recompute_modules")
+    modules = ["core_attn"] if modules is None else modules
+    if megatron.get("recompute_granularity") == "selective" and "core_attn" in modules:
+        _say("core_attn is not recomputed: no scores are kept, only communication would repeat")
+        rest = [module for module in modules if module != "core_attn"]
+        values |= {
+            "recompute_modules": rest,
+            "recompute_granularity": "selective" if rest else None,
+        }
+    return values
+
+
+def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -> None:
+    given = comm_types(megatron)
+
+    def context_strategy(comm_type: str | None, exchanging: int) -> Strategy:
+        if given is None:
+            return strategy_of(options)
+        return strategy_of(options, comm_type or "p2p", exchanging)
+
+    seams.use_kernels(owner=FEATURE.name, context_strategy=context_strategy)
+    chosen = options.context_parallel_algo if given is None else f"--cp-comm-type {' '.join(given)}"
+    _say(f"{_ranks(megatron)} ranks, {chosen}")
+    for text in uneven_heads(options, megatron, given):
+        _say(text)
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"context parallel: {text}", flush=True)
+
+
+FEATURE = Feature(
+    name="context-parallel",
+    summary="long sequences over several ranks: ring, Ulysses, hybrid, all-gather, adaptive",
+    level=2,
+    options=ContextParallelOptions,
+    enabled=_enabled,
+    validate=_validate,
+    corrects=_corrects,
+    attach=_attach,
+    seams=("kernels",),
+)
