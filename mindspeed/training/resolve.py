@@ -18,6 +18,7 @@ import torch
 from mindspeed import device
 from mindspeed.checkpoint.directory import tracked
 from mindspeed.errors import ConfigError
+from mindspeed.features.context_parallel import indivisible
 from mindspeed.lora import flags as lora_flags
 from mindspeed.models.hf_load import is_hf
 from mindspeed.training import zero
@@ -316,8 +317,8 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
     if args.multi_latent_attention and args.group_query_attention:
         yield "--multi-latent-attention and --num-query-groups exclude each other"
     cp = args.context_parallel_size
-    if cp > 1 and args.seq_length % (2 * cp):
-        yield f"--seq-length {args.seq_length} is not divisible by 2 x context parallel size {cp}"
+    if args.optimization_level < 2 and cp > 1 and args.seq_length % (2 * cp):
+        yield indivisible(args.seq_length, cp)  # above, the feature says so
     if args.sequence_parallel and args.seq_length % tp:
         yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
     if args.max_position_embeddings < args.seq_length:
