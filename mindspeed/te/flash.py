@@ -40,9 +40,13 @@ def attend(
     if query.stride(2) < query.stride(0):
         layout, order, back = "BSND", (0, 2, 1, 3), (0, 2, 1, 3)
     if bias is not None and slopes is not None:
-        slopes, bias = None, bias + alibi_bias(slopes, query.shape[2], key.shape[2])
+        bias = bias + alibi_bias(slopes, query.shape[2], key.shape[2])
+        slopes = None
+    q, k, v = (x.permute(order) for x in (query, key, value))
     out, _ = attention(
-        *(x.permute(order) for x in (query, key, value)),
+        q,
+        k,
+        v,
         layout=layout,
         scale=scale,
         dropout=dropout,

@@ -11,13 +11,16 @@ switched on, so the choice holds for the process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from mindspeed.attention.mask import Mask
 from mindspeed.attention.strategy import Strategy
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
+from mindspeed.te.masks import Window
 
 
 def normalize(
@@ -74,6 +77,23 @@ def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
     return mask
 
 
+def rule(mask_type: str, window: Window) -> tuple[str, Window]:
+    """The mask type and sliding window with which a layer attends."""
+    return mask_type, window
+
+
+def user_mask(length: int, samples: int) -> Mask | None:
+    """What the queries of samples of ``length`` tokens see; None: what the mask type says."""
+    return None
+
+
+def alibi_slopes(
+    all_heads: int, first: int, heads: int, device: torch.device
+) -> torch.Tensor | None:
+    """Slopes of ALiBi of ``heads`` of a model's heads, fp32; None where there is no ALiBi."""
+    return None
+
+
 def context_strategy(comm_type: str | None, exchanging: int) -> Strategy:
     """How a layer attends over a split sequence.
 
@@ -82,6 +102,11 @@ def context_strategy(comm_type: str | None, exchanging: int) -> Strategy:
         exchanging: Neighbours that exchange rows for heads where it is ``a2a+p2p``.
     """
     return Strategy.from_comm_type(comm_type, exchanging)
+
+
+def second_communicator(group: Any) -> Any:
+    """The same ranks as ``group``, for gradients that travel while keys do; None: the same one."""
+    return None
 
 
 def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ def config(**options):
         "sequence_parallel": True,
         "memory_efficient_layer_norm": False,
         "apply_query_key_layer_scaling": False,
+        "num_attention_heads": 4,
     }
     return SimpleNamespace(**{**defaults, **options})
 
@@ -58,6 +59,7 @@ def attention(mask_type="causal", window=None, sink=None, **options):
         attention_dropout=torch.nn.Dropout(0.0),
         training=True,
         cp_groups=None,
+        pg_collection=SimpleNamespace(tp=None),
     )
 
 
