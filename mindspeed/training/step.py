@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mindspeed import device
 from mindspeed.errors import TrainingError
 from mindspeed.training.data import Reader
-from mindspeed.training.instruction import stage_shape
 from mindspeed.training.model import TrainedModel
 
 
@@ -92,14 +91,13 @@ class Trainer:
     ) -> torch.Tensor | None:
         model, args = self._model, self._args
         single = len(model.chunks) == 1
-        seq_length, micro_batch_size = stage_shape(args)
         reports = self._schedule(
             forward_step_func=forward_step,
             data_iterator=readers[0] if single else list(readers),
             model=model.chunks[0] if single else model.chunks,
             num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,
         )
         return torch.stack(reports) if reports else None

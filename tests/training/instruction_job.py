@@ -96,14 +96,15 @@ def _samples(item: dict[str, Any]) -> list[dict[str, Any]]:
 def _losses_and_gradients(args: Any, model: Any, items: list[Any], packed: bool) -> dict[str, Any]:
     from argparse import Namespace
 
-    from mindspeed.training.instruction import Collate, InstructionBatches
+    from mindspeed.training.batches import MicroBatches
+    from mindspeed.training.instruction import Collate
     from mindspeed.training.step import forward_step
 
     how = Namespace(**{**vars(args), "micro_batch_size": len(items), "pack_sequences": packed})
     loader = iter([Collate(0, args.seq_length, None)(items)])
     model.zero_grad()
     output, loss_function = forward_step(
-        InstructionBatches(how, loader, first=True, last=True), model
+        MicroBatches(how, loader, None, first=True, last=True), model
     )
     total, _, _ = loss_function(output)
     total.backward()

@@ -137,7 +137,7 @@ def test_every_rank_of_a_group_gets_what_its_stage_needs(prefix, ranks):
     (start,), (end,) = ranks(2, batches, flags, 1, setup=SETUP, backend=None, timeout=60)
     assert start["labels"] is None and end["tokens"] is None
     assert start["cu_seqlens"].equal(end["cu_seqlens"])
-    assert start["tokens"].shape == end["labels"].shape == (1, 128)
+    assert start["tokens"].shape == end["labels"].shape == (2, 64)
     assert int(start["cu_seqlens"][-1]) == 128
 
 
