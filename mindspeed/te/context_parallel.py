@@ -1,14 +1,18 @@
 """Attention of a module whose sequence is split over ranks.
 
 What a module knows (groups, mask type, window) and the strategy of its layer become a plan of
-:mod:`mindspeed.attention`, which is made once. Ranks own the zigzag chunks that Megatron's batches
-are cut into, unless a packed batch says what they own.
+:mod:`mindspeed.attention`, which is made once. Who owns which tokens:
+
+    sbhd                  zigzag chunks of every sample, as Megatron cuts its batches
+    sbhd, packed batch    what the batch says
+    thd                   zigzag chunks of every document, as Transformer Engine cuts them
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +25,13 @@ from mindspeed.attention import (
     contiguous,
     zigzag,
 )
+from mindspeed.attention.packed import PackedBatch
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
+from mindspeed.te import kernels
+from mindspeed.te.attention import Documents
+from mindspeed.te.flash import copied
 from mindspeed.te.masks import Window
-
-if TYPE_CHECKING:
-    from mindspeed.attention.packed import PackedBatch
 
 
 def group_size(groups: Any) -> int:
@@ -90,21 +95,93 @@ def attend(
     else:
         layout, borders = megatron_layout(length, size, samples), _samples(length, samples)
     if mask is None:
-        mask = _mask(borders, causal, None if window is None else (int(window[0]), int(window[1])))
+        mask = _mask(borders, causal, _bounds(window))
     plan = strategy.plan(mask, layout, layer)
     # One behind the other, samples are rows of one sequence whose parts do not see each other.
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
-    run = functools.partial(context_parallel_attention, scale=scale, dropout=dropout)
+    run = functools.partial(
+        _attend_in_parts,
+        strategy.head_groups,
+        plan=plan,
+        group=outer,
+        overlap_group=None if plan.ranks == 1 else kernels.second_communicator(outer),
+        scale=scale,
+        dropout=dropout,
+    )
     if inner is None:
-        out = run(q, k, v, plan, outer, sink=sink, slopes=slopes)
+        out = run(q, k, v, sink=sink, slopes=slopes)
     else:
         split = _heads(layout, inner, outer)
         mine = split.heads(split.rank, heads)
         of_head = slice(mine.start, mine.stop)
         sink, slopes = (None if x is None else x[of_head] for x in (sink, slopes))
-        out = run(*split.split(q, k, v), plan, outer, sink=sink, slopes=slopes)
-        out = split.join(out, heads)
+        out = split.join(run(*split.split(q, k, v), sink=sink, slopes=slopes), heads)
     return out.unflatten(0, (samples, rows)).transpose(0, 1).flatten(2)
+
+
+def _attend_in_parts(
+    parts: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sink: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend with some of the key heads after the others: less is held at a time."""
+    if parts == 1:
+        return context_parallel_attention(q, k, v, sink=sink, slopes=slopes, **options)
+    heads, groups = q.shape[1], k.shape[1]
+    cuts = [groups * part // parts for part in range(parts + 1)]
+    outs = []
+    for first, last in itertools.pairwise(cuts):
+        if first < last:
+            mine = slice(heads // groups * first, heads // groups * last)
+            keys = slice(first, last)
+            of_heads = [None if x is None else x[mine] for x in (sink, slopes)]
+            options |= {"sink": of_heads[0], "slopes": of_heads[1]}
+            outs.append(context_parallel_attention(q[:, mine], k[:, keys], v[:, keys], **options))
+    return torch.cat(outs, 1)
+
+
+def attend_thd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents,
+    groups: Any,
+    strategy: Strategy,
+    *,
+    causal: bool,
+    window: Window,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend within documents; ``[t, n, d]`` of this rank, the result ``[t, n * d_v]``. Collective.
+
+    Rows of padding between documents are zero.
+
+    Args:
+        q: Queries: of every document, in turn, the two chunks of this rank.
+        k: Keys.
+        v: Values.
+        documents: Borders on all ranks together; queries and keys have the same.
+        groups: As in :func:`attend`.
+        strategy: As in :func:`attend`.
+        causal: A query sees no key behind it.
+        window: As in :func:`attend`.
+        options: Further arguments of :func:`attend`.
+
+    Raises:
+        ConfigError: A document with its padding does not divide into two chunks for each rank.
+    """
+    real = documents.cu_seqlens_q
+    borders = real if documents.cu_seqlens_q_padded is None else documents.cu_seqlens_q_padded
+    lengths, starts = (tuple(copied(x).tolist()) for x in (real, borders))  # type: ignore[union-attr]
+    packed = _cut_each(starts, group_size(groups))
+    mask = _padded(lengths, starts, causal, _bounds(window))
+    q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+    return attend(q, k, v, groups, strategy, mask=mask, packed=packed, **options).squeeze(1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -123,7 +200,7 @@ def megatron_layout(length: int, ranks: int, samples: int) -> Layout:
 def _split_groups(groups: Any, strategy: Strategy) -> tuple[Any, Any]:
     """Groups that exchange heads and that run a plan; None where there is none."""
     name = strategy.algorithm
-    if strategy.ulysses_degree == 1:
+    if not strategy.hybrid:
         if isinstance(groups, list):
             raise ConfigError(f"context parallelism by {name!r} takes one group, not {len(groups)}")
         return (groups, None) if name == "ulysses" else (None, groups)
@@ -141,12 +218,48 @@ def _split_groups(groups: Any, strategy: Strategy) -> tuple[Any, Any]:
     return groups[0], groups[1]
 
 
+def _bounds(window: Window) -> tuple[int, int] | None:
+    return None if window is None else (int(window[0]), int(window[1]))
+
+
 @functools.lru_cache(maxsize=64)
 def _mask(borders: tuple[int, ...], causal: bool, window: tuple[int, int] | None) -> Mask:
     if window is not None:
         before, after = (borders[-1] if side < 0 else side for side in window)
         window = before, after
     return Mask.documents(borders, causal=causal, window=window)
+
+
+@functools.lru_cache(maxsize=64)
+def _padded(
+    borders: tuple[int, ...],
+    starts: tuple[int, ...],
+    causal: bool,
+    window: tuple[int, int] | None,
+) -> Mask:
+    """Documents with ``borders`` that begin at ``starts``: padding sees and shows nothing."""
+    regions = []
+    for (a, b), start in zip(itertools.pairwise(borders), starts, strict=False):
+        document = _mask((0, b - a), causal, window)
+        regions += [region.shifted(start, start) for region in document.regions]
+    return Mask(starts[-1], tuple(regions))
+
+
+@functools.lru_cache(maxsize=64)
+def _cut_each(starts: tuple[int, ...], ranks: int) -> PackedBatch:
+    """Every document cut into two chunks for each rank."""
+    own: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for start, end in itertools.pairwise(starts):
+        if (end - start) % (2 * ranks):
+            raise ConfigError(
+                f"context parallel: a document of {end - start} tokens with its padding must be "
+                f"divisible by 2*CP={2 * ranks}; pad documents, or use --reset-attention-mask, "
+                "which cuts the whole sequence"
+            )
+        for segments, parts in zip(own, zigzag(end - start, ranks).segments, strict=True):
+            segments += [(start + a, start + b) for a, b in parts]
+    layout = Layout(tuple(map(tuple, own)))
+    return PackedBatch(starts, 1, starts[-1], layout, torch.empty(0, dtype=torch.int64))
 
 
 @functools.lru_cache(maxsize=64)

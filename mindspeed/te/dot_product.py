@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import Parameter
 
+from mindspeed.attention import Mask as PlanMask
+from mindspeed.attention.packed import PackedBatch
+from mindspeed.errors import ConfigError
 from mindspeed.te import context_parallel, kernels
 from mindspeed.te.attention import Documents, each_document, max_logit
 from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
@@ -108,6 +111,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Give the module its context-parallel group."""
+        if cp_group is None and cp_global_ranks:
+            raise ConfigError(
+                f"cp_comm_type {cp_comm_type!r} over {len(cp_global_ranks)} ranks without its "
+                "groups: give --hierarchical-context-parallel-sizes two numbers, ranks that "
+                "exchange heads and ranks of a ring"
+            )
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
 
@@ -130,12 +139,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        packed: PackedBatch | None = None,
     ) -> Any:
-        """Attend and return ``[s, b, h * d_v]`` (or the like for the other layouts)."""
+        """Attend and return ``[s, b, h * d_v]`` (or the like for the other layouts).
+
+        ``packed``, ours, says which documents the rows of an ``sbhd`` batch belong to.
+        """
         self._refuse(checkpoint_core_attention)
         layout = qkv_format or self.qkv_format
         mask_type = attn_mask_type or self.attn_mask_type
         window = self._window if window_size is None else window_size
+        mask_type, window = kernels.rule(mask_type, window)
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None or bias is not None:
@@ -145,17 +159,26 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
             qkv = (query_layer, key_layer, value_layer)
             if context_parallel.group_size(self.cp_group) > 1:
-                self._refuse_with_split_sequence("packed sequences (qkv_format 'thd')")
+                return self._split(*qkv, layout, mask_type, window, documents=documents)
             return self._packed(qkv, documents, mask_type, window)
         order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}.get(layout)
         if order is None:
             raise ValueError(f"qkv_format {layout!r} is not one of sbhd, bshd, thd")
-        if context_parallel.group_size(self.cp_group) > 1:
+        mask = None if packed is not None else self._user_mask(query_layer, key_layer, layout)
+        if mask is not None or context_parallel.group_size(self.cp_group) > 1:
             if bias is not None or "padding" in mask_type or "arbitrary" in mask_type:
                 self._refuse_with_split_sequence(f"a bias or mask type {mask_type!r}")
-            if self.return_max_logit:
-                self._refuse_with_split_sequence("return_max_logit")
-            return self._split(query_layer, key_layer, value_layer, layout, mask_type, window)
+            return self._split(
+                query_layer, key_layer, value_layer, layout, mask_type, window,
+                packed=packed, mask=mask,
+            )  # fmt: skip
+        if packed is not None and cu_seqlens_q is not None and cu_seqlens_kv is not None:
+            q, k, v = (
+                x.transpose(0, 1).flatten(0, 1) for x in (query_layer, key_layer, value_layer)
+            )
+            borders = Documents(cu_seqlens_q, cu_seqlens_kv)
+            out = self._packed((q, k, v), borders, mask_type, window)
+            return out.unflatten(0, (packed.samples, -1)).transpose(0, 1)
         q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
         seen = visibility(
             mask_type,
@@ -182,20 +205,38 @@ class DotProductAttention(TransformerEngineBaseModule):
         layout: str,
         mask_type: str,
         window: Window,
+        *,
+        documents: Documents | None = None,
+        packed: PackedBatch | None = None,
+        mask: PlanMask | None = None,
     ) -> torch.Tensor:
-        """Attend over a sequence that context-parallel ranks share."""
+        """Attend by a plan: over a sequence that context-parallel ranks share, or by regions."""
+        if self.return_max_logit:
+            self._refuse_with_split_sequence("return_max_logit")
         if layout == "bshd":
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        strategy = kernels.context_strategy(
+            self.cp_comm_type, context_parallel.lowest_level(self.cp_group)
+        )
+        options = self._options(q) | {
+            "causal": "causal" in mask_type, "window": window, "layer": self.layer_number or 1
+        }  # fmt: skip
         with self._dropout_stream():
+            if documents is not None:
+                return context_parallel.attend_thd(
+                    q, k, v, documents, self.cp_group, strategy, **options
+                )
             out = context_parallel.attend(
-                q, k, v, self.cp_group,
-                kernels.context_strategy(
-                    self.cp_comm_type, context_parallel.lowest_level(self.cp_group)
-                ),
-                causal="causal" in mask_type, window=window, layer=self.layer_number or 1,
-                **self._options(q),
-            )  # fmt: skip
+                q, k, v, self.cp_group, strategy, packed=packed, mask=mask, **options
+            )
         return out.transpose(0, 1) if layout == "bshd" else out
+
+    def _user_mask(self, q: torch.Tensor, k: torch.Tensor, layout: str) -> PlanMask | None:
+        place = layout.index("s")
+        if self.attention_type != "self" or q.shape[place] != k.shape[place]:
+            return None
+        length = q.shape[place] * context_parallel.group_size(self.cp_group)
+        return kernels.user_mask(length, q.shape[1 - place])
 
     def _refuse_with_split_sequence(self, what: str) -> None:
         raise NotImplementedError(
@@ -208,6 +249,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             "scale": self.softmax_scale,
             "dropout": self.attention_dropout if self.training else 0.0,
             "sink": self._sink(query),
+            "slopes": self._slopes(query.device),
         }
 
     def _packed(
@@ -240,8 +282,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         if self.softmax_type == "vanilla":
             return None
         if self.softmax_offset is None:
-            return query.new_zeros(query.shape[1])
+            return query.new_zeros(self.num_attention_heads // self.tp_size)
         return self.softmax_offset.flatten()
+
+    def _slopes(self, device: torch.device) -> torch.Tensor | None:
+        if self.attention_type != "self":
+            return None
+        heads = self.num_attention_heads // self.tp_size
+        rank = torch.distributed.get_rank(self.tp_group) if self.tp_size > 1 else 0
+        return kernels.alibi_slopes(self.num_attention_heads, rank * heads, heads, device)
 
     def _bias(
         self, kind: str, bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None

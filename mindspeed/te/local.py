@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.attention import Mask
 from mindspeed.errors import ConfigError
 from mindspeed.te import context_parallel, kernels
 from mindspeed.te.attention import Documents
@@ -175,10 +176,11 @@ def core_attention_forward(
         attention_mask: ``[b, 1, s, s]``, True is masked.
         attn_mask_type: Not read, like upstream: the module's own type counts.
         attention_bias: Added to the scaled scores.
-        packed_seq_params: Borders of packed documents.
+        packed_seq_params: Borders of packed documents, and the group that shares the batch.
     """
-    window = _window(self)
-    causal = "causal" in self.attn_mask_type.name
+    kind = "causal" if "causal" in self.attn_mask_type.name else "no_mask"
+    kind, window = kernels.rule(kind, _window(self))
+    causal = kind == "causal"
     scale = self.softmax_scale
     if self.config.apply_query_key_layer_scaling:
         scale *= self.layer_number
@@ -186,34 +188,45 @@ def core_attention_forward(
         "scale": scale,
         "dropout": self.attention_dropout.p if self.training else 0.0,
         "sink": self.softmax_offset,
+        "slopes": _slopes(self, query),
     }
-    if context_parallel.group_size(self.cp_groups) > 1:
-        if packed_seq_params is not None or attention_bias is not None:
-            raise NotImplementedError(
-                "--context-parallel-size does not work with packed documents or a bias yet"
-            )
-        if attention_mask is not None:
+    packed = getattr(packed_seq_params, "packed", None)
+    documents = _documents(packed_seq_params)
+    groups = _groups_of(self, packed_seq_params)
+    mask = None if packed_seq_params is not None else _user_mask(groups, query, key)
+    if mask is not None or context_parallel.group_size(groups) > 1:
+        if attention_bias is not None:
+            raise NotImplementedError("--context-parallel-size does not work with a bias tensor")
+        if kernels.given_mask(attention_mask, causal) is not None and packed is None:
             raise ConfigError(
                 "--context-parallel-size needs --no-create-attention-mask-in-dataloader: a mask "
                 "tensor of the whole sequence is not cut over ranks"
             )
+        strategy = kernels.context_strategy(
+            self.cp_comm_type, context_parallel.lowest_level(groups)
+        )
+        options |= {"causal": causal, "window": window, "layer": self.layer_number}
         with _dropout_stream(self):
+            if documents is not None:
+                return context_parallel.attend_thd(
+                    query, key, value, documents, groups, strategy, **options
+                )
             return context_parallel.attend(
-                query, key, value, self.cp_groups,
-                kernels.context_strategy(
-                    self.cp_comm_type, context_parallel.lowest_level(self.cp_groups)
-                ),
-                causal=causal, window=window, layer=self.layer_number, **options,
-            )  # fmt: skip
+                query, key, value, groups, strategy, packed=packed, mask=mask, **options
+            )
     with _dropout_stream(self):
-        if packed_seq_params is not None:
-            kind, documents = "causal" if causal else "no_mask", _documents(packed_seq_params)
+        kind = "causal" if causal else "no_mask"
+        if documents is not None:
             return kernels.attend_packed(
                 query, key, value, documents, kind, window=window, **options
             )
+        if packed is not None:
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            borders = Documents(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv)
+            out = kernels.attend_packed(q, k, v, borders, kind, window=window, **options)
+            return out.unflatten(0, (packed.samples, -1)).transpose(0, 1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mask = kernels.given_mask(attention_mask, causal)
-        seen = _seen(q, k, causal, mask, window)
+        seen = _seen(q, k, causal, kernels.given_mask(attention_mask, causal), window)
         out = kernels.attend(q, k, v, seen, bias=attention_bias, **options)
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -229,11 +242,36 @@ def _seen(
     return seen if mask is None else replace(seen, masked=mask.bool())
 
 
+def _user_mask(groups: Any, query: torch.Tensor, key: torch.Tensor) -> Mask | None:
+    if query.shape[0] != key.shape[0]:
+        return None
+    length = query.shape[0] * context_parallel.group_size(groups)
+    return kernels.user_mask(length, query.shape[1])
+
+
+def _slopes(module: Any, query: torch.Tensor) -> torch.Tensor | None:
+    heads = query.shape[-2]
+    tp_group = module.pg_collection.tp
+    first = heads * (0 if tp_group is None else tp_group.rank())
+    return kernels.alibi_slopes(module.config.num_attention_heads, first, heads, query.device)
+
+
 def _window(module: Any) -> Window:
     return getattr(module.scale_mask_softmax, "window_size", None)
 
 
-def _documents(packed: Any) -> Documents:
+def _groups_of(module: Any, packed: Any) -> Any:
+    """The groups that share the sequence; those of the batch where it has its own."""
+    if getattr(packed, "cp_group", None) is not None:
+        return packed.cp_group
+    alone = getattr(packed, "local_cp_size", None) == 1
+    return None if alone else module.cp_groups
+
+
+def _documents(packed: Any) -> Documents | None:
+    """Borders of the documents of a ``thd`` batch."""
+    if packed is None or packed.qkv_format != "thd":
+        return None
     return Documents(
         packed.cu_seqlens_q,
         packed.cu_seqlens_kv,

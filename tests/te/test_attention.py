@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.errors import ConfigError
 from mindspeed.te.dot_product import DotProductAttention
 from mindspeed.te.masks import visibility
 from mindspeed.testing import assert_close_with_grads
@@ -240,9 +241,15 @@ def test_what_does_not_work_over_a_split_sequence_says_so():
             return 2
 
     attention = module(cp_group=Group())
-    for options in ({"attn_mask_type": "padding"}, {"qkv_format": "thd", **packed_arguments()}):
-        with pytest.raises(NotImplementedError, match="--context-parallel-size 2"):
-            attention(*qkv(), **options)
+    with pytest.raises(NotImplementedError, match="--context-parallel-size 2"):
+        attention(*qkv(), attn_mask_type="padding")
+    with pytest.raises(ConfigError, match=r"document of 3 tokens .* divisible by 2\*CP=4"):
+        attention(*(x[:, 0] for x in qkv()), qkv_format="thd", **packed_arguments())
+
+
+def test_hybrid_without_its_groups_is_refused():
+    with pytest.raises(ConfigError, match="--hierarchical-context-parallel-sizes"):
+        module(cp_comm_type="a2a+p2p", cp_global_ranks=[0, 1])
 
 
 def packed_arguments():

@@ -108,6 +108,7 @@ def test_bias_sink_and_layer_scaling():
 def test_packed_documents():
     borders = torch.tensor([0, 3, 7])
     packed = SimpleNamespace(
+        qkv_format="thd",
         cu_seqlens_q=borders,
         cu_seqlens_kv=borders,
         cu_seqlens_q_padded=None,

@@ -1,0 +1,149 @@
+"""Every strategy of attention over a split sequence, on the ranks of a test."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.attention import Mask
+from mindspeed.attention.layout import Layout
+from mindspeed.attention.packed import pack
+from mindspeed.attention.strategy import Strategy
+from mindspeed.te.attention import Documents
+from mindspeed.te.context_parallel import attend, attend_thd, megatron_layout
+from tests.attention import truth
+
+SIZE, SAMPLES, SCALE = 32, 2, 0.3
+DOCUMENTS = (0, 5, 27, 32, 40, 64)  # of both samples
+STRATEGIES = {
+    "ring": Strategy("ring"),
+    "double ring": Strategy("ring", ring_window=2),
+    "ring with a cache": Strategy("ring", cache="full"),
+    "ring with half a cache": Strategy("ring", cache="half", cache_interval=1),
+    "all-gather": Strategy("all_gather"),
+    "all-gather in parts": Strategy("all_gather", head_groups=2, cache="half"),
+    "needed": Strategy("needed", overlap=3),
+    "ulysses": Strategy("ulysses"),
+    "hybrid": Strategy("hybrid", ulysses_degree=2),
+    "adaptive": Strategy("adaptive", granularity=2),
+    "hybrid adaptive": Strategy("hybrid_adaptive", ulysses_degree=2, granularity=2),
+    "adaptive where the tokens are": Strategy("adaptive", relayout=False),
+}
+
+
+def every_strategy() -> dict[str, dict[str, float]]:
+    """Errors of all strategies."""
+    return {name: errors(name) for name in STRATEGIES}
+
+
+def errors(name: str) -> dict[str, float]:
+    """Largest error of output and gradients, for each kind of batch."""
+    strategy = STRATEGIES[name]
+    groups = _groups(strategy)
+    return {
+        "causal": _causal(strategy, groups),
+        "window, ALiBi and sinks": _window(strategy, groups),
+        "packed": _packed(strategy, groups),
+        "thd": _thd(strategy, groups),
+        "second communicator": _second(strategy, groups),
+    }
+
+
+def _groups(strategy: Strategy):
+    if not strategy.hybrid:
+        return dist.group.WORLD
+    levels = ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    return [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in levels]
+
+
+def _causal(strategy, groups):
+    layout = megatron_layout(SIZE, 4, SAMPLES)
+    mask = Mask.documents((0, SIZE, 2 * SIZE))
+    return _error(layout, mask, lambda *qkv: attend(*qkv, groups, strategy, scale=SCALE, layer=1))
+
+
+def _window(strategy, groups):
+    layout, mask = megatron_layout(SIZE, 4, SAMPLES), Mask.documents((0, 32, 64), window=(6, 0))
+    generator = torch.Generator().manual_seed(3)
+    slopes = torch.rand(4, generator=generator, dtype=torch.float32)
+    sink = torch.rand(4, generator=generator, dtype=torch.float64)
+    options = {"scale": SCALE, "slopes": slopes, "sink": sink, "layer": 2, "window": (6, -1)}
+    return _error(
+        layout,
+        mask,
+        lambda *qkv: attend(*qkv, groups, strategy, **options),
+        slopes=slopes,
+        sink=sink,
+    )
+
+
+def _packed(strategy, groups):
+    batch = pack(DOCUMENTS, SAMPLES, strategy=strategy, ranks=4, rank=dist.get_rank())
+    options = {"scale": SCALE, "packed": batch}
+    attention = lambda *qkv: attend(*qkv, groups, strategy, **options)  # noqa: E731
+    return _error(batch.layout, Mask.documents(DOCUMENTS), attention)
+
+
+def _thd(strategy, groups):
+    """Three documents with padding behind each."""
+    starts, lengths = (0, 16, 48, 64), (13, 32, 1)
+    borders = torch.tensor((0, *lengths)).cumsum(0)
+    documents = Documents(borders, borders, torch.tensor(starts), torch.tensor(starts))
+    regions = [
+        region.shifted(start, start)
+        for start, length in zip(starts, lengths, strict=False)
+        for region in Mask.causal(length).regions
+    ]
+    own: list = [[] for _ in range(4)]
+    for start, end in itertools.pairwise(starts):
+        for segments, parts in zip(own, megatron_layout(end - start, 4, 1).segments, strict=True):
+            segments += [(start + a, start + b) for a, b in parts]
+    options = {"scale": SCALE, "causal": True, "window": None}
+
+    def attention(*qkv):
+        rows = [x.flatten(0, 1) for x in qkv]
+        return attend_thd(*rows, documents, groups, strategy, **options).unsqueeze(1)
+
+    return _error(Layout(tuple(map(tuple, own))), Mask(64, tuple(regions)), attention, samples=1)
+
+
+def _second(strategy, groups):
+    """Gradients and keys on communicators of their own."""
+    from mindspeed.te import kernels
+
+    before, second = kernels.second_communicator, {}
+
+    def of(group):
+        if group not in second:
+            ranks = dist.get_process_group_ranks(group)
+            second[group] = dist.new_group(ranks, use_local_synchronization=True)
+        return second[group]
+
+    kernels.second_communicator = of
+    try:
+        return _causal(replace(strategy, cache=None), groups)
+    finally:
+        kernels.second_communicator = before
+
+
+def _error(layout, mask, attention, samples=SAMPLES, **also) -> float:
+    *qkv, dout = truth.tensors(mask.size, heads=4, groups=4)
+    keep = mask.dense()
+    blind = ~keep.any(1)
+    keep[blind, 0] = True  # any key: their gradient is zero
+    dout[blind] = 0
+    expected = truth.attend(*qkv, dout, keep, scale=SCALE, **also)
+    expected[0][blind] = 0
+    rows = layout.positions(dist.get_rank())
+    mine = [x[rows].unflatten(0, (samples, -1)).transpose(0, 1) for x in qkv]
+    leaves = [x.clone().requires_grad_() for x in mine]
+    out = attention(*leaves)
+    out.backward(dout[rows].unflatten(0, (samples, -1)).transpose(0, 1).flatten(2))
+    results = [out.detach().unflatten(-1, (4, -1)), *(x.grad for x in leaves)]
+    return max(
+        float((got.transpose(0, 1).flatten(0, 1) - wanted[rows]).abs().max())
+        for got, wanted in zip(results, expected, strict=False)
+    )
