@@ -33,6 +33,7 @@ class Flag:
     env: str | None = None
     aliases: tuple[str, ...] = ()
     megatron: bool = False
+    adds: tuple[str, ...] = ()
 
     @property
     def option(self) -> str:
@@ -47,6 +48,7 @@ def flag(
     env: str | None = None,
     aliases: Sequence[str] = (),
     megatron: bool = False,
+    adds: Sequence[str] = (),
 ) -> Any:
     """A dataclass field that is also a command line flag.
 
@@ -57,8 +59,15 @@ def flag(
         aliases: older spellings, with dashes, each accepted.
         megatron: Megatron-LM declares this flag itself; ours is only used where Megatron's parser
             is absent, with the same name and meaning.
+        adds: choices that Megatron-LM's own flag of this name does not know.
     """
-    metadata = {"help": help, "env": env, "aliases": tuple(aliases), "megatron": megatron}
+    metadata = {
+        "help": help,
+        "env": env,
+        "aliases": tuple(aliases),
+        "megatron": megatron,
+        "adds": tuple(adds),
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -88,6 +97,7 @@ def add_flags(
     for item in flags_of(options):
         spellings = [item.option, *item.aliases]
         if item.option in known:
+            _add_choices(known[item.option], item.adds)
             continue
         default = default_of(item, defaults or {})
         group.add_argument(
@@ -97,6 +107,11 @@ def add_flags(
             help=f"{item.help} (default: {_show(item.default)})",
             **_argparse_type(item),
         )
+
+
+def _add_choices(action: argparse.Action, more: Sequence[str]) -> None:
+    if action.choices is not None:
+        action.choices = [*action.choices, *(one for one in more if one not in action.choices)]
 
 
 def default_of(item: Flag, file_values: Mapping[str, Any]) -> Any:

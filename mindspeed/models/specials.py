@@ -1,8 +1,6 @@
 """What some families have and Megatron Core has not.
 
 ========================  ==========================================  ==========================
-``--position-embedding-   a bias on the attention scores instead of    BLOOM, Baichuan 13B
-type alibi``              position embeddings
 ``--add-dense-bias``      a bias on the attention's output projection  InternLM
 ``--embed-layernorm``     a norm behind the word embeddings            BLOOM
 ``--lm-norm-weight``      output layer with rows of length one         Baichuan 2
@@ -10,93 +8,20 @@ type alibi``              position embeddings
 ``--mask-padded-vocab``   logits of padding entries are -infinity      every family
 ========================  ==========================================  ==========================
 
-The first two change the layer spec (:func:`change_spec`), the others a built model
+The first changes the layer spec (:func:`change_spec`), the others a built model
 (:func:`change_model`), through PyTorch's hooks, so that Megatron's modules keep their classes,
-parameter names and sharding.
+parameter names and sharding. ALiBi of BLOOM and Baichuan 13B is :mod:`mindspeed.features.alibi`.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-from mindspeed.errors import ConfigError
-
-
-def alibi_slopes(heads: int) -> list[float]:
-    """Slopes of ALiBi for all heads of a model.
-
-    Powers of two get ``2^(-8k/n)``; other numbers take those of the power of two below, then
-    every second one of the power above. Source: Press et al., arXiv 2108.12409.
-    """
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * k / power) for k in range(1, power + 1)]
-    between = [2 ** (-4 * k / power) for k in range(1, 2 * power + 1, 2)]
-    return slopes + between[: heads - power]
-
-
-def alibi_bias(slopes: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-    """``slope * (key position - query position)``, ``[1, heads, queries, keys]`` in fp32.
-
-    The last query stands at the last key, so that it also serves a query with cached keys. The
-    difference of positions, not the key's position alone, keeps long contexts exact in bf16.
-
-    Args:
-        slopes: One slope for each head, fp32.
-        queries: Number of queries.
-        keys: Number of keys.
-    """
-    at_key = torch.arange(keys, device=slopes.device)
-    at_query = torch.arange(keys - queries, keys, device=slopes.device)
-    distance = (at_key[None, :] - at_query[:, None]).float()
-    return (slopes[:, None, None] * distance)[None]
-
-
-@functools.cache
-def with_alibi(core_attention: type) -> type:
-    """A core attention module that adds ALiBi; ``core_attention`` is Megatron's of either spec."""
-
-    class AlibiAttention(core_attention):  # type: ignore[misc]
-        """Attention with linear biases. Each rank has the slopes of its own heads."""
-
-        def forward(
-            self,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
-            attn_mask_type: Any = None,
-            attention_bias: torch.Tensor | None = None,
-            packed_seq_params: Any = None,
-        ) -> torch.Tensor:
-            if packed_seq_params is not None:
-                raise ConfigError(
-                    "--position-embedding-type alibi cannot be combined with packed documents"
-                )
-            bias = self._alibi(query.shape[2], query.shape[0], key.shape[0], query.device)
-            return super().forward(
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type=attn_mask_type,
-                attention_bias=bias.to(query.dtype),
-            )
-
-        def _alibi(self, heads: int, queries: int, keys: int, where: torch.device) -> torch.Tensor:
-            from megatron.core import parallel_state
-
-            first = parallel_state.get_tensor_model_parallel_rank() * heads
-            slopes = alibi_slopes(self.config.num_attention_heads)[first : first + heads]
-            return alibi_bias(torch.tensor(slopes, device=where), queries, keys)
-
-    return AlibiAttention
 
 
 @functools.cache
@@ -116,8 +41,6 @@ def change_spec(args: argparse.Namespace, spec: Any) -> Any:
     """Put the special modules into a layer spec or a block of layer specs."""
     for layer in getattr(spec, "layer_specs", [spec]):
         attention = layer.submodules.self_attention.submodules
-        if args.position_embedding_type == "alibi":
-            attention.core_attention = with_alibi(attention.core_attention)
         if args.add_dense_bias:
             attention.linear_proj = with_bias(attention.linear_proj)
     return spec

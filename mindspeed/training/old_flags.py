@@ -27,7 +27,7 @@ _WITHOUT_VALUE = """
     --log-timers-to-tensorboard --no-one-logger --no-scatter-gather-tensors-in-pipeline
     --tokenizer-hf-use-fast --tokenizer-not-use-fast --no-position-embedding
     --triangle-attn --mlp-layer-fusion --release-fp32-grad --optimized-pipeline
-    --square-alibi-mask --use-manual-layer-allocation
+    --use-manual-layer-allocation
     --onnx-safe --bert-no-binary-head --exit-signal-handler-for-dataloader
     --no-manual-gc-eval --disable-manual-gc-eval --disable-jit-fuser
     --ckpt-fully-parallel-load --ckpt-assume-constant-structure --use-persistent-ckpt-worker
