@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
-from mindspeed.attention import Layout, Mask, Plan, Sizes, contiguous, executor, figures, planners
+from mindspeed.attention import (
+    Layout,
+    Mask,
+    Plan,
+    Sizes,
+    check,
+    contiguous,
+    executor,
+    figures,
+    planners,
+)
 from mindspeed.attention import zigzag as zigzag_layout
+from mindspeed.attention.calls import LARGEST_PACK
+from mindspeed.attention.figures import calls
 from mindspeed.attention.kernels import Softmax
-from mindspeed.attention.layout import length
+from mindspeed.attention.program import program
 from mindspeed.attention.transport import Post, run_together
+from mindspeed.errors import ConfigError
 
 from . import truth
 
@@ -30,14 +44,31 @@ MASKS = {
 }
 
 
+ALIGNED = 96
+"""Divides into the chunks of 1, 2, 3, 4, 8 and 16 ranks."""
+
+HEADS = {
+    "multi-head": (4, 4, 8, 8),
+    "grouped": (4, 2, 8, 8),
+    "multi-query": (4, 1, 8, 8),
+    "latent": (3, 3, 12, 8),
+}
+"""Query heads, key heads, head size, value size."""
+
+
 def run(
-    plan: Plan, qkv: truth.Tensors, dout: torch.Tensor, **options: torch.Tensor | None
-) -> tuple[truth.Tensors, list[executor.Traffic]]:
-    """Output and gradients in the order of positions, and every rank's traffic."""
+    plan: Plan,
+    qkv: truth.Tensors,
+    dout: torch.Tensor,
+    *,
+    slopes: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[truth.Tensors, list[executor.Traffic], list[int]]:
+    """Output and gradients in the order of positions; every rank's traffic and kept bytes."""
     rows = [plan.layout.positions(rank) for rank in range(plan.ranks)]
     traffic = [executor.Traffic() for _ in rows]
-    softmax = [Softmax(SCALE, options.get("slopes")) for _ in rows]
-    sink = options.get("sink")
+    softmax = [Softmax(SCALE, slopes, dropout) for _ in rows]
     mine = [tuple(x[index] for x in qkv) for index in rows]
     forward = run_together(
         [
@@ -58,63 +89,211 @@ def run(
     )  # fmt: skip
     back = torch.cat(rows).argsort()
     parts = [(out[0], *grads) for out, grads in zip(forward, backward, strict=True)]
-    return tuple(torch.cat(x)[back] for x in zip(*parts, strict=True)), traffic
+    kept = [sum(x.untyped_storage().nbytes() for x in saved.values()) for *_, saved in forward]
+    return tuple(torch.cat(x)[back] for x in zip(*parts, strict=True)), traffic, kept
+
+
+def layout_of(size: int, ranks: int) -> Layout:
+    """Zigzag where it divides."""
+    return (contiguous if size % (2 * ranks) else zigzag_layout)(size, ranks)
+
+
+def scattered_plans(mask: Mask, ranks: int) -> list[Plan]:
+    """Owners of many small pieces, as adaptive layouts have them, of unequal numbers of rows."""
+    generator = random.Random(ranks)
+    owners = [generator.randrange(ranks) for _ in range(0, mask.size, 3)]
+    pieces = [(a, min(a + 3, mask.size)) for a in range(0, mask.size, 3)]
+    own = [[x for x, owner in zip(pieces, owners, strict=True) if owner == r] for r in range(ranks)]
+    layout = Layout(tuple(tuple(parts) for parts in own))
+    return [planners.needed_only(mask, layout, 3), planners.mesh(mask, layout, ranks)]
 
 
 def plans_for(mask: Mask, layout: Layout) -> list[Plan]:
-    windows = [w for w in (1, 2, 3) if w == 1 or (layout.ranks % w == 0 and w < layout.ranks)]
-    plans = [planners.ring(mask, layout, window) for window in windows]
+    """Every planner, with its options where there are several."""
+    divisors = [n for n in range(2, layout.ranks + 1) if layout.ranks % n == 0]
+    smallest, largest = divisors[:1], divisors[-1:]
+    plans = [planners.ring(mask, layout, w) for w in (1, *smallest) if w == 1 or w < layout.ranks]
+    plans += [planners.mesh(mask, layout, a) for a in sorted({*smallest, *largest})]
     return [*plans, planners.all_gather(mask, layout), planners.needed_only(mask, layout)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def assert_counted(plan: Plan, sizes: Sizes, traffic: list[executor.Traffic]) -> None:
+    """What was received and called is what the plan's figures say."""
+    price = figures(plan)
+    received = zip(price.forward_bytes(sizes), price.backward_bytes(sizes), strict=True)
+    assert [counted.received for counted in traffic] == [sum(both) for both in received]
+    assert sum(counted.sent for counted in traffic) == sum(x.received for x in traffic)
+    assert tuple(counted.messages for counted in traffic) == price.messages
+    every = [*calls(plan), *calls(plan, "backward")]
+    assert [counted.calls for counted in traffic] == [sum(n) for n in zip(*every, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("name", MASKS)
 def test_every_algorithm_is_the_single_process_truth(name: str, ranks: int) -> None:
-    mask, (*qkv, dout) = MASKS[name], truth.tensors(SIZE)
+    mask = MASKS[name]
+    heads = list(HEADS.values())[(ranks + list(MASKS).index(name)) % len(HEADS)]
+    *qkv, dout = truth.tensors(SIZE, *heads)
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE)
-    row = Sizes(4, 2, 8, 6, itemsize=8).row
-    for layout in (zigzag_layout(SIZE, ranks), contiguous(SIZE, ranks)):
-        for plan in plans_for(mask, layout):
-            results, traffic = run(plan, tuple(qkv), dout)
-            for got, wanted in zip(results, expected, strict=True):
-                torch.testing.assert_close(got, wanted, atol=EXACT, rtol=EXACT)
-            price = figures(plan)
-            gives = [move for stage in plan.backward for move in stage.give]
-            for rank, counted in enumerate(traffic):
-                returned = sum(length(move.ranges) for move in gives if move.dst == rank)
-                rows = price.fetched[rank] + price.refetched[rank] + returned
-                assert counted.received == rows * row
-                assert counted.messages == price.messages[rank]
+    sizes = Sizes(*heads, itemsize=8)
+    plans = plans_for(mask, layout_of(SIZE, ranks))
+    for plan in (*plans, *scattered_plans(mask, ranks)):
+        results, traffic, _ = run(plan, tuple(qkv), dout)
+        for got, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=EXACT, rtol=EXACT)
+        assert_counted(plan, sizes, traffic)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 1), (6, 3)])
-def test_heads_lengths_and_value_sizes(heads: int, groups: int) -> None:
-    size = 37
-    *qkv, dout = truth.tensors(size, heads, groups, 8, 4)
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_head_sizes_and_lengths_that_do_not_divide(heads: str) -> None:
+    size, ranks = 37, 6
+    *qkv, dout = truth.tensors(size, *HEADS[heads])
     mask = Mask.documents((0, 9, size))
-    plan = planners.needed_only(mask, contiguous(size, 5))
-    results, _ = run(plan, tuple(qkv), dout)
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE)
-    torch.testing.assert_close(results, expected, atol=EXACT, rtol=EXACT)
+    for plan in plans_for(mask, contiguous(size, ranks)):
+        results, *_ = run(plan, tuple(qkv), dout)
+        torch.testing.assert_close(results, expected, atol=EXACT, rtol=EXACT)
 
 
-@pytest.mark.parametrize("algorithm", [planners.ring, planners.needed_only])
-def test_alibi_uses_positions_of_the_whole_sequence(algorithm) -> None:
+class TestCache:
+    """Keep what arrived, or send it again."""
+
+    mask = Mask.documents((0, 30, 31, ALIGNED))
+    sizes = Sizes(4, 2, 8, 6, itemsize=8)
+
+    @pytest.mark.parametrize("ranks", [2, 4, 8])
+    def test_gradients_are_the_same_bit_for_bit_and_bytes_are_as_counted(self, ranks: int) -> None:
+        qkv, dout = truth.tensors(ALIGNED)[:3], truth.tensors(ALIGNED)[3]
+        for plan in plans_for(self.mask, zigzag_layout(ALIGNED, ranks)):
+            plain, _, _ = run(plan, qkv, dout)
+            for policy in planners.cache.POLICIES:
+                cached = planners.with_cache(plan, policy)
+                check(cached)
+                results, traffic, kept = run(cached, qkv, dout)
+                assert all(torch.equal(a, b) for a, b in zip(results, plain, strict=True))
+                assert_counted(cached, self.sizes, traffic)
+                assert tuple(kept) == figures(cached).kept_bytes(self.sizes)
+
+    @pytest.mark.parametrize("ranks", [2, 4, 8])
+    def test_formulas(self, ranks: int) -> None:
+        others, sizes = ranks - 1, Sizes(4, 2, 8, 8, itemsize=2)
+        layout = zigzag_layout(ALIGNED, ranks)
+        unit = ALIGNED // ranks * sizes.row  # keys and values of a rank
+        for plan, home in (
+            (planners.all_gather(Mask.full(ALIGNED), layout), 0),
+            (planners.needed_only(Mask.full(ALIGNED), layout), 0),
+            (planners.ring(Mask.full(ALIGNED), layout), 1),  # the last chunk stays anyway
+        ):
+            for policy, sent, kept in (
+                (None, others - home, home),
+                ("half", (others - home) / 2, (others + home) / 2),
+                ("full", 0, others),
+            ):
+                price = figures(planners.with_cache(plan, policy))
+                assert set(price.forward_bytes(sizes)) == {others * unit}
+                assert set(price.backward_bytes(sizes)) == {(sent + others) * unit}
+                assert set(price.kept_bytes(sizes)) == {kept * unit}
+
+    def test_unknown_policies(self) -> None:
+        plan = planners.ring(self.mask, zigzag_layout(ALIGNED, 2))
+        with pytest.raises(ConfigError, match="policy 'most' is not one of full, half"):
+            planners.with_cache(plan, "most")
+
+
+def test_a_mesh_sends_what_its_formula_says() -> None:
+    ranks, rows = 8, ALIGNED // 8
+    sizes = Sizes(heads=4, groups=4, head_size=16, value_size=16)
+    layout = zigzag_layout(ALIGNED, ranks)
+    keys, queries = rows * sizes.row, rows * sizes.query_row
+    numbers = rows * sizes.statistics_row
+    for a, b in ((1, 8), (2, 4), (4, 2), (8, 1)):
+        price = figures(planners.mesh(Mask.full(ALIGNED), layout, a))
+        forward = (a - 1) * (2 * queries + numbers) + (b - 1) * keys
+        backward = (a - 1) * (3 * queries + 2 * numbers) + 2 * (b - 1) * keys
+        assert set(price.forward_bytes(sizes)) == {forward}
+        assert set(price.backward_bytes(sizes)) == {backward}
+        assert price.balance == 1.0
+        assert figures(planners.mesh(Mask.causal(ALIGNED), layout, a)).balance > 0.97
+    # The table of the best meshes: ranks, query heads for each key head.
+    best = {(8, 1): 4, (8, 4): 2, (8, 8): 1, (16, 1): 4, (16, 8): 2, (64, 1): 8, (64, 8): 4}
+    assert {key: planners.mesh_side(key[0], key[1], 1) for key in best} == best
+
+
+def test_dropout_of_the_backward_pass_is_that_of_the_forward_pass() -> None:
+    """Values of one column each show the probabilities that were kept: a dense oracle with them."""
+    size, heads, p = 32, 2, 0.25
+    q, k, _, _ = truth.tensors(size, heads, heads, 8, 8)
+    values = torch.eye(size, dtype=torch.float64)[:, None].expand(size, heads, size).contiguous()
+    dout = torch.randn(size, heads, size, dtype=torch.float64, generator=torch.Generator())
+    mask = Mask.documents((0, 9, 11, size))
+    for plan in plans_for(mask, zigzag_layout(size, 4)):
+        torch.manual_seed(11)
+        (out, *grads), *_ = run(plan, (q, k, values), dout, dropout=p)
+        kept = (out != 0).permute(1, 0, 2).double() / (1 - p)
+        share = kept[:, mask.dense()].count_nonzero() / (heads * mask.area())
+        assert 0.65 < share < 0.85
+        expected = truth.attend(q, k, values, dout, mask.dense(), scale=SCALE, kept=kept)
+        torch.testing.assert_close((out, *grads), expected, atol=EXACT, rtol=EXACT)
+
+
+class TestFewCalls:
+    """Hundreds of documents are a handful of operator calls."""
+
+    size, ranks = 1 << 15, 8
+
+    def mask(self, count: int) -> Mask:
+        generator = random.Random(3)
+        borders = sorted(generator.sample(range(1, self.size), count - 1))
+        return Mask.documents((0, *borders, self.size))
+
+    @pytest.mark.parametrize("count", [100, 300])
+    def test_calls_do_not_grow_with_documents(self, count: int) -> None:
+        mask, layout = self.mask(count), zigzag_layout(self.size, self.ranks)
+        adaptive = planners.adaptive(mask, self.ranks)
+        for plan in (planners.needed_only(mask, layout), planners.ring(mask, layout), adaptive):
+            assert max(figures(plan).pieces) > count // 8
+            for stage in (*calls(plan), *calls(plan, "backward")):
+                assert max(stage) <= (6 if plan is adaptive else 2)
+
+    def test_documents_of_one_process_are_one_call_without_a_copy(self) -> None:
+        plan = planners.ring(self.mask(100), contiguous(self.size, 1))
+        (call,) = program(plan, 0, "forward").steps[0].calls
+        assert len(call.pack.pieces) == 100
+        assert call.rows.together == call.columns.together == slice(0, self.size)
+
+    def test_a_pack_is_not_larger_than_operators_take(self) -> None:
+        plan = planners.ring(Mask.documents(range(0, 2 * LARGEST_PACK + 3, 2)), contiguous(2002, 1))
+        assert calls(plan) == ((2,),)
+
+    def test_no_row_occurs_twice_in_a_call(self) -> None:
+        plan = planners.adaptive(self.mask(40), self.ranks)
+        for rank in range(self.ranks):
+            for step in program(plan, rank, "backward").steps:
+                for call in step.calls:
+                    for index in (call.rows, call.columns):
+                        rows = index.tensor(torch.device("cpu")).tolist()
+                        assert len(rows) == len(set(rows))
+
+
+@pytest.mark.parametrize("name", ["documents", "two-sided window", "prefix"])
+def test_alibi_uses_positions_of_the_whole_sequence(name: str) -> None:
     *qkv, dout = truth.tensors(SIZE)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
-    mask = MASKS["documents"]
-    results, _ = run(algorithm(mask, zigzag_layout(SIZE, 4)), tuple(qkv), dout, slopes=slopes)
+    mask = MASKS[name]
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE, slopes=slopes)
-    torch.testing.assert_close(results, expected, atol=EXACT, rtol=EXACT)
+    for plan in (*plans_for(mask, zigzag_layout(SIZE, 4)), *scattered_plans(mask, 4)):
+        results, *_ = run(plan, tuple(qkv), dout, slopes=slopes)
+        torch.testing.assert_close(results, expected, atol=EXACT, rtol=EXACT)
 
 
 def test_a_sink_takes_its_share_once() -> None:
     *qkv, dout = truth.tensors(SIZE)
     sink = torch.tensor([0.1, -1.0, 2.0, 0.0], dtype=torch.float64)
-    mask = MASKS["causal"]
-    results, _ = run(planners.ring(mask, zigzag_layout(SIZE, 4)), tuple(qkv), dout, sink=sink)
+    mask = MASKS["window"]
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE, sink=sink)[:4]
-    torch.testing.assert_close(results, expected, atol=EXACT, rtol=EXACT)
+    for plan in plans_for(mask, zigzag_layout(SIZE, 4)):
+        results, *_ = run(plan, tuple(qkv), dout, sink=sink)
+        torch.testing.assert_close(results, expected, atol=EXACT, rtol=EXACT)
 
 
 def error_of_key_gradients(algorithm, ranks: int) -> float:
@@ -122,7 +301,7 @@ def error_of_key_gradients(algorithm, ranks: int) -> float:
     size = 256
     *qkv, dout = (x.bfloat16() for x in truth.tensors(size, 4, 4, 64, 64))
     mask = Mask.causal(size)
-    results, _ = run(algorithm(mask, zigzag_layout(size, ranks)), tuple(qkv), dout)
+    results, *_ = run(algorithm(mask, zigzag_layout(size, ranks)), tuple(qkv), dout)
     exact = truth.attend(*(x.double() for x in (*qkv, dout)), mask.dense(), scale=SCALE)
     return float((results[2].double() - exact[2]).norm() / exact[2].norm())
 
@@ -137,9 +316,10 @@ def test_gradients_that_go_straight_home_are_more_precise_than_travelling_ones()
 def test_rows_that_see_nothing_are_zero() -> None:
     *qkv, dout = truth.tensors(8)
     blind = Mask(8, Mask.causal(4).regions)
-    (out, dq, dk, dv), _ = run(planners.ring(blind, contiguous(8, 2)), tuple(qkv), dout)
-    assert not out[4:].any() and not dq[4:].any() and not dk[4:].any() and not dv[4:].any()
-    assert all(math.isfinite(float(x.sum())) for x in (out, dq, dk, dv))
+    for plan in plans_for(blind, contiguous(8, 4)):
+        (out, dq, dk, dv), *_ = run(plan, tuple(qkv), dout)
+        assert not out[4:].any() and not dq[4:].any() and not dk[4:].any() and not dv[4:].any()
+        assert all(math.isfinite(float(x.sum())) for x in (out, dq, dk, dv))
 
 
 def test_a_message_that_nobody_sends_stops_all_ranks() -> None:

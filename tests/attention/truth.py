@@ -28,8 +28,9 @@ def attend(
     scale: float,
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> Tensors:
-    """Output and gradients of q, k, v (and of the sink)."""
+    """Output and gradients of q, k, v (and of the sink); ``kept`` are factors of dropout."""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     if sink is not None:
         leaves.append(sink.detach().clone().requires_grad_())
@@ -44,6 +45,8 @@ def attend(
         column = rest[0].view(-1, 1, 1).expand(-1, keep.shape[0], 1)
         scores = torch.cat((scores, column), -1)
     probabilities = scores.softmax(-1)[..., : keep.shape[1]]
+    if kept is not None:
+        probabilities = probabilities * kept
     out = torch.einsum("nij,jnd->ind", probabilities, v.repeat_interleave(share, 1))
     out.backward(dout)
     return (out.detach(), *(leaf.grad for leaf in leaves))  # type: ignore[misc]

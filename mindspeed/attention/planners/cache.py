@@ -37,7 +37,7 @@ def with_cache(plan: Plan, policy: str | None) -> Plan:
         )
     arrived = tuple(number for number, stage in enumerate(plan.forward) if stage.fetch)
     if policy == "full":
-        stages = tuple(replace(stage, fetch=(), posted=-1) for stage in plan.backward)
+        stages = tuple(replace(stage, fetch=()) for stage in plan.backward)
         return replace(plan, backward=stages, kept=arrived, kept_keys=())
     stages = tuple(replace(stage, values_only=bool(stage.fetch)) for stage in plan.backward)
     keys = tuple(number for number in arrived if number not in plan.kept)
