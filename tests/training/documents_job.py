@@ -1,0 +1,67 @@
+"""One rank of the tests of packed documents: data whose rows hold several documents."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from trainer_job import TINY
+
+EOD = 1000  # of the NullTokenizer with --vocab-size 1000
+
+
+def write_documents(prefix: str) -> None:
+    """Documents of 1 to 60 tokens, the end included."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    draw = random.Random(0)
+    for _ in range(300):
+        length = draw.choice([0, 0, 1, 2, 3, 5, 9, 14, 20, 33, 59])
+        tokens = [draw.randrange(EOD) for _ in range(length)]
+        builder.add_document(torch.tensor([*tokens, EOD]), [length + 1])
+    builder.finalize(f"{prefix}.idx")
+
+
+def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:
+    """Losses and gradients of one micro-batch, packed, and by Megatron's own dense mask.
+
+    Returns:
+        ``borders``, and for each way ``losses`` of all tokens and the ``gradients`` of their sum.
+    """
+    from megatron.core.datasets import gpt_dataset
+
+    from mindspeed.training import data, setup
+    from mindspeed.training.configs import transformer_config
+    from mindspeed.training.initialize import prepare
+    from mindspeed.training.model import build_modules, gpt_model
+
+    args = prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"])).args
+    setup.initialize(args)
+    config, tokenizer = transformer_config(args), data.load_tokenizer(args)
+    (model,) = build_modules(args, config, gpt_model)
+    sets = data.build_datasets(args, config, tokenizer)
+    (reader,) = data.micro_batches(args, config, sets.train, 0, tokenizer)
+    batch = next(reader)
+    packing = batch.pop("packed_seq_params")
+    # The original: our patch of it builds no mask.
+    dense = gpt_dataset._get_ltor_masks_and_position_ids.__wrapped__
+    rows = [dense(row, EOD, True, True, True, True) for row in batch["tokens"]]
+    masks, loss_masks, positions = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    assert batch["loss_mask"].equal(loss_masks)
+    assert batch["position_ids"].equal(positions)
+    found: dict[str, Any] = {"borders": packing.packed.cu_seqlens}
+    for name, how in {
+        "packed": {"attention_mask": None, "packed_seq_params": packing},
+        "dense": {"attention_mask": masks},
+    }.items():
+        model.zero_grad()
+        losses = model(batch["tokens"], positions, labels=batch["labels"], **how)
+        (losses * loss_masks).sum().backward()
+        gradients = {key: value.grad.clone() for key, value in model.named_parameters()}
+        found[name] = {"losses": losses.detach(), "gradients": gradients}
+    return found

@@ -1,0 +1,113 @@
+"""Documents in one row train as if alone, in every layout and with every way to share a sequence.
+
+Losses and gradient norms of the first steps, fp32, relative 1e-6 and 1e-4, two rows with different
+documents in a micro-batch. The oracle of one rank is Megatron's dense block-diagonal mask.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from documents_job import packed_and_dense, write_documents
+from trainer_job import SETUP, metrics, train
+
+TP, PP = (f"--{name}-model-parallel-size 2" for name in ("tensor", "pipeline"))
+CP = "--context-parallel-size 2"
+TE = "--transformer-impl transformer_engine"
+RESETS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def flags_for(prefix: str, *more: str) -> list[str]:
+    return ["--no-mock-data", "--data-path", prefix, "--split", "1,0,0", *" ".join(more).split()]
+
+
+@pytest.fixture(scope="module")
+def prefix(rank_pool, tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("documents") / "documents")
+    rank_pool.run(1, write_documents, path, setup=SETUP, backend=None, timeout=120)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(rank_pool, prefix, tmp_path_factory):
+    """Trains three steps on some ranks from one set of weights; returns the metrics."""
+    folder = tmp_path_factory.mktemp("runs")
+    weights = str(folder / "weights")
+    start = flags_for(prefix, "--train-iters 1 --lr 0 --save", weights)
+    (result,) = rank_pool.run(1, train, start, setup=SETUP, backend=None, timeout=120)
+    assert result["error"] is None, result
+
+    def go(world: int, *flags: str) -> list[dict]:
+        file = folder / "metrics.jsonl"
+        file.unlink(missing_ok=True)
+        load = f"--load {weights} --finetune --no-load-optim --no-load-rng --train-iters 3"
+        command = flags_for(prefix, load, f"--metrics-file {file}", *flags)
+        results = rank_pool.run(world, train, command, setup=SETUP, backend=None, timeout=240)
+        assert {result["error"] for result in results} == {None}, results
+        return metrics(file)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def one_rank(run) -> list[dict]:
+    return run(1, RESETS, "--calculate-per-token-loss")
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, positions):
+    flags = flags_for(prefix, RESETS, "--position-embedding-type", positions)
+    (found,) = ranks(1, packed_and_dense, flags, setup=SETUP, backend=None, timeout=120)
+    assert 64 in found["borders"] and found["borders"][-1] == 128
+    assert len(found["borders"]) > 8
+    packed, dense = found["packed"], found["dense"]
+    torch.testing.assert_close(packed["losses"], dense["losses"], rtol=1e-5, atol=1e-5)
+    for name, gradient in dense["gradients"].items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(
+            packed["gradients"][name], gradient, rtol=1e-5, atol=5e-6 * scale, msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, TE),
+        (2, f"{TP} --sequence-parallel {TE}"),
+        (2, f"{CP} {TE}"),
+        (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {RECOMPUTE}"),
+        (4, f"{CP} {PP} {RECOMPUTE} {TE}"),
+        (4, f"{CP} {TP} --sequence-parallel --cp-comm-type a2a"),
+    ],
+    ids=str,
+)
+def test_every_layout_gives_the_losses_of_one_rank(run, one_rank, world, flags):
+    ours = run(world, RESETS, "--calculate-per-token-loss", flags)
+    assert len(ours) == len(one_rank) == 3
+    for mine, other in zip(ours, one_rank, strict=True):
+        assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_the_comparison_can_fail_without_resets_losses_differ(run, one_rank):
+    ours = run(1, "--eod-mask-loss --calculate-per-token-loss")
+    assert ours[0]["lm_loss"] != pytest.approx(one_rank[0]["lm_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            f"{CP} --reset-attention-mask",
+            "packed data with context parallelism needs --calculate-per-token-loss",
+        ),
+        ("--fix-sub-seq-length 16", "changes nothing alone"),
+        ("--fix-sub-seq-length 0 --reset-attention-mask", "0 must be at least 1"),
+        ("--reset-attention-mask --optimization-level 1", "needs --optimization-level 2"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(prefix, ranks, flags, said):
+    world = 2 if CP in flags else 1
+    results = ranks(world, train, flags_for(prefix, flags), setup=SETUP, backend=None, timeout=120)
+    assert all(said in result["error"] for result in results), results
