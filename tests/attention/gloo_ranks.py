@@ -11,25 +11,30 @@ from mindspeed.attention import (
     HeadSplit,
     Layout,
     Mask,
+    Plan,
+    PlanError,
     Sizes,
     context_parallel_attention,
     contiguous,
+    executor,
     figures,
     planners,
     zigzag,
 )
 from mindspeed.attention.executor import Traffic
-from mindspeed.attention.layout import length, union
+from mindspeed.attention.layout import union
 
 from . import truth
 
 SIZE, SCALE = 48, 0.3
 PLANNERS = {
     "ring": planners.ring,
-    "double ring": lambda mask, layout: planners.ring(mask, layout, 2),
+    "double ring": lambda mask, layout: planners.ring(mask, layout, layout.ranks // 2),
     "all-gather": planners.all_gather,
     "needed only": lambda mask, layout: planners.needed_only(mask, layout, 3),
+    "mesh": lambda mask, layout: planners.mesh(mask, layout, 2),
 }
+CACHES = {"ring": "half", "needed only": "full", "mesh": "half"}
 
 
 def _whole(parts: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -47,23 +52,72 @@ def _errors(layout: Layout, leaves: list[torch.Tensor], out: Any, expected: Any)
     ]
 
 
-def algorithm(name: str, documents: tuple[int, ...]) -> tuple[list[float], bool]:
-    """Errors of output and gradients, and whether the plan's bytes are those that travelled."""
+def algorithms(documents: tuple[int, ...]) -> dict[str, tuple[float, bool]]:
+    """For every algorithm: largest error, and whether the plan's bytes are those that travelled."""
+    mask, found = Mask.documents(documents), {}
     *qkv, dout = truth.tensors(SIZE)
-    mask, rank = Mask.documents(documents), dist.get_rank()
-    layout = zigzag(SIZE, dist.get_world_size())
-    plan = PLANNERS[name](mask, layout)
-    rows, traffic = layout.positions(rank), Traffic()
-    leaves = [x[rows].requires_grad_() for x in qkv]
-    out = context_parallel_attention(*leaves, plan, scale=SCALE, traffic=traffic)
-    out.backward(dout[rows])
-    price = figures(plan)
-    returned = [m for stage in plan.backward for m in stage.give if m.dst == rank]
-    expected_rows = price.fetched[rank] + price.refetched[rank]
-    expected_rows += sum(length(move.ranges) for move in returned)
-    counted = traffic.received == expected_rows * Sizes(4, 2, 8, 6, 8).row
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE)
-    return _errors(layout, leaves, out, expected), counted
+    layout = zigzag(SIZE, dist.get_world_size())
+    second = dist.new_group()
+    for name, make in PLANNERS.items():
+        plan = make(mask, layout)
+        found[name] = _algorithm(plan, qkv, dout, expected, None)
+        if name in CACHES:
+            plan = planners.with_cache(plan, CACHES[name])
+            found[f"{name}, cached"] = _algorithm(plan, qkv, dout, expected, second)
+    return found
+
+
+def _algorithm(plan: Plan, qkv: Any, dout: Any, expected: Any, second: Any) -> tuple[float, bool]:
+    rank = dist.get_rank()
+    rows, traffic = plan.layout.positions(rank), Traffic()
+    leaves = [x[rows].requires_grad_() for x in qkv]
+    out = context_parallel_attention(
+        *leaves, plan, overlap_group=second, scale=SCALE, traffic=traffic
+    )
+    out.backward(dout[rows])
+    price, sizes = figures(plan), Sizes(4, 2, 8, 6, 8)
+    planned = price.forward_bytes(sizes)[rank] + price.backward_bytes(sizes)[rank]
+    return max(_errors(plan.layout, leaves, out, expected)), traffic.received == planned
+
+
+def disagreement() -> str:
+    """Ranks with different documents, whose plans exchange equally much."""
+    mask = Mask.documents((0, 10 + dist.get_rank(), SIZE))
+    plan = planners.all_gather(mask, zigzag(SIZE, dist.get_world_size()))
+    x = torch.zeros(SIZE // 2, 1, 8)
+    try:
+        context_parallel_attention(x, x, x, plan)
+    except PlanError as error:
+        return str(error)
+    return "ran"
+
+
+def failing_rank() -> str:
+    """The last rank fails in the middle of the work and leaves."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    plan = planners.needed_only(Mask.causal(SIZE), zigzag(SIZE, world))
+    x = torch.zeros(SIZE // world, 1, 8)
+    if rank == world - 1:
+        executor.kernels.forward = _fails
+    try:
+        context_parallel_attention(x, x, x, plan)
+        dist.barrier()
+    except Exception as error:
+        if rank == world - 1:
+            dist.destroy_process_group()
+        return str(error)
+    return "went on"
+
+
+def _fails(*_: Any) -> Any:
+    raise MemoryError("out of memory in the kernel")
+
+
+def every_ulysses() -> dict[tuple[int, int, int], float]:
+    """Largest error for some lengths, query heads and key heads."""
+    cases = [(48, 8, 4), (48, 4, 2), (48, 4, 1), (45, 6, 3), (47, 7, 7), (46, 5, 1)]
+    return {case: max(ulysses(*case)) for case in cases}
 
 
 def ulysses(size: int, heads: int, groups: int) -> list[float]:
