@@ -159,3 +159,80 @@ def latent_attention(impl: str, sequence_parallel: bool, repaired: bool) -> dict
             torch.distributed.all_reduce(grad)
         gradients[name] = grad
     return gradients
+
+
+def comm_types_of_layers(repaired: bool) -> list[list[str]]:
+    """``--cp-comm-type p2p all_gather a2a``: what the layers of both specs are told."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from mindspeed.adaptor import session
+    from mindspeed.adaptor.repairs import layer_comm_types
+    from tests.te import gpt_ranks
+
+    if not repaired:
+        session.current().engine.remove(layer_comm_types.OWNER)
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    model_parallel_cuda_manual_seed(1)
+    types = ["p2p", "all_gather", "a2a"]
+    config = gpt_ranks.config(
+        "rmsnorm-swiglu-gqa", num_layers=3, context_parallel_size=2, cp_comm_type=types
+    )
+    models = [gpt_ranks.build(config, spec) for spec in ("te", "local")]
+    assert config.cp_comm_type == types
+    return [
+        [layer.self_attention.core_attention.cp_comm_type for layer in model.decoder.layers]
+        for model in models
+    ]
+
+
+def positions_of_a_context_parallel_rank(on_this_device: bool) -> list[float]:
+    """Rank 1 of 2: which positions of 8 its rotary embedding has."""
+    from mindspeed.adaptor import session
+
+    if not on_this_device:
+        session.undo()
+    from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
+
+    group = types.SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    return get_pos_emb_on_this_cp_rank(torch.arange(8.0), 0, group).tolist()
+
+
+def batches_with_groups_of_their_own() -> dict[str, list[float]]:
+    """Dynamic context parallelism: differences of batches on one rank, on two and on four.
+
+    Megatron's ``--hybrid-context-parallel`` tells with each batch which ranks share it.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(context_parallel_size=4)
+    model_parallel_cuda_manual_seed(1)
+    pair, _ = dist.new_subgroups(2)
+    return {spec: _shared_by_one_two_four(spec, pair) for spec in ("te", "local")}
+
+
+def _shared_by_one_two_four(spec: str, pair: dist.ProcessGroup) -> list[float]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from mindspeed.attention import zigzag
+    from tests.te import gpt_ranks
+
+    config = gpt_ranks.config("rmsnorm-swiglu-gqa", context_parallel_size=4)
+    attention = gpt_ranks.build(config, spec).decoder.layers[0].self_attention.core_attention
+    generator = torch.Generator().manual_seed(2)
+    qkv = [torch.randn(16, 1, heads, 8, generator=generator) for heads in (4, 2, 2)]
+
+    def run(size: int, group: dist.ProcessGroup | None, rows: torch.Tensor) -> torch.Tensor:
+        params = PackedSeqParams("sbhd", local_cp_size=size, cp_group=group)
+        tensors = [x[rows] for x in qkv]
+        causal = AttnMaskType.causal
+        return attention(*tensors, None, attn_mask_type=causal, packed_seq_params=params)
+
+    alone = run(1, None, torch.arange(16))
+    differences = []
+    for size, group in ((2, pair), (4, dist.group.WORLD)):
+        rows = zigzag(16, size).positions(dist.get_rank(group))
+        differences.append(float((run(size, group, rows) - alone[rows]).abs().max()))
+    return differences

@@ -19,6 +19,8 @@ from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
 
+ADAPTOR = "mindspeed.megatron_adaptor"
+
 
 @pytest.mark.parametrize("repaired", [False, True])
 def test_destroy_model_parallel_leaves_only_the_world(ranks, repaired):
@@ -142,3 +144,25 @@ def test_gradients_of_latent_attention_are_whole_under_tensor_parallelism(
     broken = ranks(2, run, impl, sequence_parallel, False, setup=setup, timeout=240)
     right = [torch.allclose(gradients[down], truth[down]) for gradients in broken]
     assert all(right) == (impl == "te" and sequence_parallel)
+
+
+def test_layers_get_their_own_entry_of_the_comm_types(ranks):
+    with pytest.raises(RankError, match="IndexError"):
+        ranks(2, repair_ranks.comm_types_of_layers, False, setup=ADAPTOR, timeout=240)
+    for specs in ranks(2, repair_ranks.comm_types_of_layers, True, setup=ADAPTOR, timeout=240):
+        assert specs == [["p2p", "all_gather", "a2a"]] * 2
+
+
+def test_rotary_positions_of_a_context_parallel_rank_on_the_cpu(ranks):
+    """Megatron pins the index that it selects them with."""
+    function = repair_ranks.positions_of_a_context_parallel_rank
+    with pytest.raises(RankError, match=r"RuntimeError|AssertionError"):
+        ranks(1, function, False, setup=ADAPTOR, timeout=120)
+    assert ranks(1, function, True, setup=ADAPTOR, timeout=120) == [[2, 3, 4, 5]]
+
+
+def test_batches_may_have_context_parallel_groups_of_their_own(ranks):
+    function = repair_ranks.batches_with_groups_of_their_own
+    for specs in ranks(4, function, setup=ADAPTOR, timeout=240):
+        for spec, differences in specs.items():
+            assert max(differences) < 1e-5, spec

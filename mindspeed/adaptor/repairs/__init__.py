@@ -16,6 +16,7 @@ from mindspeed.adaptor.repairs import (
     fused_kernels,
     grouped_experts,
     latent_key_gradient,
+    layer_comm_types,
     local_spec,
     mla_rope_fusion,
     optimizer_resume,
@@ -25,7 +26,7 @@ from mindspeed.adaptor.repairs import (
     yarn,
 )
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient)
+_EVERYWHERE = (rng_tracker, latent_key_gradient, layer_comm_types)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_CPU = (process_groups, yarn)
