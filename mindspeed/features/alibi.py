@@ -112,5 +112,5 @@ FEATURE = Feature(
     validate=_validate,
     attach=_attach,
     seams=("kernels",),
-    after=("flash-attention",),
+    after=("flash-attention", "triangle-attention"),
 )

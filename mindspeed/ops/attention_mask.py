@@ -1,8 +1,7 @@
-"""One attention mask for the process instead of one per micro-batch.
+"""Masks that kernels of NPU read: one for the process instead of one per micro-batch.
 
-Kernels of NPU read a causal mask of any length from a triangle of 2048 x 2048, 4 MiB, which is made
-once per device; the CPU and CUDA need only the rule. Where a model's mask is no rule
-(``--attention-mask-type general``), :func:`set_attention_mask` gives it to all layers at once.
+They read a causal mask of any length from a triangle of 2048 x 2048, 4 MiB, which is made once per
+device; the CPU and CUDA need only the rule.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ from collections.abc import Callable
 import torch
 from torch._guards import detect_fake_mode
 
-from mindspeed.errors import MindSpeedError
-
 COMPRESSED = 2048
 """Rows and columns of the compressed causal mask."""
 
 _cache: dict[tuple[str, int, torch.device], torch.Tensor] = {}
-_of_the_user: torch.Tensor | None = None
 
 
 def causal_mask(device: torch.device | str, size: int = COMPRESSED) -> torch.Tensor:
@@ -48,34 +44,6 @@ def generate_attention_mask(
         seq_length: Size of the mask that is not compressed.
     """
     return causal_mask(device, COMPRESSED if compress else seq_length)
-
-
-def set_attention_mask(mask: torch.Tensor | None) -> None:
-    """Let all layers use ``mask`` where Megatron hands them none; None takes it back.
-
-    Args:
-        mask: bool, True is masked, broadcastable to ``[b, h, s, s]``.
-
-    Raises:
-        MindSpeedError: not a bool tensor of at least 2 dimensions.
-    """
-    global _of_the_user
-    if mask is not None and (mask.dtype != torch.bool or mask.dim() < 2):
-        raise MindSpeedError(
-            "set_attention_mask: mask: expected a bool tensor [..., s, s], True is masked, got "
-            f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}"
-        )
-    _of_the_user = mask
-
-
-def get_attention_mask(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the mask that was set, else the compressed causal mask on ``device``."""
-    return causal_mask(device) if _of_the_user is None else _of_the_user
-
-
-def mask_of_the_user() -> torch.Tensor | None:
-    """The mask that was set, or None."""
-    return _of_the_user
 
 
 def _ones(rows: int, columns: int, device: torch.device | str) -> torch.Tensor:

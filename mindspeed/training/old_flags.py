@@ -26,7 +26,7 @@ _WITHOUT_VALUE = """
     --use-dist-ckpt --auto-detect-ckpt-format --disable-msc --log-throughput
     --log-timers-to-tensorboard --no-one-logger --no-scatter-gather-tensors-in-pipeline
     --tokenizer-hf-use-fast --tokenizer-not-use-fast --no-position-embedding
-    --triangle-attn --mlp-layer-fusion --release-fp32-grad --optimized-pipeline
+    --mlp-layer-fusion --release-fp32-grad --optimized-pipeline
     --use-manual-layer-allocation
     --onnx-safe --bert-no-binary-head --exit-signal-handler-for-dataloader
     --no-manual-gc-eval --disable-manual-gc-eval --disable-jit-fuser

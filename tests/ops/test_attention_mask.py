@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mindspeed.errors import MindSpeedError
+from mindspeed.errors import ConfigError
 from mindspeed.model.transformer import (
     generate_attention_mask,
     get_attention_mask,
@@ -46,7 +46,7 @@ def test_mask_of_the_user_until_it_is_taken_back():
         set_attention_mask(None)
     assert get_attention_mask() is generate_attention_mask(True, "cpu")
     for wrong in (torch.eye(5), torch.ones(5).bool()):
-        with pytest.raises(MindSpeedError, match="set_attention_mask: mask: expected a bool"):
+        with pytest.raises(ConfigError, match="attention mask: expected a bool tensor"):
             set_attention_mask(wrong)
 
 

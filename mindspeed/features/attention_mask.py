@@ -1,0 +1,91 @@
+"""Which mask the attention reads: ``--attention-mask-type``.
+
+``causal`` (default): the rule of the layer. The mask tensor of Megatron's data loader is the causal
+one, so the loader does not make it (``b * s * s`` bytes per micro-batch, which are broadcast over
+tensor-parallel ranks).
+
+``general``: a mask of the user's own, set once with
+``mindspeed.model.transformer.set_attention_mask`` as regions, intervals of keys, a bool tensor or a
+callable. It becomes regions on the host, which every algorithm of context parallelism can cut.
+Without one, a mask tensor of the data loader is read, as Megatron does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.attention.mask import Mask
+
+_LOADER = "create_attention_mask_in_dataloader"
+
+
+@dataclass(frozen=True)
+class AttentionMaskOptions:
+    """Whether a mask of the user's own is read."""
+
+    attention_mask_type: Literal["causal", "general"] = flag(
+        "causal", "causal: the layer's rule; general: the mask that set_attention_mask was given"
+    )
+    attention_mask_on_cpu: bool = flag(False, "without effect: masks are regions on the host")
+
+
+def _enabled(options: AttentionMaskOptions, megatron: Megatron) -> bool:
+    names = ("use_flash_attn", "use_fusion_attn_v2", "triangle_attn")
+    return options.attention_mask_type == "general" or any(megatron.get(name) for name in names)
+
+
+def _validate(options: AttentionMaskOptions, megatron: Megatron) -> list[Problem]:
+    masked = megatron.get("reset_attention_mask") and megatron.get("optimization_level", 2) < 2
+    if options.attention_mask_type == "causal" and masked:  # no packed documents at this level
+        return [
+            Problem(
+                "--reset-attention-mask",
+                "the mask that separates documents is not read",
+                "add --attention-mask-type general, or use --optimization-level 2",
+            )
+        ]
+    return []
+
+
+def _corrects(options: AttentionMaskOptions, megatron: Megatron) -> dict[str, Any]:
+    unread = options.attention_mask_type == "causal" and megatron.get(_LOADER)
+    return {_LOADER: False} if unread else {}
+
+
+def _attach(seams: Seams, options: AttentionMaskOptions, megatron: Megatron) -> None:
+    from mindspeed.attention.shared_mask import mask_of_batch
+    from mindspeed.errors import ConfigError
+
+    general = options.attention_mask_type == "general"
+
+    def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
+        return mask if general or not causal else None
+
+    def user_mask(length: int, samples: int) -> Mask | None:
+        mask = mask_of_batch(length, samples)
+        if mask is not None and not general:
+            raise ConfigError("set_attention_mask needs --attention-mask-type general")
+        return mask
+
+    seams.use_kernels(owner=FEATURE.name, given_mask=given_mask, user_mask=user_mask)
+
+
+FEATURE = Feature(
+    name="attention-mask",
+    summary="one mask for the process as regions instead of a tensor per micro-batch",
+    level=1,
+    options=AttentionMaskOptions,
+    enabled=_enabled,
+    validate=_validate,
+    corrects=_corrects,
+    attach=_attach,
+    seams=("kernels",),
+)

@@ -1,0 +1,107 @@
+"""Sliding window: a query sees some keys before its own and some behind.
+
+``--window-size L,R`` is Megatron's, with ``--window-attn-skip-freq`` for layers that see all keys;
+``--sparse-mode 4 --pre-tockens L --next-tockens R`` is the same window in every causal layer. It
+goes with both layer specs and every algorithm of context parallelism: a window is a band of the
+plan's mask, so only keys inside it are multiplied, and where an algorithm fetches what is needed,
+only those travel. Layers with and without a window share the batch's layout.
+
+Keys behind a query's own (R > 0) are seen with ``--attention-mask-type general`` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.te.masks import Window
+
+_WHOLE_SEQUENCE = 65536
+_BAND = 4
+_TOKENS = "--pre-tockens, --next-tockens"
+
+
+@dataclass(frozen=True)
+class SlidingWindowOptions:
+    """The window of every causal layer."""
+
+    sparse_mode: int = flag(0, "0, 2, 3: causal; 4: window of --pre-tockens and --next-tockens")
+    pre_tockens: int = flag(_WHOLE_SEQUENCE, "keys before its own that a query sees (mode 4)")
+    next_tockens: int = flag(0, "keys behind its own that a query sees (mode 4)")
+
+
+def _changed(options: SlidingWindowOptions) -> bool:
+    return (options.pre_tockens, options.next_tockens) != (_WHOLE_SEQUENCE, 0)
+
+
+def _enabled(options: SlidingWindowOptions, megatron: Megatron) -> bool:
+    return options.sparse_mode != 0 or _changed(options) or bool(megatron.get("window_size"))
+
+
+def _validate(options: SlidingWindowOptions, megatron: Megatron) -> list[Problem]:
+    problems = []
+    size = megatron.get("window_size")
+    if options.sparse_mode not in (0, 2, 3, _BAND):
+        problems.append(
+            Problem(f"sparse_mode {options.sparse_mode}", "with flash attention use 0, 2, 3 or 4")
+        )
+    if _changed(options) and options.sparse_mode != _BAND:
+        problems.append(Problem(_TOKENS, "no window without it", "add --sparse-mode 4"))
+    if options.pre_tockens < 0 or options.next_tockens < 0:
+        problems.append(Problem(_TOKENS, "negative: some queries would see nothing"))
+    if options.sparse_mode == _BAND and size:
+        problems.append(Problem("--sparse-mode 4", "--window-size is a window too", "give one"))
+    if options.sparse_mode == _BAND and megatron.get("window_attn_skip_freq"):
+        problems.append(
+            Problem(
+                "--window-attn-skip-freq",
+                "chooses layers for --window-size; --sparse-mode 4 is for all",
+                "give --window-size instead of --sparse-mode 4",
+            )
+        )
+    if size and min(size) < -1:
+        problems.append(
+            Problem("--window-size", f"{tuple(size)} is negative", "use -1 for no limit")
+        )
+    behind = options.next_tockens if options.sparse_mode == _BAND else size[1] if size else 0
+    if behind > 0 and megatron.get("attention_mask_type", "causal") != "general":
+        problems.append(
+            Problem(
+                "--window-size" if size else "--next-tockens",
+                f"{behind} keys behind a query's own, in causal layers",
+                "use 0, or add --attention-mask-type general",
+            )
+        )
+    return problems
+
+
+def _attach(seams: Seams, options: SlidingWindowOptions, megatron: Megatron) -> None:
+    everywhere = (options.pre_tockens, options.next_tockens)
+
+    def rule(mask_type: str, window: Window) -> tuple[str, Window]:
+        if "causal" not in mask_type:
+            return mask_type, window
+        if options.sparse_mode == _BAND and window in (None, (-1, 0)):
+            window = everywhere
+        if window is not None and window[1] > 0:
+            mask_type = "padding" if "padding" in mask_type else "no_mask"
+        return mask_type, window
+
+    seams.use_kernels(owner=FEATURE.name, rule=rule)
+
+
+FEATURE = Feature(
+    name="sliding-window",
+    summary="queries see keys in a window only, under every algorithm of context parallelism",
+    level=1,
+    options=SlidingWindowOptions,
+    enabled=_enabled,
+    validate=_validate,
+    attach=_attach,
+    seams=("kernels",),
+)
