@@ -1,8 +1,8 @@
 """Data sets and micro-batches.
 
 Data sets are Megatron Core's: ``.bin``/``.idx`` files, blended, split and shuffled, with index
-files built once by rank 0 and cached. They exist on the ranks that feed a first or last pipeline
-stage (of every stage where documents are packed) and lead their tensor-parallel group;
+files built once by rank 0 and cached. They exist on the ranks that lead their tensor-parallel group
+in a first or last pipeline stage, and in all where documents are packed or lengths vary;
 :mod:`mindspeed.training.batches` hands each micro-batch on. Rows of conversations
 (``--is-instruction-dataset``) are :mod:`mindspeed.training.instruction`'s.
 """
@@ -37,6 +37,7 @@ from mindspeed.data.weighted import Part, PartsBuilder, parse
 from mindspeed.errors import DataError
 from mindspeed.files import check_path
 from mindspeed.training.batches import Batch, MicroBatches
+from mindspeed.training.counting import CountedRows, FullRows
 from mindspeed.training.instruction import Collate, row_multiple
 from mindspeed.training.samplers import CyclicSampler, Portion, SequentialSampler
 
@@ -242,8 +243,12 @@ def micro_batches(
     dataset: Any,
     consumed: int,
     tokenizer: TextTokenizer,
+    rows: FullRows | CountedRows | None = None,
 ) -> list[Reader | None]:
-    """One reader per virtual pipeline stage of this rank, None where a stage needs no data."""
+    """One reader per virtual pipeline stage of this rank, None where a stage needs no data.
+
+    ``rows`` counts what one of the ranks that read the same batches reads.
+    """
     chunks = args.virtual_pipeline_model_parallel_size
     readers: list[Reader | None] = []
     collate = None
@@ -253,13 +258,16 @@ def micro_batches(
     for vp_stage in range(chunks) if chunks else [None]:
         where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
         first = parallel_state.is_pipeline_first_stage(**where)
-        last = parallel_state.is_pipeline_last_stage(**where)
+        last = counts = parallel_state.is_pipeline_last_stage(**where)
         if args.mtp_num_layers and mtp_on_this_rank(config, **where):
             first = last = True  # predicting further tokens needs the embedding and the labels
-        if not (first or last or _packs_documents()):
+        if not (first or last or _read_everywhere(args)):
             readers.append(None)
             continue
         loader = _loader(args, dataset, consumed, collate) if _leads_tensor_group() else None
+        counts = counts and parallel_state.get_context_parallel_rank() == 0
+        if loader is not None and rows is not None and counts:
+            loader = rows.watch(loader)
         readers.append(MicroBatches(args, loader, tokenizer, first=first, last=last))
     return readers
 
@@ -304,10 +312,10 @@ def _leads_tensor_group() -> bool:
 
 def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
     edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    here = edge or _packs_documents() or mtp_on_this_rank(config)
+    here = edge or _read_everywhere(args) or mtp_on_this_rank(config)
     return here and _leads_tensor_group()
 
 
-def _packs_documents() -> bool:
-    """Whether every stage must know where documents begin."""
-    return bool(session.install().seams.documents.functions)
+def _read_everywhere(args: argparse.Namespace) -> bool:
+    """Whether every stage must know where documents begin, or how long micro-batches are."""
+    return args.variable_seq_lengths or bool(session.install().seams.documents.functions)

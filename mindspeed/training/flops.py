@@ -16,17 +16,30 @@ _MULTIPLY_ADD = 2
 
 
 def training_flops(args: argparse.Namespace, samples: int) -> float:
-    """Floating-point operations to train on ``samples`` sequences."""
+    """Floating-point operations to train on ``samples`` sequences of full length."""
+    tokens = args.seq_length * samples
+    return flops_of_tokens(args, tokens, tokens * args.seq_length / 2)
+
+
+def flops_of_tokens(args: argparse.Namespace, tokens: int, pairs: float) -> float:
+    """Floating-point operations to train on tokens of sequences of any lengths.
+
+    Args:
+        args: final values.
+        tokens: of all sequences.
+        pairs: of queries and keys in one attention head: half the squares of the lengths.
+    """
     dense, sparse = layer_kinds(args)
     layers = dense + sparse
     per_token = (
         dense * mlp_weights(args, args.ffn_hidden_size)
         + (sparse * _experts(args) if sparse else 0)
-        + layers * (attention_weights(args) + _attention_core(args))
+        + layers * attention_weights(args)
         + (1 + (args.mtp_num_layers or 0)) * args.hidden_size * args.padded_vocab_size
         + (args.mtp_num_layers or 0) * (3 * args.hidden_size + 2 * args.hidden_size**2)
     )
-    return _FORWARD_AND_BACKWARD * _MULTIPLY_ADD * per_token * args.seq_length * samples
+    attention = layers * _attention_core(args) * pairs
+    return _FORWARD_AND_BACKWARD * _MULTIPLY_ADD * (per_token * tokens + attention)
 
 
 def layer_kinds(args: argparse.Namespace) -> tuple[int, int]:
@@ -69,13 +82,13 @@ def _latent_attention_weights(args: argparse.Namespace) -> int:
     return query + latent + rope + heads * args.v_head_dim * hidden
 
 
-def _attention_core(args: argparse.Namespace) -> float:
-    """Multiply-adds of one token with the keys and the values before it."""
+def _attention_core(args: argparse.Namespace) -> int:
+    """Multiply-adds of a query with one key and its value, in all heads."""
     if args.multi_latent_attention:
         width = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
     else:
         width = 2 * args.kv_channels
-    return args.num_attention_heads * width * args.seq_length / 2
+    return int(args.num_attention_heads * width)
 
 
 def _experts(args: argparse.Namespace) -> int:

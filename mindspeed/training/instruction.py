@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from mindspeed.data.packing import rounded_up
+from mindspeed.training.counting import row_counts
 
 _WORDS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -42,7 +43,10 @@ class Collate:
         self._multiple = multiple
 
     def __call__(self, items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """``[b, s]`` tensors; positions of padding count from 0, as those of a sample."""
+        """``[b, s]`` tensors; positions of padding count from 0, as those of a sample.
+
+        ``counts`` ``[2]`` are :func:`mindspeed.training.counting.row_counts`.
+        """
         width = self._seq_length
         if self._multiple is not None:
             width = rounded_up(max(len(item["tokens"]) for item in items), self._multiple)
@@ -52,6 +56,7 @@ class Collate:
             "labels": torch.zeros(shape, dtype=torch.int64),
             "loss_mask": torch.zeros(shape),
             "position_ids": torch.zeros(shape, dtype=torch.int64),
+            "counts": row_counts(items),
         }
         for row, item in enumerate(items):
             length = len(item["tokens"])

@@ -2,7 +2,8 @@
 
 The last rank speaks, because the last pipeline stage knows the loss. Between log lines a step only
 appends a device tensor to a list; sums over data-parallel ranks and copies to the host happen once
-per interval. Where the records go is the matter of :mod:`mindspeed.training.sinks`.
+per interval. Tokens per second and FLOPs are those of samples, not of padding
+(:mod:`mindspeed.training.counting`). Where the records go: :mod:`mindspeed.training.sinks`.
 
     iteration     10/   600 | consumed samples:     160 | lm loss: 7.621034E+00 | grad norm: ...
 """
@@ -25,12 +26,14 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from mindspeed import device
-from mindspeed.training.flops import training_flops
+from mindspeed.training.counting import CountedRows, Counts, FullRows
+from mindspeed.training.flops import flops_of_tokens
 from mindspeed.training.model import TrainedModel
 from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
 
 GIGA = 10**9
+Rows = FullRows | CountedRows
 
 
 class Log:
@@ -40,11 +43,15 @@ class Log:
         args: final values.
         model: for learning rate, loss scale and the norm of the parameters.
         iteration: iterations that are done already.
+        rows: counts the tokens of training.
     """
 
-    def __init__(self, args: argparse.Namespace, model: TrainedModel, iteration: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, model: TrainedModel, iteration: int, rows: Rows
+    ) -> None:
         self._args = args
         self._model = model
+        self._rows = rows
         self._speaks = dist.get_rank() == dist.get_world_size() - 1
         self._sinks = open_sinks(args, iteration) if self._speaks else []
         self._losses: list[torch.Tensor] = []
@@ -60,7 +67,6 @@ class Log:
         """Note one step of ``samples`` sequences."""
         self._iterations += 1
         self._samples += samples
-        self._tokens += samples * self._args.seq_length
         self._skipped += result.skipped
         self._grad_norm = result.grad_norm
         if result.losses is not None and not result.skipped:
@@ -73,10 +79,12 @@ class Log:
         loss = mean_loss(self._losses)
         auxiliary = _auxiliary_losses(self._args, self._iterations)
         params_norm = _params_norm(self._model) if self._args.log_params_norm else None
+        counts = self._rows.take(self._samples)
+        self._tokens += counts.tokens
         elapsed = time.perf_counter() - self._interval_start
         if self._speaks:
             self._last_loss = loss
-            metrics = self._metrics(iteration, elapsed, loss) | auxiliary
+            metrics = self._metrics(iteration, elapsed, loss, counts) | auxiliary
             if params_norm is not None:
                 metrics["params_norm"] = params_norm
             line = _line(metrics, self._args.train_iters)
@@ -125,9 +133,11 @@ class Log:
             "\n".join([summary, *(f"  look at    {command}" for command in commands)]), flush=True
         )
 
-    def _metrics(self, iteration: int, elapsed: float, loss: float | None) -> dict[str, Any]:
+    def _metrics(
+        self, iteration: int, elapsed: float, loss: float | None, counts: Counts
+    ) -> dict[str, Any]:
         args, steps = self._args, max(1, self._iterations)
-        flops = training_flops(args, self._samples)
+        flops = flops_of_tokens(args, counts.tokens, counts.pairs)
         rate = get_canonical_lr_for_logging(self._model.optimizer.param_groups)
         metrics: dict[str, Any] = {
             "iteration": iteration,
@@ -137,12 +147,15 @@ class Log:
             "global_batch_size": self._samples // steps,
             "lm_loss": loss,
             "grad_norm": self._grad_norm,
-            "tokens_per_second": self._samples * args.seq_length / elapsed,
+            "tokens_per_second": counts.tokens / elapsed,
             "tflops_per_device": flops / elapsed / args.world_size / 1e12,
             "memory_gb": device.current().memory_stats().peak / GIGA,
             "skipped_iterations": self._skipped,
             "eta_seconds": (args.train_iters - iteration) * elapsed / steps,
         }
+        if counts.positions > counts.tokens:
+            metrics["padding_fraction"] = 1 - counts.tokens / counts.positions
+            metrics["positions_per_second"] = counts.positions / elapsed
         if args.fp16:
             metrics["loss_scale"] = self._model.optimizer.get_loss_scale().item()
         return metrics
@@ -181,9 +194,11 @@ def _line(metrics: Mapping[str, Any], train_iters: int) -> str:
         parts.append(f"loss scale: {metrics['loss_scale']:.1f}")
     if metrics["grad_norm"] is not None:
         parts.append(f"grad norm: {metrics['grad_norm']:.3f}")
+    padding = metrics.get("padding_fraction")
     parts += [
         f"ms/iteration: {1000 * metrics['seconds_per_iteration']:8.1f}",
         f"tokens/s: {metrics['tokens_per_second']:9.0f}",
+        *([f"padding: {100 * padding:4.1f}%"] if padding else []),
         f"TFLOP/s/device: {metrics['tflops_per_device']:8.3f}",
         f"memory GB: {metrics['memory_gb']:6.2f}",
         f"skipped: {metrics['skipped_iterations']:3d}",

@@ -16,7 +16,7 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed.adaptor import session
 from mindspeed.checkpoint.save import Saver
 from mindspeed.training.data import Reader
-from mindspeed.training.log import Log, mean_loss
+from mindspeed.training.log import Log, Rows, mean_loss
 from mindspeed.training.model import TrainedModel
 from mindspeed.training.step import Trainer
 from mindspeed.training.stopping import Stopping
@@ -29,6 +29,7 @@ def train(
     held_out: Mapping[str, Sequence[Reader | None]],
     iteration: int,
     saver: Saver | None,
+    rows: Rows,
 ) -> int:
     """Train from ``iteration`` to the end or an early stop.
 
@@ -39,12 +40,13 @@ def train(
         held_out: the same for ``validation`` (used during training) and ``test`` (at the end).
         iteration: iterations done.
         saver: writes checkpoints, or None.
+        rows: counts the tokens that the training readers read.
 
     Returns:
         The last iteration done.
     """
     trainer = Trainer(args, model)
-    log = Log(args, model, iteration)
+    log = Log(args, model, iteration, rows)
     gathering = _ParameterGathering(args, model)
     for chunk in model.chunks:
         chunk.train()

@@ -22,6 +22,7 @@ from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
 from mindspeed.lora import adapted
 from mindspeed.training import adapters, data, loop, setup
+from mindspeed.training.counting import CountedRows, FullRows
 from mindspeed.training.flops import training_flops
 from mindspeed.training.model import ModelProvider, TrainedModel, build, gpt_model
 from mindspeed.training.resolve import Settings
@@ -45,7 +46,8 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
     iteration = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer)
     read = partial(data.micro_batches, args, model.config, tokenizer=tokenizer)
-    readers = read(sets.train, args.consumed_train_samples)
+    rows = CountedRows() if args.is_instruction_dataset else FullRows(args)
+    readers = read(sets.train, args.consumed_train_samples, rows=rows)
     held_out = {}
     if args.eval_iters:
         held_out["validation"] = read(sets.valid, args.consumed_valid_samples)
@@ -56,7 +58,7 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
         source = args.lora_load if adapted(model.chunks) else args.load
         saver.last_saved = iteration if source == args.save else None
-    iteration = loop.train(args, model, readers, held_out, iteration, saver)
+    iteration = loop.train(args, model, readers, held_out, iteration, saver, rows)
     dist.barrier()
     dist.destroy_process_group()
     return iteration

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed.training.flops import training_flops
+from mindspeed.training.flops import flops_of_tokens, training_flops
 
 
 def shape(**changes: Any) -> argparse.Namespace:
@@ -66,3 +66,9 @@ def test_latent_attention_counts_its_low_rank_projections():
         query + latent + matmul(s, h, 8) + core + matmul(s, heads * 16, h) + 3 * matmul(s, h, 704)
     )
     assert training_flops(shape(**mla), 1) == 3 * (4 * layer + matmul(s, h, 1024))
+
+
+def test_sequences_of_any_lengths_cost_what_each_costs_alone():
+    lengths = [128, 7, 40]
+    together = flops_of_tokens(shape(), sum(lengths), sum(n * n for n in lengths) / 2)
+    assert together == sum(training_flops(shape(seq_length=n), 1) for n in lengths)

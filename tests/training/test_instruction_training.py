@@ -49,6 +49,12 @@ def same(ours: list[dict], theirs: list[dict]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert per_step(mine, "tokens") == pytest.approx(per_step(other, "tokens"))
+
+
+def per_step(record: dict, what: str) -> float:
+    """Tokens or positions of one step."""
+    return record[f"{what}_per_second"] * record["seconds_per_iteration"]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +74,26 @@ def one_rank(run) -> list[dict]:
 )
 def test_every_layout_and_length_gives_the_losses_of_one_rank(run, one_rank, world, flags):
     same(run(world, flags), one_rank)
+
+
+def test_only_tokens_of_samples_count_as_throughput(run, prefix):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    files = IndexedDataset(f"{prefix}_packed_input_ids_document")
+    lengths = files.sequence_lengths[:24] - 1
+    rows = lengths.reshape(3, 4, 2)  # steps of four micro-batches of two samples
+    tokens = rows.sum(axis=(1, 2)).tolist()
+    fixed = run(2, "--no-shuffle", PP)
+    assert [per_step(record, "tokens") for record in fixed] == pytest.approx(tokens)
+    assert [per_step(record, "positions") for record in fixed] == pytest.approx([8 * 64] * 3)
+    shorter = run(2, "--no-shuffle", TP, VARIABLE, "--pad-to-multiple-of 1")
+    positions = (2 * rows.max(axis=2)).sum(axis=1).tolist()
+    assert [per_step(record, "tokens") for record in shorter] == pytest.approx(tokens)
+    assert [per_step(record, "positions") for record in shorter] == pytest.approx(positions)
+    work = [r["tflops_per_device"] * r["seconds_per_iteration"] for r in fixed]
+    assert work == pytest.approx(
+        [r["tflops_per_device"] * r["seconds_per_iteration"] for r in shorter]
+    )
 
 
 @pytest.fixture(scope="module")
