@@ -10,6 +10,7 @@ is that of the remaining, outer ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mindspeed.attention import executor, transport
 from mindspeed.attention.agreement import verify
 from mindspeed.attention.kernels import Softmax
 from mindspeed.attention.plan import Plan
+from mindspeed.attention.ulysses import KeysAgain
 from mindspeed.errors import ConfigError
 
 
@@ -34,6 +36,7 @@ def context_parallel_attention(
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
     dropout: float = 0.0,
+    again: KeysAgain | None = None,
     traffic: executor.Traffic | None = None,
 ) -> torch.Tensor:
     """Attend as the plan says. Collective over the group, forward and backward.
@@ -52,6 +55,8 @@ def context_parallel_attention(
         slopes: ALiBi: ``[n]``, ``-slope * |i - j|`` is added to the scaled scores.
         sink: ``[n]`` score of a key without a value; gets a gradient from this rank's queries.
         dropout: Probability of dropping a probability; each rank draws its own.
+        again: Keep keys and values as they were before an exchange of heads, and exchange them
+            again in the backward pass (:meth:`HeadSplit.again`).
         traffic: Counts what travels, for tests and benchmarks.
 
     Returns:
@@ -70,8 +75,8 @@ def context_parallel_attention(
     verify(plan, group, q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     softmax = Softmax(scale, slopes, dropout)
-    groups = group, overlap_group
-    return _Attention.apply(q, k, v, sink, plan, rank, groups, softmax, traffic)  # type: ignore[no-any-return]
+    run = _Run(plan, rank, (group, overlap_group), softmax, again, traffic)
+    return _Attention.apply(q, k, v, sink, run)  # type: ignore[no-any-return]
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, rank: int) -> None:
@@ -90,6 +95,16 @@ def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, rank: i
         )
 
 
+@dataclass(frozen=True)
+class _Run:
+    plan: Plan
+    rank: int
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+    softmax: Softmax
+    again: KeysAgain | None
+    traffic: executor.Traffic | None
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -98,29 +113,33 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sink: torch.Tensor | None,
-        plan: Plan,
-        rank: int,
-        groups: Any,
-        softmax: Softmax,
-        traffic: executor.Traffic | None,
+        run: _Run,
     ) -> torch.Tensor:
-        steps = executor.forward(plan, rank, q, k, v, softmax=softmax, sink=sink, traffic=traffic)
-        out, lse, saved = transport.run(steps, *groups)
+        steps = executor.forward(
+            run.plan, run.rank, q, k, v, softmax=run.softmax, sink=sink, traffic=run.traffic
+        )
+        out, lse, saved = transport.run(steps, *run.groups)
+        if run.again is not None:
+            k, v = run.again.k, v if run.again.v is None else run.again.v
         ctx.save_for_backward(q, k, v, sink, out, lse, *saved.values())
-        ctx.options = plan, rank, groups, softmax, traffic, tuple(saved)
+        ctx.run = run if run.again is None else replace(run, again=run.again.without_tensors())
+        ctx.stages = tuple(saved)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        plan, rank, groups, softmax, traffic, stages = ctx.options
+        run: _Run = ctx.run
         q, k, v, sink, out, lse, *kept = ctx.saved_tensors
-        saved, (dout,) = dict(zip(stages, kept, strict=True)), grads
+        if run.again is not None:
+            k, v = run.again.exchanged(k, v)
+        saved, (dout,) = dict(zip(ctx.stages, kept, strict=True)), grads
         steps = executor.backward(
-            plan, rank, dout, q, k, v, out, lse, saved, softmax=softmax, traffic=traffic
-        )
-        dqkv, dsink = transport.run(steps, *groups), None
+            run.plan, run.rank, dout, q, k, v, out, lse, saved,
+            softmax=run.softmax, traffic=run.traffic,
+        )  # fmt: skip
+        dqkv, dsink = transport.run(steps, *run.groups), None
         if sink is not None:
             share = (sink.to(lse.dtype) - lse).exp()
             dsink = -(share * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0)
             dsink = dsink.to(sink.dtype)
-        return (*dqkv, dsink, None, None, None, None, None)
+        return (*dqkv, dsink, None)

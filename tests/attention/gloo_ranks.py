@@ -21,8 +21,10 @@ from mindspeed.attention import (
     planners,
     zigzag,
 )
+from mindspeed.attention.by_heads import ulysses_attention
 from mindspeed.attention.executor import Traffic
 from mindspeed.attention.layout import union
+from mindspeed.testing import CommLedger, saved_for_backward
 
 from . import truth
 
@@ -114,26 +116,51 @@ def _fails(*_: Any) -> Any:
     raise MemoryError("out of memory in the kernel")
 
 
-def every_ulysses() -> dict[tuple[int, int, int], float]:
-    """Largest error for some lengths, query heads and key heads."""
-    cases = [(48, 8, 4), (48, 4, 2), (48, 4, 1), (45, 6, 3), (47, 7, 7), (46, 5, 1)]
-    return {case: max(ulysses(*case)) for case in cases}
+CASES = [(48, 8, 4), (48, 4, 2), (48, 4, 1), (45, 6, 3), (47, 7, 7), (46, 5, 1), (48, 14, 2)]
+"""Lengths, query heads, key heads."""
 
 
-def ulysses(size: int, heads: int, groups: int) -> list[float]:
-    """All ranks exchange rows for heads; sizes need not divide."""
+def every_ulysses() -> dict[Any, float]:
+    """Largest error for some lengths and heads, without and with a plan for those left over."""
+    return {(*case, rest): max(_ulysses(*case, rest)) for case in CASES for rest in (False, True)}
+
+
+def _ulysses(size: int, heads: int, groups: int, rest: bool) -> list[float]:
     *qkv, dout = truth.tensors(size, heads, groups)
     world, rank = dist.get_world_size(), dist.get_rank()
-    layout = contiguous(size, world)
+    layout, mask = contiguous(size, world), Mask.causal(size)
     split = HeadSplit(layout, rank, dist.group.WORLD)
     rows = layout.positions(rank)
     leaves = [x[rows].requires_grad_() for x in qkv]
-    local = planners.ring(Mask.causal(size), contiguous(size, 1))
-    out = context_parallel_attention(*split.split(*leaves), local, scale=SCALE)
-    out = split.join(out, heads)
+    slopes = torch.linspace(0, 0.2, heads, dtype=torch.float64)
+    local = planners.ring(mask, contiguous(size, 1))
+    out = ulysses_attention(
+        *leaves, split, local, scale=SCALE, slopes=slopes,
+        rest=planners.mesh(mask, layout, 2) if rest else None,
+    )  # fmt: skip
     out.backward(dout[rows])
-    expected = truth.attend(*qkv, dout, Mask.causal(size).dense(), scale=SCALE)
+    expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE, slopes=slopes)
     return _errors(layout, leaves, out, expected)
+
+
+def ulysses_cache() -> list[Any]:
+    """For every policy: gradients, bytes sent in each pass, collectives, bytes saved."""
+    size, heads, groups = 64, 8, 2
+    *qkv, dout = truth.tensors(size, heads, groups, 8, 8)
+    rank = dist.get_rank()
+    layout = zigzag(size, dist.get_world_size())
+    split = HeadSplit(layout, rank, dist.group.WORLD)
+    rows, local = layout.positions(rank), planners.ring(Mask.causal(size), contiguous(size, 1))
+    found = []
+    for policy in (None, "half", "full"):
+        leaves = [x[rows].requires_grad_() for x in qkv]
+        with CommLedger() as ledger, saved_for_backward() as saved:
+            out = ulysses_attention(*leaves, split, local, scale=SCALE, cache=policy)
+            out.backward(dout[rows])
+        sent = [ledger.wire_bytes("all_to_all", phase=p) for p in ("forward", "backward")]
+        grads = [x.grad.tolist() for x in leaves]
+        found.append((grads, sent, ledger.calls("all_to_all"), saved.bytes))
+    return found
 
 
 def hybrid(inner: int) -> list[float]:

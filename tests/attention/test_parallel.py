@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from mindspeed.attention import (
+    HeadSplit,
     Mask,
     PlanError,
     Region,
     context_parallel_attention,
     contiguous,
     executor,
+    figures,
     planners,
+    zigzag,
 )
+from mindspeed.errors import ConfigError
 
 from . import gloo_ranks as jobs
 
@@ -33,6 +37,43 @@ def test_algorithms(ranks, size: int, documents: tuple[int, ...]) -> None:
 def test_ulysses_of_any_length_and_number_of_heads(ranks) -> None:
     for found in ranks(4, jobs.every_ulysses, timeout=120):
         assert max(found.values()) < EXACT, found
+
+
+class TestKeysBeforeTheExchange:
+    """2 key heads on 4 ranks: after the exchange, twice the bytes of keys and values."""
+
+    keys = 64 // 4 * 2 * 8 * 8  # bytes of a rank's keys, or of its values
+
+    def test_gradients_bytes_and_memory(self, ranks) -> None:
+        for plain, half, full in ranks(4, jobs.ulysses_cache):
+            assert plain[0] == half[0] == full[0]
+            queries, sent_keys = 4 * self.keys, 2 * 2 * self.keys  # KV' = 2 KV
+            each = 3 * (2 * queries + sent_keys) // 4
+            assert plain[1] == [each, each]
+            assert half[1] == [each, each + 3 * sent_keys // 8]
+            assert full[1] == [each, each + 3 * sent_keys // 4]
+            assert [found[2] for found in (plain, half, full)] == [4, 5, 5]
+            assert plain[3] - half[3] == self.keys  # (U / g - 1) K
+            assert plain[3] - full[3] == 2 * self.keys
+
+    def test_nothing_to_save(self) -> None:
+        split = HeadSplit(contiguous(8, 2), 0, None)
+        k = torch.zeros(4, 4, 8)
+        with pytest.raises(ConfigError, match="n_kv=4 over CP=2 repeats none"):
+            split.again(8, k, k, "full")
+        with pytest.raises(ConfigError, match="policy 'most' is not one of full, half"):
+            split.again(8, k, k, "most")
+
+
+@pytest.mark.parametrize(("heads", "size", "before"), [(28, 8, 0.875), (40, 16, 40 / 48)])
+def test_heads_left_over_are_shared_by_rows(heads: int, size: int, before: float) -> None:
+    split = HeadSplit(zigzag(960, size), 0, None)
+    assert split.balance(heads) == pytest.approx(before)
+    area = figures(planners.ring(Mask.causal(960), split.layout)).area
+    even, left = heads // size, heads % size
+    work = [even * Mask.causal(960).area() + left * mine for mine in area]
+    assert sum(work) == heads * Mask.causal(960).area()
+    assert sum(work) / size / max(work) == 1.0
 
 
 def test_hybrid_of_heads_and_ring(ranks) -> None:
