@@ -1,10 +1,10 @@
 """Attention over sequences that are split over ranks: context parallelism.
 
-    from mindspeed.attention import Mask, context_parallel_attention, planners, zigzag
+    from mindspeed.attention import Mask, context_parallel_attention, plan
 
-    layout = zigzag(S, P)
-    plan = planners.ring(Mask.causal(S), layout)
-    out = context_parallel_attention(q, k, v, plan, group)
+    causal = plan(Mask.causal(S), ranks=P)             # once, the same on all ranks
+    rows = causal.layout.positions(rank)               # the tokens that this rank owns
+    out = context_parallel_attention(q, k, v, causal, group)
 
 A mask is a list of rectangles with a diagonal band (:mod:`~mindspeed.attention.mask`), an algorithm
 is a plan of moves and work (:mod:`~mindspeed.attention.plan`) that can be proven
@@ -13,12 +13,14 @@ executor runs them all. Works without Megatron, with any process group.
 """
 
 from mindspeed.attention import planners
+from mindspeed.attention.by_heads import ulysses_attention
 from mindspeed.attention.check import PlanError, check
 from mindspeed.attention.figures import Figures, Sizes, figures
 from mindspeed.attention.layout import Layout, contiguous, zigzag
 from mindspeed.attention.mask import Mask, Region
 from mindspeed.attention.parallel import context_parallel_attention
 from mindspeed.attention.plan import Plan
+from mindspeed.attention.planning import plan
 from mindspeed.attention.ulysses import HeadSplit
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "context_parallel_attention",
     "contiguous",
     "figures",
+    "plan",
     "planners",
+    "ulysses_attention",
     "zigzag",
 ]
