@@ -57,12 +57,15 @@ def uneven_heads(
     """A warning where an exchange of heads gives some ranks more of them than others."""
     heads, _ = _heads_of_rank(megatron)
     for kind, ranks in _exchanges(options, comm_types, megatron):
-        if heads and heads % ranks and heads > ranks:
-            balance = heads / (ranks * -(-heads // ranks))
-            yield (
-                f"{kind}: {heads} query heads per TP rank over CP={ranks}: uneven split, "
-                f"balance {balance:.3f}"
-            )
+        if not heads % ranks:
+            continue
+        balance = heads / (ranks * -(-heads // ranks))
+        text = (
+            f"{kind}: {heads} query heads per TP rank over CP={ranks}: uneven split, "
+            f"balance {balance:.3f}"
+        )
+        rest = kind == "ulysses" and balance < 0.95
+        yield f"{text}; a ring attends to {heads % ranks} of them instead" if rest else text
 
 
 def _algorithms(options: ContextParallelOptions, comm_types: list[str] | None) -> set[str]:
@@ -192,7 +195,7 @@ def _heads(
 ) -> Iterator[Problem]:
     heads, groups = _heads_of_rank(megatron)
     for kind, sharing in _exchanges(options, comm_types, megatron):
-        if heads and heads < sharing:
+        if kind == "hybrid" and heads and heads < sharing:
             tensor = megatron.get("tensor_model_parallel_size") or 1
             yield Problem(
                 kind,

@@ -10,10 +10,11 @@
 Megatron's ``--cp-comm-type`` wins where it is given, also per layer. Losses are those of one rank,
 at any tensor and pipeline parallel size. Which one to choose: docs/context-parallel.md.
 
-What the original needs flags for and is always so here: keys travel behind the work, gradients and
-keys at the same time (``--use-cp-send-recv-overlap``); partial outputs are merged in fp32 in place
-(``--use-fused-ring-attention-update``); tensors are taken in the order that they have
-(``--megatron-cp-in-bnsd``); every mask has its own plan (``--adaptive-cp-dynamic-attn-mask``).
+Keys travel behind the work and gradients with them in any case; on NVIDIA and Ascend devices
+``--use-cp-send-recv-overlap`` gives gradients a communicator of their own, so that they do not wait
+for keys. What the original needs further flags for is always so here: partial outputs are merged in
+place in fp32 (``--use-fused-ring-attention-update``), tensors are taken in the order that they have
+(``--megatron-cp-in-bnsd``), every mask has its own plan (``--adaptive-cp-dynamic-attn-mask``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from mindspeed import device
 from mindspeed.features._context_parallel_checks import indivisible as indivisible
 from mindspeed.features._context_parallel_checks import problems, uneven_heads
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -49,7 +51,7 @@ class ContextParallelOptions:
     )
     cp_window_size: int = flag(1, "ring: neighbours in a window of the inner ring; 1: one ring")
     use_cp_send_recv_overlap: bool = flag(
-        False, "no further effect: keys and gradients travel behind the work anyway"
+        False, "gradients have a communicator of their own (NVIDIA, Ascend; else no effect)"
     )
     use_fused_ring_attention_update: bool = flag(
         False, "no further effect: partial outputs are merged in place in fp32 anyway"
@@ -189,6 +191,13 @@ def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -
         return strategy_of(options, comm_type or "p2p", exchanging)
 
     seams.use_kernels(owner=FEATURE.name, context_strategy=context_strategy)
+    if options.use_cp_send_recv_overlap and device.current().name != "cpu":
+        from mindspeed.adaptor.second_communicators import SecondCommunicators
+
+        second = SecondCommunicators()
+        seams.parallel_groups.add(second.make, owner=FEATURE.name)
+        seams.use_kernels(owner=FEATURE.name, second_communicator=second.of)
+        seams.journal.call_on_undo(second.destroy)
     chosen = options.context_parallel_algo if given is None else f"--cp-comm-type {' '.join(given)}"
     _say(f"{_ranks(megatron)} ranks, {chosen}")
     for text in uneven_heads(options, megatron, given):
@@ -209,5 +218,5 @@ FEATURE = Feature(
     validate=_validate,
     corrects=_corrects,
     attach=_attach,
-    seams=("kernels",),
+    seams=("kernels", "parallel_groups"),
 )

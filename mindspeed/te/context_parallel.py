@@ -25,6 +25,7 @@ from mindspeed.attention import (
     contiguous,
     zigzag,
 )
+from mindspeed.attention.by_heads import ulysses_attention
 from mindspeed.attention.packed import PackedBatch
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
@@ -32,6 +33,9 @@ from mindspeed.te import kernels
 from mindspeed.te.attention import Documents
 from mindspeed.te.flash import copied
 from mindspeed.te.masks import Window
+
+_BALANCED = 0.95
+"""Below it, heads that do not divide are attended to where their rows are."""
 
 
 def group_size(groups: Any) -> int:
@@ -99,23 +103,25 @@ def attend(
     plan = strategy.plan(mask, layout, layer)
     # One behind the other, samples are rows of one sequence whose parts do not see each other.
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
-    run = functools.partial(
-        _attend_in_parts,
-        strategy.head_groups,
-        plan=plan,
-        group=outer,
-        overlap_group=None if plan.ranks == 1 else kernels.second_communicator(outer),
-        scale=scale,
-        dropout=dropout,
-    )
-    if inner is None:
-        out = run(q, k, v, sink=sink, slopes=slopes)
-    else:
+    options: dict[str, Any] = {
+        "scale": scale,
+        "dropout": dropout,
+        "slopes": slopes,
+        "sink": sink,
+        "overlap_group": None if plan.ranks == 1 else kernels.second_communicator(outer),
+    }
+    if inner is not None:
         split = _heads(layout, inner, outer)
-        mine = split.heads(split.rank, heads)
-        of_head = slice(mine.start, mine.stop)
-        sink, slopes = (None if x is None else x[of_head] for x in (sink, slopes))
-        out = split.join(run(*split.split(q, k, v), sink=sink, slopes=slopes), heads)
+        # Where heads do not divide, a ring takes those that are left over.
+        uneven = outer is None and split.balance(heads) < _BALANCED
+        rest = Strategy("ring").plan(mask, layout) if uneven else None
+        repeats = outer is None and k.shape[1] < split.size
+        cache = strategy.cache_of(layer) if repeats else None
+        out = ulysses_attention(q, k, v, split, plan, outer, rest=rest, cache=cache, **options)
+    elif strategy.algorithm == "all_gather" and strategy.head_groups > 1:
+        out = _attend_in_parts(strategy.head_groups, q, k, v, plan, outer, **options)
+    else:
+        out = context_parallel_attention(q, k, v, plan, outer, **options)
     return out.unflatten(0, (samples, rows)).transpose(0, 1).flatten(2)
 
 
@@ -124,24 +130,22 @@ def _attend_in_parts(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
+    *plan_and_group: Any,
     sink: torch.Tensor | None,
     slopes: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
     """Attend with some of the key heads after the others: less is held at a time."""
-    if parts == 1:
-        return context_parallel_attention(q, k, v, sink=sink, slopes=slopes, **options)
-    heads, groups = q.shape[1], k.shape[1]
+    groups, share = k.shape[1], q.shape[1] // k.shape[1]
     cuts = [groups * part // parts for part in range(parts + 1)]
     outs = []
     for first, last in itertools.pairwise(cuts):
         if first < last:
-            mine = slice(heads // groups * first, heads // groups * last)
-            keys = slice(first, last)
-            of_heads = [None if x is None else x[mine] for x in (sink, slopes)]
-            options |= {"sink": of_heads[0], "slopes": of_heads[1]}
-            outs.append(context_parallel_attention(q[:, mine], k[:, keys], v[:, keys], **options))
+            mine, keys = slice(share * first, share * last), slice(first, last)
+            of_mine = [None if x is None else x[mine] for x in (sink, slopes)]
+            options |= {"sink": of_mine[0], "slopes": of_mine[1]}
+            part = q[:, mine], k[:, keys], v[:, keys]
+            outs.append(context_parallel_attention(*part, *plan_and_group, **options))
     return torch.cat(outs, 1)
 
 

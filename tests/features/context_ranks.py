@@ -27,6 +27,7 @@ STRATEGIES = {
     "all-gather in parts": Strategy("all_gather", head_groups=2, cache="half"),
     "needed": Strategy("needed", overlap=3),
     "ulysses": Strategy("ulysses"),
+    "ulysses with a cache": Strategy("ulysses", cache="half"),
     "hybrid": Strategy("hybrid", ulysses_degree=2),
     "adaptive": Strategy("adaptive", granularity=2),
     "hybrid adaptive": Strategy("hybrid_adaptive", ulysses_degree=2, granularity=2),
@@ -49,6 +50,7 @@ def errors(name: str) -> dict[str, float]:
         "packed": _packed(strategy, groups),
         "thd": _thd(strategy, groups),
         "second communicator": _second(strategy, groups),
+        "uneven heads": _uneven(strategy, groups),
     }
 
 
@@ -63,6 +65,12 @@ def _causal(strategy, groups):
     layout = megatron_layout(SIZE, 4, SAMPLES)
     mask = Mask.documents((0, SIZE, 2 * SIZE))
     return _error(layout, mask, lambda *qkv: attend(*qkv, groups, strategy, scale=SCALE, layer=1))
+
+
+def _uneven(strategy, groups):
+    layout, mask = megatron_layout(SIZE, 4, SAMPLES), Mask.documents((0, SIZE, 2 * SIZE))
+    attention = lambda *qkv: attend(*qkv, groups, strategy, scale=SCALE)  # noqa: E731
+    return _error(layout, mask, attention, heads=6)
 
 
 def _window(strategy, groups):
@@ -129,8 +137,8 @@ def _second(strategy, groups):
         kernels.second_communicator = before
 
 
-def _error(layout, mask, attention, samples=SAMPLES, **also) -> float:
-    *qkv, dout = truth.tensors(mask.size, heads=4, groups=4)
+def _error(layout, mask, attention, samples=SAMPLES, heads=4, **also) -> float:
+    *qkv, dout = truth.tensors(mask.size, heads=heads, groups=2)
     keep = mask.dense()
     blind = ~keep.any(1)
     keep[blind, 0] = True  # any key: their gradient is zero
@@ -142,8 +150,28 @@ def _error(layout, mask, attention, samples=SAMPLES, **also) -> float:
     leaves = [x.clone().requires_grad_() for x in mine]
     out = attention(*leaves)
     out.backward(dout[rows].unflatten(0, (samples, -1)).transpose(0, 1).flatten(2))
-    results = [out.detach().unflatten(-1, (4, -1)), *(x.grad for x in leaves)]
+    results = [out.detach().unflatten(-1, (heads, -1)), *(x.grad for x in leaves)]
     return max(
         float((got.transpose(0, 1).flatten(0, 1) - wanted[rows]).abs().max())
         for got, wanted in zip(results, expected, strict=False)
     )
+
+
+def second_communicators() -> tuple[list[int], int, int]:
+    """Ranks of the second communicator, and how many groups there are more with it and without."""
+    from megatron.core import parallel_state
+
+    from mindspeed.adaptor.second_communicators import SecondCommunicators
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    group = parallel_state.get_context_parallel_group()
+    before = len(dist.distributed_c10d._world.pg_map)
+    second = SecondCommunicators()
+    second.make()
+    second.make()  # groups were made again
+    made = second.of(group)
+    assert made is not None and made is not group and second.of(None) is None
+    more = len(dist.distributed_c10d._world.pg_map) - before
+    ranks = dist.get_process_group_ranks(made)
+    second.destroy()
+    return ranks, more, len(dist.distributed_c10d._world.pg_map) - before

@@ -167,8 +167,8 @@ HYBRID = {"context_parallel_algo": "hybrid_cp_algo"}
         ),
         ({"cp_window_size": 2}, "--cp-window-size 2: is for a ring, there is none"),
         (
-            {"num_attention_heads": 8},
-            r"ulysses: 8 heads / \(TP 2 \* 8 ranks that exchange heads\) is less than one",
+            HYBRID | {"ulysses_degree_in_cp": 4, "num_attention_heads": 4},
+            r"hybrid: 4 heads / \(TP 2 \* 4 ranks that exchange heads\) is less than one",
         ),
         (
             {"context_parallel_cache_interval": 1, **RING},
@@ -215,7 +215,8 @@ def test_any_length_with_an_adaptive_layout_or_packed_documents():
 def test_uneven_heads_are_told():
     options, _ = resolved(num_attention_heads=56)
     (text,) = feature.uneven_heads(options, MODEL | {"num_attention_heads": 56}, None)
-    assert text == "ulysses: 28 query heads per TP rank over CP=8: uneven split, balance 0.875"
+    uneven = "ulysses: 28 query heads per TP rank over CP=8: uneven split, balance 0.875"
+    assert text == f"{uneven}; a ring attends to 4 of them instead"
     assert not list(feature.uneven_heads(options, MODEL, None))
 
 

@@ -23,7 +23,8 @@ MLA = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
 LOCAL = f"{GQA} --transformer-impl local"
-CP = "--no-create-attention-mask-in-dataloader --context-parallel-size"
+CP = "--context-parallel-size"
+ALGO = "--context-parallel-algo"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 
@@ -57,17 +58,38 @@ LAYOUTS = {
     "mla-pipeline": (2, MLA, PP),
     "local-tensor-parallel": (2, LOCAL, TP),
     "local-sequence-parallel": (2, LOCAL, f"{TP} --sequence-parallel"),
-    "context-ring": (2, GQA, f"{CP} 2"),
-    "context-ulysses": (2, GQA, f"{CP} 2 --cp-comm-type a2a"),
-    "context-all-gather-pipeline": (4, GQA, f"{CP} 2 --cp-comm-type all_gather {PP}"),
-    "context-hybrid": (
+    "context-ulysses": (2, GQA, f"{CP} 2"),
+    "context-ring-cache": (
+        2,
+        GQA,
+        f"{CP} 2 {ALGO} megatron_cp_algo --context-parallel-kv-cache-policy full "
+        "--context-parallel-cache-interval 1",
+    ),
+    "context-adaptive": (2, GQA, f"{CP} 2 {ALGO} adaptive_cp_algo"),
+    "context-all-gather-pipeline": (
         4,
         GQA,
-        f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        f"{CP} 2 {ALGO} kvallgather_cp_algo --kvallgather-head-groups 2 {PP}",
     ),
-    "context-tensor-sequence": (4, GQA, f"{CP} 2 {TP} --sequence-parallel"),
-    "mla-context": (2, MLA, f"{CP} 2"),
-    "local-context-ring": (4, LOCAL, f"{CP} 4"),
+    "context-hybrid-recompute": (
+        4,
+        GQA,
+        f"{CP} 4 {ALGO} hybrid_cp_algo --ulysses-degree-in-cp 2 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "context-tensor-sequence": (4, GQA, f"{CP} 2 --cp-comm-type p2p {TP} --sequence-parallel"),
+    "context-by-layer": (2, GQA, f"{CP} 2 --cp-comm-type p2p a2a all_gather p2p"),
+    "mla-context": (2, MLA, f"{CP} 2 {ALGO} megatron_cp_algo"),
+    "local-context-double-ring": (
+        4,
+        LOCAL,
+        f"{CP} 4 {ALGO} megatron_cp_algo --cp-window-size 2 --recompute-granularity selective",
+    ),
+    "local-context-hybrid-adaptive": (
+        4,
+        LOCAL,
+        f"{CP} 4 {ALGO} hybrid_adaptive_cp_algo --ulysses-degree-in-cp 2",
+    ),
 }
 
 
