@@ -35,7 +35,9 @@ def argument_patches(configure: Callable[[Any], None]) -> tuple[Patch, ...]:
 
     def configure_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            given = {name: getattr(args, name) for name in registry.own_flags() if name in args}
             result = original(args, *rest, **kwargs)
+            vars(args).update(given)  # Megatron sets a few of these names, too
             configure(args)
             return result
 

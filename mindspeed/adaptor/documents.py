@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,22 +39,8 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
 def patches(seams: Seams) -> tuple[Patch, ...]:
     """The patches that make Megatron carry documents."""
-
-    def documents(tokens: torch.Tensor) -> Borders:
-        from megatron.training import get_tokenizer
-
-        from mindspeed.attention.packed import borders_of_samples
-
-        return seams.documents.pipe(borders_of_samples(*tokens.shape), tokens, get_tokenizer())
-
     return (
-        Patch(
-            "megatron.training.utils:get_batch_on_this_tp_rank",
-            lambda original: _broadcast(original, documents),
-            OWNER,
-            "documents reach every tensor-parallel rank and pipeline stage",
-            expects="(data_iterator, mtp_on_this_rank)",
-        ),
+        reading(seams, OWNER),
         Patch(
             "megatron.core.utils:get_thd_batch_on_this_cp_rank",
             _take_part,
@@ -81,6 +68,17 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
             ),
         ),
         *carrying(),
+    )
+
+
+def reading(seams: Seams, owner: str) -> Patch:
+    """The patch of Megatron-LM's reading, which the seams ``documents`` and ``rows`` share."""
+    return Patch(
+        "megatron.training.utils:get_batch_on_this_tp_rank",
+        lambda original: _broadcast(original, seams),
+        owner,
+        "lengths and documents reach every tensor-parallel rank",
+        expects="(data_iterator, mtp_on_this_rank)",
     )
 
 
@@ -138,51 +136,105 @@ def carrying() -> tuple[Patch, ...]:
     )
 
 
-def _broadcast(
-    original: Callable[..., Any], documents: Callable[[torch.Tensor], Borders]
-) -> Callable[..., Any]:
+def _broadcast(original: Callable[..., Any], seams: Seams) -> Callable[..., Any]:
     def get_batch_on_this_tp_rank(
         data_iterator: Iterator[Any] | None, mtp_on_this_rank: bool = False
     ) -> dict[str, Any]:
         from megatron.core import parallel_state
-        from megatron.training import get_args
-
-        from mindspeed.adaptor.rows import broadcast_rows
-        from mindspeed.attention.packed import borders_of_starts, starts_of
+        from megatron.training import get_args, get_tokenizer
 
         args = get_args()
         if args.hybrid_context_parallel or args.sft:
             return original(data_iterator, mtp_on_this_rank)  # type: ignore[no-any-return]
         alone = args.pipeline_model_parallel_size == 1 or mtp_on_this_rank
-        names: list[str] = []
-        if alone or parallel_state.is_pipeline_first_stage():
-            names.append("tokens")
-        if alone or parallel_state.is_pipeline_last_stage():
-            names += ["labels", "loss_mask"]
-        group = parallel_state.get_tensor_model_parallel_group()
-        if group.size() > 1:
-            names.append("starts")
-        rows, borders = None, None
-        if group.rank() == 0:
-            assert data_iterator is not None
-            rows = dict(next(data_iterator))
-            borders = documents(rows["tokens"])
-            if group.size() > 1:
-                rows["starts"] = starts_of(borders, len(rows["tokens"]))
-        shape = None if args.variable_seq_lengths else (args.micro_batch_size, args.seq_length)
-        received = broadcast_rows(rows, names, shape, group, device.current().torch_device())
-        if borders is None:
-            borders = borders_of_starts(received["starts"].cpu())
-        batch = {name: received.get(name) for name in ("tokens", "labels", "loss_mask")}
-        return {
-            **batch,
-            "attention_mask": None,
-            "position_ids": None,  # they come with the layout
-            "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
-            "max_seqlen": torch.tensor([_longest(borders)], dtype=torch.int32),
-        }
+        read = read_batch(
+            seams,
+            data_iterator,
+            get_tokenizer(),
+            first=alone or parallel_state.is_pipeline_first_stage(),
+            last=alone or parallel_state.is_pipeline_last_stage(),
+            shape=None if args.variable_seq_lengths else (args.micro_batch_size, args.seq_length),
+        )
+        packing = {}
+        if read.documents is not None:
+            packing = {
+                "cu_seqlens": torch.tensor(read.documents, dtype=torch.int32),
+                "max_seqlen": torch.tensor([_longest(read.documents)], dtype=torch.int32),
+            }
+        return {**read.rows, "attention_mask": None, "position_ids": read.positions, **packing}
 
     return get_batch_on_this_tp_rank
+
+
+@dataclass(frozen=True)
+class Read:
+    """One micro-batch on a rank of a tensor-parallel group, not yet cut over context ranks.
+
+    Attributes:
+        rows: ``tokens``, ``labels``, ``loss_mask`` ``[b, s]``, or None for what a stage needs not.
+        positions: ``[b, s]``, counted; None where a stage needs none or documents have their own.
+        documents: Borders of the documents where they are packed.
+        length: Tokens of a row, s.
+    """
+
+    rows: dict[str, torch.Tensor | None]
+    positions: torch.Tensor | None
+    documents: Borders | None
+    length: int
+
+
+def read_batch(
+    seams: Seams,
+    iterator: Iterator[Any] | None,
+    tokenizer: Any,
+    *,
+    first: bool,
+    last: bool,
+    shape: tuple[int, int] | None,
+    documents: Callable[[Any], Borders] | None = None,
+) -> Read:
+    """Read a micro-batch on the leader of the tensor-parallel group and hand it on.
+
+    Args:
+        seams: Functions of the seams ``rows`` and ``documents`` see what the leader read.
+        iterator: Yields collated samples on the leader, None on the others.
+        tokenizer: Knows which token ends a document.
+        first: The stage embeds tokens.
+        last: The stage computes the loss.
+        shape: ``(b, s)``, None where lengths vary.
+        documents: Borders of a sample's documents, instead of what the seam finds in its tokens.
+    """
+    from megatron.core import parallel_state
+
+    from mindspeed.adaptor.rows import broadcast_rows
+    from mindspeed.attention.packed import borders_of_samples, borders_of_starts, starts_of
+
+    names = [*(["tokens"] if first else []), *(["labels", "loss_mask"] if last else [])]
+    packed, group = (
+        bool(seams.documents.functions),
+        parallel_state.get_tensor_model_parallel_group(),
+    )
+    if packed and group.size() > 1:
+        names.append("starts")
+    rows: dict[str, torch.Tensor] | None = None
+    borders: Borders | None = None
+    if iterator is not None:
+        rows = seams.rows.pipe(dict(next(iterator)))
+        if packed:
+            tokens = rows["tokens"]
+            alone = borders_of_samples(*tokens.shape)
+            found = documents(rows) if documents else None
+            borders = found or seams.documents.pipe(alone, tokens, tokenizer)
+            rows["starts"] = starts_of(borders, len(tokens))
+    here = device.current().torch_device()
+    received, (samples, length) = broadcast_rows(rows, names, shape, group, here)
+    positions = None
+    if packed and borders is None:
+        borders = borders_of_starts(received["starts"].cpu())
+    elif first and not packed:
+        positions = torch.arange(length, device=here).repeat(samples, 1)
+    wanted = {name: received.get(name) for name in ("tokens", "labels", "loss_mask")}
+    return Read(wanted, positions, borders, length)
 
 
 def _longest(borders: Borders) -> int:

@@ -9,6 +9,7 @@ when the first function arrives, and calls all functions in the order in which t
 | computing_layers| list: is this layer's MLP an MoE?       | the list of layers that compute |
 | parallel_groups | (nothing; right after the groups exist) | -                               |
 | batch           | batch: dict of tensors on this rank     | batch                           |
+| rows            | rows: the leader's micro-batch, as read | rows                            |
 | documents       | borders, tokens on the host, tokenizer  | borders of the documents        |
 | schedule        | forward_backward_func                   | forward_backward_func           |
 | optimizer       | optimizer                               | optimizer                       |
@@ -26,10 +27,10 @@ formula and its means over layers count.
 A function of ``documents`` says where the documents of a micro-batch begin; the seam carries them
 to the attention of every layer (:mod:`mindspeed.adaptor.documents`).
 
-All up to ``optimizer`` are in ``megatron.core`` (of ``documents``, what concerns the model) and so
-reach Megatron-LM, frameworks and our own trainer
-alike. The others belong to a training loop: Megatron-LM's reaches them through patches of
-``megatron.training``, our trainer calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
+All up to ``optimizer`` are in ``megatron.core`` (of ``rows`` and ``documents`` what concerns the
+model) and so reach Megatron-LM, frameworks and our own trainer alike. The others belong to a
+training loop: Megatron-LM's reaches them through patches of ``megatron.training``, our trainer
+calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
 A feature that replaces a computation inside Megatron's modules hands it to ``seams.use_kernels``
@@ -420,6 +421,7 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
         "(batch, ...)",
         "features cut or pack the micro-batch",
     ),
+    "rows": lambda seams: (documents.reading(seams, owner_of("rows")),),
     "documents": documents.patches,
     "schedule": _pipe_result(
         "schedule",

@@ -69,6 +69,16 @@ def add_arguments(
     return parser
 
 
+def own_flags() -> list[str]:
+    """Names of the flags that Megatron-LM does not declare itself."""
+    return [
+        item.name
+        for feature in all_features()
+        for item in flags_of(feature.options)
+        if not item.megatron
+    ]
+
+
 @dataclass(frozen=True)
 class Configuration:
     """The resolved choice: level, options of every feature, and the enabled ones in order."""

@@ -8,6 +8,9 @@ lengths vary:
     last stage    labels, loss mask                 b * s * 16 bytes
     all stages    where documents begin, if packed  b * s * 8 bytes
 
+Where lengths vary, every stage reads, and knows the lengths of a whole step's micro-batches before
+it starts: stages exchange no shapes (:mod:`mindspeed.adaptor.lengths`).
+
 Positions are counted on the rank itself and the mask belongs to the attention. Rows of packed
 documents stay rows: ``packed_seq_params`` tells every layer where documents begin, and which tokens
 the ranks of a context-parallel group have (:mod:`mindspeed.attention.packed`).
@@ -16,18 +19,15 @@ the ranks of a context-parallel group have (:mod:`mindspeed.attention.packed`).
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from mindspeed import device
 from mindspeed.adaptor import session
-from mindspeed.adaptor.documents import cut_batch
-from mindspeed.adaptor.rows import broadcast_rows
-from mindspeed.attention.packed import Borders, borders_of_samples, borders_of_starts, starts_of
+from mindspeed.adaptor.documents import cut_batch, read_batch
+from mindspeed.attention.packed import Borders, borders_of_starts
 
 Batch = dict[str, Any]  # tensors; None for what a stage does not need
 
@@ -54,49 +54,43 @@ class MicroBatches(Iterator[Batch]):
     ) -> None:
         self._args = args
         self._loader = loader
-        self._tokenizer = tokenizer
-        self._shape = None
+        self._options: dict[str, Any] = {
+            "first": first,
+            "last": last,
+            "shape": None,
+            "documents": _samples_and_padding if args.is_instruction_dataset else None,
+        }
         if not args.variable_seq_lengths:
-            self._shape = (args.micro_batch_size, args.seq_length)
-        self._packed = bool(session.install().seams.documents.functions)
-        self._group = parallel_state.get_tensor_model_parallel_group()
-        self._first = first
-        self._names = [*(["tokens"] if first else []), *(["labels", "loss_mask"] if last else [])]
-        if self._packed and self._group.size() > 1:
-            self._names.append("starts")
-        self._device = device.current().torch_device()
+            self._options["shape"] = (args.micro_batch_size, args.seq_length)
+        self._tokenizer = tokenizer
+        self._ahead: deque[tuple[Batch, int]] = deque()
 
     def __next__(self) -> Batch:
-        sample = next(self._loader) if self._loader is not None else None
-        documents = None
-        if self._packed and sample is not None:
-            documents = self._documents(sample)
-            if self._group.size() > 1:
-                sample["starts"] = starts_of(documents, self._args.micro_batch_size)
-        received = broadcast_rows(sample, self._names, self._shape, self._group, self._device)
-        batch: Batch = {name: received.get(name) for name in ("tokens", "labels", "loss_mask")}
-        batch |= {"attention_mask": None, "position_ids": None}
-        if not self._packed:
-            if self._first:
-                rows, width = batch["tokens"].shape
-                batch["position_ids"] = torch.arange(width, device=self._device).repeat(rows, 1)
-            return get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
-        if documents is None:
-            documents = borders_of_starts(received["starts"].cpu())
-        args = self._args
-        batch, packed_seq_params = cut_batch(
+        batch, _ = self._ahead.popleft() if self._ahead else self._read()
+        return batch
+
+    def lengths_ahead(self, count: int) -> list[int]:
+        """Lengths of the next micro-batches, on all context-parallel ranks together."""
+        while len(self._ahead) < count:
+            self._ahead.append(self._read())
+        return [length for _, length in list(self._ahead)[:count]]
+
+    def _read(self) -> tuple[Batch, int]:
+        args, seams = self._args, session.install().seams
+        read = read_batch(seams, self._loader, self._tokenizer, **self._options)
+        batch: Batch = {**read.rows, "attention_mask": None, "position_ids": read.positions}
+        if read.documents is None:
+            return get_batch_on_this_cp_rank(batch), read.length
+        part, packed_seq_params = cut_batch(
             batch,
-            documents,
+            read.documents,
             args.micro_batch_size,
             reset_mask=args.reset_attention_mask or args.pack_sequences,
             reset_positions=args.reset_position_ids or args.pack_sequences,
         )
-        return {**batch, "packed_seq_params": packed_seq_params}
+        return {**part, "packed_seq_params": packed_seq_params}, read.length
 
-    def _documents(self, sample: Any) -> Borders:
-        """Borders of what the leader read; conversations and padding count their own positions."""
-        if self._args.is_instruction_dataset:
-            return borders_of_starts(sample["position_ids"] == 0)
-        tokens = sample["tokens"]
-        alone = borders_of_samples(*tokens.shape)
-        return session.install().seams.documents.pipe(alone, tokens, self._tokenizer)  # type: ignore[no-any-return]
+
+def _samples_and_padding(sample: Any) -> Borders:
+    """Conversations, and the padding behind them, count their own positions."""
+    return borders_of_starts(sample["position_ids"] == 0)

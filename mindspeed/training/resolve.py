@@ -459,7 +459,7 @@ def _conversations(args: argparse.Namespace) -> Iterator[str]:
     """Flags of ``--is-instruction-dataset``."""
     given = [
         f"--{name.replace('_', '-')}"
-        for name in ("variable_seq_lengths", "pack_sequences", "length_grouped")
+        for name in ("pack_sequences", "length_grouped")
         if getattr(args, name)
     ]
     if not args.is_instruction_dataset:
@@ -485,7 +485,3 @@ def _conversations(args: argparse.Namespace) -> Iterator[str]:
         yield "--length-grouped needs one data set: blending mixes the groups"
     if args.pack_sequences and args.position_embedding_type == "alibi":
         yield "--pack-sequences needs other positions than --position-embedding-type alibi"
-    if args.variable_seq_lengths and args.moe_token_dispatcher_type == "allgather":
-        if args.num_experts:
-            yield "--variable-seq-lengths needs --moe-token-dispatcher-type alltoall"
-        args.moe_token_dispatcher_type = "alltoall"  # Megatron asks for it without experts, too

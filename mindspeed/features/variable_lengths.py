@@ -1,0 +1,108 @@
+"""Micro-batches of different lengths: ``--variable-seq-lengths``.
+
+A micro-batch is as long as its longest row, not ``--seq-length``: rows are cut behind the last
+token that is trained in one of them, which a causal model's losses and gradients do not notice.
+Between pipeline stages a micro-batch costs 3 messages, its shape, activations and gradients, and 2
+where every stage reads the data, as in our own trainer; Megatron's communicator takes 4.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+logger = logging.getLogger("mindspeed")
+
+
+@dataclass(frozen=True)
+class VariableLengthsOptions:
+    """Whether micro-batches may be shorter than ``--seq-length``."""
+
+    variable_seq_lengths: bool = flag(
+        False, "a micro-batch is as long as its longest row, not --seq-length"
+    )
+
+
+def multiple_of(megatron: Megatron) -> int:
+    """Lengths must be a multiple of this, to be cut over ranks."""
+    tensor = megatron.get("tensor_model_parallel_size") or 1
+    context = megatron.get("context_parallel_size") or 1
+    return math.lcm(
+        megatron.get("pad_to_multiple_of") or 1,
+        (tensor if megatron.get("sequence_parallel") else 1) * context,
+        2 * context if context > 1 else 1,
+    )
+
+
+def _validate(options: VariableLengthsOptions, megatron: Megatron) -> list[Problem]:
+    name, problems = "--variable-seq-lengths", []
+    if megatron.get("hybrid_context_parallel"):
+        problems.append(
+            Problem(
+                name,
+                "cannot be combined with --hybrid-context-parallel, which gives each sample its "
+                "own ranks",
+                "remove one",
+            )
+        )
+    if megatron.get("moe_token_dispatcher_type") == "allgather" and megatron.get("num_experts"):
+        problems.append(
+            Problem(
+                name,
+                "needs another --moe-token-dispatcher-type than allgather",
+                "add --moe-token-dispatcher-type alltoall",
+            )
+        )
+    return problems
+
+
+def _corrects(options: VariableLengthsOptions, megatron: Megatron) -> dict[str, Any]:
+    """Megatron checks the dispatcher of models without experts, too."""
+    if megatron.get("moe_token_dispatcher_type") == "allgather":
+        return {"moe_token_dispatcher_type": "alltoall"}
+    return {}
+
+
+def _attach(seams: Seams, options: VariableLengthsOptions, megatron: Megatron) -> None:
+    stages = megatron.get("pipeline_model_parallel_size") or 1
+    if stages == 1 and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "--variable-seq-lengths: there is one pipeline stage, so no lengths are exchanged; "
+            "micro-batches are only cut behind their last trained token"
+        )
+    multiple = multiple_of(megatron)
+
+    def shortened(rows: dict[str, Any]) -> dict[str, Any]:
+        from mindspeed.adaptor.rows import without_tail
+
+        return without_tail(rows, multiple)
+
+    def schedule(forward_backward: Any) -> Any:
+        from mindspeed.adaptor.lengths import with_lengths
+
+        return with_lengths(forward_backward)
+
+    seams.rows.add(shortened, owner=FEATURE.name)
+    seams.schedule.add(schedule, owner=FEATURE.name)
+
+
+FEATURE = Feature(
+    name="variable-lengths",
+    summary="micro-batches as long as their longest row, through the pipeline",
+    level=2,
+    options=VariableLengthsOptions,
+    enabled=lambda options, megatron: options.variable_seq_lengths,
+    validate=_validate,
+    corrects=_corrects,
+    attach=_attach,
+    seams=("rows", "schedule"),
+)
