@@ -160,6 +160,8 @@ def _run_harness(args: argparse.Namespace) -> int:
             batch_size=args.evaluation_batch_size,
             tokens_per_batch=args.tokens_per_batch,
             prompt_type=args.prompt_type,
+            answers=None if args.output is None else args.output / "answers",
+            weights=_model(args),
         )
         results = lm_eval_adapter.evaluate(
             model,
@@ -286,12 +288,6 @@ def _identity(args: argparse.Namespace, planned: Sequence[Planned]) -> dict[str,
 
 def _model(args: argparse.Namespace) -> dict[str, str]:
     """Which weights these are."""
-    from mindspeed.checkpoint.load import latest
-    from mindspeed.evaluation.evaluate import fingerprint_of_files
-    from mindspeed.models.hf_load import folder_of, is_hf
+    from mindspeed.evaluation.evaluate import fingerprint_of_weights
 
-    path = Path(folder_of(args.load)) if is_hf(args.load) else latest(args.load, args.ckpt_step)
-    model = {"path": str(path), "files_sha256": fingerprint_of_files(path)}
-    if args.lora_load is not None:
-        model["adapter_sha256"] = fingerprint_of_files(Path(args.lora_load))
-    return model
+    return fingerprint_of_weights(args.load, args.ckpt_step, args.lora_load)

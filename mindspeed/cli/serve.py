@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-rows", type=int, default=16, help="prompts x n of a request (default 16)"
     )
     group.add_argument(
+        "--max-batch-rows",
+        type=int,
+        default=16,
+        help="rows of all requests that run together (default 16)",
+    )
+    group.add_argument(
         "--max-waiting", type=int, default=64, help="requests in the queue (default 64)"
     )
     group.add_argument(
@@ -76,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
             args.max_rows,
             args.max_waiting,
             args.request_timeout,
+            args.max_batch_rows,
         )
         serve(generator, options)
 
@@ -114,7 +121,8 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
         )
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port {args.port}: 0 (any) to 65535 is allowed")
-    for flag in ("max_tokens", "max_rows", "max_waiting", "max_body_bytes", "request_timeout"):
+    limits = ("max_tokens", "max_rows", "max_batch_rows", "max_waiting", "max_body_bytes")
+    for flag in (*limits, "request_timeout"):
         if getattr(args, flag) <= 0:
             value = getattr(args, flag)
             raise ConfigError(f"--{flag.replace('_', '-')} {value}: a value above 0 is needed")

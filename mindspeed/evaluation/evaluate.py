@@ -112,6 +112,24 @@ def fingerprint_of_files(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_of_weights(load: str, step: int | None, adapter: str | None) -> dict[str, str]:
+    """Which weights a model has: the directory and :func:`fingerprint_of_files` of it.
+
+    Args:
+        load: As ``--load``.
+        step: As ``--ckpt-step``.
+        adapter: As ``--lora-load``.
+    """
+    from mindspeed.checkpoint.load import latest
+    from mindspeed.models.hf_load import folder_of, is_hf
+
+    path = Path(folder_of(load)) if is_hf(load) else latest(load, step)
+    model = {"path": str(path), "files_sha256": fingerprint_of_files(path)}
+    if adapter is not None:
+        model["adapter_sha256"] = fingerprint_of_files(Path(adapter))
+    return model
+
+
 def _patient_group() -> dist.ProcessGroup | None:
     """All ranks, waiting for each other for days: replicas end hours apart. None for one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -7,6 +7,9 @@ Every rank runs the harness' evaluator on the same requests of its replica: tens
 pipeline-parallel ranks see the same texts in the same order, so their passes meet. To the harness,
 ``rank`` and ``world_size`` are the data-parallel ones; it deals out the documents by them.
 
+Answers may be kept on disk as they come (``answers=DIR``; with ``--output`` always), so that a run
+that was interrupted asks nothing twice.
+
 Texts become ids as in the harness' own Hugging Face backend (context and continuation jointly,
 blanks at the seam belong to the continuation, the left is cut when the model is too short), which
 is why scores are comparable with it.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +37,7 @@ from tqdm import tqdm
 from mindspeed import __version__
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation.lm_eval_data import LocalTasks
+from mindspeed.evaluation.remembered import Remembered, key_of
 from mindspeed.evaluation.respond import last_tokens
 from mindspeed.files import atomic_write_text
 from mindspeed.inference.generator import Generator
@@ -60,6 +64,7 @@ class MindSpeedLM(TemplateLM):
         batch_size: Prompts that are continued at once.
         tokens_per_batch: Size of a scoring pass.
         prompt_type: Chat template, for ``apply_chat_template``.
+        answers: Directory where answers are kept for a run that continues.
     """
 
     def __init__(
@@ -70,10 +75,15 @@ class MindSpeedLM(TemplateLM):
         ckpt_step: int | None = None,
         lora_load: str | None = None,
         tokenizer_model: str | None = None,
+        answers: str | None = None,
         **options: Any,
     ) -> None:
+        from mindspeed.evaluation.evaluate import fingerprint_of_weights
         from mindspeed.inference.load import Source, load_model
 
+        if answers is not None:
+            options["answers"] = Path(answers)
+            options["weights"] = fingerprint_of_weights(load, ckpt_step, lora_load)
         source = Source(load, ckpt_step, int(tp), int(pp), tokenizer_model, lora_load)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._take(Generator.of(load_model(source, world_size)), **options)
@@ -94,6 +104,8 @@ class MindSpeedLM(TemplateLM):
         prompt_type: str | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
+        answers: Path | None = None,
+        weights: Mapping[str, str] | None = None,
     ) -> None:
         """``device`` and ``max_batch_size`` come from the harness; the ranks know theirs."""
         super().__init__()
@@ -106,6 +118,12 @@ class MindSpeedLM(TemplateLM):
         if replicas is not None:
             self._rank, self._world_size = replicas.rank(), replicas.size()
         self._device = "cpu"  # of the numbers that the harness exchanges
+        self._remembered = Remembered(
+            answers,
+            {"model": dict(weights or {}), "tokenizer": self.tokenizer_name},
+            self._rank,
+            generator.ranks.model.rank() == 0,
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -154,26 +172,44 @@ class MindSpeedLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Requests with the same settings go together."""
+        """Requests with the same settings go together; remembered ones are not made again."""
         groups: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             groups[repr(sorted(request.args[1].items()))].append(index)
         texts: list[str] = [""] * len(requests)
         with self._bar(len(requests), disable_tqdm) as bar:
-            for members in groups.values():
+            for settings, members in groups.items():
                 options = self._sampling(requests[members[0]].args[1])
                 room = self.max_length - options.max_new_tokens
-                for start in range(0, len(members), self.batch_size):
-                    batch = members[start : start + self.batch_size]
-                    prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in batch]
-                    found = self.generator.generate(prompts, options)
-                    for index, [completion] in zip(batch, found, strict=True):
-                        texts[index] = completion.text
-                        self.cache_hook.add_partial(
-                            "generate_until", requests[index].args, completion.text
-                        )
+                prompts = {i: self.tok_encode(requests[i].args[0])[-room:] for i in members}
+                keys = self._keys(settings, prompts)
+                known = self._remembered.known
+                missing = [i for i in members if keys[i] not in known]
+                bar.update(len(members) - len(missing))
+                for start in range(0, len(missing), self.batch_size):
+                    batch = missing[start : start + self.batch_size]
+                    found = self.generator.generate([prompts[i] for i in batch], options)
+                    self._remembered.add(
+                        {keys[i]: row[0].text for i, row in zip(batch, found, strict=True)}
+                    )
                     bar.update(len(batch))
+                for index in members:
+                    texts[index] = known[keys[index]]
+                    self.cache_hook.add_partial(
+                        "generate_until", requests[index].args, texts[index]
+                    )
         return texts
+
+    @staticmethod
+    def _keys(settings: str, prompts: Mapping[int, list[int]]) -> dict[int, str]:
+        """A key for every request; equal ones are told apart, as they may be drawn differently."""
+        seen: Counter[str] = Counter()
+        keys = {}
+        for index, prompt in prompts.items():
+            plain = key_of("generate", settings, prompt)
+            keys[index] = key_of("generate", settings, prompt, seen[plain])
+            seen[plain] += 1
+        return keys
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -206,15 +242,28 @@ class MindSpeedLM(TemplateLM):
         return parts
 
     def _scores(self, pairs: Sequence[Pair], disable_tqdm: bool) -> list[Score]:
-        with self._bar(len(pairs), disable_tqdm) as bar:
-            return loglikelihood(
-                self.generator.stage,
-                pairs,
-                ranks=self.generator.ranks,
-                vocab_size=self.generator.vocab_size,
-                tokens_per_batch=self._tokens_per_batch,
-                progress=bar.update,
-            )
+        """Scores of pairs; those that are remembered are not asked for again."""
+        remembered = self._remembered
+        keys = [key_of("score", list(context), list(more)) for context, more in pairs]
+        every = dict(zip(keys, pairs, strict=True))
+        asked = {key: pair for key, pair in every.items() if key not in remembered.known}
+        names = list(asked)
+
+        def keep(found: dict[int, Score]) -> None:
+            remembered.add({names[place]: list(score) for place, score in found.items()})
+            bar.update(len(found))
+
+        with self._bar(len(asked), disable_tqdm) as bar:
+            if asked:
+                loglikelihood(
+                    self.generator.stage,
+                    list(asked.values()),
+                    ranks=self.generator.ranks,
+                    vocab_size=self.generator.vocab_size,
+                    tokens_per_batch=self._tokens_per_batch,
+                    progress=keep,
+                )
+        return [(float(v), bool(g)) for v, g in (remembered.known[key] for key in keys)]
 
     def _sampling(self, kwargs: dict[str, Any]) -> SamplingOptions:
         """The harness' settings as ours.

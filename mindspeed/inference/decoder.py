@@ -12,6 +12,7 @@ Per pass and stage boundary ``b x s x hidden`` elements travel.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -44,6 +45,22 @@ class Decoder:
             self._context = StaticInferenceContext(rows, length)
 
     @property
+    def context(self) -> Any:
+        """Megatron's, which holds keys and values."""
+        return self._context
+
+    def copy(self) -> Decoder:
+        """The same sequences once more, to go on differently; with a cache only."""
+        other = Decoder.__new__(Decoder)
+        other.__dict__ |= self.__dict__
+        other._context = copy(self._context)
+        memory = self._context.key_value_memory_dict  # type: ignore[union-attr]
+        other._context.key_value_memory_dict = {  # type: ignore[union-attr]
+            layer: tuple(tensor.clone() for tensor in pair) for layer, pair in memory.items()
+        }
+        return other
+
+    @property
     def cache_bytes(self) -> int:
         """Memory of this rank's keys and values."""
         pairs = self._context.key_value_memory_dict.values() if self._context else ()
@@ -51,6 +68,18 @@ class Decoder:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Append ``tokens`` ``[b, s]``; logits ``[b, v]`` behind them, on the last stage only."""
+        output = self._append(tokens)
+        return None if output is None else output[:, -1]
+
+    def everywhere(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """As a call, with a cache only; logits ``[b, s, v]`` behind each of ``tokens``."""
+        self._context.materialize_only_last_token_logits = False  # type: ignore[union-attr]
+        try:
+            return self._append(tokens)
+        finally:
+            self._context.materialize_only_last_token_logits = True  # type: ignore[union-attr]
+
+    def _append(self, tokens: torch.Tensor) -> torch.Tensor | None:
         if self._context is None:
             self._seen = tokens = torch.cat((self._seen, tokens), dim=1)
         start = self._context.sequence_len_offset if self._context else 0
@@ -70,7 +99,7 @@ class Decoder:
         output = self._ranks.run_stage(self._model, rows, length, stage)
         if self._context is not None:
             self._context.sequence_len_offset += length
-        return None if output is None else output[:, -1]
+        return output
 
     def select(self, rows: torch.Tensor) -> None:
         """Go on with these rows: row ``i`` becomes a copy of row ``rows[i]``.

@@ -225,11 +225,11 @@ def _chosen(
         return chosen.tolist(), None
     table = torch.zeros(len(batch.rows), 1 + 2 * options.logprobs)
     if logits is not None and ranks.chooses:
-        table = _score_table(logits[:, :vocab_size].float(), chosen, options.logprobs)
-    return chosen.tolist(), [_scores(line) for line in ranks.broadcast(table).tolist()]
+        table = table_of(logits[:, :vocab_size].float(), chosen, options.logprobs)
+    return chosen.tolist(), [scores_of(line) for line in ranks.broadcast(table).tolist()]
 
 
-def _score_table(logits: torch.Tensor, chosen: torch.Tensor, best: int) -> torch.Tensor:
+def table_of(logits: torch.Tensor, chosen: torch.Tensor, best: int) -> torch.Tensor:
     """``[b, 1 + 2 * best]``: log-probability of ``chosen``, those of the best, the best's ids.
 
     Ids stay exact as fp32 numbers: vocabularies are smaller than 2^24.
@@ -239,7 +239,8 @@ def _score_table(logits: torch.Tensor, chosen: torch.Tensor, best: int) -> torch
     return torch.cat((logprobs.gather(1, chosen[:, None]), values, tokens.float()), dim=1)
 
 
-def _scores(line: Sequence[float]) -> TokenScores:
+def scores_of(line: Sequence[float]) -> TokenScores:
+    """A line of :func:`table_of`."""
     best = (len(line) - 1) // 2
     values, tokens = line[1 : 1 + best], line[1 + best :]
     return TokenScores(line[0], tuple(zip(map(int, tokens), values, strict=True)))

@@ -59,6 +59,7 @@ class Piece:
         token: New id; None in a last piece that only ends the row.
         scores: Log-probabilities of ``token``, where asked for.
         finish: As in :class:`Completion`, in the last piece of a row.
+        end: The token that ended the row, where it is scored although it is no part of the text.
     """
 
     row: int
@@ -66,6 +67,7 @@ class Piece:
     token: int | None = None
     scores: TokenScores | None = None
     finish: str | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def loglikelihood(
     ranks: ModelRanks,
     vocab_size: int,
     tokens_per_batch: int = 4096,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[dict[int, Score]], object] | None = None,
 ) -> list[Score]:
     """Log-probability of every continuation after its context; the same on every rank.
 
@@ -65,7 +65,7 @@ def loglikelihood(
         ranks: The ranks that hold the model.
         vocab_size: Entries of the tokenizer; the model's padded entries have no probability.
         tokens_per_batch: Upper limit of rows times length of one pass; a longer row goes alone.
-        progress: Called with the number of pairs a pass has finished.
+        progress: Called with the scores that a pass has found, by the place of their pair.
 
     Returns:
         Per pair the sum of the natural logarithms, and whether every token of the continuation is
@@ -80,10 +80,14 @@ def loglikelihood(
     for batch in _batches(_rows(pairs), tokens_per_batch):
         spans = [span for row in batch for span in row.spans]
         scores = _score(model, batch, ranks, vocab_size)
-        for span, (logprob, greedy) in zip(spans, scores, strict=True):
-            results[span.pair] = (logprob, bool(greedy))
+        found = {
+            span.pair: (logprob, bool(greedy))
+            for span, (logprob, greedy) in zip(spans, scores, strict=True)
+        }
+        for pair, score in found.items():
+            results[pair] = score
         if progress is not None:
-            progress(len(spans))
+            progress(found)
     return results
 
 

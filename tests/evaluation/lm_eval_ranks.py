@@ -231,3 +231,38 @@ def without_the_harness(words: list[str]) -> str:
     except ConfigError as error:
         return str(error)
     return "accepted"
+
+
+def over_http(model: str) -> dict[str, list[Any]]:
+    """Scores of continuations by us, and by the harness from the answers of our server."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from starlette.testclient import TestClient
+
+    from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
+    from mindspeed.inference.control import Control
+    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.sampling import SamplingOptions
+    from mindspeed.inference.server.app import Service, create_app
+    from mindspeed.inference.server.engine import Engine
+    from mindspeed.inference.server.guard import Limits
+
+    generator = Generator.of(load_model(Source(f"hf:{model}"), 1))
+    texts = ["It is 7. Question: is it", "Answer:", "yes no A B C D", "It is 1"]
+    contexts = [generator.encode(text) for text in texts]
+    greedy = SamplingOptions(max_new_tokens=3, greedy=True)
+    likely = [row[0].tokens for row in generator.generate(contexts[:2], greedy)]
+    more = [*likely, generator.encode(" even? yes", start=False), [5]]
+    ours = MindSpeedLM.of(generator)._loglikelihood_tokens(
+        [(("", ""), a, b) for a, b in zip(contexts, more, strict=True)], disable_tqdm=True
+    )
+    api = LocalCompletionsAPI.__new__(LocalCompletionsAPI)
+    api.model, api._max_gen_toks, api._seed = "tiny", 1, 1234
+    rows = [a + b for a, b in zip(contexts, more, strict=True)]
+    app = create_app(Service(Engine(generator, Control()), "tiny"), Limits())
+    with TestClient(app, base_url="http://localhost") as client:
+        body = api._create_payload(rows, generate=False, seed=1234)
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    theirs = api.parse_logprobs(answer.json(), rows, [len(context) for context in contexts])
+    return {"ours": ours, "theirs": theirs}

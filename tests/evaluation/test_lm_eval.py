@@ -75,3 +75,12 @@ def test_the_harness_finds_the_model_by_name_and_its_replicas(ranks, folders):
 def test_more_new_tokens_than_the_model_has_positions_are_refused(ranks, folders):
     message = ranks(1, lm_eval_ranks.too_long, folders[0], setup=SETUP, timeout=200)[0]
     assert "a task generates 100 tokens, the model has 100 positions" in message
+
+
+def test_the_harness_reads_the_same_scores_from_our_server(ranks, folders):
+    pytest.importorskip("fastapi")
+    (found,) = ranks(1, lm_eval_ranks.over_http, folders[0], setup=SETUP, timeout=200)
+    for (ours, greedy), (theirs, theirs_greedy) in zip(found["ours"], found["theirs"], strict=True):
+        assert theirs == pytest.approx(ours, abs=1e-4)
+        assert theirs_greedy == greedy
+    assert [greedy for _, greedy in found["ours"]][:2] == [True, True]

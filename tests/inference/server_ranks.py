@@ -10,14 +10,18 @@ KEY = "a key of our own"
 
 
 def _service(folder: str, **limits: Any) -> Any:
-    from mindspeed.inference.control import Control
-    from mindspeed.inference.conversation import template_of
     from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import Source, load_model
+
+    return _service_of(Generator.of(load_model(Source(f"hf:{folder}"), 1)), **limits)
+
+
+def _service_of(generator: Any, **limits: Any) -> Any:
+    from mindspeed.inference.control import Control
+    from mindspeed.inference.conversation import template_of
     from mindspeed.inference.server.app import Service
     from mindspeed.inference.server.engine import Engine
 
-    generator = Generator.of(load_model(Source(f"hf:{folder}"), 1))
     engine = Engine(generator, Control(), limits.pop("waiting", 4), limits.pop("timeout", 60))
     return Service(engine, "tiny", template_of(generator, None), 64, 4, **limits)
 
@@ -104,6 +108,59 @@ def failures(folder: str) -> Any:
         name: (value.status_code, _content(value)) if hasattr(value, "status_code") else value
         for name, value in seen.items()
     }
+
+
+def at_once(folder: str, prompts: list[str], rows: int) -> dict[str, Any]:
+    """Texts of requests one by one and of the same all at once, and the rows of every pass."""
+    service = _service(folder, waiting=len(prompts))
+    service.engine._rows = rows
+    sizes: list[int] = []
+    started, go_on = threading.Event(), threading.Event()
+    texts = [""] * len(prompts)
+
+    with _client(service) as client:
+
+        def post(number: int) -> str:
+            body = {"prompt": prompts[number], "max_tokens": 6 + number, "temperature": 0}
+            answer = client.post("/v1/completions", json=body)
+            return str(answer.json()["choices"][0]["text"])
+
+        def keep(number: int) -> None:
+            texts[number] = post(number)
+
+        alone = [post(number) for number in range(len(prompts))]
+
+        def count(module: Any, args: Any) -> None:
+            sizes.append(len(args[0]))
+            started.set()
+            go_on.wait(120)  # until the others are in the queue
+
+        service.generator.stage.register_forward_pre_hook(count)
+        threads = [threading.Thread(target=keep, args=(n,)) for n in range(len(prompts))]
+        threads[0].start()
+        started.wait(120)
+        for thread in threads[1:]:
+            thread.start()
+        while service.engine.waiting < len(prompts) - 1:
+            threads[1].join(0.01)
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    return {"alone": alone, "at once": texts, "sizes": sizes}
+
+
+def echoed(folder: str, prompt: str) -> list[dict[str, Any]]:
+    """Log-probabilities with the prompt: of an answer, of one that ends at once, of a stream."""
+    service = _service(folder)
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 2, "temperature": 0}
+    with _client(service) as client:
+        found = [client.post("/v1/completions", json=body).json()["choices"][0]]
+        whole = client.post("/v1/completions", json={**body, "stream": True}).text
+    generator = replace(service.generator, eos=frozenset(range(service.generator.vocab_size)))
+    ending = _service_of(generator)
+    with _client(ending) as client:
+        found.append(client.post("/v1/completions", json=body).json()["choices"][0])
+    return [*found, whole]
 
 
 def leaving(folder: str) -> Any:

@@ -156,6 +156,46 @@ def test_log_probabilities_have_openais_form(ask, tiny):
     assert streamed == pytest.approx([token["logprob"] for token in content])
 
 
+def test_requests_at_once_share_passes_and_say_what_each_says_alone(ranks, tiny):
+    prompts = ["the cat", "hello there, how are you", "a", "mat and looked at"]
+    (seen,) = ranks(1, server_ranks.at_once, str(tiny[0]), prompts, 3, setup=SETUP, timeout=120)
+    assert seen["at once"] == seen["alone"]
+    assert seen["alone"] == [greedy_text(tiny, p, 6 + n) for n, p in enumerate(prompts)]
+    assert max(seen["sizes"]) == 3  # the fourth waits for room
+    # A prompt a turn; its row is in the pass of that turn. The first one ends after six tokens.
+    assert seen["sizes"][:6] == [1, 1, 1, 2, 1, 3]
+    assert sum(seen["sizes"]) == sum(6 + n for n in range(4))
+    assert len(seen["sizes"]) < 20
+
+
+def test_a_prompt_is_scored_with_its_echo(ranks, tiny):
+    _, model, tokenizer = tiny
+    (found,) = ranks(1, server_ranks.echoed, str(tiny[0]), "the cat sat", setup=SETUP)
+    whole, ended, stream = found
+    ids = tokenizer("the cat sat")["input_ids"]
+    logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    for choice, new in ((whole, 2), (ended, 1)):  # the end token is scored, but no text
+        scores = choice["logprobs"]
+        assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+        assert scores["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+        assert {len(scores[name]) for name in scores} == {len(ids) + new}
+        assert scores["token_logprobs"][len(ids)] == pytest.approx(
+            logprobs[-1].max().item(), abs=1e-4
+        )
+        best = [max(top.values()) for top in scores["top_logprobs"][1 : len(ids)]]
+        assert best == pytest.approx(logprobs[:-1].max(-1).values.tolist(), abs=1e-4)
+    assert "".join(whole["logprobs"]["tokens"]) == whole["text"]
+    assert whole["logprobs"]["text_offset"][1] == len(whole["logprobs"]["tokens"][0])
+    assert (ended["text"], ended["finish_reason"]) == ("the cat sat", "stop")
+    streamed = [
+        score
+        for piece in events(stream)
+        for score in (piece["choices"][0]["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    ]
+    assert streamed == whole["logprobs"]["token_logprobs"]
+
+
 def test_stop_strings_and_seeds(ask, tiny):
     text = greedy_text(tiny, "the cat", 20)
     stop = text[4:7]

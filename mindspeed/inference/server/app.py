@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from mindspeed.data.templates import ChatTemplate
 from mindspeed.errors import MindSpeedError
 from mindspeed.inference.conversation import prompt_of
-from mindspeed.inference.generate import check_prompts
+from mindspeed.inference.generate import TokenScores, check_prompts
 from mindspeed.inference.generator import Generator, Piece
 from mindspeed.inference.server.engine import Busy, Engine, Failed, Job, TooSlow
 from mindspeed.inference.server.guard import Guard, Limits, Refusal
@@ -31,6 +31,9 @@ from mindspeed.inference.server.protocol import (
     usage_of,
 )
 from mindspeed.inference.server.protocol import Request as ModelRequest
+from mindspeed.inference.together import PromptScores
+
+Event = Piece | PromptScores
 
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -103,11 +106,11 @@ def create_app(service: Service, limits: Limits) -> Guard:
 
 def _completion_job(service: Service, body: CompletionRequest) -> Job:
     _check(service, body)
-    if body.echo and body.logprobs is not None:
-        raise Refusal(400, "echo with logprobs is not supported", param="echo")
     generator = service.generator
     rows = [generator.encode(prompt) for prompt in body.prompts]
-    return _job(service, body, rows, body.max_tokens or _COMPLETION_TOKENS, body.logprobs)
+    tokens = body.max_tokens or _COMPLETION_TOKENS
+    job = _job(service, body, rows, tokens, body.logprobs)
+    return replace(job, prompt_scores=body.echo and body.logprobs is not None)
 
 
 def _texts(service: Service, body: CompletionRequest) -> list[str]:
@@ -217,16 +220,24 @@ async def _respond(
     return writer.whole(answers, scores, _usage(job, answers))
 
 
-async def _collect(pieces: AsyncIterator[Piece], answers: list[Answer]) -> list[list[Any]]:
+async def _collect(pieces: AsyncIterator[Event], answers: list[Answer]) -> list[list[Any]]:
     scores: list[list[Any]] = [[] for _ in answers]
     async for piece in pieces:
-        _add(answers[piece.row], piece)
-        if piece.scores is not None:
-            scores[piece.row].append((piece.token, piece.scores))
+        scores[piece.row] += _scored(piece)
+        if isinstance(piece, Piece):
+            _add(answers[piece.row], piece)
     return scores
 
 
-async def _joined(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+def _scored(event: Event) -> list[tuple[Any, TokenScores | None]]:
+    """Tokens and their scores; a prompt's first token has none, the one that ends a text has."""
+    if isinstance(event, PromptScores):
+        return list(zip(event.tokens, (None, *event.scores), strict=True))
+    token = event.end if event.token is None else event.token
+    return [] if event.scores is None else [(token, event.scores)]
+
+
+async def _joined(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Event]:
     try:
         yield first
         async for piece in rest:
@@ -240,7 +251,7 @@ async def _events(
     body: ModelRequest,
     job: Job,
     answers: list[Answer],
-    pieces: AsyncIterator[Piece],
+    pieces: AsyncIterator[Event],
 ) -> AsyncIterator[str]:
     """Server-sent events; an error becomes the last one."""
     try:
@@ -251,9 +262,10 @@ async def _events(
                 yield _event(writer.chunk(row, answer.text, None, None))
         held: list[list[Any]] = [[] for _ in answers]
         async for piece in pieces:
+            held[piece.row] += _scored(piece)
+            if isinstance(piece, PromptScores):
+                continue
             _add(answers[piece.row], piece)
-            if piece.scores is not None:
-                held[piece.row].append((piece.token, piece.scores))
             if piece.text or piece.finish:
                 text = piece.text or None
                 yield _event(writer.chunk(piece.row, text, piece.finish, held[piece.row]))

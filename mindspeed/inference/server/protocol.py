@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -228,15 +229,17 @@ class Writer:
         kind = self._kind + ".chunk" if self._chat else self._kind
         return {**self._head, "object": kind, "choices": [], "usage": usage}
 
-    def _scores(self, found: Sequence[tuple[int, TokenScores]]) -> Any:
+    def _scores(self, found: Sequence[tuple[int, Any]]) -> Any:
         if not self._logprobs:
             return None
         if self._chat:
             return {"content": [self._token_scores(token, scores) for token, scores in found]}
+        texts = [self._decode(token) for token, _ in found]
         return {
-            "tokens": [self._decode(token) for token, _ in found],
-            "token_logprobs": [scores.chosen for _, scores in found],
-            "top_logprobs": [self._best(scores) for _, scores in found],
+            "tokens": texts,
+            "token_logprobs": [None if scores is None else scores.chosen for _, scores in found],
+            "top_logprobs": [None if scores is None else self._best(scores) for _, scores in found],
+            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
         }
 
     def _best(self, scores: TokenScores) -> dict[str, float]:

@@ -38,6 +38,7 @@ class ServeOptions:
         max_rows: Limit of prompts x n of a request.
         waiting: Requests that may wait.
         timeout: Seconds that a request may take.
+        rows: Continuations that the model makes at once.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ServeOptions:
     max_rows: int = 16
     waiting: int = 64
     timeout: float = 600.0
+    rows: int = 16
 
 
 def serve(generator: Generator, options: ServeOptions) -> None:
@@ -56,7 +58,7 @@ def serve(generator: Generator, options: ServeOptions) -> None:
     if not control.leads:
         follow(generator, control)
         return
-    engine = Engine(generator, control, options.waiting, options.timeout)
+    engine = Engine(generator, control, options.waiting, options.timeout, options.rows)
     service = Service(engine, options.name, options.template, options.max_tokens, options.max_rows)
     config = uvicorn.Config(
         create_app(service, options.limits),
