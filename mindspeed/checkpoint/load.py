@@ -178,10 +178,6 @@ def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint:
     weights = Adapted(source, padded_vocab=args.padded_vocab_size)
     table = {parameter.name: parameter for parameter in weights.table}
     for part in parts(model.modules, source.family, shape_of(args)):
-        if part.parameter.name not in table:  # of multi-token prediction
-            raise CheckpointError(
-                f"{checkpoint} has no {part.parameter.name}; leave out --mtp-num-layers"
-            )
         whole = weights.read(table[part.parameter.name])
         bounds = zip(part.start, part.data.shape, strict=True)
         part.data.copy_(whole[tuple(slice(first, first + size) for first, size in bounds)])
@@ -291,13 +287,30 @@ def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
 def _check_optimizer(
     args: argparse.Namespace, metadata: dict[str, Any], same_layout: bool, path: Path
 ) -> None:
+    """See that this run can read the optimizer of a checkpoint.
+
+    Raises:
+        CheckpointError: It cannot; says what can.
+    """
     kind = metadata.get("distrib_optim_sharding_type")
-    reshardable = DistributedOptimizer.checkpoint_fully_reshardable_formats
-    if args.use_distributed_optimizer and not same_layout and kind not in reshardable:
+    if kind is None:
+        readable, instead = not args.use_distributed_optimizer, "go on with --zero-stage 0"
+    elif not args.use_distributed_optimizer:
+        readable, instead = False, "go on with --use-distributed-optimizer (--zero-stage 1)"
+    elif args.use_megatron_fsdp:
+        readable = kind == shards.SHARDING
+        instead = "go on with --zero-stage 1, or save it with --dist-ckpt-optim-fully-reshardable"
+    else:
+        reshardable = DistributedOptimizer.checkpoint_fully_reshardable_formats
+        readable = same_layout or kind in reshardable
+        instead = (
+            "go on at its tensor and pipeline parallel sizes, or save it with "
+            "--dist-ckpt-optim-fully-reshardable"
+        )
+    if not readable:
         raise CheckpointError(
-            f"{path}: its optimizer ({kind}) cannot be loaded at another tensor or pipeline "
-            "parallel size; save it with --dist-ckpt-optim-fully-reshardable, or load without it "
-            "(--no-load-optim)"
+            f"{path}: the states of its optimizer ({kind or 'not distributed'}) cannot be loaded "
+            f"into this one; {instead}, or load without them (--no-load-optim)"
         )
 
 

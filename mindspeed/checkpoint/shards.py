@@ -18,6 +18,7 @@ Megatron-LM writes a format of its own here (``fsdp_dtensor``), which only Megat
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,18 +89,20 @@ def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
     Raises:
         CheckpointError: A tensor of the checkpoint is no rows of a parameter.
     """
-    owners = {p.untyped_storage().data_ptr(): (n, p) for n, p in stage.named_parameters()}
+    parameters = sorted(stage.named_parameters(), key=lambda named: named[1].data_ptr())
+    buffers = {buffer.data_ptr() for buffer in stage.buffers()}
     state = dict(state)
     apply_factories(state)
     parts, others = [], {}
     for name, entry in state.items():
         for tensor in nested_values({name: entry}):
-            data = tensor.data
-            owner = data.untyped_storage().data_ptr() if isinstance(data, torch.Tensor) else None
-            if owner in owners:
-                parts.append(_part(tensor, *owners[owner]))
-            else:
+            if not isinstance(tensor, ShardedTensor):  # extra state
                 others[name] = tensor
+                continue
+            if tensor.data.data_ptr() in buffers:
+                others[name] = tensor
+            else:
+                parts.append(_part(tensor, parameters))
     return Contents(tuple(parts), others)
 
 
@@ -201,15 +204,19 @@ def distribute(chunks: Sequence[Any], *, to_optimizer: bool) -> None:
         chunk.start_param_sync()
 
 
-def _part(tensor: Any, name: str, parameter: torch.nn.Parameter) -> Part:
+def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> Part:
+    """Find the rows that a tensor is, among parameters in the order of their addresses."""
     data = tensor.data
-    rows = data.shape[1:] == parameter.shape[1:] and data.is_contiguous()
-    if not rows:
+    index = bisect_right(parameters, data.data_ptr(), key=lambda named: named[1].data_ptr()) - 1
+    name, parameter = parameters[max(0, index)]
+    start = (data.data_ptr() - parameter.data_ptr()) // data.element_size()
+    inside = 0 <= start and start + data.numel() <= parameter.numel()
+    if not inside or data.shape[1:] != parameter.shape[1:] or not data.is_contiguous():
         raise CheckpointError(
-            f"{tensor.key} is made of columns of {name}, and --zero-stage 2 and 3 keep rows; use "
-            "--zero-stage 1"
+            f"{tensor.key} is not stored as rows of a parameter, and rows are what --zero-stage 2 "
+            "and 3 cut it into; use --zero-stage 1"
         )
-    return Part(name, data.storage_offset() - parameter.storage_offset(), tensor.without_data())
+    return Part(name, start, tensor.without_data())
 
 
 def _shares(chunk: Any) -> dict[str, Share]:

@@ -32,8 +32,11 @@ def sum_partial_gradients(model: Sequence[torch.nn.Module]) -> None:
     together = defaultdict[Any, list[torch.Tensor]](list)
     for chunk in model:
         for parameter in chunk.parameters():
-            group = getattr(parameter, "partial_over_tp", None)
+            # Under ZeRO 2 and 3 this is a share of a parameter, cut alike on all ranks of a group.
+            whole_parameter = getattr(parameter, "orig_param", parameter)
+            group = getattr(whole_parameter, "partial_over_tp", None)
             grad = getattr(parameter, "main_grad", parameter.grad)
+            grad = getattr(grad, "_local_tensor", grad)
             if group is not None and grad is not None:
                 together[group, grad.dtype].append(grad)
     for (group, _), grads in together.items():

@@ -26,6 +26,14 @@ from mindspeed.lora.state import remember_base
 from mindspeed.lora.state import sharded_state as adapter_state
 
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+# What Megatron-FSDP 0.16.1 leaves out, and the value that stands for "not used".
+UNSHARED = {
+    "pipeline_model_parallel_size": 1,  # its groups are made of all ranks of the job
+    "num_distributed_optimizer_instances": 1,
+    "optimizer_cpu_offload": False,
+    "use_precision_aware_optimizer": False,
+    "overlap_param_gather_with_optimizer_step": False,
+}
 
 
 def complete(args: argparse.Namespace) -> Iterator[str]:
@@ -61,6 +69,19 @@ def _sharded(args: argparse.Namespace, asked: str) -> Iterator[str]:
         )
     if importlib.util.find_spec("einops") is None:
         yield f"{asked} needs the package einops: pip install einops"
+    for name, plain in UNSHARED.items():
+        if (given := getattr(args, name, plain)) not in (None, plain):
+            yield (
+                f"{asked} cannot be combined with --{name.replace('_', '-')}"
+                f"{'' if given is True else f' {given}'}: Megatron-FSDP does not do both; use "
+                "--zero-stage 1"
+            )
+    if args.num_experts and args.moe_grouped_gemm and args.transformer_impl == "local":
+        yield (
+            f"{asked} cuts parameters into rows, but --moe-grouped-gemm with --transformer-impl "
+            "local keeps all experts of a layer side by side in one; use --transformer-impl "
+            "transformer_engine, leave out --moe-grouped-gemm, or use --zero-stage 1"
+        )
     args.use_distributed_optimizer = True
     args.gradient_accumulation_fusion = False  # gradients have no buffer to be added to
 
@@ -74,15 +95,25 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
         module: The stage, with its weights: they are handed out here.
     """
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     (stage,) = bare([module])
     if adapted([stage]):
         remember_base(stage)
     state = adapter_state(stage) if adapted([stage]) else stage.sharded_state_dict()
     held = contents(module, state)
+    generators = get_cuda_rng_tracker().get_states()
     parameters = ddp.data_parallel_sharding_strategy == STRATEGIES[3]
     # Shards are reduced and gathered as layers go by; there is no other way to run.
     ddp = replace(ddp, overlap_grad_reduce=True, overlap_param_gather=parameters)
     chunk = FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)
+    # It gave all tensor-parallel ranks one dropout mask where each needs its own.
+    get_cuda_rng_tracker().set_states(generators)
+    for group in chunk.param_and_grad_buffer.parameter_groups:
+        gradients = group.main_grad_buffer
+        if gradients is not None and gradients.dp_world_size == 1:
+            # Megatron counts a share of one rank as not shared, and then adds the sum of all
+            # micro-batches so far to itself at each of them.
+            gradients.is_data_distributed = True
     chunk.contents = held
     return chunk
