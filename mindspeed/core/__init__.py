@@ -1,0 +1,1 @@
+"""Import paths of the original library; what they name is implemented elsewhere."""
