@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     init_num_microbatches_calculator,
@@ -59,8 +58,7 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
         source = args.lora_load if adapted(model.chunks) else args.load
         saver.last_saved = iteration if source == args.save else None
     iteration = loop.train(args, model, readers, held_out, iteration, saver, rows)
-    dist.barrier()
-    dist.destroy_process_group()
+    setup.leave_job()
     return iteration
 
 

@@ -37,6 +37,24 @@ def join_job(backend: str = "auto", timeout_minutes: int = 10) -> None:
     dist.init_process_group(chosen, timeout=timedelta(minutes=timeout_minutes))
 
 
+def leave_job() -> None:
+    """Destroy all process groups. Collective.
+
+    With gloo the ranks go one after the other, the last one first: where both ends of a connection
+    close in the same instant, gloo may find an event of a closed connection and abort the process.
+    Rank 0 is last because it may be the one that holds the store.
+    """
+    dist.barrier()
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    in_turn = dist.get_backend() == "gloo"
+    store = dist.distributed_c10d._get_default_store()
+    if in_turn and rank < last:
+        store.wait([f"mindspeed/left/{rank + 1}"])
+    dist.destroy_process_group()
+    if in_turn and rank > 0:
+        store.set(f"mindspeed/left/{rank}", "")
+
+
 def parallel_groups(args: argparse.Namespace) -> None:
     """Create Megatron's groups; features add theirs behind it (seam ``parallel_groups``)."""
     parallel_state.initialize_model_parallel(
