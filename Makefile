@@ -7,14 +7,17 @@
 #   PYTHON=python3.11           interpreter for the environment (3.10 or newer)
 #   VENV=.venv                  where the environment lives
 #   TORCH_INDEX=https://...     where torch comes from; https://download.pytorch.org/whl/cpu is small
+#   WORKERS=auto                processes that share the tests; auto: one for each core, at most 8
 #   ARGS="-k ring"              further arguments for pytest or mindspeed quickstart
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+WORKERS ?= auto
 ARGS ?=
 
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -29,10 +32,10 @@ quickstart: $(VENV)/.suite
 	$(BIN)/mindspeed quickstart $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
