@@ -1,0 +1,201 @@
+"""Layouts to start from: cheap to make, and each the best for some masks.
+
+contiguous   windows and bidirectional masks: the fewest keys travel
+zigzag       one long causal document
+min-heap     chunks of equal length, the heaviest first, each to the rank with the least work
+few ranks    whole documents; a long one on as few ranks as can do its work
+
+A rank has as many tokens as any other and should have as much work. A long document is *dense*: its
+queries see more keys than the mean, so a rank that takes its fill of work from it must fill up its
+tokens with light documents, the lighter the fewer ranks the long one needs. *Few ranks* therefore
+gives the densest document the lightest filling, the next one the next, and so on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+
+from mindspeed.attention.layout import Range
+from mindspeed.attention.planners._workload import Document, Workload
+
+Parts = list[list[Range]]
+Shares = list[tuple[int, int]]
+
+SLACK = (0, 20, 50, 100)
+"""Overloads of a rank, in thousandths of the mean work: the larger, the fewer share a document."""
+_EVEN = (105, 100)
+"""Parts one behind the other will do where none is denser than the document by this factor."""
+
+
+def starts(work: Workload, ranks: int, granularity: int) -> Iterator[Parts]:
+    """The layouts.
+
+    Args:
+        work: The mask.
+        ranks: Size of the group.
+        granularity: A chunk of the min-heap is up to 16 times as long.
+    """
+    quota = quotas(work.size, ranks)
+    yield in_order(quota)
+    yield zigzag(quota)
+    chunk = 16 * granularity
+    while chunk > granularity and work.size % (chunk * ranks):
+        chunk //= 2
+    if work.size % (chunk * ranks) == 0:
+        yield min_heap(work, ranks, chunk)
+    for slack in SLACK:
+        yield few_ranks(work, quota, slack)
+
+
+def quotas(size: int, ranks: int) -> list[int]:
+    """Tokens of each rank: as many as any other, give or take one."""
+    return [size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks)]
+
+
+def in_order(tokens: Sequence[int]) -> Parts:
+    """Parts one behind the other."""
+    cuts = [0, *itertools.accumulate(tokens)]
+    return [[part] for part in itertools.pairwise(cuts)]
+
+
+def zigzag(tokens: Sequence[int]) -> Parts:
+    """Parts of two chunks, one from each end: the last part is the middle.
+
+    Under a causal mask the work of a part is its number of tokens times half the length.
+    """
+    heads, tails = [n // 2 for n in tokens], [n - n // 2 for n in tokens]
+    cuts = [0, *itertools.accumulate(heads + tails[::-1])]
+    chunks = list(itertools.pairwise(cuts))
+    return [[chunks[i], chunks[-1 - i]] for i in range(len(tokens))]
+
+
+def min_heap(work: Workload, ranks: int, chunk: int) -> Parts:
+    """Chunks by descending work, each to the rank with the least work that has room for it.
+
+    Source: the default dispatch of MagiAttention (Zewei and Yunpeng, 2025).
+    """
+    cuts = range(0, work.size + 1, chunk)
+    chunks = work.documents_between(cuts)
+    own: Parts = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
+    for part in sorted(chunks, key=lambda part: -part.pairs):
+        load, rank = heapq.heappop(heap)
+        own[rank].append((part.start, part.end))
+        if len(own[rank]) * ranks < len(chunks):
+            heapq.heappush(heap, (load + part.pairs, rank))
+    return own
+
+
+def few_ranks(work: Workload, quota: Sequence[int], slack: int) -> Parts:
+    """Documents by descending work, each on the fewest ranks that can do it.
+
+    Args:
+        work: The mask.
+        quota: Tokens of each rank.
+        slack: Work that a rank may take beyond the mean, in thousandths of the mean.
+    """
+    own: Parts = [[] for _ in quota]
+    total = int(work.area[-1])
+    room = [total * (1000 + slack) // (1000 * len(quota))] * len(quota)
+    free = list(quota)
+    documents = sorted(work.documents, key=lambda document: (-document.pairs, document.start))
+    filling = _Filling(documents, total, work.size, slack)
+    for document in documents:
+        if filling.is_dense(document):
+            shares = _of_dense(document, room, free, *filling.take(document))
+        else:
+            shares = _of_light(document.tokens, room, free)
+        for rank, part in _cut(work, document, shares):
+            own[rank].append(part)
+            free[rank] -= part[1] - part[0]
+            room[rank] -= document.pairs if len(shares) == 1 else work.pairs(*part)
+    return own
+
+
+class _Filling:
+    """The light documents, the lightest first."""
+
+    def __init__(self, documents: list[Document], total: int, size: int, slack: int) -> None:
+        self.total, self.size = total, size
+        self.pairs, self.tokens = total * (1000 + slack), size * 1000  # a full rank's density
+        light = [(d.pairs, d.tokens) for d in documents if not self.is_dense(d)]
+        self.left = sorted(light, key=lambda one: one[0] / one[1], reverse=True)
+
+    def is_dense(self, document: Document) -> bool:
+        """Do its queries see more keys than the mean?"""
+        return document.pairs * self.size > self.total * document.tokens
+
+    def take(self, document: Document) -> tuple[int, int]:
+        """Pairs and tokens to mix with a dense document to get the density of a full rank."""
+        pairs, tokens = document.pairs, document.tokens
+        while self.left and (lack := pairs * self.tokens - self.pairs * tokens) > 0:
+            more, length = self.left.pop()
+            each = self.pairs * length - more * self.tokens
+            part = min(-(-lack * length // each), length)
+            if part < length:
+                self.left.append((more - more * part // length, length - part))
+            pairs, tokens = pairs + more * part // length, tokens + part
+        return pairs - document.pairs, max(tokens - document.tokens, 1)
+
+
+def _of_dense(
+    document: Document, room: list[int], free: list[int], pairs: int, tokens: int
+) -> Shares:
+    """Ranks and how many tokens of a document they get, filled up with pairs over tokens."""
+    each = max(document.pairs * tokens - pairs * document.tokens, 1)
+    most = [
+        min(max((r * tokens - pairs * f) * document.tokens // each, 0), f)
+        for r, f in zip(room, free, strict=True)
+    ]
+    shares: dict[int, int] = {}
+    left = document.tokens
+    order = sorted(range(len(room)), key=lambda rank: (-most[rank], rank))
+    while left and order and most[order[0]]:
+        able = [rank for rank in order if most[rank] >= left]
+        # The last of them is the one that is filled best by what is left.
+        rank = able[-1] if able else order[0]
+        shares[rank] = min(most[rank], left)
+        left -= shares[rank]
+        order.remove(rank)
+    for rank in sorted(range(len(room)), key=lambda rank: (-room[rank], rank)):
+        if left and (more := min(free[rank] - shares.get(rank, 0), left)):
+            shares[rank] = shares.get(rank, 0) + more
+            left -= more
+    return sorted(shares.items(), key=lambda share: (-share[1], share[0]))
+
+
+def _of_light(tokens: int, room: list[int], free: list[int]) -> Shares:
+    """The same for a light document: tokens are scarce, and the neediest ranks come first."""
+    ranks = range(len(free))
+    for count in range(1, len(free) + 1):
+        share = -(-tokens // count)
+        able = [rank for rank in ranks if free[rank] >= share]
+        if len(able) == 1 == count:
+            return [(able[0], tokens)]
+        if len(able) >= count:
+            able.sort(key=lambda rank: -room[rank] / free[rank])
+            return list(zip(able[:count], quotas(tokens, count), strict=True))
+    shares, left = [], tokens
+    for rank in sorted(ranks, key=lambda rank: (-free[rank], rank)):
+        if more := min(free[rank], left):
+            shares.append((rank, more))
+            left -= more
+    return shares
+
+
+def _cut(work: Workload, document: Document, shares: Shares) -> Iterator[tuple[int, Range]]:
+    """Parts of a document with about the density of all of it."""
+    if len(shares) == 1:
+        yield shares[0][0], (document.start, document.end)
+        return
+    tokens = [share for _, share in shares]
+    limit, percent = document.pairs * _EVEN[0], document.tokens * _EVEN[1]
+    plain = in_order(tokens)
+    even = all(
+        work.pairs(document.start + a, document.start + b) * percent <= limit * (b - a)
+        for ((a, b),) in plain
+    )
+    for (rank, _), parts in zip(shares, plain if even else zigzag(tokens), strict=True):
+        yield from ((rank, (document.start + a, document.start + b)) for a, b in parts if a < b)

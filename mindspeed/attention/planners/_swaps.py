@@ -1,0 +1,210 @@
+"""Balance by swaps: the busiest rank gives heavy tokens for as many light ones.
+
+Of every pair of one of its segments and one of the idlest ranks', the heavy end of the one is
+exchanged for the light end of the other, for as many tokens as bring one of the two ranks to the
+mean. The pair is taken that moves the most work for each key that the two then see in addition,
+where a key that makes the worst rank worse counts for every rank. Nobody's number of tokens
+changes. Keys are counted in blocks of about a thousandth of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindspeed.attention.planners._workload import Ints, Segments, Workload
+
+_PARTNERS = 4
+"""How many of the idlest ranks are tried."""
+_LIMIT = 400
+"""Swaps, at most."""
+_PER_SWAP = 32
+"""What a swap costs beside the keys it adds, in keys: two more pieces to compute."""
+_BLOCKS = 1024
+
+
+def balance(
+    work: Workload,
+    segments: Segments,
+    ranks: int,
+    granularity: int,
+    target: tuple[int, int],
+    bound: int | None = None,
+) -> Segments | None:
+    """Swap until the mean work is a fraction of the largest, or no swap helps.
+
+    Args:
+        work: The mask.
+        segments: Of all ranks, as many tokens each as they will have.
+        ranks: Size of the group.
+        granularity: Tokens are moved in multiples of this where there are as many.
+        target: Numerator and denominator of the balance.
+        bound: Give up when the cost (:func:`cost`) exceeds this; None to go on.
+
+    Returns:
+        None where it gave up.
+    """
+    swaps = _Swaps(work, segments, ranks, granularity)
+    total = int(swaps.load.sum())
+    for _ in range(_LIMIT):
+        if bound is not None and cost(swaps.received) > bound:
+            return None
+        busiest = int(swaps.load.argmax())
+        if total * target[1] >= int(swaps.load[busiest]) * ranks * target[0]:
+            break
+        if not swaps.swap(busiest, total // ranks):
+            break
+    return swaps.segments()
+
+
+def cost(received: Ints) -> int:
+    """What a layout is judged by: worst and mean number of keys received, times the ranks."""
+    return len(received) * int(received.max()) + int(received.sum())
+
+
+@dataclass
+class _Own:
+    """A rank's segments, and how many blocks of keys it sees or owns before each block."""
+
+    start: Ints
+    end: Ints
+    covered: Ints
+
+
+class _Ends:
+    """Segments of ranks that may give away their heavy or their light end."""
+
+    def __init__(self, work: Workload, own: dict[int, _Own], heavy: bool) -> None:
+        self.work = work
+        self.rank = np.repeat(list(own), [len(one.start) for one in own.values()])
+        self.start = np.concatenate([one.start for one in own.values()])
+        self.end = np.concatenate([one.end for one in own.values()])
+        self.piece = work.piece(self.start)
+        slope = work.slope[self.piece]
+        self.steepness = np.abs(slope)
+        self.at_end = (slope >= 0) == heavy
+        query = np.where(self.at_end, self.end - 1, self.start) - work.border[self.piece]
+        self.keys = work.keys[self.piece] + slope * query  # seen by the outermost query
+
+    def first(self, number: Ints, tokens: Ints) -> Ints:
+        """The first of some tokens at the end of segments that is given away."""
+        return np.where(self.at_end[number], self.end[number] - tokens, self.start[number])
+
+    def seen(self, number: Ints, tokens: Ints) -> tuple[Ints, Ints]:
+        """The keys that these tokens see."""
+        first = self.first(number, tokens)
+        return self.work.hull(first, first + tokens, self.piece[number])
+
+
+class _Swaps:
+    def __init__(self, work: Workload, segments: Segments, ranks: int, granularity: int) -> None:
+        self.work, self.granularity = work, granularity
+        self.block = max(work.size // _BLOCKS, 1)
+        self.load = work.areas(segments, ranks)
+        self.received = np.zeros(ranks, np.int64)
+        self.own: list[_Own] = [_Own(segments.start[:0], segments.end[:0], self.load)] * ranks
+        for rank in range(ranks):
+            mine = segments.rank == rank
+            self.give(rank, segments.start[mine], segments.end[mine])
+
+    def segments(self) -> Segments:
+        return Segments(
+            np.repeat(np.arange(len(self.own)), [len(own.start) for own in self.own]),
+            np.concatenate([own.start for own in self.own]),
+            np.concatenate([own.end for own in self.own]),
+        )
+
+    def give(self, rank: int, start: Ints, end: Ints) -> None:
+        """Set the segments of a rank; those that touch within a piece become one."""
+        order = np.argsort(start, kind="stable")
+        start, end = start[order], end[order]
+        piece = self.work.piece(start)
+        apart = np.ones(len(start) + 1, bool)
+        apart[1:-1] = (start[1:] != end[:-1]) | (piece[1:] != piece[:-1])
+        start, end = start[apart[:-1]], end[apart[1:]]
+        low, high = self.work.hull(start, end, self.work.piece(start))
+        change = np.zeros(-(-self.work.size // self.block) + 1, np.int64)
+        np.add.at(change, np.concatenate((low, start)) // self.block, 1)
+        np.add.at(change, -(-np.concatenate((high, end)) // self.block), -1)
+        covered = np.concatenate(([0], np.cumsum(np.cumsum(change[:-1]) > 0)))
+        self.own[rank] = _Own(start, end, covered)
+        self.received[rank] = covered[-1] * self.block - (end - start).sum()
+
+    def missing(self, rank: int, low: Ints, high: Ints) -> Ints:
+        """About how many of these keys a rank neither sees nor owns."""
+        first, last = low // self.block, -(-high // self.block)
+        covered = self.own[rank].covered
+        return (last - first - covered[last] + covered[first]) * self.block
+
+    def swap(self, busiest: int, mean: int) -> bool:
+        """Make the best swap of a rank; False if there is none."""
+        idlest = self.load.argsort(kind="stable")[:_PARTNERS].tolist()
+        others = [rank for rank in idlest if self.load[rank] < mean]
+        if not others or self.load[busiest] <= mean:
+            return False
+        mine = _Ends(self.work, {busiest: self.own[busiest]}, heavy=True)
+        theirs = _Ends(self.work, {rank: self.own[rank] for rank in others}, heavy=False)
+        wanted = np.minimum(self.load[busiest] - mean, mean - self.load[theirs.rank])
+
+        gap = mine.keys[:, None] - theirs.keys
+        one, other = np.nonzero(gap > 0)
+        gap = gap[one, other]
+        steepness = mine.steepness[one] + theirs.steepness[other]
+        tokens = np.minimum((mine.end - mine.start)[one], (theirs.end - theirs.start)[other])
+        # Up to the last token that is worth more than the one it is exchanged for.
+        worth = np.where(steepness > 0, (gap - 1) // np.maximum(steepness, 1) + 1, tokens)
+        tokens = np.minimum(np.minimum(tokens, worth), _enough(gap, steepness, wanted[other]))
+        rounded = tokens // self.granularity * self.granularity
+        tokens = np.where(rounded > 0, rounded, tokens)
+        gain = tokens * gap - steepness * (tokens * (tokens - 1) // 2)
+        if not len(gain):
+            return False
+
+        more_of_mine = self.missing(busiest, *theirs.seen(other, tokens))
+        more_of_theirs = np.zeros_like(gain)
+        low, high = mine.seen(one, tokens)
+        for rank in others:
+            at = theirs.rank[other] == rank
+            more_of_theirs[at] = self.missing(rank, low[at], high[at])
+        worst = np.maximum(
+            self.received[busiest] + more_of_mine,
+            self.received[theirs.rank[other]] + more_of_theirs,
+        )
+        worse = np.maximum(worst - self.received.max(), 0)
+        price = _PER_SWAP + more_of_mine + more_of_theirs + len(self.own) * worse
+        best = np.array([(gain / price).argmax()])
+        number = int(best[0])
+        rank = int(theirs.rank[other[number]])
+        self.exchange(
+            (busiest, int(mine.first(one[best], tokens[best])[0])),
+            (rank, int(theirs.first(other[best], tokens[best])[0])),
+            int(tokens[number]),
+        )
+        self.load[busiest] -= gain[number]
+        self.load[rank] += gain[number]
+        return True
+
+    def exchange(self, one: tuple[int, int], other: tuple[int, int], tokens: int) -> None:
+        """Two ranks give each other tokens, from a first one on."""
+        left = [_without(self.own[rank], first, first + tokens) for rank, first in (one, other)]
+        for (rank, _), (start, end), (_, first) in zip(
+            (one, other), left, (other, one), strict=True
+        ):
+            self.give(rank, np.append(start, first), np.append(end, first + tokens))
+
+
+def _without(own: _Own, first: int, last: int) -> tuple[Ints, Ints]:
+    """Segments without some tokens at the end of one of them."""
+    start = np.where(own.start == first, last, own.start)
+    end = np.where((own.end == last) & (own.start != first), first, own.end)
+    return start[start < end], end[start < end]
+
+
+def _enough(gap: Ints, steepness: Ints, wanted: Ints) -> Ints:
+    """The fewest tokens x with ``x gap - steepness x (x - 1) / 2 >= wanted``, or about as many."""
+    sum_ = 2 * gap + steepness
+    # A correctly rounded square root is the same number on every machine.
+    root = np.sqrt(np.maximum(sum_ * sum_ - 8 * steepness * wanted, 0).astype(np.float64))
+    curved = -(-(sum_ - root.astype(np.int64)) // np.maximum(2 * steepness, 1))
+    return np.maximum(np.where(steepness > 0, curved, -(-wanted // gap)), 1)
