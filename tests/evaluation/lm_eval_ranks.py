@@ -266,3 +266,80 @@ def over_http(model: str) -> dict[str, list[Any]]:
     assert answer.status_code == 200, answer.text
     theirs = api.parse_logprobs(answer.json(), rows, [len(context) for context in contexts])
     return {"ours": ours, "theirs": theirs}
+
+
+def interrupted(model: str, data: str, answers: str) -> dict[str, Any]:
+    """A run that stops in the middle, one that continues, a third, and one that keeps nothing.
+
+    Returns:
+        Of every run the digests of what it asked; the results of all but the first.
+    """
+    from lm_eval import simple_evaluate
+
+    from mindspeed.errors import ConfigError
+    from mindspeed.evaluation import lm_eval_adapter
+    from mindspeed.evaluation.remembered import key_of
+    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.load import Source, load_model
+
+    generator = Generator.of(load_model(Source(f"hf:{model}"), 1))
+    score, generate = lm_eval_adapter.loglikelihood, Generator.generate
+    asked: list[str] = []
+    left = [0]
+
+    def one_pass_less() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    def scored(stage: Any, pairs: Any, progress: Any, **more: Any) -> Any:
+        def kept(found: Any) -> None:
+            asked.extend(key_of("s", list(pairs[i][0]), list(pairs[i][1])) for i in found)
+            progress(found)
+            one_pass_less()
+
+        return score(stage, pairs, progress=kept, **more)
+
+    def generated(self: Any, prompts: Any, options: Any) -> Any:
+        one_pass_less()
+        found = generate(self, prompts, options)
+        asked.extend(key_of("g", prompt) for prompt in prompts)
+        return found
+
+    lm_eval_adapter.loglikelihood, Generator.generate = scored, generated
+
+    def run(stop_after: int, folder: str | None, weights: str = "tiny") -> Any:
+        left[0] = stop_after
+        asked.clear()
+        ours = lm_eval_adapter.MindSpeedLM.of(
+            generator,
+            batch_size=4,
+            tokens_per_batch=600,
+            answers=None if folder is None else Path(folder),
+            weights={"files": weights},
+        )
+        results = simple_evaluate(
+            model=ours,
+            tasks=["boolq", "gsm8k", "wiki"],
+            task_manager=tasks_of(Path(data)),
+            gen_kwargs={"max_gen_toks": 24},
+            bootstrap_iters=0,
+        )
+        return values_of(results)
+
+    seen: dict[str, Any] = {"asked": [], "results": []}
+    for stop_after in (2, 3):  # in the first kind of requests, then in another one
+        try:
+            run(stop_after, answers)
+        except KeyboardInterrupt:
+            seen["asked"].append(list(asked))
+        with (Path(answers) / "samples-0.jsonl").open("a") as file:
+            file.write('{"key": "half a li')
+    for folder in (answers, answers, None):
+        seen["results"].append(run(0, folder))
+        seen["asked"].append(list(asked))
+    try:
+        run(0, answers, "others")
+    except ConfigError as error:
+        seen["other model"] = str(error)
+    return seen

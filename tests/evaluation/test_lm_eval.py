@@ -84,3 +84,50 @@ def test_the_harness_reads_the_same_scores_from_our_server(ranks, folders):
         assert theirs == pytest.approx(ours, abs=1e-4)
         assert theirs_greedy == greedy
     assert [greedy for _, greedy in found["ours"]][:2] == [True, True]
+
+
+def test_an_interrupted_run_asks_nothing_twice(ranks, folders, tmp_path):
+    answers = str(tmp_path / "answers")
+    (seen,) = ranks(1, lm_eval_ranks.interrupted, *folders, answers, setup=SETUP, timeout=200)
+    first, second, rest, again, everything = seen["asked"]
+    assert all((first, second, rest)) and again == []
+    together = [*first, *second, *rest]
+    assert len(set(together)) == len(together)
+    assert set(together) == set(everything)
+    continued, repeated, fresh = seen["results"]
+    assert continued == repeated
+    for name, expected in fresh["answers"].items():
+        assert flat(continued["answers"][name]) == pytest.approx(flat(expected), abs=1e-4)
+    assert continued["answers"]["gsm8k"] == fresh["answers"]["gsm8k"]
+    assert "holds another run, which differs in model" in seen["other model"]
+
+
+def killed_while_adding(folder: str) -> None:
+    import os
+    import signal
+    from pathlib import Path
+
+    from mindspeed.evaluation.remembered import Remembered
+
+    remembered = Remembered(Path(folder), {"model": "a"})
+    remembered.add({"one": [1.5, True], "two": "text"})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_answers_outlive_a_killed_process(tmp_path):
+    import multiprocessing
+
+    from mindspeed.evaluation.remembered import Remembered
+
+    folder = tmp_path / "answers"
+    child = multiprocessing.get_context("fork").Process(
+        target=killed_while_adding, args=(str(folder),)
+    )
+    child.start()
+    child.join(120)
+    assert child.exitcode == -9
+    remembered = Remembered(folder, {"model": "a"})
+    assert remembered.known == {"one": [1.5, True], "two": "text"}
+    remembered.add({"one": "other", "three": 3})
+    lines = (folder / "samples-0.jsonl").read_text().splitlines()
+    assert [line for line in lines if "other" in line] == [] and len(lines) == 1
