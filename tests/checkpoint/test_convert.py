@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,7 +144,10 @@ def test_rank_files_are_megatrons_own_state_dicts(directories, ranks, tmp_path, 
     convert(open_weights(source), tmp_path, target)
     states = ranks(size, hf_ranks.state_dicts, str(source), flags, setup=SETUP, timeout=120)
     for where, chunks in states:
-        state = torch.load(tmp_path / "release" / where / "model_optim_rng.pt", weights_only=True)
+        path = tmp_path / "release" / where / "model_optim_rng.pt"
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None  # checksums
+        state = torch.load(path, weights_only=True)
         single = len(chunks) == 1
         for number, chunk in enumerate(chunks):
             same(state["model" if single else f"model{number}"], chunk)

@@ -188,7 +188,7 @@ def write_legacy(
         entry = weights.dtype(parameter), part_shape(parameter, scheme, layout.tensor)
         for pipeline, expert, virtual, name in targets(parameter):
             contents[pipeline, expert][virtual][name] = entry
-    extra = _extra(args, layout, deepspeed)
+    extra = _extra(args, layout, grouped=grouped, deepspeed=deepspeed)
     files = {}
     for pipeline, expert, tensor in product(
         range(layout.pipeline), range(layout.expert), range(layout.tensor)
@@ -208,13 +208,17 @@ def write_legacy(
         file.finish()
 
 
-def _extra(args: argparse.Namespace, layout: Layout, deepspeed: bool) -> dict[str, Any]:
+def _extra(
+    args: argparse.Namespace, layout: Layout, *, grouped: bool, deepspeed: bool
+) -> dict[str, Any]:
     values = stored_args(args)
     values.tensor_model_parallel_size = layout.tensor
     values.pipeline_model_parallel_size = layout.pipeline
     values.virtual_pipeline_model_parallel_size = layout.virtual if layout.virtual > 1 else None
     values.expert_model_parallel_size = layout.expert
     values.expert_tensor_parallel_size = layout.tensor
+    # Megatron-LM takes it from here, and leaves out weights that it finds under other names.
+    values.moe_grouped_gemm = grouped
     values.ckpt_format = "torch"
     extra: dict[str, Any] = {"args": values, "checkpoint_version": 3.0, "iteration": 0}
     if deepspeed:
