@@ -125,6 +125,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Convert."""
+    from mindspeed.training.quiet import choose_warnings
+
+    choose_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.checkpoint.weights.convert import Target
     from mindspeed.errors import ConfigError
