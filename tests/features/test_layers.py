@@ -1,0 +1,42 @@
+"""What an attention layer can have, by flags and configuration, over split heads and sequences.
+
+Both specs, against the formula in fp64. ``test_split_sequence`` has every algorithm; here are the
+ways from Megatron's arguments to it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.features import layer_ranks
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+ADAPTOR = "mindspeed.megatron_adaptor"
+
+
+def assert_small(results, count):
+    for found in results:
+        assert len(found) == count
+        for key, error in found.items():
+            assert error < 2e-6, key  # slopes and sinks are fp32
+
+
+def test_tensor_and_context_parallel(ranks):
+    arguments = (2, 2, ("te", "local"), ("p2p", "a2a"))
+    results = ranks(4, layer_ranks.errors, *arguments, setup=ADAPTOR, timeout=240)
+    assert_small(results, 4 * len(layer_ranks.CASES))
+
+
+def test_one_rank(ranks):
+    results = ranks(1, layer_ranks.errors, 1, 1, ("te", "local"), ("p2p",), setup=ADAPTOR)
+    assert_small(results, 2 * len(layer_ranks.CASES))
+
+
+def test_one_key_head_and_dropout_which_keeps_the_mean_and_repeats_with_its_seed(ranks):
+    for errors, means in ranks(2, layer_ranks.two_ranks, setup=ADAPTOR):
+        assert_small([errors], 3)
+        for found in means:
+            assert len(found) == 3
+            for mean in found.values():
+                assert mean == pytest.approx(1, abs=0.1)
