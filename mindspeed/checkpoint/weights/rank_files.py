@@ -180,7 +180,7 @@ class RankFile:
         if tensor.nbytes != self._sizes[chunk, name]:
             raise ValueError(f"{name}: {tensor.nbytes} bytes, not {self._sizes[chunk, name]}")
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        member, checksum = self._members[chunk, name], struct.pack("<I", zlib.crc32(data))
+        member, checksum = self._members[chunk, name], struct.pack("<I", zlib.crc32(data.data))
         with secure_open(self._path, "r+b") as file:
             file.seek(member.data)
             file.write(data)
