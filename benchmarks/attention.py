@@ -90,7 +90,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="files without ending; default: DEVICE-attention")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.repeats = 512, 1
+        options.tokens, options.ranks, options.heads, options.repeats = 256, 4, 4, 1
+        options.groups = 2
     options.dtype = options.dtype or ("fp32" if options.device == "cpu" else "bf16")
     options.out = options.out or Path(f"{options.device}-attention")
     return options

@@ -15,10 +15,11 @@ CHECK_PLAN = "MINDSPEED_CHECK_PLAN"
 
 
 def verify(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Refuse a plan that does not compute its mask; once for each plan.
+    """Refuse a plan that does not compute its mask.
 
-    Always compares the number of pairs. With ``MINDSPEED_CHECK_PLAN=1`` proves the plan and
-    compares it between the ranks of the group, which is a collective.
+    Compares the number of pairs, once for each plan. With ``MINDSPEED_CHECK_PLAN=1`` proves the
+    plan once, and compares it between the ranks of the group every time, which is a collective: a
+    rank cannot know whether the others have the plan that it has seen before.
 
     Args:
         plan: About to be run.
@@ -28,16 +29,12 @@ def verify(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) ->
     Raises:
         PlanError: The plan is wrong, or ranks have different plans.
     """
-    if verify in plan.derived:
-        return
     thorough = os.environ.get(CHECK_PLAN) == "1"
     if thorough and plan.ranks > 1:
         _compare(plan, group, device)
-    if thorough:
-        check(plan)
-    else:
-        check_area(plan)
-    plan.derived[verify] = True
+    if verify not in plan.derived:
+        (check if thorough else check_area)(plan)
+        plan.derived[verify] = True
 
 
 def _compare(plan: Plan, group: Any, device: torch.device) -> None:

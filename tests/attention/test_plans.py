@@ -21,7 +21,9 @@ from mindspeed.attention import (
     planners,
     zigzag,
 )
+from mindspeed.attention import plan as make
 from mindspeed.attention.plan import Stage
+from mindspeed.attention.planning import ALGORITHMS
 from mindspeed.errors import ConfigError
 
 
@@ -30,9 +32,14 @@ def plans(mask: Mask, layout: Layout) -> Iterator[Plan]:
     for window in range(1, max(layout.ranks, 2)):
         if layout.ranks % window == 0:
             yield planners.ring(mask, layout, window)
+    for side in range(2, layout.ranks + 1):
+        if layout.ranks % side == 0:
+            yield planners.mesh(mask, layout, side)
     yield planners.all_gather(mask, layout)
     for steps in (1, 2, 3):
         yield planners.needed_only(mask, layout, steps)
+    yield planners.with_cache(planners.ring(mask, layout), "half")
+    yield planners.with_cache(planners.needed_only(mask, layout), "full")
 
 
 @st.composite
@@ -46,7 +53,7 @@ def masks(draw: st.DrawFn, size: int = 96) -> Mask:
 
 
 @given(mask=masks(), ranks=st.sampled_from([1, 2, 3, 4, 6, 8, 16]), even=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_plan_is_proven(mask: Mask, ranks: int, even: bool) -> None:
     layout = zigzag(96, ranks) if even else contiguous(96, ranks)
     for plan in plans(mask, layout):
@@ -101,6 +108,22 @@ class TestWrongPlansAreRefused:
         stages[-2] = replace(stages[-2], give=())
         with pytest.raises(PlanError, match="gradients of 8 keys do not leave rank"):
             check(self.broken(backward=tuple(stages)))
+
+    def test_queries_that_are_not_the_senders(self) -> None:
+        one = planners.mesh(Mask.causal(32), zigzag(32, 4), 2)
+        stage = one.forward[1]
+        asks = tuple(move._replace(src=(move.src + 2) % 4) for move in stage.queries)
+        forward = (one.forward[0], replace(stage, queries=asks))
+        with pytest.raises(PlanError, match=r"mesh 2 x 2: forward 1: .* lacks"):
+            check(replace(one, forward=forward))
+        forward = (one.forward[0], replace(stage, queries=()))
+        with pytest.raises(PlanError, match="does not own"):
+            check(replace(one, forward=forward))
+
+    def test_values_without_kept_keys(self) -> None:
+        half = planners.with_cache(planners.all_gather(Mask.causal(32), zigzag(32, 4)), "half")
+        with pytest.raises(PlanError, match="all-gather: rank 0 has not kept the keys"):
+            check(replace(half, kept_keys=()))
 
     def test_a_token_without_an_owner(self) -> None:
         layout = Layout((((0, 4),), ((5, 8),)))
@@ -185,6 +208,29 @@ def test_all_ranks_make_the_same_plan() -> None:
     one, two = (planners.needed_only(Mask.causal(64), zigzag(64, 4)) for _ in range(2))
     assert one.digest == two.digest
     assert one.digest != planners.needed_only(Mask.causal(64), contiguous(64, 4)).digest
+
+
+class TestPlan:
+    """From a mask and a number of ranks."""
+
+    documents = Mask.documents((0, 200, 210, 768))
+
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_every_algorithm_has_a_layout(self, algorithm: str) -> None:
+        made = make(self.documents, 4, algorithm, granularity=8, cache="half")
+        check(made)
+        assert made.ranks == 4
+        assert made.kept_keys
+
+    def test_a_layout_of_ones_own(self) -> None:
+        layout = contiguous(768, 4)
+        assert make(self.documents, 4, "mesh", layout=layout, queries=4).layout is layout
+        with pytest.raises(ConfigError, match="the layout is for 4 ranks, the plan for 2"):
+            make(self.documents, 2, "ring", layout=layout)
+
+    def test_what_needs_a_group(self) -> None:
+        with pytest.raises(ConfigError, match=r"'ulysses' is not one of ring.*ulysses_attention"):
+            make(self.documents, 4, "ulysses")
 
 
 @pytest.mark.parametrize("window", [0, 3, 8])
