@@ -58,8 +58,8 @@ def _validate(options: VariableLengthsOptions, megatron: Megatron) -> list[Probl
         problems.append(
             Problem(
                 name,
-                "needs another --moe-token-dispatcher-type than allgather",
-                "add --moe-token-dispatcher-type alltoall",
+                "needs --moe-token-dispatcher-type alltoall",
+                "allgather takes equal lengths",
             )
         )
     return problems

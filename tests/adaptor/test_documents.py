@@ -1,0 +1,60 @@
+"""Packed documents through Megatron's model: each trains as if it were a sequence of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed.testing import RankError
+from tests.adaptor import documents_ranks
+
+SETUP = "mindspeed.megatron_adaptor"
+NAMES = list(documents_ranks.MODELS)
+
+
+@pytest.fixture(scope="module")
+def alone(rank_pool):
+    (found,) = rank_pool.run(1, documents_ranks.alone, NAMES, setup=SETUP, timeout=240)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks_of_group", "algorithm", "names"),
+    [
+        ("local", 1, None, NAMES),
+        ("te", 2, None, NAMES),
+        ("local", 2, "ulysses", ["gqa", "mla-yarn"]),
+        ("te", 4, "adaptive", ["gqa", "recomputed"]),
+    ],
+)
+def test_documents_train_as_if_alone(ranks, alone, spec, ranks_of_group, algorithm, names):
+    given = (names, spec, ranks_of_group, algorithm)
+    results = ranks(ranks_of_group, documents_ranks.packed, *given, setup=SETUP, timeout=240)
+    for name, wanted in ((name, alone[name]) for name in names):
+        for found in (result[name] for result in results):
+            torch.testing.assert_close(found["losses"], wanted["losses"], rtol=1e-5, atol=1e-5)
+            assert found["gradients"].keys() == wanted["gradients"].keys()
+            for key, gradient in wanted["gradients"].items():
+                scale = float(gradient.abs().max())
+                torch.testing.assert_close(
+                    found["gradients"][key], gradient, rtol=1e-5, atol=1e-5 * scale,
+                    msg=lambda text, key=key, name=name: f"{name} {key}: {text}",
+                )  # fmt: skip
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.slow
+def test_borders_reach_every_tensor_parallel_rank_of_megatron_lm(ranks, megatron_lm):
+    env = {"PYTHONPATH": f"{megatron_lm}{os.pathsep}{Path.cwd()}"}
+    read = documents_ranks.megatron_reads
+    with pytest.raises(RankError):  # the defect: lengths are read from garbage
+        ranks(2, read, False, setup=SETUP, timeout=120, env=env)
+    batch = documents_ranks.rows(0)
+    for found in ranks(2, read, True, setup=SETUP, timeout=240, env=env):
+        assert found["cu_seqlens"].tolist() == [0, 5, 6, 12, 16, 26, 32]
+        assert found["max_seqlen"].tolist() == [10]
+        for name in ("tokens", "labels", "loss_mask"):
+            assert found[name].equal(batch[name])
