@@ -285,11 +285,12 @@ def cut_batch(
     from megatron.core import parallel_state
 
     from mindspeed.adaptor.packed import PlanParams
-    from mindspeed.attention.packed import cut, pack
+    from mindspeed.attention.packed import borders_of_samples, cut, pack
     from mindspeed.te import kernels
 
     ranks = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
+    inside = documents if reset_mask else borders_of_samples(samples, documents[-1] // samples)
     packed = pack(
         documents,
         samples,
@@ -298,6 +299,7 @@ def cut_batch(
         rank=rank,
         reset_mask=reset_mask,
         reset_positions=reset_positions,
+        mask=kernels.layout_mask(inside, samples),
         device=device.current().torch_device(),
     )
     part = {name: None if x is None else cut(x, packed, rank) for name, x in batch.items()}

@@ -135,6 +135,7 @@ def pack(
     rank: int = 0,
     reset_mask: bool = True,
     reset_positions: bool = True,
+    mask: Mask | None = None,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Lay a micro-batch out over the ranks of a context-parallel group; no communication.
@@ -147,6 +148,7 @@ def pack(
         rank: This rank in it.
         reset_mask: Documents do not see each other; otherwise samples do not.
         reset_positions: Positions start again with every document; otherwise with every sample.
+        mask: What the layout is made for, where that is not the documents' causal mask.
         device: Where the positions are wanted.
     """
     size = documents[-1] // samples
@@ -154,7 +156,7 @@ def pack(
     if ranks == 1:
         layout = contiguous(size, 1, samples)
     else:
-        layout = strategy.layout(document_mask(cu_seqlens), ranks, samples)
+        layout = strategy.layout(mask or document_mask(cu_seqlens), ranks, samples)
     own = layout.positions(rank)
     positions = positions_of(documents)[own] if reset_positions else own % size
     positions = positions.view(samples, -1).to(device, non_blocking=True)

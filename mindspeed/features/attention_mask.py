@@ -63,6 +63,7 @@ def _corrects(options: AttentionMaskOptions, megatron: Megatron) -> dict[str, An
 def _attach(seams: Seams, options: AttentionMaskOptions, megatron: Megatron) -> None:
     from mindspeed.attention.shared_mask import mask_of_batch
     from mindspeed.errors import ConfigError
+    from mindspeed.te import kernels
 
     general = options.attention_mask_type == "general"
 
@@ -75,7 +76,16 @@ def _attach(seams: Seams, options: AttentionMaskOptions, megatron: Megatron) -> 
             raise ConfigError("set_attention_mask needs --attention-mask-type general")
         return mask
 
-    seams.use_kernels(owner=FEATURE.name, given_mask=given_mask, user_mask=user_mask)
+    by_others = kernels.layout_mask
+
+    def layout_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
+        whole = len(cu_seqlens) == samples + 1
+        mask = user_mask(cu_seqlens[-1] // samples, samples) if whole else None
+        return by_others(cu_seqlens, samples) if mask is None else mask
+
+    seams.use_kernels(
+        owner=FEATURE.name, given_mask=given_mask, user_mask=user_mask, layout_mask=layout_mask
+    )
 
 
 FEATURE = Feature(
@@ -88,4 +98,5 @@ FEATURE = Feature(
     corrects=_corrects,
     attach=_attach,
     seams=("kernels",),
+    after=("sliding-window",),
 )

@@ -19,6 +19,7 @@ from mindspeed.features.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.attention.mask import Mask
     from mindspeed.te.masks import Window
 
 _WHOLE_SEQUENCE = 65536
@@ -81,7 +82,19 @@ def _validate(options: SlidingWindowOptions, megatron: Megatron) -> list[Problem
 
 
 def _attach(seams: Seams, options: SlidingWindowOptions, megatron: Megatron) -> None:
+    from mindspeed.attention.packed import document_mask
+
     everywhere = (options.pre_tockens, options.next_tockens)
+
+    def layout_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
+        """Of the window where every layer has it, else of the layers that see all keys."""
+        if megatron.get("window_attn_skip_freq"):
+            return None
+        size = everywhere if options.sparse_mode == _BAND else megatron.get("window_size")
+        if not size:
+            return None
+        before, after = (cu_seqlens[-1] if side < 0 else side for side in size)
+        return document_mask(cu_seqlens, after == 0, (before, after))
 
     def rule(mask_type: str, window: Window) -> tuple[str, Window]:
         if "causal" not in mask_type:
@@ -92,7 +105,7 @@ def _attach(seams: Seams, options: SlidingWindowOptions, megatron: Megatron) -> 
             mask_type = "padding" if "padding" in mask_type else "no_mask"
         return mask_type, window
 
-    seams.use_kernels(owner=FEATURE.name, rule=rule)
+    seams.use_kernels(owner=FEATURE.name, rule=rule, layout_mask=layout_mask)
 
 
 FEATURE = Feature(

@@ -38,6 +38,26 @@ _BALANCED = 0.95
 """Below it, heads that do not divide are attended to where their rows are."""
 
 
+def user_mask(length: int, samples: int, packed: PackedBatch | None) -> Mask | None:
+    """What the queries of a micro-batch see by the user's own mask; None without one.
+
+    Args:
+        length: Tokens of a sample, of all ranks.
+        samples: Samples of the micro-batch.
+        packed: Its documents, where it has any.
+
+    Raises:
+        ConfigError: Documents and a mask both say what queries see.
+    """
+    mask = kernels.user_mask(length, samples)
+    if mask is not None and packed is not None and len(packed.cu_seqlens) > samples + 1:
+        raise ConfigError(
+            "set_attention_mask and packed documents (--reset-attention-mask) both say what tokens "
+            "see; drop the flag and give a mask that keeps documents apart"
+        )
+    return mask
+
+
 def group_size(groups: Any) -> int:
     """Ranks of a group, or of the groups of a hierarchy together; 1 for None."""
     size = 1

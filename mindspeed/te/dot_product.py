@@ -164,7 +164,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}.get(layout)
         if order is None:
             raise ValueError(f"qkv_format {layout!r} is not one of sbhd, bshd, thd")
-        mask = None if packed is not None else self._user_mask(query_layer, key_layer, layout)
+        mask = self._user_mask(query_layer, key_layer, layout, packed)
         if mask is not None or context_parallel.group_size(self.cp_group) > 1:
             if bias is not None or "padding" in mask_type or "arbitrary" in mask_type:
                 self._refuse_with_split_sequence(f"a bias or mask type {mask_type!r}")
@@ -231,12 +231,14 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
         return out.transpose(0, 1) if layout == "bshd" else out
 
-    def _user_mask(self, q: torch.Tensor, k: torch.Tensor, layout: str) -> PlanMask | None:
+    def _user_mask(
+        self, q: torch.Tensor, k: torch.Tensor, layout: str, packed: PackedBatch | None
+    ) -> PlanMask | None:
         place = layout.index("s")
         if self.attention_type != "self" or q.shape[place] != k.shape[place]:
             return None
         length = q.shape[place] * context_parallel.group_size(self.cp_group)
-        return kernels.user_mask(length, q.shape[1 - place])
+        return context_parallel.user_mask(length, q.shape[1 - place], packed)
 
     def _refuse_with_split_sequence(self, what: str) -> None:
         raise NotImplementedError(

@@ -87,6 +87,16 @@ def user_mask(length: int, samples: int) -> Mask | None:
     return None
 
 
+def layout_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
+    """What adaptive layouts of a micro-batch are made for; None: documents' causal mask.
+
+    Args:
+        cu_seqlens: Borders of documents that do not see each other, of all samples.
+        samples: Samples of the micro-batch.
+    """
+    return None
+
+
 def alibi_slopes(
     all_heads: int, first: int, heads: int, device: torch.device
 ) -> torch.Tensor | None:

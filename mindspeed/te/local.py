@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mindspeed.attention import Mask
+from mindspeed.attention.packed import PackedBatch
 from mindspeed.errors import ConfigError
 from mindspeed.te import context_parallel, kernels
 from mindspeed.te.attention import Documents
@@ -193,7 +194,7 @@ def core_attention_forward(
     packed = getattr(packed_seq_params, "packed", None)
     documents = _documents(packed_seq_params)
     groups = _groups_of(self, packed_seq_params)
-    mask = None if packed_seq_params is not None else _user_mask(groups, query, key)
+    mask = None if documents is not None else _user_mask(groups, query, key, packed)
     if mask is not None or context_parallel.group_size(groups) > 1:
         if attention_bias is not None:
             raise NotImplementedError("--context-parallel-size does not work with a bias tensor")
@@ -242,11 +243,13 @@ def _seen(
     return seen if mask is None else replace(seen, masked=mask.bool())
 
 
-def _user_mask(groups: Any, query: torch.Tensor, key: torch.Tensor) -> Mask | None:
+def _user_mask(
+    groups: Any, query: torch.Tensor, key: torch.Tensor, packed: PackedBatch | None
+) -> Mask | None:
     if query.shape[0] != key.shape[0]:
         return None
     length = query.shape[0] * context_parallel.group_size(groups)
-    return kernels.user_mask(length, query.shape[1])
+    return context_parallel.user_mask(length, query.shape[1], packed)
 
 
 def _slopes(module: Any, query: torch.Tensor) -> torch.Tensor | None:

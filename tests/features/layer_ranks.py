@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mindspeed.attention import Mask
 from mindspeed.attention.alibi import alibi_slopes
 from mindspeed.attention.layout import zigzag
+from mindspeed.attention.packed import PackedBatch, borders_of_samples, pack
 from mindspeed.model.transformer import set_attention_mask
 from tests.attention import truth
 
@@ -92,7 +93,10 @@ CASES = {
 }
 
 
-def errors(tensor: int, context: int, specs: tuple[str, ...], comm_types: tuple[str, ...]) -> Any:
+ADAPTIVE = "adaptive_cp_algo"
+
+
+def errors(tensor: int, context: int, runs: tuple[tuple[str, str], ...]) -> Any:
     """Largest error of output and gradients of this rank, for each spec, algorithm and case."""
     from megatron.core import parallel_state
     from megatron.core import tensor_parallel as tp
@@ -101,8 +105,7 @@ def errors(tensor: int, context: int, specs: tuple[str, ...], comm_types: tuple[
     tp.model_parallel_cuda_manual_seed(123)
     return {
         (spec, comm_type, name): _error(case, spec, comm_type)
-        for spec in specs
-        for comm_type in comm_types
+        for spec, comm_type in runs
         for name, case in CASES.items()
     }
 
@@ -118,16 +121,40 @@ def two_ranks() -> tuple[dict[str, float], list[dict[str, float]]]:
 
 
 def _error(case: Case, spec: str, comm_type: str) -> float:
-    import mindspeed
+    from megatron.core import parallel_state
+
     from mindspeed.adaptor import session
 
-    mindspeed.configure(**case.flags)
+    values = dict(case.flags)
+    if comm_type == ADAPTIVE:
+        size = parallel_state.get_context_parallel_world_size()
+        values |= {"context_parallel_size": size, "context_parallel_algo": comm_type}
+        values |= {"adaptive_cp_granularity": 1}
+    session.current().configure(values)
     set_attention_mask(case.shared)
     try:
-        return _compare(case, _module(case, spec, comm_type))
+        module = _module(case, spec, "p2p" if comm_type == ADAPTIVE else comm_type)
+        return _compare(case, module, _adaptive() if comm_type == ADAPTIVE else None)
     finally:
         set_attention_mask(None)
         session.current().detach_features()
+
+
+def _adaptive() -> PackedBatch:
+    """A micro-batch without documents, in the layout that suits its mask."""
+    from megatron.core import parallel_state
+
+    from mindspeed.te import kernels
+
+    borders = borders_of_samples(SAMPLES, SIZE)
+    return pack(
+        borders,
+        SAMPLES,
+        strategy=kernels.context_strategy(None, 1),
+        ranks=parallel_state.get_context_parallel_world_size(),
+        rank=parallel_state.get_context_parallel_rank(),
+        mask=kernels.layout_mask(borders, SAMPLES),
+    )
 
 
 def _module(case: Case, spec: str, comm_type: str, **options: Any) -> torch.nn.Module:
@@ -166,30 +193,33 @@ def _heads(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x.chunk(size, 1)[parallel_state.get_tensor_model_parallel_rank()]
 
 
-def _rows() -> torch.Tensor:
+def _rows(packed: PackedBatch | None) -> torch.Tensor:
     from megatron.core import parallel_state
 
     size = parallel_state.get_context_parallel_world_size()
-    rank = parallel_state.get_context_parallel_rank()
-    return zigzag(SIZE, size, SAMPLES).positions(rank)
+    layout = zigzag(SIZE, size, SAMPLES) if packed is None else packed.layout
+    return layout.positions(parallel_state.get_context_parallel_rank())
 
 
 def _inputs(case: Case) -> tuple[torch.Tensor, ...]:
     return truth.tensors(SIZE * SAMPLES, HEADS, case.groups, HEAD, case.size_v)
 
 
-def _mine(case: Case) -> Iterator[torch.Tensor]:
+def _mine(case: Case, packed: PackedBatch | None = None) -> Iterator[torch.Tensor]:
     """This rank's rows and heads, ``[s, b, n, d]``."""
     counts = (HEADS, case.groups, case.groups, HEADS)
     for x, count in zip(_inputs(case), counts, strict=True):
-        rows = _heads(x, count)[_rows()]
+        rows = _heads(x, count)[_rows(packed)]
         yield rows.unflatten(0, (SAMPLES, -1)).transpose(0, 1).clone()
 
 
-def _compare(case: Case, module: torch.nn.Module) -> float:
+def _compare(case: Case, module: torch.nn.Module, packed: PackedBatch | None) -> float:
     from megatron.core import parallel_state
 
-    *leaves, dout = _mine(case)
+    from mindspeed.adaptor.packed import PlanParams
+
+    params = None if packed is None else PlanParams.of(packed)
+    *leaves, dout = _mine(case, packed)
     options = {"scale": HEAD**-0.5} | case.truth
     offset = getattr(module, "softmax_offset", None)
     if offset is not None and offset.requires_grad:
@@ -199,13 +229,14 @@ def _compare(case: Case, module: torch.nn.Module) -> float:
     keep = Mask.batch([case.mask()] * SAMPLES).dense()
     expected = list(truth.attend(*_inputs(case), keep, **options))
     leaves = [x.requires_grad_() for x in leaves]
-    out = module(*leaves, None, attn_mask_type=module_mask_type())
+    kind = module_mask_type()
+    out = module(*leaves, None, attn_mask_type=kind, packed_seq_params=params)
     out.backward(dout.flatten(2))
     found = [out.detach().unflatten(2, dout.shape[2:]), *(x.grad for x in leaves)]
     worst = 0.0
     counts = (HEADS, HEADS, case.groups, case.groups)
     for got, wanted, count in zip(found, expected, counts, strict=False):
-        part = _heads(wanted, count)[_rows()].unflatten(0, (SAMPLES, -1)).transpose(0, 1)
+        part = _heads(wanted, count)[_rows(packed)].unflatten(0, (SAMPLES, -1)).transpose(0, 1)
         worst = max(worst, float((got - part).abs().max()))
     if offset is not None and offset.requires_grad:
         grad = offset.grad.flatten().clone()

@@ -10,9 +10,14 @@ import torch
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import PatchEngine
 from mindspeed.adaptor.seams import Seams
+from mindspeed.attention import Mask, figures
+from mindspeed.attention.packed import pack
+from mindspeed.attention.shared_mask import set_attention_mask
+from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import add_arguments, resolve
 from mindspeed.te import kernels
+from mindspeed.te.context_parallel import user_mask
 from mindspeed.te.masks import visibility
 
 
@@ -128,6 +133,39 @@ def attend(dropout=0.0, **options):
     )
     seen = visibility("causal", 37, 37)
     return kernels.attend(q, k, v, seen, scale=0.3, dropout=dropout, **options)
+
+
+def test_a_window_receives_its_keys_only_where_all_layers_have_it(attached):
+    """Rows of keys that the worst of 8 ranks receives, of 128K tokens; a ring: 7 / 8 of them."""
+    ring, strategy = 131072 * 7 // 8, Strategy("adaptive")
+    window = Mask.causal(131072, 4096)
+
+    def received():
+        layout = strategy.layout(kernels.layout_mask((0, 131072), 1) or Mask.causal(131072), 8)
+        return max(figures(strategy.plan(window, layout)).fetched) / ring
+
+    for flags in ({"window_size": (4096, 0)}, {"sparse_mode": 4, "pre_tockens": 4096}):
+        attached(**flags)
+        assert received() <= 0.036
+    attached(window_size=(4096, 0), window_attn_skip_freq=4)  # the layout of the full layers
+    assert 0.036 < received() <= 0.072
+
+
+def test_an_adaptive_layout_suits_the_mask_of_the_user(attached):
+    set_attention_mask(lambda q, k: q // 8 == k // 8)
+    try:
+        attached(attention_mask_type="general")
+        mask = kernels.layout_mask((0, 32, 64), 2)
+        assert mask == Mask.documents(range(0, 65, 8), causal=False)
+        assert kernels.layout_mask((0, 20, 32, 64), 2) is None  # documents say what is seen
+        packed = pack((0, 20, 32, 64), 2, strategy=Strategy("adaptive"), ranks=2)
+        with pytest.raises(ConfigError, match="both say what tokens see"):
+            user_mask(32, 2, packed)
+        attached(use_flash_attn=True)
+        with pytest.raises(ConfigError, match="needs --attention-mask-type general"):
+            user_mask(32, 2, None)
+    finally:
+        set_attention_mask(None)
 
 
 @pytest.mark.parametrize("option", ["none", "sink", "bias", "slopes"])

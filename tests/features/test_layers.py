@@ -23,14 +23,16 @@ def assert_small(results, count):
 
 
 def test_tensor_and_context_parallel(ranks):
-    arguments = (2, 2, ("te", "local"), ("p2p", "a2a"))
-    results = ranks(4, layer_ranks.errors, *arguments, setup=ADAPTOR, timeout=240)
-    assert_small(results, 4 * len(layer_ranks.CASES))
+    adaptive = layer_ranks.ADAPTIVE
+    runs = (("te", "p2p"), ("te", adaptive), ("local", "a2a"), ("local", adaptive))
+    results = ranks(4, layer_ranks.errors, 2, 2, runs, setup=ADAPTOR, timeout=240)
+    assert_small(results, len(runs) * len(layer_ranks.CASES))
 
 
 def test_one_rank(ranks):
-    results = ranks(1, layer_ranks.errors, 1, 1, ("te", "local"), ("p2p",), setup=ADAPTOR)
-    assert_small(results, 2 * len(layer_ranks.CASES))
+    runs = (("te", "p2p"), ("local", "p2p"))
+    results = ranks(1, layer_ranks.errors, 1, 1, runs, setup=ADAPTOR)
+    assert_small(results, len(runs) * len(layer_ranks.CASES))
 
 
 def test_one_key_head_and_dropout_which_keeps_the_mean_and_repeats_with_its_seed(ranks):
