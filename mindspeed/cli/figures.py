@@ -62,11 +62,11 @@ def draw(
     """
     if output.suffix not in FORMATS:
         raise ConfigError(f"--output {output}: the file must end in {', '.join(FORMATS)}")
-    figure_class = _figure_class()
+    make = figure_class()
     panels = [name for name, (key, _) in PANELS.items() if any(run.curve(key) for run in runs)]
     errors = [relative_errors(runs[0], run_) for run_ in runs[1:]]
     rows = [2.4, *([0.8] if any(errors) else []), *([1.0] if panels else [])]
-    figure = figure_class(figsize=(11, 2.6 + 2.1 * sum(rows) / 1.5), layout="constrained")
+    figure = make(figsize=(11, 2.6 + 2.1 * sum(rows) / 1.5), layout="constrained")
     grid = figure.add_gridspec(len(rows), max(len(panels), 1), height_ratios=rows)
     _draw_loss(figure.add_subplot(grid[0, :]), runs, smooth)
     if any(errors):
@@ -80,7 +80,12 @@ def draw(
     atomic_write_bytes(output, buffer.getvalue())
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """Matplotlib's Figure.
+
+    Raises:
+        ConfigError: Matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -38,6 +38,7 @@ COMMANDS: dict[str, str] = {
     "serve": "answer requests in the form of OpenAI's API",
     "evaluate": "score a model on benchmarks from local files",
     "plot": "draw loss, gradient norm, throughput and memory of one or more runs",
+    "attention": "compare context-parallel algorithms on a mask, and draw who computes what",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: what runs on this device, and why not something faster",
     "patches": "list what is changed in Megatron, and check it against a Megatron version",
@@ -52,11 +53,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "use": ("generate", "chat", "serve", "evaluate"),
-    "look inside": ("features", "ops", "patches"),
+    "look inside": ("attention", "features", "ops", "patches"),
 }
 
 _format_for_developers = warnings.formatwarning
-_READ_ONLY = ("models", "recipes", "features", "ops", "patches", "doctor")
+_READ_ONLY = ("models", "recipes", "attention", "features", "ops", "patches", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

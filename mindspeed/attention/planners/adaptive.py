@@ -23,6 +23,8 @@ from mindspeed.attention.planners._workload import Segments, Workload
 from mindspeed.attention.planners.gather import needed_only
 
 _BALANCE = (995, 1000)
+_TOLERABLE = 90
+"""Percent of balance that a layout must have that moves less than a third of the keys."""
 _PAIRS_PER_KEY = 1024
 """Pairs that are computed while a key and value travel, about (400 TFLOP/s, 50 GB/s, 8 heads)."""
 
@@ -65,9 +67,11 @@ def adaptive_layout(mask: Mask, ranks: int, granularity: int = 128) -> Layout:
         if segments is not None:
             best = min(best, _Priced(work, segments, ranks), key=lambda one: one.key(least))
     # A little more work for much less traffic: the first tokens under a sliding window see little.
+    most = least * _BALANCE[0] * 100 // (_BALANCE[1] * _TOLERABLE)
     for start in found:
         saved = best.worst - start.worst
-        if 3 * saved >= 2 * best.worst and start.area - best.area < _PAIRS_PER_KEY * saved:
+        cheap = start.area <= most and start.area - best.area < _PAIRS_PER_KEY * saved
+        if cheap and 3 * saved >= 2 * best.worst:
             best = start
     return best.segments.layout(ranks)
 

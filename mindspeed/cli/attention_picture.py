@@ -1,0 +1,139 @@
+"""The picture of ``mindspeed attention plan --plot``: which rank computes which part of the mask.
+
+For each algorithm, from above: the mask, queries downwards and keys to the right, in the colour of
+the rank that computes a part; who owns which tokens; and for every rank its work and what it
+receives, both as a part of the largest of all algorithms. Drawn without pyplot.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed.attention.costs import Costs
+from mindspeed.attention.mask import INF, Region
+from mindspeed.cli.figures import FORMATS, GREY, figure_class
+from mindspeed.errors import ConfigError
+from mindspeed.files import atomic_write_bytes
+
+_SIDE = 3.4
+_ACROSS = 4
+Point = tuple[float, float]
+
+
+def draw(found: Sequence[Costs], output: Path, title: str) -> None:
+    """Draw plans side by side.
+
+    Args:
+        found: Plans and their costs, of one mask.
+        output: File to write; its ending chooses the format.
+        title: Line above the picture.
+
+    Raises:
+        ConfigError: Unknown format, or matplotlib is missing.
+    """
+    if output.suffix not in FORMATS:
+        raise ConfigError(f"--plot {output}: the file must end in {', '.join(FORMATS)}")
+    across = min(len(found), _ACROSS)
+    rows = -(-len(found) // across)
+    figure = figure_class()(
+        figsize=(_SIDE * across + 0.6, (_SIDE + 2.6) * rows + 0.5), layout="constrained"
+    )
+    heights = [1.0, 0.06, 0.26, 0.26] * rows
+    grid = figure.add_gridspec(len(heights), across, height_ratios=heights)
+    most = [max(max(column) for column in columns) for columns in _columns(found)]
+    for number, one in enumerate(found):
+        row, column = divmod(number, across)
+        axes = [figure.add_subplot(grid[4 * row + part, column]) for part in range(4)]
+        colors = _colors(one.layout.ranks)
+        _draw_map(axes[0], one, colors)
+        _draw_owners(axes[1], one, colors)
+        names = ("work", "received")
+        for place, values, top, name in zip(
+            axes[2:], (one.work, _received(one)), most, names, strict=True
+        ):
+            _draw_bars(place, values, top, colors, name)
+    figure.suptitle(title, fontsize=12, fontweight="bold", color="#0f172a")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=output.suffix[1:], dpi=110)
+    atomic_write_bytes(output, buffer.getvalue())
+
+
+def _columns(found: Sequence[Costs]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    return [one.work for one in found], [_received(one) for one in found]
+
+
+def _received(one: Costs) -> tuple[int, ...]:
+    return tuple(sum(both) for both in zip(one.forward, one.backward, strict=True))
+
+
+def _colors(ranks: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    if ranks <= 10:
+        return [colormaps["tab10"](rank) for rank in range(ranks)]
+    return [colormaps["turbo"]((rank + 0.5) / ranks) for rank in range(ranks)]
+
+
+def _draw_map(axes: Any, one: Costs, colors: list[Any]) -> None:
+    from matplotlib.collections import PolyCollection
+
+    size = one.plan.mask.size
+    inner = one.layout.ranks // one.plan.ranks  # ranks that share a part by heads
+    for rank in range(one.plan.ranks):
+        parts = [corners(part) for stage in one.plan.forward for part in stage.work[rank]]
+        if parts:
+            color = colors[rank * inner]
+            axes.add_collection(
+                PolyCollection(parts, facecolors=[color], edgecolors=[color], linewidths=0.2)
+            )
+    axes.set(xlim=(0, size), ylim=(size, 0), aspect="equal", xticks=[], yticks=[])
+    axes.set_title(one.name, fontsize=11, color="#0f172a")
+    axes.set_ylabel("queries" if inner == 1 else f"queries ({inner} ranks share heads)", color=GREY)
+    axes.set_xlabel("keys", color=GREY, fontsize=8)
+
+
+def corners(region: Region) -> list[Point]:
+    """The outline of a part of the mask, key before query: a rectangle cut by two diagonals."""
+    q0, q1, k0, k1, lo, hi = region
+    outline: list[Point] = [(k0, q0), (k1, q0), (k1, q1), (k0, q1)]
+    if lo != -INF:
+        outline = _cut(outline, 1, lo)
+    if hi != INF:  # a token is a square: its far corner still belongs to it
+        outline = _cut(outline, -1, -(hi + 1))
+    return outline
+
+
+def _cut(outline: list[Point], sign: int, least: int) -> list[Point]:
+    """The part of a convex outline with ``sign (key - query) >= least``."""
+    kept: list[Point] = []
+    for here, there in zip(outline, outline[1:] + outline[:1], strict=True):
+        inside, after = (sign * (key - query) - least for key, query in (here, there))
+        if inside >= 0:
+            kept.append(here)
+        if (inside > 0) != (after > 0) and inside and after:
+            share = inside / (inside - after)
+            kept.append(
+                (here[0] + share * (there[0] - here[0]), here[1] + share * (there[1] - here[1]))
+            )
+    return kept
+
+
+def _draw_owners(axes: Any, one: Costs, colors: list[Any]) -> None:
+    for rank, own in enumerate(one.layout.segments):
+        axes.broken_barh([(a, b - a) for a, b in own], (0, 1), facecolors=colors[rank])
+    axes.set(xlim=(0, one.layout.size), ylim=(0, 1), xticks=[], yticks=[])
+    axes.set_xlabel("owner of each token", color=GREY, fontsize=8)
+
+
+def _draw_bars(axes: Any, values: Sequence[int], top: int, colors: list[Any], name: str) -> None:
+    shares = [value / max(top, 1) for value in values]
+    axes.bar(range(len(shares)), shares, color=colors, width=0.85)
+    axes.axhline(sum(shares) / len(shares), color=GREY, linewidth=0.8, linestyle="--")
+    axes.set(ylim=(0, 1.05), xticks=[], yticks=[0, 1])
+    axes.set_ylabel(name, color=GREY, fontsize=9)
+    axes.tick_params(labelsize=8, colors=GREY)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
