@@ -210,7 +210,7 @@ def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> 
     index = bisect_right(parameters, data.data_ptr(), key=lambda named: named[1].data_ptr()) - 1
     name, parameter = parameters[max(0, index)]
     start = (data.data_ptr() - parameter.data_ptr()) // data.element_size()
-    inside = 0 <= start and start + data.numel() <= parameter.numel()
+    inside = start >= 0 and start + data.numel() <= parameter.numel()
     if not inside or data.shape[1:] != parameter.shape[1:] or not data.is_contiguous():
         raise CheckpointError(
             f"{tensor.key} is not stored as rows of a parameter, and rows are what --zero-stage 2 "

@@ -106,7 +106,12 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
     parameters = ddp.data_parallel_sharding_strategy == STRATEGIES[3]
     # Shards are reduced and gathered as layers go by; there is no other way to run.
     ddp = replace(ddp, overlap_grad_reduce=True, overlap_param_gather=parameters)
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+    for parameter in frozen:  # Megatron wants to hear of gradients that torch knows won't come
+        parameter.register_post_accumulate_grad_hook = _never
     chunk = FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)
+    for parameter in frozen:
+        del parameter.register_post_accumulate_grad_hook
     # It gave all tensor-parallel ranks one dropout mask where each needs its own.
     get_cuda_rng_tracker().set_states(generators)
     for group in chunk.param_and_grad_buffer.parameter_groups:
@@ -117,3 +122,7 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
             gradients.is_data_distributed = True
     chunk.contents = held
     return chunk
+
+
+def _never(hook: Any) -> None:
+    """Stands in for registering a hook on a gradient that does not come."""
