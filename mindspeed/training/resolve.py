@@ -483,5 +483,3 @@ def _conversations(args: argparse.Namespace) -> Iterator[str]:
         yield "--length-grouped needs --dataloader-type single: cyclic shuffles the groups apart"
     if args.length_grouped and args.data_path and len(args.data_path) > 1:
         yield "--length-grouped needs one data set: blending mixes the groups"
-    if args.pack_sequences and args.position_embedding_type == "alibi":
-        yield "--pack-sequences needs other positions than --position-embedding-type alibi"
