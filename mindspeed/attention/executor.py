@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from mindspeed.attention import kernels
-from mindspeed.attention.wire import KeyValueShape, pack, unpack
+from mindspeed.attention.accumulate import KeyGradients, PartialOutputs, QueryGradients, with_sink
 from mindspeed.attention.plan import OWN, Plan, kept
-from mindspeed.attention.program import ZEROS, Direction, Program, Step, Transfer, program
-from mindspeed.attention.rows import Index
+from mindspeed.attention.program import Direction, Program, Transfer, program
 from mindspeed.attention.transport import Post, Steps
+from mindspeed.attention.wire import KeyValueShape, pack
 
 ASKED = 0
 """Buffer of the queries that arrived in a stage."""
@@ -40,33 +40,6 @@ class Traffic:
         self.sent += sum(rows for _, rows in post.sends) * row
         self.received += sum(rows for _, rows in post.receives) * row
         self.messages += len(post.receives)
-
-
-@dataclass
-class _Queries:
-    """Queries in a buffer, and what has been computed of them so far."""
-
-    q: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-
-    @classmethod
-    def start(cls, q: torch.Tensor, value_size: int) -> _Queries:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = q.new_zeros(*q.shape[:2], value_size, dtype=wide)
-        return cls(q, out, q.new_full(q.shape[:2], float("-inf"), dtype=wide))
-
-    def merge(self, rows: Index, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-        """Add a partial softmax to some rows."""
-        out, lse = rows.take(self.out), rows.take(self.lse)
-        both = torch.logaddexp(lse, part_lse)
-        # Where neither has seen a key, both weights are exp(-inf) = 0.
-        least = both.masked_fill(both == float("-inf"), 0.0)
-        out = out.mul_((lse - least).exp_().unsqueeze(-1))
-        out.addcmul_(part.to(out.dtype), (part_lse - least).exp_().unsqueeze(-1))
-        if rows.together is None:
-            rows.put(self.out, out)
-        rows.put(self.lse, both)
 
 
 @dataclass
@@ -160,24 +133,30 @@ def forward(
         backward pass: packed keys and values, or keys, by stage.
     """
     shape, traffic = KeyValueShape.of(k, v), traffic or Traffic()
+    if (
+        only := program(plan, rank, "forward", positions=softmax.slopes is not None).only
+    ) is not None:
+        traffic.calls += 1
+        out, lse = kernels.forward(q, k, v, only.pack, softmax)
+        return *with_sink(out, lse, sink), {}
     here = _Traveller(
         plan, rank, "forward", pack(k, v), shape, q.flatten(1), softmax, traffic
     )  # fmt: skip
-    own, saved = _Queries.start(q, v.shape[2]), {}
+    own, saved = PartialOutputs.start(q, v.shape[2]), {}
     returning = None
     for number, step in enumerate(here.program.steps):
         yield from here.begin(number)
         work = {OWN: own}
         if here.asked is not None:
-            work[ASKED] = _Queries.start(here.asked.unflatten(1, q.shape[1:]), v.shape[2])
+            work[ASKED] = PartialOutputs.start(here.asked.unflatten(1, q.shape[1:]), v.shape[2])
         for call in step.calls:
             keys, values = shape.unpack(call.columns.take(here.buffers[call.keys]))
             target = work[call.queries]
             part = kernels.forward(call.rows.take(target.q), keys, values, call.pack, softmax)
-            target.merge(call.rows, *part)
+            target.merge(call.rows, *part, first=call.first)
         traffic.calls += len(step.calls)
         if returning is not None:
-            _take_results(here.program.steps[number - 1], own, (yield returning))
+            own.take(here.program.steps[number - 1], (yield returning))
         returning = None
         if step.ask is not None:
             theirs = work[ASKED]
@@ -189,27 +168,13 @@ def forward(
             elif buffer in plan.kept_keys:
                 saved[buffer] = rows[:, : shape.border].clone()
     if returning is not None:
-        _take_results(here.program.steps[-1], own, (yield returning))
-    out, lse = own.out, own.lse
-    if sink is not None:
-        with_sink = torch.logaddexp(lse, sink.to(lse.dtype))
-        out.mul_((lse - with_sink).exp_().unsqueeze(-1))
-        lse = with_sink
+        own.take(here.program.steps[-1], (yield returning))
+    out, lse = own.with_sink(sink)
     return out.to(q.dtype), lse, saved
 
 
 def _home(ask: Transfer) -> Transfer:
     return ask.returned(ask.tag + 2)
-
-
-def _take_results(step: Step, own: _Queries, received: torch.Tensor) -> None:
-    """Merge what others computed of a rank's own queries."""
-    assert step.ask is not None
-    dtypes = own.q.dtype, own.lse.dtype
-    part, lse = unpack(received, (own.out.shape[1:], dtypes[0]), (own.lse.shape[1:], dtypes[1]))
-    sizes = [index.rows for index in step.ask.parts]
-    for index, *parts in zip(step.ask.parts, part.split(sizes), lse.split(sizes), strict=True):
-        own.merge(index, *parts)
 
 
 def backward(
@@ -242,20 +207,26 @@ def backward(
         traffic: Counts what travels.
     """
     shape, traffic = KeyValueShape.of(k, v), traffic or Traffic()
+    if (
+        only := program(plan, rank, "backward", positions=softmax.slopes is not None).only
+    ) is not None:
+        traffic.calls += 1
+        dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, only.pack, softmax)
+        return dq, dk, dv
     travels = any(stage.queries for stage in plan.backward)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) if travels else lse
     here = _Traveller(
         plan, rank, "backward", pack(k, v), shape, pack(q, dout, lse, delta) if travels else q,
         softmax, traffic, saved,
     )  # fmt: skip
-    sums = _Sums(here, lse.new_zeros(k.shape[0], shape.width))
-    own = _Outputs(dout, q, out, lse)
+    sums = KeyGradients(lse.new_zeros(k.shape[0], shape.width), shape, here.program.sums, k.dtype)
+    own = QueryGradients(dout, q, out, lse)
     giving = returning = None
     for number, step in enumerate(here.program.steps):
         yield from here.begin(number)
         work = {OWN: own}
         if here.asked is not None:
-            work[ASKED] = _Outputs.arrived(here.asked, own)
+            work[ASKED] = QueryGradients.arrived(here.asked, own)
         for call in step.calls:
             keys, values = shape.unpack(call.columns.take(here.buffers[call.keys]))
             target = work[call.queries]
@@ -284,72 +255,3 @@ def backward(
         own.take(here.program.steps[-1], (yield returning))
     dk, dv = shape.unpack(sums.of(OWN))
     return own.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-@dataclass
-class _Outputs:
-    """Queries with their final output, and the sum of their gradients."""
-
-    dout: torch.Tensor
-    q: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-
-    def __post_init__(self) -> None:
-        self.dq = torch.zeros_like(self.q, dtype=self.lse.dtype)
-
-    @classmethod
-    def arrived(cls, rows: torch.Tensor, own: _Outputs) -> _Outputs:
-        narrow, wide = own.q.dtype, own.lse.dtype
-        heads = own.lse.shape[1:]
-        q, dout, lse, delta = unpack(
-            rows, (own.q.shape[1:], narrow), (own.dout.shape[1:], narrow), (heads, wide),
-            (heads, wide),
-        )  # fmt: skip
-        return cls(dout, q, kernels.stand_in(dout, delta), lse)
-
-    def take(self, step: Step, received: torch.Tensor) -> None:
-        """Add the gradients that others computed."""
-        assert step.ask is not None
-        sizes = [index.rows for index in step.ask.parts]
-        parts = received.unflatten(1, self.q.shape[1:]).split(sizes)
-        for index, part in zip(step.ask.parts, parts, strict=True):
-            index.add(self.dq, part)
-
-
-class _Sums:
-    """Sums of gradients of keys and values: of a rank's own rows, and of others' on their way."""
-
-    def __init__(self, here: _Traveller, own: torch.Tensor) -> None:
-        self.here = here
-        self._sums = {OWN: own}
-
-    def of(self, buffer: int) -> torch.Tensor:
-        """The sums of the rows in a buffer."""
-        if buffer not in self._sums:
-            rows = self.here.program.sums[buffer]
-            self._sums[buffer] = self._sums[OWN].new_zeros(rows, self.here.shape.width)
-        return self._sums[buffer]
-
-    def add(self, buffer: int, rows: Index, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add gradients of some rows."""
-        if rows.together is None:
-            rows.add(self.of(buffer), torch.cat((dk.flatten(1), dv.flatten(1)), 1))
-            return
-        for total, part in zip(
-            self.here.shape.unpack(rows.take(self.of(buffer))), (dk, dv), strict=True
-        ):
-            total += part
-
-    def give(self, transfer: Transfer) -> torch.Tensor:
-        """Rows to send further, in the dtype of the keys."""
-        like = self.here.own
-        if transfer.buffer == ZEROS or not transfer.sends:
-            return like.new_zeros(transfer.take.rows, self.here.shape.width)
-        return transfer.take.take(self._sums.pop(transfer.buffer)).to(like.dtype)
-
-    def take(self, step: Step, received: torch.Tensor) -> None:
-        """Add what others sent after a step."""
-        parts = received.split([index.rows for _, index in step.taken])
-        for (buffer, index), part in zip(step.taken, parts, strict=True):
-            index.add(self.of(buffer), part)

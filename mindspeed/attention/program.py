@@ -60,6 +60,7 @@ class Call:
         rows: Which of them.
         keys: Buffer of its keys.
         columns: Which of them.
+        first: Nothing has been computed of these queries before.
     """
 
     pack: Pack
@@ -67,6 +68,7 @@ class Call:
     rows: Index
     keys: int
     columns: Index
+    first: bool = False
 
 
 @dataclass
@@ -105,6 +107,15 @@ class Program:
 
     steps: list[Step]
     sums: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def only(self) -> Call | None:
+        """The call that is everything there is to do, with all rows; None if there is more."""
+        if len(self.steps) > 1 or len(self.steps[0].calls) != 1:
+            return None
+        (call,) = self.steps[0].calls
+        everything = slice(0, self.sums[OWN])
+        return call if call.rows.together == call.columns.together == everything else None
 
 
 def program(plan: Plan, rank: int, direction: Direction, *, positions: bool = False) -> Program:
@@ -149,6 +160,19 @@ def calls(
     )  # fmt: skip
 
 
+def _mark_first(steps: list[Step]) -> None:
+    """Own queries that a call is the first to work on; those of others begin with each step."""
+    seen: list[Index] = []
+    for step in steps:
+        theirs: list[Index] = []
+        calls_ = []
+        for call in step.calls:
+            before = seen if call.queries == OWN else theirs
+            calls_.append(replace(call, first=not any(call.rows.meets(rows) for rows in before)))
+            before.append(call.rows)
+        step.calls = tuple(calls_)
+
+
 def _where(wanted: tuple[int, int], buffers: dict[int, Rows]) -> int:
     for number, rows in buffers.items():
         if rows.has([wanted]):
@@ -173,6 +197,7 @@ class _Compiler:
 
     def program(self) -> Program:
         steps = [self.step(number) for number in range(len(self.stages))]
+        _mark_first(steps)
         if self.plan.ranks > 1:
             self.gradients(steps)
         return Program(steps, self.sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -30,6 +31,11 @@ class Index:
         if not self.slices:
             return slice(0, 0)
         return self.slices[0] if len(self.slices) == 1 else None
+
+    def meets(self, other: Index) -> bool:
+        """Do they share a row?"""
+        starts = sorted((part.start, part.stop) for part in (*self.slices, *other.slices))
+        return any(a[1] > b[0] for a, b in itertools.pairwise(starts))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows; a view where they lie together."""
