@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from trainer_job import TINY
 
 EOD = 1000  # of the NullTokenizer with --vocab-size 1000
 
@@ -27,6 +26,40 @@ def write_documents(prefix: str) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
+def write_padded_rows(prefix: str) -> None:
+    """Documents of 64 tokens that fill a row each: some words, and ends behind them."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    draw = random.Random(1)
+    for _ in range(60):
+        length = draw.choice([5, 11, 18, 30, 41])
+        words = [draw.randrange(EOD) for _ in range(length)]
+        builder.add_document(torch.tensor(words + [EOD] * (64 - length)), [64])
+    builder.finalize(f"{prefix}.idx")
+
+
+def train_and_count(flags: Sequence[str]) -> dict[str, Any]:
+    """Train; how many messages this rank sent, and how long its micro-batches were."""
+    from trainer_job import train
+
+    from mindspeed.testing import CommLedger
+    from mindspeed.training import batches
+
+    lengths, read_batch = [], batches.read_batch
+
+    def watched(*args: Any, **options: Any) -> Any:
+        read = read_batch(*args, **options)
+        lengths.append(read.length)
+        return read
+
+    batches.read_batch = watched
+    with CommLedger() as ledger:
+        result = train(flags)
+    return {**result, "sent": ledger.calls("send"), "lengths": lengths}
+
+
 def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:
     """Losses and gradients of one micro-batch, packed, and by Megatron's own dense mask.
 
@@ -34,6 +67,7 @@ def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:
         ``borders``, and for each way ``losses`` of all tokens and the ``gradients`` of their sum.
     """
     from megatron.core.datasets import gpt_dataset
+    from trainer_job import TINY
 
     from mindspeed.training import data, setup
     from mindspeed.training.configs import transformer_config
