@@ -76,6 +76,30 @@ LAYOUTS = {
         LOCAL,
         "--tensor-model-parallel-size 2 --sequence-parallel",
     ),
+    "context-ulysses": (2, MODEL, "--context-parallel-size 2"),
+    "context-by-layer": (
+        2,
+        MODEL,
+        "--context-parallel-size 2 --cp-comm-type p2p a2a all_gather p2p",
+    ),
+    "context-hybrid": (
+        4,
+        MODEL,
+        "--context-parallel-size 4 --context-parallel-algo hybrid_cp_algo "
+        "--ulysses-degree-in-cp 2 --recompute-granularity selective",
+    ),
+    "context-adaptive-tensor": (
+        4,
+        MODEL,
+        "--context-parallel-size 2 --context-parallel-algo adaptive_cp_algo "
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "local-context-ring-pipeline": (
+        4,
+        LOCAL,
+        "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo "
+        "--pipeline-model-parallel-size 2",
+    ),
 }
 
 
