@@ -23,6 +23,8 @@ MLA = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
 LOCAL = f"{GQA} --transformer-impl local"
+# Linear biases for positions, and layers with and without a window.
+ALIBI = f"{GQA} --position-embedding-type alibi --window-size 20,0 --window-attn-skip-freq 2"
 CP = "--context-parallel-size"
 ALGO = "--context-parallel-algo"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -84,6 +86,12 @@ LAYOUTS = {
         4,
         LOCAL,
         f"{CP} 4 {ALGO} megatron_cp_algo --cp-window-size 2 --recompute-granularity selective",
+    ),
+    "alibi-windows-context-pipeline-recompute": (
+        4,
+        ALIBI,
+        f"{CP} 2 {ALGO} adaptive_cp_algo {PP} "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "local-context-hybrid-adaptive": (
         4,
