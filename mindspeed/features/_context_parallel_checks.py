@@ -42,7 +42,7 @@ def problems(
     yield from _window(options, names, ranks)
     yield from _heads(options, comm_types, megatron, ranks)
     yield from _cache(options, names, megatron, ranks)
-    yield from _adaptive(options)
+    yield from _adaptive(options, names, megatron)
     if megatron.get("use_fusion_attn_v2") and megatron.get("attention_dropout"):
         yield Problem(
             "--attention-dropout",
@@ -120,9 +120,19 @@ def indivisible(length: int, ranks: int) -> str:
 def _length(names: set[str], megatron: Megatron, ranks: int) -> Iterator[Problem]:
     length = megatron.get("seq_length")
     packed = megatron.get("reset_attention_mask") or megatron.get("reset_position_ids")
-    if length and length % (2 * ranks) and "adaptive" not in names and not packed:
-        flag, _, text = indivisible(length, ranks).partition(": ")
-        yield Problem(flag, text)
+    if not length:
+        return
+    if "adaptive" not in names and not packed:
+        if length % (2 * ranks):
+            flag, _, text = indivisible(length, ranks).partition(": ")
+            yield Problem(flag, text)
+    elif length % ranks:
+        yield Problem(
+            "context parallel",
+            f"sequence length S={length} must be divisible by CP={ranks}: ranks have equally many "
+            "tokens",
+            "change --seq-length",
+        )
 
 
 def _degree(
@@ -239,7 +249,9 @@ def _cache(
         )
 
 
-def _adaptive(options: ContextParallelOptions) -> Iterator[Problem]:
+def _adaptive(
+    options: ContextParallelOptions, names: set[str], megatron: Megatron
+) -> Iterator[Problem]:
     for name in (
         "adaptive_cp_granularity",
         "adaptive_cp_overlap_degree",
@@ -248,3 +260,11 @@ def _adaptive(options: ContextParallelOptions) -> Iterator[Problem]:
         value = getattr(options, name)
         if value < 1:
             yield Problem(f"--{name.replace('_', '-')} {value}", "must be at least 1")
+    by_user = "--adaptive-cp-manually-set-mask-list"
+    if options.adaptive_cp_manually_set_mask_list:
+        if "adaptive" not in names:
+            yield Problem(by_user, "is for adaptive_cp_algo and hybrid_adaptive_cp_algo", "use one")
+        if megatron.get("attention_mask_type") != "general":
+            yield Problem(
+                by_user, "the mask is not the causal one", "add --attention-mask-type general"
+            )

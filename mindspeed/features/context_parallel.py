@@ -82,6 +82,9 @@ class ContextParallelOptions:
     adaptive_cp_only_reschedule: bool = flag(
         False, "adaptive: ranks keep the tokens of Megatron's batches"
     )
+    adaptive_cp_manually_set_mask_list: bool = flag(
+        False, "adaptive: the mask of mindspeed.core.context_parallel.utils, in tiles"
+    )
 
 
 _RING, _ULYSSES, _HYBRID, _GATHER = ["p2p"], ["a2a"], ["a2a+p2p"], ["all_gather"]
@@ -198,6 +201,12 @@ def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -
         seams.parallel_groups.add(second.make, owner=FEATURE.name)
         seams.use_kernels(owner=FEATURE.name, second_communicator=second.of)
         seams.journal.call_on_undo(second.destroy)
+    if options.adaptive_cp_manually_set_mask_list:
+        from mindspeed.attention.shared_mask import set_attention_mask
+        from mindspeed.core.context_parallel.utils import mask_by_user
+
+        set_attention_mask(mask_by_user(megatron["seq_length"], _ranks(megatron)))
+        seams.journal.call_on_undo(lambda: set_attention_mask(None))
     chosen = options.context_parallel_algo if given is None else f"--cp-comm-type {' '.join(given)}"
     _say(f"{_ranks(megatron)} ranks, {chosen}")
     for text in uneven_heads(options, megatron, given):

@@ -195,6 +195,18 @@ HYBRID = {"context_parallel_algo": "hybrid_cp_algo"}
             "dropout with --use-fusion-attn-v2 and context parallelism is not supported",
         ),
         ({"adaptive_cp_granularity": 0}, "--adaptive-cp-granularity 0: must be at least 1"),
+        (
+            {"seq_length": 4090, "context_parallel_algo": "adaptive_cp_algo"},
+            "sequence length S=4090 must be divisible by CP=8",
+        ),
+        ({"adaptive_cp_manually_set_mask_list": True, **RING}, "is for adaptive_cp_algo"),
+        (
+            {
+                "adaptive_cp_manually_set_mask_list": True,
+                "context_parallel_algo": "adaptive_cp_algo",
+            },
+            "add --attention-mask-type general",
+        ),
         ({"cp_comm_type": ["ring"]}, "--cp-comm-type: 'ring' is not one of p2p, all_gather"),
         ({"cp_comm_type": ["p2p", "a2a"]}, "2 values for 4 layers"),
         ({"cp_comm_type": ["a2a+p2p"]}, "add --hierarchical-context-parallel-sizes"),
