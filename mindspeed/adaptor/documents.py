@@ -2,7 +2,7 @@
 
 The leader of a tensor-parallel group finds where documents begin in the tokens it reads; on inner
 pipeline stages, too, which read the data for that. Each rank takes its tokens of the micro-batch
-and puts documents, layout and positions into :class:`~mindspeed.adaptor.packed.PlanParams`, which
+and puts documents, layout and positions into :class:`~mindspeed.attention.megatron.PlanParams`, which
 Megatron hands to every layer as ``packed_seq_params``. What Megatron would do with that argument
 itself, for rows of layout ``thd``, is turned off or replaced here:
 
@@ -29,7 +29,7 @@ from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.signatures import bind
 
 if TYPE_CHECKING:
-    from mindspeed.adaptor.packed import PlanParams
+    from mindspeed.attention.megatron import PlanParams
     from mindspeed.adaptor.seams import Seams
     from mindspeed.attention.packed import Borders, PackedBatch
 
@@ -284,7 +284,7 @@ def cut_batch(
     """
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor.packed import PlanParams
+    from mindspeed.attention.megatron import PlanParams
     from mindspeed.attention.packed import borders_of_samples, cut, pack
     from mindspeed.te import kernels
 

@@ -87,7 +87,7 @@ def _attach(seams: Seams, options: VariableLengthsOptions, megatron: Megatron) -
         return without_tail(rows, multiple)
 
     def schedule(forward_backward: Any) -> Any:
-        from mindspeed.adaptor.lengths import with_lengths
+        from mindspeed.pipeline.lengths.megatron import with_lengths
 
         return with_lengths(forward_backward)
 

@@ -9,7 +9,7 @@ lengths vary:
     all stages    where documents begin, if packed  b * s * 8 bytes
 
 Where lengths vary, every stage reads, and knows the lengths of a whole step's micro-batches before
-it starts: stages exchange no shapes (:mod:`mindspeed.adaptor.lengths`).
+it starts: stages exchange no shapes (:mod:`mindspeed.pipeline.lengths`).
 
 Positions are counted on the rank itself and the mask belongs to the attention. Rows of packed
 documents stay rows: ``packed_seq_params`` tells every layer where documents begin, and which tokens

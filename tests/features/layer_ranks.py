@@ -216,7 +216,7 @@ def _mine(case: Case, packed: PackedBatch | None = None) -> Iterator[torch.Tenso
 def _compare(case: Case, module: torch.nn.Module, packed: PackedBatch | None) -> float:
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor.packed import PlanParams
+    from mindspeed.attention.megatron import PlanParams
 
     params = None if packed is None else PlanParams.of(packed)
     *leaves, dout = _mine(case, packed)
