@@ -2,8 +2,8 @@
 
 The leader of a tensor-parallel group finds where documents begin in the tokens it reads; on inner
 pipeline stages, too, which read the data for that. Each rank takes its tokens of the micro-batch
-and puts documents, layout and positions into :class:`~mindspeed.attention.megatron.PlanParams`, which
-Megatron hands to every layer as ``packed_seq_params``. What Megatron would do with that argument
+and puts documents, layout and positions into ``PlanParams`` (:mod:`mindspeed.attention.megatron`),
+which Megatron hands to every layer as ``packed_seq_params``. What Megatron would do with that argument
 itself, for rows of layout ``thd``, is turned off or replaced here:
 
 * rotary embeddings take the positions of the micro-batch instead of counting;
@@ -29,8 +29,8 @@ from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.signatures import bind
 
 if TYPE_CHECKING:
-    from mindspeed.attention.megatron import PlanParams
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.attention.megatron import PlanParams
     from mindspeed.attention.packed import Borders, PackedBatch
 
 OWNER = "seam:documents"  # as seams.owner_of, which imports this module
