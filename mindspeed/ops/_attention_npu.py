@@ -3,7 +3,7 @@
 Of the statistics only the log-sum-exp is kept. The gradient kernel computes ``exp(score - max) /
 sum``, so it gets that as the maximum and a sum of 1. Rules go as sparse modes with the compressed
 mask; what they cannot say (a top-left band over packed sequences of different lengths) runs tile by
-tile in plain torch.
+tile in plain torch. ALiBi goes with squares only; other rectangles are cut into them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.ops import _attention_squares as squares
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_problem import BIAS_BEFORE_SCALE, Problem
 from mindspeed.ops._layout import axis, bnsd
@@ -41,6 +42,10 @@ def forward(
     problem = Problem(*options)
     if not q.numel() or not k.numel():
         return tiles.forward(problem, None, q, k, v)
+    if _is_alibi_of_rectangles(problem, q, k):
+        cut = squares.parts(problem, q, k)
+        if cut is not None:
+            return squares.forward(forward, problem, cut, q, k, v)
     call = _call(problem, q, k, v)
     if call is None:
         note_fallback("attention", _NO_RULE)
@@ -57,6 +62,11 @@ def backward(
     """Return ``(dq, dk, dv, dpse)``."""
     *fields, pse_grad = options
     problem = Problem(*fields)
+    if _is_alibi_of_rectangles(problem, q, k):
+        cut = squares.parts(problem, q, k)
+        if cut is not None:
+            grads = squares.backward(backward, problem, cut, dout, q, k, v, out, lse)
+            return *grads, q.new_empty(0)
     call = _call(problem, q, k, v) if q.numel() and k.numel() else None
     if call is None:
         return tiles.backward(problem, None, dout, q, k, v, out, lse, pse_grad)
@@ -79,6 +89,13 @@ def backward(
     else:
         dpse = dpse.sum_to_size(problem.pse.shape).to(problem.pse.dtype)
     return call.split(dq, q), call.split(dk, k), call.split(dv, v), dpse
+
+
+def _is_alibi_of_rectangles(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Slopes go with as many queries as keys only."""
+    if not problem.has_slopes:
+        return False
+    return any(p.sight.queries != p.sight.keys for p in problem.pieces(q, k))
 
 
 _NO_RULE = "npu_fusion_attention has no sparse mode for this mask"
@@ -117,7 +134,7 @@ class _Call:
 
 
 def _call(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Call | None:
-    rule = _rule(problem, q, k)
+    rule = None if _is_alibi_of_rectangles(problem, q, k) else _rule(problem, q, k)
     if rule is None:
         return None
     layout = _UNDER_ITS_OWN_NAME[problem.layout]

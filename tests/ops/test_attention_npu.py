@@ -46,6 +46,28 @@ def test_rules_go_as_sparse_modes_with_the_compressed_mask(npu, name):
     assert npu(jobs.calls, options, queries, keys) == [(one, mode, mask) for one in names]
 
 
+RECTANGLES = {
+    "whole-wide": ({}, 4, 10, [0] * 4),
+    "whole-high": ({}, 9, 6, [0] * 3),
+    "causal": ({"mode": 3, "q_start": 3}, 5, 7, [0, 0, 0, 0, 2]),
+    "causal-blind-rows": ({"mode": 3}, 7, 5, [2]),
+    "top-left": ({"mode": 2, "k_start": 2}, 9, 6, [2, 0, 0]),
+    "window": ({"mode": 4, "pre": 2, "next": 0}, 5, 7, []),  # by the formula
+}
+
+
+@pytest.mark.parametrize("name", RECTANGLES)
+def test_alibi_of_rectangles_is_cut_into_squares(npu, name):
+    options, queries, keys, modes = RECTANGLES[name]
+    options = {**options, "pse": SLOPES, "pse_type": 2}
+    ours, expected = npu(jobs.npu_and_cpu, options, queries, keys)
+    for got, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    found = [(one, mode) for one, mode, _ in npu(jobs.calls, options, queries, keys)]
+    names = ("npu_fusion_attention_v2", "npu_fusion_attention_grad_v2")
+    assert found == [(one, mode) for one in names for mode in modes]
+
+
 def test_what_no_sparse_mode_says_runs_the_formula(npu):
     packed = {"layout": "TND", "mode": 0, "pre": 3, "next": 0}
     lengths = {"cu_q": torch.tensor([0, 2, 5]), "cu_k": torch.tensor([0, 4, 7])}

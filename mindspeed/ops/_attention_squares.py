@@ -1,0 +1,151 @@
+"""ALiBi between other numbers of queries than keys, for a kernel that takes as many of both.
+
+    whole:   4 x 10 = 4 x 4 + 4 x 4 + 2 x 2 + 2 x 2        causal: a triangle and what is beside it
+
+Every square knows its place in the sequence, and so its biases. The forward pass merges them by
+their log-sum-exp, the gradients of squares add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from mindspeed.ops._attention_problem import Piece, Problem
+from mindspeed.ops._attention_tiles import Tensors, empty_outputs, lse_view
+from mindspeed.ops._layout import bnsd
+from mindspeed.ops._numerics import accumulation_dtype
+from mindspeed.ops._visibility import EVERYTHING, MASK_ONLY, TOP_LEFT_CAUSAL, Sight
+
+MOST = 32
+"""Squares of a sequence for which calls of their own are worth it."""
+
+
+class Square(NamedTuple):
+    """``size`` queries from ``row`` and as many keys from ``column``."""
+
+    row: int
+    column: int
+    size: int
+    causal: bool = False
+
+    @property
+    def rows(self) -> slice:
+        """Its queries."""
+        return slice(self.row, self.row + self.size)
+
+    @property
+    def columns(self) -> slice:
+        """Its keys."""
+        return slice(self.column, self.column + self.size)
+
+
+Part = tuple[Problem, Square]
+
+
+def squares(sight: Sight) -> Iterator[Square]:
+    """What a sequence's queries see, if that is everything or reaches a diagonal."""
+    if sight.is_full:
+        yield from _whole(0, 0, sight.queries, sight.keys)
+        return
+    first, before = max(-sight.high, 0), max(sight.high, 0)
+    rows, columns = sight.queries - first, sight.keys - before
+    triangle = min(rows, columns)
+    yield from _whole(first, 0, rows, before)
+    yield Square(first, before, triangle, True)
+    yield from _whole(first + triangle, before, rows - triangle, columns)
+
+
+def _whole(row: int, column: int, rows: int, columns: int) -> Iterator[Square]:
+    while rows and columns:
+        size = min(rows, columns)
+        yield Square(row, column, size)
+        if rows > columns:
+            row, rows = row + size, rows - size
+        else:
+            column, columns = column + size, columns - size
+
+
+def parts(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> list[Part] | None:
+    """Squares in rows of the whole tensors, each with its problem; None where they are no help."""
+    found: list[Part] = []
+    for piece in problem.pieces(q, k):
+        sight = piece.sight
+        causal = sight.low <= -(sight.queries - 1) and -sight.queries < sight.high < sight.keys
+        if problem.dropout or sight.mask is not None or sight.prefix is not None:
+            return None
+        if not (sight.is_full or causal):
+            return None
+        own = list(squares(sight))
+        if len(own) > MOST:
+            return None
+        found += [_placed(problem, piece, square) for square in own]
+    return found
+
+
+def _placed(problem: Problem, piece: Piece, square: Square) -> Part:
+    slopes = problem.pse
+    assert slopes is not None
+    if slopes.dim() == 2 and problem.layout == "TND":
+        slopes = slopes[piece.number]
+    alone = replace(
+        problem,
+        pse=slopes, sink=None, rng=None, cu_q=None, cu_k=None, prefix=None, layout="BNSD",
+        mode=TOP_LEFT_CAUSAL if square.causal else MASK_ONLY, pre=EVERYTHING, next=EVERYTHING,
+        q_start=problem.q_start + square.row, k_start=problem.k_start + square.column,
+    )  # fmt: skip
+    row, column = piece.rows.start or 0, piece.columns.start or 0
+    return alone, square._replace(row=row + square.row, column=column + square.column)
+
+
+def forward(
+    kernel: Callable[..., Tensors],
+    problem: Problem,
+    cut: list[Part],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(out, lse)`` without the sink; ``kernel(q, k, v, *options)`` attends in a square."""
+    out, lse = empty_outputs(problem, q, v)
+    lse.fill_(float("-inf"))
+    views = [bnsd(x, problem.layout) for x in (q, k, v)]
+    total = torch.zeros_like(bnsd(out, problem.layout), dtype=lse.dtype)
+    statistics = lse_view(problem, lse)
+    for alone, square in cut:
+        qkv = _cut(views, (square.rows, square.columns, square.columns))
+        part, part_lse = kernel(*qkv, *alone.options())
+        before, rows = statistics[:, :, square.rows], total[:, :, square.rows]
+        both = torch.logaddexp(before, part_lse)
+        rows.mul_((before - both).exp_().unsqueeze(-1))
+        rows.addcmul_(part.to(rows.dtype), (part_lse - both).exp_().unsqueeze(-1))
+        before.copy_(both)
+    bnsd(out, problem.layout).copy_(total)
+    return out, lse
+
+
+def backward(
+    kernel: Callable[..., Tensors], problem: Problem, cut: list[Part], dout: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+) -> Tensors:  # fmt: skip
+    """Return ``(dq, dk, dv)``; out and lse may be those of a larger softmax."""
+    wide = accumulation_dtype(q)
+    grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
+    sums = [bnsd(x, problem.layout) for x in grads]
+    views = [bnsd(x, problem.layout) for x in (dout, q, k, v, out)]
+    statistics = lse_view(problem, lse)
+    for alone, square in cut:
+        rows, columns = square.rows, square.columns
+        tensors = _cut(views, (rows, rows, columns, columns, rows))
+        log_sum = statistics[:, :, rows].contiguous()
+        found = kernel(*tensors, log_sum, *alone.options(), False)
+        for total, where, part in zip(sums, (rows, columns, columns), found, strict=False):
+            total[:, :, where] += part
+    return tuple(x.to(q.dtype) for x in grads)
+
+
+def _cut(views: list[torch.Tensor], where: tuple[slice, ...]) -> list[torch.Tensor]:
+    return [x[:, :, part].contiguous() for x, part in zip(views, where, strict=True)]
