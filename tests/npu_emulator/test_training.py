@@ -22,11 +22,13 @@ PLAIN = (
 )
 FUSED = "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-flash-attn"
 PERMUTE = "--use-fused-moe-token-permute-and-unpermute"
-DENSE_CALLS = {
+CP = "--context-parallel-size 2 --context-parallel-algo"
+DOCUMENTS = "--fix-sub-seq-length 7 --reset-attention-mask --calculate-per-token-loss"
+ATTENTION_CALLS = frozenset({"npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"})
+DENSE_CALLS = ATTENTION_CALLS | {
     *("npu::npu_rms_norm", "npu::npu_rms_norm_backward"),
     *("npu::npu_swiglu", "npu::npu_swiglu_backward"),
     *("npu::npu_rotary_mul", "npu::npu_rotary_mul_backward"),
-    *("npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"),
 }
 EXPERT_CALLS = {
     *("npu::npu_grouped_matmul", "npu::npu_moe_token_permute"),
@@ -53,14 +55,14 @@ LAYOUTS = {
     ),
     "pipeline": Layout(2, flags=PP),
     "experts": Layout(2, MOE, "--expert-model-parallel-size 2"),
-    "fused": Layout(fused=FUSED, calls=frozenset(DENSE_CALLS)),
+    "fused": Layout(fused=FUSED, calls=DENSE_CALLS),
     "fused-tensor-parallel": Layout(
-        2, flags=f"{TP} --sequence-parallel", fused=FUSED, calls=frozenset(DENSE_CALLS)
+        2, flags=f"{TP} --sequence-parallel", fused=FUSED, calls=DENSE_CALLS
     ),
     "fused-bf16": Layout(
         flags="--bf16",
         fused=FUSED,
-        calls=frozenset(DENSE_CALLS | {"atb::_npu_matmul_add_fp32"}),
+        calls=DENSE_CALLS | {"atb::_npu_matmul_add_fp32"},
         tolerance=1e-2,
     ),
     "fused-experts": Layout(
@@ -68,7 +70,12 @@ LAYOUTS = {
         MOE,
         "--expert-model-parallel-size 2",
         fused=f"{FUSED} {PERMUTE}",
-        calls=frozenset(DENSE_CALLS | EXPERT_CALLS),
+        calls=DENSE_CALLS | EXPERT_CALLS,
+    ),
+    "ring": Layout(2, flags=f"{CP} megatron_cp_algo", calls=ATTENTION_CALLS),
+    "ulysses-fused": Layout(2, flags=f"{CP} ulysses_cp_algo", fused=FUSED, calls=ATTENTION_CALLS),
+    "adaptive-documents": Layout(
+        2, flags=f"{CP} adaptive_cp_algo {DOCUMENTS}", calls=ATTENTION_CALLS
     ),
 }
 CPU_SETUP, NPU_SETUP = "mindspeed.megatron_adaptor", "npu_emulator.preload_trainer"
