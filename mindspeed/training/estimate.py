@@ -3,23 +3,27 @@
 Memory per rank, in bytes (b micro-batch, s sequence, h hidden, p parameters on the rank, d ranks
 that share an optimizer):
 
-    weights              2 p  (fp16, bf16) or 4 p
-    gradients            4 p  (2 p without fp32 accumulation)
-    optimizer            8 p  and 4 p main weights in 16-bit training, all / d if distributed
-    activations          s b h (34 / t + 10 (1 - sequence parallel)(1 - 1/t)) per layer, without the
-                         s x s scores; 2 s b h per layer with full recomputation
-    in flight            stages - rank micro-batches with the 1F1B schedule
+    weights              2 p  (fp16, bf16) or 4 p; and 4 a of adapters, which are fp32
+    gradients            4 p  (2 p without fp32 accumulation); of adapters alone 4 a
+    optimizer            8 p  and 4 p main weights in 16-bit training, all / d if distributed;
+                         of adapters alone 8 a
+    activations          s b per layer times what it keeps of a token (.activations); with full
+                         recomputation its input, and one layer whole
+    in flight            stages - rank micro-batches with the 1F1B schedule, a part more with the
+                         interleaved one
 
-The activation formula is Korthikanti et al. 2022 (arXiv:2205.05198) for attention that does not
-keep its scores. It is an estimate for choosing a layout, not a promise.
+It is an estimate for choosing a layout, not a promise.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed.training.activations import head_bytes, input_bytes, layer_bytes
+from mindspeed.training.adapter_size import adapter_weights
 from mindspeed.training.flops import (
     attention_weights,
     layer_kinds,
@@ -67,14 +71,16 @@ def estimate(args: argparse.Namespace) -> Estimate:
     expert_replicas = max(1, args.world_size // (experts_per_rank * pp))
     if not args.use_distributed_optimizer:
         replicas = expert_replicas = 1
-    trained = 0 if args.lora_target_modules else 1  # adapters are too few to matter
+    trained = 0 if args.lora_target_modules else 1
+    adapters, adapters_here = _adapters(args, layers)
     wide_gradients = not narrow or args.accumulate_allreduce_grads_in_fp32
+    optimizer = trained * main * (dense_here / replicas + expert_here / expert_replicas)
     return Estimate(
-        parameters=sum(dense) + sum(expert) + edges * edge,
-        parameters_per_rank=on_rank,
-        weights=on_rank * (2 if narrow else 4),
-        gradients=trained * on_rank * (4 if wide_gradients else 2),
-        optimizer=trained * main * (dense_here / replicas + expert_here / expert_replicas),
+        parameters=sum(dense) + sum(expert) + edges * edge + adapters,
+        parameters_per_rank=on_rank + adapters_here,
+        weights=on_rank * (2 if narrow else 4) + adapters_here * 4,
+        gradients=trained * on_rank * (4 if wide_gradients else 2) + adapters_here * 4,
+        optimizer=optimizer + adapters_here * 8 / replicas,
         activations=_activations(args),
         bubble=bubble_fraction(args),
         flops_per_step=training_flops(args, args.global_batch_size),
@@ -135,15 +141,46 @@ def _matrices(args: argparse.Namespace) -> tuple[list[int], list[int]]:
     return dense + [attention + shared + router] * sparse, [0] * plain + [experts] * sparse
 
 
+def _adapters(args: argparse.Namespace, layers: int) -> tuple[int, int]:
+    """Entries of all adapters, and of those on a rank of the last stage."""
+    if not args.lora_target_modules:
+        return 0, 0
+    sizes = [adapter_weights(args, experts=kind) for kind in _kinds(args)]
+    return sum(whole for whole, _ in sizes), sum(here for _, here in sizes[-layers:])
+
+
+def _kinds(args: argparse.Namespace) -> list[bool]:
+    """For every layer, whether it has experts; dense ones come first."""
+    dense, sparse = layer_kinds(args)
+    return [False] * dense + [True] * sparse
+
+
 def _activations(args: argparse.Namespace) -> float:
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    tokens = args.seq_length * args.micro_batch_size * args.hidden_size / args.context_parallel_size
-    width = 1 if args.fp16 or args.bf16 else 2  # the formula counts 2-byte activations
-    if args.recompute_granularity == "full":
-        per_layer = 2.0 * tokens
-    else:
-        replicated = 0 if args.sequence_parallel else 10 * (1 - 1 / tp)
-        per_layer = tokens * (34 / tp + replicated)
-    in_flight = min(pp, _micro_batches(args))
-    logits = 4 * args.seq_length * args.micro_batch_size * args.padded_vocab_size / tp
-    return width * per_layer * args.num_layers / pp * in_flight + logits
+    """On the fullest stage: the first holds most micro-batches, the last the logits of one."""
+    tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
+    stages = args.pipeline_model_parallel_size
+    kinds = _kinds(args)
+    here = -(-args.num_layers // stages)
+    first, last = _stage(args, kinds[:here]), _stage(args, kinds[-here:])
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    in_flight = min(
+        stages * (1 + (stages - 1) / (stages * chunks) * (chunks > 1)), _micro_batches(args)
+    )
+    head = head_bytes(args)
+    kept = [in_flight * first[0] + first[1], last[0] + last[1] + head]
+    if stages == 1:
+        kept = [first[0] + first[1] + head]
+    return tokens * max(kept)
+
+
+def _stage(args: argparse.Namespace, kinds: Sequence[bool]) -> tuple[float, float]:
+    """Bytes of a token that every micro-batch in flight keeps, and of the one in the backward."""
+    whole = [layer_bytes(args, experts=kind) for kind in kinds]
+    if args.recompute_granularity != "full":
+        return sum(whole), 0.0
+    every = args.recompute_num_layers or 1
+    if args.recompute_method == "block":  # so many layers of a stage are computed again
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        again = min(len(whole), every * chunks)
+        return sum(whole[again:]) + again * input_bytes(args), max(whole[:again], default=0.0)
+    return len(whole) / every * input_bytes(args), every * max(whole)

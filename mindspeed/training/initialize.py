@@ -21,10 +21,11 @@ from mindspeed.adaptor import session
 from mindspeed.checkpoint.load import saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer
 from mindspeed.errors import ConfigError
-from mindspeed.training import setup
+from mindspeed.training import recompute, setup
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
+from mindspeed.training.old_flags import without_effect
 from mindspeed.training.recipe import dump, parse_with_recipe
 from mindspeed.training.resolve import Settings, assume_inputs, default_ranks, resolve
 
@@ -63,6 +64,10 @@ def prepare(
         check_files(args)
     named = args.tokenizer_type or args.tokenizer_model
     _remember(args, load_tokenizer(args) if training or named else None)
+    if training and args.auto_recompute_device_size is not None:
+        note = recompute.choose(args)
+        if os.environ.get("RANK", "0") == "0":
+            print(f" {note}", file=sys.stderr)
     return settings
 
 
@@ -158,6 +163,6 @@ def _remember(args: argparse.Namespace, tokenizer: TextTokenizer | None) -> None
 
 
 def _warn_of_ignored(args: argparse.Namespace) -> None:
-    ignored = getattr(args, "ignored_flags", [])
-    if ignored and os.environ.get("RANK", "0") == "0":
-        print(f" without effect today: {' '.join(dict.fromkeys(ignored))}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        for line in without_effect(getattr(args, "ignored_flags", [])):
+            print(f" {line}", file=sys.stderr)

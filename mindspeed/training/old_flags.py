@@ -3,10 +3,13 @@
 An alias means exactly what its flag means. An ignored flag changes no result: it chose what is the
 only way today, tunes speed or memory by a method that is not part of this trainer, or controls a
 service of Megatron-LM's (restarts, stragglers, NVIDIA's loggers). They are accepted so that old
-scripts run, and named once in a warning. A flag that changes results is never ignored.
+scripts run, and rank 0 says once at the start which have no effect and why. A flag that changes
+results is never ignored.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 ALIASES = {
     "--layernorm-epsilon": "--norm-epsilon",
@@ -20,38 +23,82 @@ ALIASES = {
     "--encoder-seq-length": "--seq-length",
 }
 
-_WITHOUT_VALUE = """
-    --no-contiguous-buffers-in-local-ddp --use-mcore-models --use-flash-attn
-    --no-create-attention-mask-in-dataloader --no-async-tensor-model-parallel-allreduce
-    --use-dist-ckpt --auto-detect-ckpt-format --disable-msc --log-throughput
-    --log-timers-to-tensorboard --no-one-logger --no-scatter-gather-tensors-in-pipeline
-    --tokenizer-hf-use-fast --tokenizer-not-use-fast --no-position-embedding
-    --mlp-layer-fusion --release-fp32-grad --optimized-pipeline
-    --use-manual-layer-allocation
-    --onnx-safe --bert-no-binary-head --exit-signal-handler-for-dataloader
-    --no-manual-gc-eval --disable-manual-gc-eval --disable-jit-fuser
-    --ckpt-fully-parallel-load --ckpt-assume-constant-structure --use-persistent-ckpt-worker
-    --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --legacy-tokenizer
-    --log-progress --log-device-memory-used --log-world-size-to-tensorboard --log-energy
-    --log-straggler --disable-straggler-on-startup --run-workload-inspector-server
-    --one-logger-async --enable-experimental --check-for-spiky-loss
-    --enable-ft-package --calc-ft-timeouts --adlr-autoresume --use-sharp --deepspeed
-"""
-_WITH_ONE = """
-    --DDP-impl --data-impl --timing-log-level --timing-log-option
-    --fold-mode --auto-recompute-device-size --auto-recompute-profiling-step --checkpoint-policy
-    --empty-unused-memory-level --check-weight-hash-across-dp-replicas-interval
-    --train-sync-interval --lazy-mpu-init --distributed-timeout-seconds-after-init
-    --sharp-enabled-group --dist-ckpt-format --log-memory-interval --logging-level
-    --straggler-ctrlr-port --straggler-minmax-count --one-logger-project --one-logger-run-name
-    --app-tag-run-name --app-tag-run-version --rerun-mode --ft-num-warmup-iters
-    --adlr-autoresume-interval
-"""
-_WITH_SEVERAL = "--manual-mbs --high-priority-stream-groups"
+# Why a flag has no effect -> the flags, without a value, with one, and with several.
+_REASONS: dict[str, tuple[str, str, str]] = {
+    "it is the only way here": (
+        """
+        --no-contiguous-buffers-in-local-ddp --use-mcore-models --use-dist-ckpt
+        --no-create-attention-mask-in-dataloader --no-async-tensor-model-parallel-allreduce
+        --auto-detect-ckpt-format --no-scatter-gather-tensors-in-pipeline --log-throughput
+        --log-timers-to-tensorboard --exit-signal-handler-for-dataloader --use-flash-attn
+        --tokenizer-hf-use-fast --tokenizer-not-use-fast --disable-msc --ckpt-fully-parallel-load
+        """,
+        "--DDP-impl --data-impl --dist-ckpt-format --lazy-mpu-init",
+        "",
+    ),
+    "positions are what --position-embedding-type says": ("--no-position-embedding", "", ""),
+    "--deepspeed_config says all there is": ("--deepspeed", "", ""),
+    "gate and up projection are always one layer": ("--mlp-layer-fusion", "", ""),
+    "--manual-layers alone decides": ("--use-manual-layer-allocation", "", ""),
+    "fp32 copies of 16-bit gradients live only inside the optimizer's step here; "
+    "--grad-reduce-in-bf16 also keeps the buffer they are summed in at 16 bits": (
+        "--release-fp32-grad",
+        "",
+        "",
+    ),
+    "all micro-batches have one size here; the interleaved schedule "
+    "(--num-layers-per-virtual-pipeline-stage) makes the pipeline idle less": (
+        "--optimized-pipeline",
+        "",
+        "--manual-mbs",
+    ),
+    "--auto-recompute-device-size decides before the first step, by the estimate of --dry-run": (
+        "",
+        "--auto-recompute-profiling-step",
+        "",
+    ),
+    "it tunes or watches a service of Megatron-LM's that is not part of this trainer": (
+        """
+        --no-one-logger --onnx-safe --bert-no-binary-head --no-manual-gc-eval
+        --disable-manual-gc-eval --disable-jit-fuser --ckpt-assume-constant-structure
+        --use-persistent-ckpt-worker --dataloader-fast-cache-load
+        --dataloader-defer-npy-index-mmap --legacy-tokenizer --log-progress
+        --log-device-memory-used --log-world-size-to-tensorboard --log-energy --log-straggler
+        --disable-straggler-on-startup --run-workload-inspector-server --one-logger-async
+        --enable-experimental --check-for-spiky-loss --enable-ft-package --calc-ft-timeouts
+        --adlr-autoresume --use-sharp
+        """,
+        """
+        --timing-log-level --timing-log-option --empty-unused-memory-level
+        --check-weight-hash-across-dp-replicas-interval --train-sync-interval
+        --distributed-timeout-seconds-after-init --sharp-enabled-group --log-memory-interval
+        --logging-level --straggler-ctrlr-port --straggler-minmax-count --one-logger-project
+        --one-logger-run-name --app-tag-run-name --app-tag-run-version --rerun-mode
+        --ft-num-warmup-iters --adlr-autoresume-interval
+        """,
+        "--high-priority-stream-groups",
+    ),
+}
 
 # Spelling -> number of values, or argparse's "*".
-IGNORED: dict[str, int | str] = {
-    **dict.fromkeys(_WITHOUT_VALUE.split(), 0),
-    **dict.fromkeys(_WITH_ONE.split(), 1),
-    **dict.fromkeys(_WITH_SEVERAL.split(), "*"),
-}
+IGNORED: dict[str, int | str] = {}
+# Spelling -> why it has no effect.
+WHY: dict[str, str] = {}
+_COUNTS: tuple[int | str, ...] = (0, 1, "*")
+for _reason, _flags in _REASONS.items():
+    for _spellings, _count in zip(_flags, _COUNTS, strict=True):
+        IGNORED |= dict.fromkeys(_spellings.split(), _count)
+        WHY |= dict.fromkeys(_spellings.split(), _reason)
+
+
+def without_effect(given: Iterable[str]) -> Iterator[str]:
+    """A line for each reason: the flags of a command line that change nothing, and why.
+
+    Args:
+        given: spellings, or sentences of their own about something that is not done.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for flag in dict.fromkeys(given):
+        by_reason.setdefault(WHY.get(flag, ""), []).append(flag)
+    for reason, flags in by_reason.items():
+        yield f"without effect: {' '.join(flags)}" + (f" ({reason})" if reason else "")

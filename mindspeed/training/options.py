@@ -80,6 +80,16 @@ class ModelOptions:
         "same as --recompute-granularity selective",
     )
     checkpoint_activations: bool = flag(False, "old name of full recompute, one layer at a time")
+    checkpoint_policy: Literal["full", "block", "custom"] | None = flag(
+        None,
+        "old flag: recompute every layer, the first --checkpoint-block-layer of each stage, or the "
+        "attention (--recompute-granularity selective)",
+    )
+    checkpoint_block_layer: int = flag(25, "layers of --checkpoint-policy block")
+    auto_recompute_device_size: int | None = flag(
+        None,
+        "recompute as few layers as fit into so many MiB of a device, by the estimate of --dry-run",
+    )
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,11 @@ class ParallelOptions:
         None,
         "ranks share 1: optimizer states, 2: gradients too, 3: parameters too (default: as "
         "--use-distributed-optimizer and --use-megatron-fsdp say)",
+    )
+    fold_mode: Literal["aiao"] | None = flag(
+        None,
+        "old flag: gradients are reduced while the backward pass still runs, as with "
+        "--overlap-grad-reduce",
     )
     ddp_num_buckets: int | None = flag(None, "number of gradient buckets")
     align_grad_reduce: bool = flag(True, "all pipeline stages reduce gradients at the same time")

@@ -158,6 +158,8 @@ def _parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         )
     if tp == 1:
         args.sequence_parallel = False
+    if args.fold_mode is not None:
+        args.overlap_grad_reduce = True
     yield from zero.complete(args)
     if args.overlap_param_gather and not args.use_distributed_optimizer:
         yield "--overlap-param-gather needs --use-distributed-optimizer"
@@ -249,7 +251,12 @@ def _shape(args: argparse.Namespace) -> None:
         args.bias_gelu_fusion = False
     if args.recompute_activations:
         args.recompute_granularity = "selective"
-    if args.checkpoint_activations:
+    if args.checkpoint_policy == "custom":
+        args.recompute_granularity = "selective"
+    elif args.checkpoint_policy == "block":
+        args.recompute_granularity, args.recompute_method = "full", "block"
+        args.recompute_num_layers = args.recompute_num_layers or args.checkpoint_block_layer
+    elif args.checkpoint_activations or args.checkpoint_policy == "full":
         args.recompute_granularity, args.recompute_method = "full", "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
     if args.apply_query_key_layer_scaling:
@@ -321,6 +328,14 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         yield indivisible(args.seq_length, cp)  # above, the feature says so
     if args.sequence_parallel and args.seq_length % tp:
         yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
+    if args.auto_recompute_device_size is not None:
+        if args.recompute_granularity is not None:
+            yield (
+                "--auto-recompute-device-size chooses what is recomputed: drop "
+                "--checkpoint-activations, --checkpoint-policy and --recompute-..."
+            )
+        if args.auto_recompute_device_size < 1:
+            yield f"--auto-recompute-device-size {args.auto_recompute_device_size}: MiB are needed"
     if args.max_position_embeddings < args.seq_length:
         yield f"--max-position-embeddings is smaller than --seq-length {args.seq_length}"
     yield from _graphs(args)

@@ -49,12 +49,12 @@ WRONG = {
         [*TINY, "--no-shuffle", "--dataloader-type", "cyclic"],
         "--no-shuffle needs --dataloader-type single",
     ),
+    "two ways of recomputation": (
+        [*TINY, "--auto-recompute-device-size", "100", "--checkpoint-activations"],
+        "--auto-recompute-device-size chooses what is recomputed: drop --checkpoint-activations",
+    ),
     "resume from nowhere": ([*TINY, "--auto-resume"], "--auto-resume needs --save"),
     "gathering": ([*TINY, "--overlap-param-gather"], "needs --use-distributed-optimizer"),
-    "mask": (
-        [*TINY, "--reset-attention-mask", "--transformer-impl", "transformer_engine"],
-        "--reset-attention-mask needs --transformer-impl local",
-    ),
     "warm-up": (
         [*TINY, "--lr-warmup-iters", "6"],
         "--lr-warmup-iters 6 must be less than --train-iters 6, the length of the learning rate",
@@ -139,7 +139,13 @@ GOOD = {
         [
             *TINY,
             *["--no-add-gate", "--optimizer", "fused_adam", "--fold-mode", "aiao"],
-            *["--triangle-attn", "--manual-mbs", "example-config-1", "--encoder-num-layers", "2"],
+            *[
+                "--manual-mbs",
+                "example-config-1",
+                "--encoder-num-layers",
+                "2",
+                "--release-fp32-grad",
+            ],
             *["--no-untie-embeddings-and-output-weights", "--use-rotary-position-embeddings"],
         ],
     ),
@@ -148,6 +154,13 @@ GOOD = {
         None,
         2,
     ),
+    "recomputation of blocks": (
+        [*TINY, "--checkpoint-policy", "block", "--checkpoint-block-layer", "3"],
+    ),
+    "recomputation of attention": (
+        [*TINY, "--checkpoint-activations", "--checkpoint-policy", "custom"],
+    ),
+    "recomputation of all": ([*TINY, "--checkpoint-policy", "full"],),
     "accumulation": ([*_without_batch(), "--gradient-accumulation-steps", "3"], None, 2),
     "pattern": ([*TINY, "--num-experts", "4", "--moe-layer-freq", "([1]*1+[0]*1)*2"],),
     "virtual stages": (
@@ -222,10 +235,36 @@ def test_names_of_the_original_suite_are_accepted(results):
     assert values["num_layers"] == 2
     assert values["untie_embeddings_and_output_weights"] is False
     assert values["position_embedding_type"] == "rope"
-    assert values["ignored_flags"] == ["--fold-mode", "--triangle-attn", "--manual-mbs"]
+    assert values["ignored_flags"] == ["--manual-mbs", "--release-fp32-grad"]
+    assert values["overlap_grad_reduce"] is True  # --fold-mode
     layout = results["layers of stages"]["values"]["pipeline_model_parallel_layout"]
     assert layout == "Et|tttL"
     assert results["accumulation"]["values"]["global_batch_size"] == 12
+
+
+def test_policies_of_recomputation_are_megatrons(results):
+    found = {
+        name: tuple(
+            results[f"recomputation of {name}"]["values"][f"recompute_{key}"]
+            for key in ("granularity", "method", "num_layers")
+        )
+        for name in ("blocks", "attention", "all")
+    }
+    assert found["blocks"] == ("full", "block", 3)
+    assert found["attention"][0] == "selective"
+    assert found["all"] == ("full", "uniform", 1)
+
+
+def test_flags_without_effect_are_said_with_their_reasons():
+    from mindspeed.training.old_flags import IGNORED, WHY, without_effect
+
+    assert set(WHY) == set(IGNORED)
+    given = ["--release-fp32-grad", "--DDP-impl", "--data-impl", "--DDP-impl", "ZeRO stage 9"]
+    lines = list(without_effect([*given, "--optimized-pipeline", "--manual-mbs"]))
+    assert lines[1] == "without effect: --DDP-impl --data-impl (it is the only way here)"
+    assert lines[2] == "without effect: ZeRO stage 9"
+    assert lines[0].startswith("without effect: --release-fp32-grad (fp32 copies of 16-bit")
+    assert lines[3].startswith("without effect: --optimized-pipeline --manual-mbs (all micro-")
 
 
 def test_a_dumped_recipe_repeats_the_run(results, ranks):

@@ -1,0 +1,137 @@
+"""Bytes that a layer keeps for its backward pass, per token, by what its modules save.
+
+Elements of one token on one rank (h hidden, q and k widths of all query and key heads, f of the
+MLP, g 2 with a gate, K experts a token visits, F their width; t tensor parallel ranks):
+
+    both norms       2 h          their inputs
+    attention        h            input of the first linear layer
+                     (2 q + 3 k) / t          queries, keys, values; queries and keys, rotated
+                     q / t        output, which is the input of the last linear layer; and 4 bytes
+                                  a head for the softmax's normalizer
+    dense MLP        h + (g + 1) f / t        input, what the activation takes, what it gives
+    experts          h + K (h + (g + 1) F)    router's input and every expert's, as a dense MLP;
+                     8 bytes an expert        logits and probabilities
+    shared experts   h + (g + 1) F' / t
+
+With sequence parallelism what has width h is divided by t, too. A frozen linear layer keeps no
+input unless it has an adapter, which also keeps r fp32 numbers for each of its parts.
+
+This is what fused operators keep (norm, rotary embedding, SwiGLU, attention); without them it may
+be one and a half times as much. Checked against the bytes that autograd really holds
+(``tests/training/test_estimate.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from mindspeed.training.adapter_size import parts_kept
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """What the formulas are made of; ``hidden`` is divided where sequences are."""
+
+    hidden: float
+    element: int
+    tensor: int
+    gate: int
+
+
+def layer_bytes(args: argparse.Namespace, *, experts: bool) -> float:
+    """Bytes of one token in one layer.
+
+    Args:
+        args: final values.
+        experts: the layer has routed experts in place of its MLP.
+    """
+    widths = _widths(args)
+    mlp = _experts(args, widths) if experts else _mlp(args, widths, args.ffn_hidden_size, "mlp")
+    kept = 2 * widths.hidden * widths.element + _attention(args, widths) + mlp
+    if args.hidden_dropout:
+        kept += 2 * widths.hidden  # a byte for each bit of two masks
+    return kept
+
+
+def input_bytes(args: argparse.Namespace) -> float:
+    """Bytes of one token at the input of a layer: all that full recomputation keeps of it."""
+    widths = _widths(args)
+    return widths.hidden * widths.element
+
+
+def head_bytes(args: argparse.Namespace) -> float:
+    """Bytes of one token in the last norm, the output layer and the loss (in fp32)."""
+    widths = _widths(args)
+    inputs = 1 + (not args.lora_target_modules)
+    logits = 4 * args.padded_vocab_size / widths.tensor
+    return inputs * widths.hidden * widths.element + logits
+
+
+def _widths(args: argparse.Namespace) -> _Widths:
+    tensor = args.tensor_model_parallel_size
+    hidden = args.hidden_size / (tensor if args.sequence_parallel else 1)
+    gated = args.swiglu or args.quick_geglu
+    return _Widths(hidden, 2 if args.fp16 or args.bf16 else 4, tensor, 2 if gated else 1)
+
+
+def _attention(args: argparse.Namespace, widths: _Widths) -> float:
+    element, heads = widths.element, args.num_attention_heads / widths.tensor
+    kept = 4 * heads + _input(args, "linear_proj", 0, widths)
+    if args.multi_latent_attention:
+        head = args.qk_head_dim + args.qk_pos_emb_head_dim
+        kept += heads * (2 * head + 2 * args.v_head_dim) * element
+        latent = args.kv_lora_rank + args.qk_pos_emb_head_dim
+        rank = args.q_lora_rank
+        if args.qk_layernorm:
+            kept += (latent + (rank or 0)) * element
+        query = {"linear_q_proj": widths.hidden}
+        if rank is not None:
+            query = {"linear_q_down_proj": widths.hidden, "linear_q_up_proj": rank}
+        first = _input(args, "linear_kv_down_proj", widths.hidden, widths)
+        for name, width in query.items():
+            also = _input(args, name, width, widths)
+            # Both down projections have the same input.
+            first = max(first, also) if width == widths.hidden else first + also
+        return kept + first + _input(args, "linear_kv_up_proj", latent, widths)
+    key = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    key = key * args.kv_channels / widths.tensor
+    query_width = heads * args.kv_channels
+    kept += (2 * query_width + 2 * key) * element
+    if args.position_embedding_type == "rope":
+        kept += (query_width + key) * element
+    return kept + _input(args, "linear_qkv", widths.hidden, widths)
+
+
+def _mlp(args: argparse.Namespace, widths: _Widths, width: int, name: str) -> float:
+    inner = width / widths.tensor
+    first = _input(args, f"{name}.linear_fc1", widths.hidden, widths)
+    return (
+        first
+        + widths.gate * inner * widths.element
+        + _input(args, f"{name}.linear_fc2", inner, widths)
+    )
+
+
+def _experts(args: argparse.Namespace, widths: _Widths) -> float:
+    visits = args.moe_router_topk * args.expert_tensor_parallel_size
+    visits /= widths.tensor if args.sequence_parallel else 1
+    width = args.moe_ffn_hidden_size / args.expert_tensor_parallel_size
+    trained = not args.lora_target_modules
+    inner = widths.gate * width + trained * (args.hidden_size + width)
+    # Logits and probabilities of all experts.
+    kept = visits * inner * widths.element + 8 * args.num_experts
+    shared = args.moe_shared_expert_intermediate_size
+    if shared:
+        kept += _mlp(args, widths, shared, "mlp.shared_experts")
+    elif trained:
+        kept += widths.hidden * widths.element  # the router's
+    return kept
+
+
+def _input(args: argparse.Namespace, name: str, width: float, widths: _Widths) -> float:
+    """What a linear layer keeps: its input, and its adapter's intermediate result."""
+    if not args.lora_target_modules:
+        return width * widths.element
+    parts = parts_kept(args, name)
+    return width * widths.element + 4 * args.lora_r * parts if parts else 0.0

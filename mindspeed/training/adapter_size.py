@@ -1,0 +1,87 @@
+"""Sizes of low-rank adapters, from flags alone: what ``--lora-target-modules`` means in a layer.
+
+An adapter of a linear layer with several parts (query, key and value; gate and up) has one A for
+all of them or one for each part, as its targets say (:mod:`mindspeed.lora.names`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from mindspeed.lora.config import WHOLE
+from mindspeed.lora.names import targeted
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of the whole model.
+
+    Attributes:
+        columns: Its input.
+        rows: Of each part of its output.
+        by_rows: Tensor parallelism cuts the output (else the input).
+    """
+
+    columns: int
+    rows: dict[str, int]
+    by_rows: bool = True
+
+
+def linear_layers(args: argparse.Namespace, *, experts: bool) -> dict[str, Linear]:
+    """The layers of one transformer layer that can have adapters, by their names in it."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    found: dict[str, Linear] = {}
+    if args.multi_latent_attention:
+        head = args.qk_head_dim + args.qk_pos_emb_head_dim
+        query, out = heads * head, heads * args.v_head_dim
+        rank, latent = args.q_lora_rank, args.kv_lora_rank
+        if rank is None:
+            found["linear_q_proj"] = Linear(hidden, {WHOLE: query})
+        else:
+            found["linear_q_down_proj"] = Linear(hidden, {WHOLE: rank})
+            found["linear_q_up_proj"] = Linear(rank, {WHOLE: query})
+        found["linear_kv_down_proj"] = Linear(hidden, {WHOLE: latent + args.qk_pos_emb_head_dim})
+        rows = heads * (args.qk_head_dim + args.v_head_dim)
+        found["linear_kv_up_proj"] = Linear(latent, {WHOLE: rows})
+    else:
+        groups = args.num_query_groups if args.group_query_attention else heads
+        out, key = heads * args.kv_channels, groups * args.kv_channels
+        found["linear_qkv"] = Linear(hidden, {"q": out, "k": key, "v": key})
+    found["linear_proj"] = Linear(out, {WHOLE: hidden}, by_rows=False)
+    width, where = args.ffn_hidden_size, "mlp"
+    if experts:
+        width, where = args.moe_shared_expert_intermediate_size, "mlp.shared_experts"
+    if width:
+        gated = args.swiglu or args.quick_geglu
+        parts = {"gate": width, "up": width} if gated else {WHOLE: width}
+        found[f"{where}.linear_fc1"] = Linear(hidden, parts)
+        found[f"{where}.linear_fc2"] = Linear(width, {WHOLE: hidden}, by_rows=False)
+    return found
+
+
+def parts_kept(args: argparse.Namespace, name: str) -> int:
+    """How many A matrices the adapter of a linear layer has; 0 without one."""
+    for experts in (False, True):
+        layers = linear_layers(args, experts=experts)
+        if name in layers:
+            return len(_segments(args, name, layers[name]))
+    return 0
+
+
+def adapter_weights(args: argparse.Namespace, *, experts: bool) -> tuple[int, int]:
+    """Adapter entries of one transformer layer: in the whole model, and on a tensor rank."""
+    whole = here = 0
+    tensor = args.tensor_model_parallel_size
+    for name, layer in linear_layers(args, experts=experts).items():
+        for part in _segments(args, name, layer):
+            rows = sum(layer.rows.values()) if part == WHOLE else layer.rows[part]
+            a, b = args.lora_r * layer.columns, args.lora_r * rows
+            whole += a + b
+            here += a + b // tensor if layer.by_rows else a // tensor + b
+    return whole, here
+
+
+def _segments(args: argparse.Namespace, name: str, layer: Linear) -> set[str]:
+    path = f"decoder.layers.0.{name if '.' in name else f'self_attention.{name}'}"
+    return targeted(path, layer.rows, args.lora_target_modules)

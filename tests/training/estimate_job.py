@@ -1,0 +1,87 @@
+"""Bytes that a tiny model really keeps for its backward pass, beside the estimate."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from trainer_job import TINY
+
+FUSED = "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --bias-swiglu-fusion "
+FUSED += "--rope-fusion --bias-dropout-fusion --transformer-impl transformer_engine --bf16"
+
+
+def measured_and_estimated(cases: dict[str, str]) -> dict[str, Any]:
+    """For every case: bytes measured, bytes estimated, adapter entries there and estimated."""
+    found, groups = {}, False
+    for name, flags in cases.items():
+        found[name] = _case(flags, join=not groups)
+        groups = True
+    return found
+
+
+def _case(flags: str, *, join: bool) -> Any:
+    import torch
+
+    from mindspeed.lora import LoraConfig, attach
+    from mindspeed.testing import saved_for_backward
+    from mindspeed.training import setup
+    from mindspeed.training.configs import transformer_config
+    from mindspeed.training.estimate import estimate
+    from mindspeed.training.initialize import prepare
+    from mindspeed.training.model import build_modules, gpt_model
+
+    words = [*TINY, *FUSED.split(), "--num-layers", "2", *flags.split()]
+    if "--multi-latent-attention" in words:
+        at = words.index("--num-query-groups")
+        del words[at : at + 2]
+        words.remove("--use-fused-rotary-pos-emb")  # latent attention has an embedding of its own
+    args = prepare(words, int(os.environ["WORLD_SIZE"])).args
+    if join:
+        setup.initialize(args)
+    (model,) = build_modules(args, transformer_config(args), gpt_model)
+    config = LoraConfig.from_args(args)
+    base = sum(parameter.numel() for parameter in model.parameters())
+    if config is not None:
+        attach([model], config)
+    shape = (args.micro_batch_size, args.seq_length)
+    tokens = torch.randint(900, shape)
+    with saved_for_backward(model) as saved:
+        model(tokens, torch.arange(shape[1]).expand(shape), None, labels=tokens)
+    figures = estimate(args)
+    return {
+        "measured": saved.bytes,
+        "estimated": figures.activations,
+        "adapters": sum(parameter.numel() for parameter in model.parameters()) - base,
+        "parameters": figures.parameters,
+        "weights": figures.weights,
+    }
+
+
+def chosen(sizes: list[int]) -> list[dict[str, Any]]:
+    """What is recomputed on devices of so many MiB, and the estimate for it and one layer less."""
+    import io
+    from contextlib import redirect_stderr
+
+    from mindspeed.training.estimate import estimate
+    from mindspeed.training.initialize import prepare
+
+    found = []
+    for size in sizes:
+        flags = ["--seq-length", "256", "--micro-batch-size", "4", "--num-layers", "8"]
+        with redirect_stderr(io.StringIO()) as said:
+            args = prepare([*TINY, *flags, "--auto-recompute-device-size", str(size)], 1).args
+        way: dict[str, Any] = {
+            name: getattr(args, f"recompute_{name}") for name in ("granularity", "method")
+        }
+        way |= {
+            "layers": args.recompute_num_layers,
+            "said": said.getvalue(),
+            "memory": estimate(args).memory,
+        }
+        way["one less"] = None
+        if args.recompute_method == "block":
+            args.recompute_num_layers -= 1
+            way["one less"] = estimate(args).memory
+        found.append(way)
+    return found

@@ -1,0 +1,70 @@
+"""The dry run's memory against what autograd really holds, on tiny models."""
+
+from __future__ import annotations
+
+import pytest
+from estimate_job import chosen, measured_and_estimated
+from trainer_job import SETUP
+
+MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-grouped-gemm "
+MOE += "--moe-token-dispatcher-type alltoall"
+SHARED = f"{MOE} --moe-shared-expert-intermediate-size 32"
+MLA = "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
+MLA += "--qk-pos-emb-head-dim 4 --v-head-dim 12"
+LORA = "--load x --lora-r 4 --lora-target-modules"
+CASES = {
+    "dense": "",
+    "experts": MOE,
+    "shared experts behind a dense layer": f"{SHARED} --moe-layer-freq [0,1]",
+    "latent attention": MLA,
+    "adapters on attention": f"{LORA} query_key_value dense",
+    "adapters on everything": f"{LORA} all-linear",
+    "adapters beside experts": f"{SHARED} {LORA} all-linear",
+    "long": "--seq-length 256 --micro-batch-size 1",
+}
+
+
+@pytest.fixture(scope="module")
+def found(rank_pool):
+    answers = {}
+    latent = {name for name, flags in CASES.items() if MLA in flags}  # by other operators
+    for names in (set(CASES) - latent, latent):
+        some = {name: CASES[name] for name in CASES if name in names}
+        (answer,) = rank_pool.run(
+            1, measured_and_estimated, some, setup=SETUP, backend=None, timeout=200
+        )
+        answers |= answer
+    return answers
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_activations_are_estimated_within_a_tenth(name, found):
+    assert found[name]["estimated"] == pytest.approx(found[name]["measured"], rel=0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("adapters")])
+def test_adapters_are_counted_to_the_last_entry(name, found):
+    base = "dense" if "experts" not in name else None
+    case = found[name]
+    assert case["adapters"] > 0
+    if base is not None:
+        assert case["parameters"] - found[base]["parameters"] == case["adapters"]
+        assert case["weights"] - found[base]["weights"] == 4 * case["adapters"]
+
+
+def test_as_few_layers_are_recomputed_as_fit(ranks):
+    sizes = [1000, 40, 30, 1]
+    (found,) = ranks(1, chosen, sizes, setup=SETUP, backend=None, timeout=120)
+    flags = [(way["granularity"], way["method"], way["layers"]) for way in found]
+    assert flags[0] == (None, None, None)
+    assert flags[-1] == ("full", "uniform", 1)
+    between = [layers for granularity, method, layers in flags[1:-1] if method == "block"]
+    assert between == sorted(between) and len(set(between)) == 2
+    for way, size in zip(found[:-1], sizes[:-1], strict=True):
+        assert way["memory"] <= size * 2**20
+        # One layer less would not have fitted.
+        assert way["one less"] is None or way["one less"] > size * 2**20
+    assert "--auto-recompute-device-size 1000: no recomputation, 44 MiB" in found[0]["said"]
+    assert "of 8 layers of every stage are recomputed" in found[1]["said"]
+    assert "every layer is recomputed" in found[-1]["said"]
+    assert "which does not fit" in found[-1]["said"]
