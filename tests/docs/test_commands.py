@@ -80,7 +80,7 @@ def test_every_page_of_the_story_has_commands_that_are_run(page):
     assert list(executed((DOCS / f"{page}.md").read_text("utf-8")))
 
 
-@pytest.mark.parametrize("page", ["index", "quickstart", *PAGES])
+@pytest.mark.parametrize("page", ["index", "quickstart", "recipes", "ascendspeed", *PAGES])
 def test_the_chinese_page_has_the_same_commands_and_headings(page):
     english = (DOCS / f"{page}.md").read_text("utf-8")
     chinese = (DOCS / "zh" / f"{page}.md").read_text("utf-8")
