@@ -7,6 +7,8 @@ that share an optimizer):
     gradients            4 p  (2 p without fp32 accumulation); of adapters alone 4 a
     optimizer            8 p  and 4 p main weights in 16-bit training, all / d if distributed;
                          of adapters alone 8 a
+    ZeRO 2, 3            gradients / d; ZeRO 3: weights / d, and for a moment two layers whole, and
+                         embedding and output layer
     activations          s b per layer times what it keeps of a token (.activations); with full
                          recomputation its input, and one layer whole
     in flight            stages - rank micro-batches with the 1F1B schedule, a part more with the
@@ -31,6 +33,7 @@ from mindspeed.training.flops import (
     training_flops,
 )
 from mindspeed.training.resolve import Settings
+from mindspeed.training.zero import STRATEGIES
 
 GIB = 2**30
 
@@ -44,6 +47,7 @@ class Estimate:
     weights: float
     gradients: float
     optimizer: float
+    gathered: float
     activations: float
     bubble: float
     flops_per_step: float
@@ -51,7 +55,7 @@ class Estimate:
     @property
     def memory(self) -> float:
         """Bytes of everything on the fullest rank."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
 
 
 def estimate(args: argparse.Namespace) -> Estimate:
@@ -71,16 +75,24 @@ def estimate(args: argparse.Namespace) -> Estimate:
     expert_replicas = max(1, args.world_size // (experts_per_rank * pp))
     if not args.use_distributed_optimizer:
         replicas = expert_replicas = 1
+    layer = max(d / tp + e / experts_per_rank for d, e in zip(dense, expert, strict=True))
     trained = 0 if args.lora_target_modules else 1
     adapters, adapters_here = _adapters(args, layers)
     wide_gradients = not narrow or args.accumulate_allreduce_grads_in_fp32
-    optimizer = trained * main * (dense_here / replicas + expert_here / expert_replicas)
+    width = 2 if narrow else 4
+    # Of the model and of the adapters: what a rank computes with, and its share if ranks have any.
+    whole = (on_rank, adapters_here)
+    share = (dense_here / replicas + expert_here / expert_replicas, adapters_here / replicas)
+    sharded = args.use_megatron_fsdp
+    gathers = sharded and args.data_parallel_sharding_strategy == STRATEGIES[3]
+    weights, gradients = share if gathers else whole, share if sharded else whole
     return Estimate(
         parameters=sum(dense) + sum(expert) + edges * edge + adapters,
         parameters_per_rank=on_rank + adapters_here,
-        weights=on_rank * (2 if narrow else 4) + adapters_here * 4,
-        gradients=trained * on_rank * (4 if wide_gradients else 2) + adapters_here * 4,
-        optimizer=optimizer + adapters_here * 8 / replicas,
+        weights=weights[0] * width + weights[1] * 4,
+        gathered=width * (2 * layer + edges * edge / tp) if gathers else 0.0,
+        gradients=trained * gradients[0] * (4 if wide_gradients else 2) + gradients[1] * 4,
+        optimizer=trained * share[0] * main + share[1] * 8,
         activations=_activations(args),
         bubble=bubble_fraction(args),
         flops_per_step=training_flops(args, args.global_batch_size),
@@ -102,6 +114,7 @@ def describe(settings: Settings) -> str:
         ("micro-batches", f"{_micro_batches(args)} per step and rank"),
         ("parameters", f"{e.parameters:,} ({e.parameters_per_rank:,} on the fullest rank)"),
         ("weights", f"{e.weights / GIB:10.3f} GiB per rank"),
+        ("gathered weights", f"{e.gathered / GIB:10.3f} GiB per rank"),
         ("gradients", f"{e.gradients / GIB:10.3f} GiB per rank"),
         ("optimizer", f"{e.optimizer / GIB:10.3f} GiB per rank"),
         ("activations", f"{e.activations / GIB:10.3f} GiB per rank"),
