@@ -50,19 +50,11 @@ def read(path: str) -> dict[str, Any]:
     if (stage := _at(config, "zero_optimization.stage")) is not None:
         if stage not in (0, 1, 2, 3):
             raise ConfigError(f"--deepspeed_config {path}: zero_optimization.stage {stage}: 0 to 3")
-        flags["use_distributed_optimizer"] = stage >= 1
+        if stage >= 2:
+            flags["zero_stage"] = stage
+        else:
+            flags["use_distributed_optimizer"] = stage == 1
     return flags
-
-
-def not_done(path: str) -> list[str]:
-    """What a file asks for and is done in another way, with the same results.
-
-    Stages 2 and 3 are not taken from a file, as they have no checkpoints yet.
-    """
-    stage = _at(_load(path), "zero_optimization.stage")
-    if stage not in (2, 3):
-        return []
-    return [f"ZeRO stage {stage} (stage 1 is used; --zero-stage {stage} has no checkpoints yet)"]
 
 
 def check_agreement(path: str, flags: Mapping[str, Any], args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed import device
 from mindspeed.errors import TrainingError
+from mindspeed.training import zero
 from mindspeed.training.data import Reader
 from mindspeed.training.model import TrainedModel
 
@@ -106,8 +107,8 @@ class Trainer:
         """Whether any rank has a loss or gradient that is not finite; one reduction of 4 bytes."""
         finite = torch.ones((), dtype=torch.bool, device=device.current().torch_device())
         for chunk in self._model.chunks:
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                finite &= torch.isfinite(buffer.grad_data.sum())
+            for gradients in zero.gradients(chunk):
+                finite &= torch.isfinite(gradients.sum())
         if losses is not None:
             finite &= torch.isfinite(losses).all()
         bad = (~finite).to(torch.int32)
@@ -187,6 +188,5 @@ def _nonfinite_gradients(chunk: Any) -> list[str]:
     return [
         name
         for name, parameter in chunk.named_parameters()
-        if getattr(parameter, "main_grad", None) is not None
-        and not torch.isfinite(parameter.main_grad).all()
+        if (gradient := zero.gradient(parameter)) is not None and not torch.isfinite(gradient).all()
     ]

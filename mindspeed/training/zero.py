@@ -20,7 +20,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mindspeed.checkpoint.shards import contents
+import torch
+
+from mindspeed.checkpoint.shards import contents, is_cut
+from mindspeed.errors import ConfigError
 from mindspeed.lora.attach import adapted, bare
 from mindspeed.lora.state import remember_base
 from mindspeed.lora.state import sharded_state as adapter_state
@@ -47,6 +50,13 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
         yield f"--zero-stage 0 shares nothing, --{given} does: drop one of them"
     if stage == 1 and args.use_megatron_fsdp:
         yield "--zero-stage 1 contradicts --use-megatron-fsdp: stages 2 and 3 are Megatron-FSDP"
+    if _has_mixed_precision_adapters(args):
+        if stage == 0:
+            yield (
+                "--zero-stage 0 cannot save adapters in --bf16 or --fp16: they are fp32 beside a "
+                "16-bit model, which only the distributed optimizer stores; use --zero-stage 1"
+            )
+        args.use_distributed_optimizer = True
     if stage in (1, 2, 3):
         args.use_distributed_optimizer = True
     if stage in STRATEGIES:
@@ -56,6 +66,11 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
         yield from _sharded(
             args, "--use-megatron-fsdp" if stage is None else f"--zero-stage {stage}"
         )
+
+
+def _has_mixed_precision_adapters(args: argparse.Namespace) -> bool:
+    trained = bool(args.save and (args.lora_target_modules or args.lora_load))
+    return trained and bool(args.bf16 or args.fp16)
 
 
 def _sharded(args: argparse.Namespace, asked: str) -> Iterator[str]:
@@ -93,6 +108,10 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
         config: Megatron's configuration of the model.
         ddp: Its configuration of data parallelism, with the sharding strategy.
         module: The stage, with its weights: they are handed out here.
+
+    Raises:
+        ConfigError: A parameter would have to be cut inside a row.
+        CheckpointError: One could not be saved.
     """
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -109,7 +128,16 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
     frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
     for parameter in frozen:  # Megatron wants to hear of gradients that torch knows won't come
         parameter.register_post_accumulate_grad_hook = _never
-    chunk = FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)
+    try:
+        chunk = FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)
+    except RuntimeError as error:
+        if "is invalid for input of size" not in str(error):
+            raise
+        raise ConfigError(
+            "--zero-stage 2 and 3 cut parameters between rows, and Megatron-FSDP cannot do that "
+            "with a parameter that is smaller than a row of another one; use another number of "
+            "ranks, a larger --lora-r, or --zero-stage 1"
+        ) from error
     for parameter in frozen:
         del parameter.register_post_accumulate_grad_hook
     # It gave all tensor-parallel ranks one dropout mask where each needs its own.
@@ -122,6 +150,21 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
             gradients.is_data_distributed = True
     chunk.contents = held
     return chunk
+
+
+def gradients(chunk: Any) -> list[torch.Tensor]:
+    """What this rank keeps of a stage's gradients, in any ZeRO stage."""
+    if is_cut(chunk):
+        kept = [group.main_grad_buffer for group in chunk.param_and_grad_buffer.parameter_groups]
+        return [buffer.data for buffer in kept if buffer is not None]
+    return [b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What this rank keeps of a parameter's gradient, in any ZeRO stage."""
+    found = getattr(parameter, "main_grad", parameter.grad)
+    kept: torch.Tensor | None = getattr(found, "_local_tensor", found)
+    return kept
 
 
 def _never(hook: Any) -> None:

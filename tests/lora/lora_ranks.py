@@ -253,11 +253,15 @@ def sizes(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
 
 
 def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Losses of three steps of plain training; bytes of weights, gradients, optimizer states."""
+    """Losses of three steps of plain training; bytes of weights, gradients, optimizer states.
+
+    Both the bytes that are there and, as ``estimated``, those that a dry run says.
+    """
     import torch.distributed as dist
 
     from mindspeed.adaptor import session
     from mindspeed.training import pretrain, setup
+    from mindspeed.training.estimate import estimate
     from mindspeed.training.model import build
 
     flags = [*flags, "--micro-batch-size=1", "--lr=0.01", "--lr-decay-style=constant"]
@@ -274,7 +278,13 @@ def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
         model.optimizer.step()
-    return {"losses": losses, **_bytes_of(model)}
+    figures = estimate(args)
+    estimated = {
+        "parameters": figures.weights,
+        "gradients": figures.gradients,
+        "optimizer": figures.optimizer,
+    }
+    return {"losses": losses, **_bytes_of(model), "estimated": estimated}
 
 
 def _bytes_of(model: Any) -> dict[str, int]:

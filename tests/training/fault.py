@@ -68,3 +68,51 @@ def bad_loss_in_step(step: int, micro_batch: int) -> None:
         return losses(loss_mask, output)
 
     Trainer.step, module.token_losses = counted, bad
+
+
+def killed_in_save(save: int, moment: str) -> None:
+    """The rank that writes last dies without warning at a moment of a save (1, 2, ...).
+
+    Moments: ``in a file`` (half of it is written), ``before the rename`` (all files are), ``before
+    the tracker`` (the checkpoint has its name).
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from mindspeed.checkpoint import directory
+    from mindspeed.checkpoint.writer import Writing
+
+    if int(os.environ["RANK"]) != 0:
+        return
+    count = 0
+    start = Writing.__init__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        start(self, *args, **kwargs)
+
+    def dying(function: Any) -> Any:
+        @functools.wraps(function)
+        def dies(*args: Any, **kwargs: Any) -> Any:
+            if count == save:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return dies
+
+    Writing.__init__ = counted
+    if moment == "in a file":
+        write = filesystem_async._write_item
+        seen = []
+
+        @functools.wraps(write)
+        def half(*args: Any, **kwargs: Any) -> Any:
+            seen.append(count)
+            act = dying(write) if seen.count(save) > 1 else write
+            return act(*args, **kwargs)
+
+        filesystem_async._write_item = half
+    elif moment == "before the rename":
+        directory.harden_tree = dying(directory.harden_tree)
+    else:
+        directory.atomic_write_text = dying(directory.atomic_write_text)

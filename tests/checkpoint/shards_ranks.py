@@ -1,0 +1,26 @@
+"""What a rank is asked beside training, for the tests of ZeRO 2 and 3."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def refusals(forms: Sequence[tuple[str | None, str]]) -> list[str]:
+    """The message for each form of a checkpoint's optimizer and of ours; empty if it is read."""
+    from mindspeed.checkpoint.load import _check_optimizer
+    from mindspeed.errors import CheckpointError
+
+    messages = []
+    for kind, ours in forms:
+        args = argparse.Namespace(
+            use_distributed_optimizer=ours != "whole", use_megatron_fsdp=ours == "shares"
+        )
+        try:
+            _check_optimizer(args, {"distrib_optim_sharding_type": kind}, True, Path("saved"))
+        except CheckpointError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    return messages
