@@ -14,6 +14,7 @@ from mindspeed.attention.plan import OWN
 from mindspeed.attention.program import ZEROS, Step, Transfer
 from mindspeed.attention.rows import Index
 from mindspeed.attention.wire import KeyValueShape, unpack
+from mindspeed.ops.npu_ring_attention_update import LANES, RING_ATTENTION_UPDATE
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -26,17 +27,20 @@ class PartialOutputs:
         q: ``[t, n, d]``.
         out: ``[t, n, d_v]``, wide.
         lse: ``[t, n]``, wide; -inf where no key was seen.
+        fused: Merge by one operator instead of a few of torch's.
     """
 
     q: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    fused: bool = False
 
     @classmethod
-    def start(cls, q: torch.Tensor, value_size: int) -> PartialOutputs:
+    def start(cls, q: torch.Tensor, value_size: int, fused: bool = False) -> PartialOutputs:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_zeros(*q.shape[:2], value_size, dtype=wide)
-        return cls(q, out, q.new_full(q.shape[:2], float("-inf"), dtype=wide))
+        lse = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
+        return cls(q, out, lse, fused and wide == torch.float32)
 
     def merge(
         self, rows: Index, part: torch.Tensor, part_lse: torch.Tensor, *, first: bool = False
@@ -47,6 +51,14 @@ class PartialOutputs:
             rows.put(self.lse, part_lse)
             return
         out, lse = rows.take(self.out), rows.take(self.lse)
+        if self.fused:
+            out, both = _merged(out, lse, part, part_lse)
+            if rows.together == slice(0, len(self.out)):
+                self.out, self.lse = out, both
+            else:
+                rows.put(self.out, out)
+                rows.put(self.lse, both)
+            return
         both = torch.logaddexp(lse, part_lse)
         # Where neither has seen a key, both weights are exp(-inf) = 0.
         least = both.masked_fill(both == float("-inf"), 0.0)
@@ -68,6 +80,18 @@ class PartialOutputs:
     def with_sink(self, sink: torch.Tensor | None) -> Results:
         """Output and log-sum-exp with one more key that has a score and no value."""
         return with_sink(self.out, self.lse, sink)
+
+
+def _merged(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> Results:
+    """The same in one pass over the outputs: a log-sum-exp is a maximum whose sum is 1."""
+    ends = torch.tensor([0, len(out)], device=out.device)
+    tops = (x.float().unsqueeze(-1).expand(*x.shape, LANES).contiguous() for x in (lse, part_lse))
+    top, part_top = tops
+    ones = torch.ones_like(top)
+    out, top, total = RING_ATTENTION_UPDATE(out, top, ones, part, part_top, ones, ends, "TND")
+    return out, top[..., 0] + total[..., 0].log()
 
 
 def with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> Results:

@@ -57,8 +57,7 @@ class _Traveller:
     saved: dict[int, torch.Tensor] = field(default_factory=dict)  # of the forward pass, by stage
 
     def __post_init__(self) -> None:
-        positions = self.softmax.slopes is not None
-        self.program: Program = program(self.plan, self.rank, self.direction, positions=positions)
+        self.program = _compiled(self.plan, self.rank, self.direction, self.softmax)
         kept_keys = {kept(stage) for stage in self.plan.kept_keys}
         saved = {kept(stage): rows for stage, rows in self.saved.items()}
         self.kept_keys = {buffer: saved.pop(buffer) for buffer in kept_keys if buffer in saved}
@@ -101,8 +100,12 @@ class _Traveller:
 
     def end(self, number: int) -> dict[int, torch.Tensor]:
         """Let go of buffers that no later step needs; which ones."""
-        return {buffer: self.buffers.pop(buffer) for buffer in self.program.steps[number].ends
-                if buffer in self.buffers}  # fmt: skip
+        over = [buffer for buffer in self.program.steps[number].ends if buffer in self.buffers]
+        return {buffer: self.buffers.pop(buffer) for buffer in over}
+
+
+def _compiled(plan: Plan, rank: int, direction: Direction, softmax: kernels.Softmax) -> Program:
+    return program(plan, rank, direction, positions=softmax.slopes is not None)
 
 
 def forward(
@@ -133,22 +136,19 @@ def forward(
         backward pass: packed keys and values, or keys, by stage.
     """
     shape, traffic = KeyValueShape.of(k, v), traffic or Traffic()
-    if (
-        only := program(plan, rank, "forward", positions=softmax.slopes is not None).only
-    ) is not None:
+    if (only := _compiled(plan, rank, "forward", softmax).only) is not None:
         traffic.calls += 1
         out, lse = kernels.forward(q, k, v, only.pack, softmax)
         return *with_sink(out, lse, sink), {}
-    here = _Traveller(
-        plan, rank, "forward", pack(k, v), shape, q.flatten(1), softmax, traffic
-    )  # fmt: skip
-    own, saved = PartialOutputs.start(q, v.shape[2]), {}
+    here = _Traveller(plan, rank, "forward", pack(k, v), shape, q.flatten(1), softmax, traffic)
+    own, saved = PartialOutputs.start(q, v.shape[2], softmax.fused_merge), {}
     returning = None
     for number, step in enumerate(here.program.steps):
         yield from here.begin(number)
         work = {OWN: own}
         if here.asked is not None:
-            work[ASKED] = PartialOutputs.start(here.asked.unflatten(1, q.shape[1:]), v.shape[2])
+            theirs = here.asked.unflatten(1, q.shape[1:])
+            work[ASKED] = PartialOutputs.start(theirs, v.shape[2], softmax.fused_merge)
         for call in step.calls:
             keys, values = shape.unpack(call.columns.take(here.buffers[call.keys]))
             target = work[call.queries]
@@ -159,8 +159,8 @@ def forward(
             own.take(here.program.steps[number - 1], (yield returning))
         returning = None
         if step.ask is not None:
-            theirs = work[ASKED]
-            rows = pack(theirs.out.to(q.dtype), theirs.lse)
+            done = work[ASKED]
+            rows = pack(done.out.to(q.dtype), done.lse)
             returning = yield here.post(_home(step.ask), rows, home=True)
         for buffer, rows in here.end(number).items():
             if buffer in plan.kept:
@@ -207,9 +207,7 @@ def backward(
         traffic: Counts what travels.
     """
     shape, traffic = KeyValueShape.of(k, v), traffic or Traffic()
-    if (
-        only := program(plan, rank, "backward", positions=softmax.slopes is not None).only
-    ) is not None:
+    if (only := _compiled(plan, rank, "backward", softmax).only) is not None:
         traffic.calls += 1
         dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, only.pack, softmax)
         return dq, dk, dv

@@ -28,12 +28,14 @@ class Softmax:
         scale: Factor on the scores.
         slopes: ALiBi: fp32 ``[n]``, ``-slope * |i - j|`` is added to the scaled scores.
         dropout: Probability of dropping a probability.
+        fused_merge: Partial outputs are merged by one operator.
         draws: The random numbers of each call, drawn in the forward pass.
     """
 
     scale: float
     slopes: torch.Tensor | None = None
     dropout: float = 0.0
+    fused_merge: bool = False
     draws: dict[Pack, torch.Tensor] = field(default_factory=dict)
 
 

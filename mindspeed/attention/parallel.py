@@ -37,6 +37,7 @@ def context_parallel_attention(
     sink: torch.Tensor | None = None,
     dropout: float = 0.0,
     again: KeysAgain | None = None,
+    fused_merge: bool = False,
     traffic: executor.Traffic | None = None,
 ) -> torch.Tensor:
     """Attend as the plan says. Collective over the group, forward and backward.
@@ -57,6 +58,8 @@ def context_parallel_attention(
         dropout: Probability of dropping a probability; each rank draws its own.
         again: Keep keys and values as they were before an exchange of heads, and exchange them
             again in the backward pass (:meth:`HeadSplit.again`).
+        fused_merge: Merge partial outputs by :mod:`mindspeed.ops.npu_ring_attention_update`, one
+            pass over them instead of two (not in fp64).
         traffic: Counts what travels, for tests and benchmarks.
 
     Returns:
@@ -74,7 +77,7 @@ def context_parallel_attention(
     _fits(q, k, v, plan, rank)
     verify(plan, group, q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    softmax = Softmax(scale, slopes, dropout)
+    softmax = Softmax(scale, slopes, dropout, fused_merge)
     run = _Run(plan, rank, (group, overlap_group), softmax, again, traffic)
     return _Attention.apply(q, k, v, sink, run)  # type: ignore[no-any-return]
 

@@ -56,6 +56,7 @@ class Strategy:
         overlap: Steps in which needed rows arrive, each behind the work of the one before.
         relayout: May adaptive algorithms give ranks other tokens than Megatron's batches do?
         head_groups: Of ``all_gather``: key heads in so many parts, one behind the other.
+        fused_merge: Merge partial outputs by one operator.
         cache: What stays from the forward to the backward pass (:mod:`.planners.cache`).
         cache_interval: Layers without a cache behind each that has one.
     """
@@ -67,6 +68,7 @@ class Strategy:
     overlap: int = 2
     relayout: bool = True
     head_groups: int = 1
+    fused_merge: bool = False
     cache: Literal["full", "half"] | None = None
     cache_interval: int = 0
 

@@ -54,7 +54,7 @@ class ContextParallelOptions:
         False, "gradients have a communicator of their own (NVIDIA, Ascend; else no effect)"
     )
     use_fused_ring_attention_update: bool = flag(
-        False, "no further effect: partial outputs are merged in place in fp32 anyway"
+        False, "partial outputs are merged by one operator, npu_ring_attention_update"
     )
     megatron_cp_in_bnsd: bool = flag(
         False, "no further effect: tensors are taken in the order that they have"
@@ -139,6 +139,7 @@ def strategy_of(
         cache=options.context_parallel_kv_cache_policy,
         cache_interval=options.context_parallel_cache_interval,
         head_groups=options.kvallgather_head_groups,
+        fused_merge=options.use_fused_ring_attention_update,
     )
 
 

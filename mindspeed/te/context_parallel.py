@@ -128,6 +128,7 @@ def attend(
         "dropout": dropout,
         "slopes": slopes,
         "sink": sink,
+        "fused_merge": strategy.fused_merge,
         "overlap_group": None if plan.ranks == 1 else kernels.second_communicator(outer),
     }
     if inner is not None:

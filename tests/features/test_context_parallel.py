@@ -49,8 +49,12 @@ def test_default_is_ulysses():
     [
         ({"context_parallel_algo": "megatron_cp_algo"}, Strategy("ring"), "p2p"),
         (
-            {"context_parallel_algo": "megatron_cp_algo", "cp_window_size": 4},
-            Strategy("ring", ring_window=4),
+            {
+                "context_parallel_algo": "megatron_cp_algo",
+                "cp_window_size": 4,
+                "use_fused_ring_attention_update": True,
+            },
+            Strategy("ring", ring_window=4, fused_merge=True),
             "p2p",
         ),
         (
