@@ -170,9 +170,14 @@ def zigzag(size: int, ranks: int, samples: int = 1) -> Layout:
 
 
 def _for_samples(parts: list[list[Range]], size: int, samples: int) -> Layout:
-    return Layout(
-        tuple(
-            tuple((a + n * size, b + n * size) for n in range(samples) for a, b in own if b > a)
-            for own in parts
-        )
-    )
+    own: list[list[Range]] = []
+    for ranges in parts:
+        found: list[Range] = []
+        for start in range(0, samples * size, size):
+            for a, b in ranges:
+                if found and found[-1][1] == start + a and a > 0:  # one range within a sample
+                    found[-1] = (found[-1][0], start + b)
+                elif b > a:
+                    found.append((start + a, start + b))
+        own.append(found)
+    return Layout(tuple(map(tuple, own)))

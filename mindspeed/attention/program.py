@@ -161,16 +161,20 @@ def calls(
 
 
 def _mark_first(steps: list[Step]) -> None:
-    """Own queries that a call is the first to work on; those of others begin with each step."""
+    """Find calls on queries of which nothing is known yet; those of others are new in each step."""
     seen: list[Index] = []
+    answered = False  # others may have answered for any own query
     for step in steps:
         theirs: list[Index] = []
-        calls_ = []
+        marked = []
         for call in step.calls:
-            before = seen if call.queries == OWN else theirs
-            calls_.append(replace(call, first=not any(call.rows.meets(rows) for rows in before)))
+            own = call.queries == OWN
+            before = seen if own else theirs
+            known = (own and answered) or any(call.rows.meets(rows) for rows in before)
+            marked.append(replace(call, first=not known))
             before.append(call.rows)
-        step.calls = tuple(calls_)
+        step.calls = tuple(marked)
+        answered = answered or step.ask is not None
 
 
 def _where(wanted: tuple[int, int], buffers: dict[int, Rows]) -> int:
