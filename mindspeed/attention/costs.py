@@ -144,7 +144,7 @@ def compare(
             found.append(costs_of_mesh(mask, ranks, sizes))
             continue
         degree = options.ulysses_degree if algorithm.startswith("hybrid") else 1
-        strategy = replace(options, algorithm=algorithm, ulysses_degree=degree)
+        strategy = replace(options, algorithm=algorithm, ulysses_degree=degree)  # type: ignore[arg-type]
         shown = algorithm.replace("_", " ")
         if algorithm.startswith("hybrid"):
             shown += f" {degree} x {ranks // degree}"

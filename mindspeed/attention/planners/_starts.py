@@ -133,7 +133,8 @@ class _Filling:
         while self.left and (lack := pairs * self.tokens - self.pairs * tokens) > 0:
             more, length = self.left.pop()
             each = self.pairs * length - more * self.tokens
-            part = min(-(-lack * length // each), length)
+            # A rounded rest may be as dense as a full rank, and then does not help.
+            part = min(-(-lack * length // each), length) if each > 0 else length
             if part < length:
                 self.left.append((more - more * part // length, length - part))
             pairs, tokens = pairs + more * part // length, tokens + part

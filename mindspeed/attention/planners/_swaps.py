@@ -158,7 +158,9 @@ class _Swaps:
         rounded = tokens // self.granularity * self.granularity
         tokens = np.where(rounded > 0, rounded, tokens)
         gain = tokens * gap - steepness * (tokens * (tokens - 1) // 2)
-        if not len(gain):
+        # The other rank must not become as busy as this one was.
+        gain[gain >= self.load[busiest] - self.load[theirs.rank[other]]] = 0
+        if not gain.any():
             return False
 
         more_of_mine = self.missing(busiest, *theirs.seen(other, tokens))
