@@ -3,8 +3,8 @@
 The leader of a tensor-parallel group finds where documents begin in the tokens it reads; on inner
 pipeline stages, too, which read the data for that. Each rank takes its tokens of the micro-batch
 and puts documents, layout and positions into ``PlanParams`` (:mod:`mindspeed.attention.megatron`),
-which Megatron hands to every layer as ``packed_seq_params``. What Megatron would do with that argument
-itself, for rows of layout ``thd``, is turned off or replaced here:
+which Megatron hands to every layer as ``packed_seq_params``. What Megatron would do with it itself,
+for rows of layout ``thd``, is turned off or replaced here:
 
 * rotary embeddings take the positions of the micro-batch instead of counting;
 * multi-latent attention does not squeeze rows;
@@ -27,6 +27,8 @@ import torch
 from mindspeed import device
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.signatures import bind
+from mindspeed.errors import ConfigError
+from mindspeed.te import is_substitute
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -383,6 +385,11 @@ def _hand_over(original: Callable[..., Any]) -> Callable[..., Any]:
         given = bind(original, (self, *args), kwargs)
         if getattr(given["packed_seq_params"], "packed", None) is None:
             return original(self, *args, **kwargs)
+        if not is_substitute():
+            raise ConfigError(
+                "packed documents (--reset-attention-mask, adaptive_cp_algo) need this library's "
+                "attention: set MINDSPEED_TE=substitute, or use --transformer-impl local"
+            )
         kept = self.kept_packed_seq_params
         self.kept_packed_seq_params = {"qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "packed"}
         try:

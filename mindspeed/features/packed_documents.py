@@ -8,6 +8,7 @@ tensor, pipeline and context parallelism of every algorithm and with recomputati
 
 ``--fix-sub-seq-length N`` takes documents of N tokens instead, whatever the tokens are.
 
+Conversations that Megatron-LM packs (``--sft``) are cut over context-parallel ranks the same way.
 An adaptive algorithm of context parallelism, which gives ranks other tokens than Megatron's batches
 do, attaches the same way: each sample is one document.
 """
@@ -49,7 +50,12 @@ def adaptive(megatron: Megatron) -> bool:
 def resets(megatron: Megatron) -> bool:
     """Does anything begin again with a document?"""
     names = ("reset_attention_mask", "reset_position_ids", "pack_sequences")
-    return any(megatron.get(name) for name in names)
+    return any(megatron.get(name) for name in names) or _splits_conversations(megatron)
+
+
+def _splits_conversations(megatron: Megatron) -> bool:
+    """``--sft`` packs by itself, but Megatron cannot cut its rows without Transformer Engine."""
+    return bool(megatron.get("sft")) and (megatron.get("context_parallel_size") or 1) > 1
 
 
 def _enabled(options: PackedDocumentsOptions, megatron: Megatron) -> bool:
@@ -111,7 +117,8 @@ def _attach(seams: Seams, options: PackedDocumentsOptions, megatron: Megatron) -
 
     def documents(borders: Borders, tokens: Any, tokenizer: Any) -> Borders:
         if length > 0:
-            return borders_of_length(*tokens.shape, length)
+            samples, size = tokens.shape
+            return borders_of_length(samples, size, length)
         if not ended:
             return borders
         eod = getattr(tokenizer, "eod", None)

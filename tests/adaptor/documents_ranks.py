@@ -157,6 +157,7 @@ def megatron_reads(ours: bool) -> dict[str, torch.Tensor]:
     from megatron.core import parallel_state
     from megatron.training import global_vars, utils
 
+    import mindspeed.megatron_adaptor  # noqa: F401  (before Megatron, which is the checkout's)
     from mindspeed.adaptor import session
 
     values = {"reset_attention_mask": ours, "reset_position_ids": ours}
@@ -183,3 +184,25 @@ def megatron_reads(ours: bool) -> dict[str, torch.Tensor]:
     leads = os.environ["RANK"] == "0"
     found = utils.get_batch_on_this_tp_rank(iter([batch]) if leads else None)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def conversations_of_megatron() -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """This rank's part of a row that ``--sft`` has packed: tokens, borders, positions."""
+    from megatron.core import parallel_state, utils
+    from megatron.training import global_vars
+
+    import mindspeed.megatron_adaptor  # noqa: F401  (before Megatron, which is the checkout's)
+    from mindspeed.adaptor import session
+
+    values = {"sft": True, "context_parallel_size": 2, "calculate_per_token_loss": True}
+    session.install().configure(values)
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    global_vars._GLOBAL_ARGS = types.SimpleNamespace(
+        sft=True, reset_attention_mask=False, reset_position_ids=False, micro_batch_size=1
+    )
+    batch = {"tokens": torch.arange(SIZE)[None], "labels": None, "position_ids": None}
+    borders = torch.tensor([[0, 5, 6, SIZE]], dtype=torch.int32)
+    longest = torch.tensor([10], dtype=torch.int32)
+    part, params = utils.get_thd_batch_on_this_cp_rank(batch, borders, None, longest)
+    assert part["labels"] is None and params.qkv_format == "sbhd"
+    return part["tokens"], params.cu_seqlens_q.tolist(), part["position_ids"]

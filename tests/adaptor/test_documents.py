@@ -51,10 +51,24 @@ def test_borders_reach_every_tensor_parallel_rank_of_megatron_lm(ranks, megatron
     env = {"PYTHONPATH": f"{megatron_lm}{os.pathsep}{Path.cwd()}"}
     read = documents_ranks.megatron_reads
     with pytest.raises(RankError):  # the defect: lengths are read from garbage
-        ranks(2, read, False, setup=SETUP, timeout=120, env=env)
+        ranks(2, read, False, timeout=120, env=env)
     batch = documents_ranks.rows(0)
-    for found in ranks(2, read, True, setup=SETUP, timeout=240, env=env):
+    for found in ranks(2, read, True, timeout=240, env=env):
         assert found["cu_seqlens"].tolist() == [0, 5, 6, 12, 16, 26, 32]
         assert found["max_seqlen"].tolist() == [10]
         for name in ("tokens", "labels", "loss_mask"):
             assert found[name].equal(batch[name])
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.slow
+def test_conversations_that_megatron_lm_packs_are_cut_over_context_ranks(ranks, megatron_lm):
+    env = {"PYTHONPATH": f"{megatron_lm}{os.pathsep}{Path.cwd()}"}
+    parts = ranks(2, documents_ranks.conversations_of_megatron, timeout=240, env=env)
+    tokens = torch.cat([own for own, _, _ in parts], dim=1).flatten()
+    assert tokens.sort().values.equal(torch.arange(documents_ranks.SIZE))
+    inside = torch.tensor([0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    for own, borders, positions in parts:
+        assert borders == [0, 5, 6, documents_ranks.SIZE]
+        assert own.shape == (1, documents_ranks.SIZE // 2)
+        assert positions.equal(inside[own])

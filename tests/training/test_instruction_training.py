@@ -106,7 +106,7 @@ def one_rank_packed(run) -> list[dict]:
     [
         (1, "--transformer-impl local"),
         (2, f"{TP} --sequence-parallel {VARIABLE} {ENGINE}"),
-        (2, f"{PP} {ENGINE}"),
+        (4, f"--context-parallel-size 2 {PP} {VARIABLE} {ENGINE}"),
         (4, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {TP} {VARIABLE}"),
     ],
     ids=str,
