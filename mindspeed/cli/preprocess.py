@@ -40,7 +40,14 @@ from mindspeed.errors import ConfigError
 LOG_INTERVAL_SECONDS = 15.0  # between lines when there is no terminal for a bar
 
 HELP = "turn texts or conversations into tokenized training data (.bin and .idx)"
-_IGNORED = "accepted for old scripts, without effect"
+_PADDED = "the trainer pads the vocabulary"
+# Accepted for old scripts -> why it has no effect.
+_IGNORED = {
+    "--partitions": "all workers share all files and write one output in the order of the input",
+    "--log-interval": f"progress is a bar, or a line every {LOG_INTERVAL_SECONDS:.0f} seconds",
+    "--make-vocab-size-divisible-by": _PADDED,
+    "--pad-vocab-size-to": _PADDED,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,12 +167,6 @@ def _output_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
     group.add_argument(
-        "--partitions",
-        type=int,
-        help="accepted for old scripts: all workers share all files and write one output, in the "
-        "order of the input, so there is nothing to partition and to merge",
-    )
-    group.add_argument(
         "--keep-sequential-samples", action="store_true", help="always so; for old scripts"
     )
     group.add_argument("--overwrite", action="store_true", help="replace existing output")
@@ -173,20 +174,17 @@ def _output_arguments(group: argparse._ArgumentGroup) -> None:
         "--resume", action="store_true", help="go on where an interrupted run of the same stopped"
     )
     group.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="file format")
-    for name in ("--log-interval", "--make-vocab-size-divisible-by", "--pad-vocab-size-to"):
-        group.add_argument(name, type=int, help=_IGNORED)
+    for flag, why in _IGNORED.items():
+        group.add_argument(flag, type=int, help=f"accepted for old scripts: {why}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Preprocess and print what came out."""
     console = Console(stderr=True)
-    if args.partitions is not None:
-        _say(
-            console,
-            f"--partitions {args.partitions} has no effect: the workers (--workers "
-            f"{args.workers}) share all files and write one output in the order of the input",
-            "yellow",
-        )
+    for flag, why in _IGNORED.items():
+        value = getattr(args, flag.strip("-").replace("-", "_"))
+        if value is not None:
+            _say(console, f"{flag} {value} has no effect: {why}", "yellow")
     names = [*args.input, *args.datasets]
     options = data.PreprocessOptions(
         inputs=tuple(path for name in names for path in _inputs(name, args.output_prefix)),

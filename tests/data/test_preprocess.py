@@ -396,7 +396,7 @@ def test_more_data_sets_and_patterns_are_read_in_order(options, tmp_path, capsys
     command += ["--datasets", str(tmp_path / "rest.jsonl"), "--output-prefix", str(tmp_path / "p")]
     command += ["--tokenizer-model", str(options.tokenizer.tokenizer_model), "--partitions", "2"]
     assert main([*command, "--keep-sequential-samples"]) == 0
-    assert capsys.readouterr().err.count("--partitions 2 has no effect: the workers") == 1
+    assert capsys.readouterr().err.count("--partitions 2 has no effect: all workers") == 1
     found = [(tmp_path / f"p_text_document{end}").read_bytes() for end in (".bin", ".idx")]
     assert found == files(preprocess(options))
 
