@@ -141,7 +141,7 @@ def _run_harness(args: argparse.Namespace) -> int:
     """The harness' tasks."""
     _import_megatron_adaptor()
     try:
-        from mindspeed.evaluation import lm_eval_adapter
+        from mindspeed.evaluation import lm_eval_run
         from mindspeed.evaluation.lm_eval_data import LocalTasks
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -154,7 +154,7 @@ def _run_harness(args: argparse.Namespace) -> int:
     tasks.check(names, args.num_fewshot, args.allow_code_execution)
 
     def body(generator: Generator) -> None:
-        model = lm_eval_adapter.MindSpeedLM.of(
+        model = lm_eval_run.MindSpeedLM.of(
             generator,
             max_length=args.max_length,
             batch_size=args.evaluation_batch_size,
@@ -163,7 +163,7 @@ def _run_harness(args: argparse.Namespace) -> int:
             answers=None if args.output is None else args.output / "answers",
             weights=_model(args),
         )
-        results = lm_eval_adapter.evaluate(
+        results = lm_eval_run.evaluate(
             model,
             names,
             tasks,
@@ -173,7 +173,7 @@ def _run_harness(args: argparse.Namespace) -> int:
             allow_code=args.allow_code_execution,
         )
         if results is not None:
-            lm_eval_adapter.report(results, _model(args), args.output)
+            lm_eval_run.report(results, _model(args), args.output)
 
     return run_model("evaluate", args, body)
 

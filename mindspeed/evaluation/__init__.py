@@ -13,6 +13,8 @@
     report.py            scores per subject and group, standard errors, table
     evaluate.py          all of it, from a plan and a model to files
     lm_eval_adapter.py   the same models in lm-evaluation-harness
+    lm_eval_run.py       its evaluation of them, from our command
+    remembered.py        answers on disk, so that its runs can be interrupted
     lm_eval_data.py      its tasks on local files
 
 Nothing is downloaded, and everything that can be wrong is said before a model is loaded.

@@ -1,0 +1,72 @@
+"""``--engine lm-eval``: the harness' evaluation of our model, and what is left of it on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lm_eval import simple_evaluate, utils
+
+from mindspeed import __version__
+from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
+from mindspeed.evaluation.lm_eval_data import LocalTasks
+from mindspeed.files import atomic_write_text
+
+
+def evaluate(
+    model: MindSpeedLM,
+    names: Sequence[str],
+    tasks: LocalTasks,
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+    allow_code: bool = False,
+) -> dict[str, Any] | None:
+    """The harness' results on rank 0, None on the others. Collective.
+
+    Args:
+        model: This rank's part.
+        names: Tasks, groups or tags of the harness.
+        tasks: Where it finds them.
+        shots: Examples per prompt; None for each task's own number.
+        limit: Documents per task.
+        chat: Whether to put prompts as conversations.
+        allow_code: Whether tasks may run what the model writes.
+    """
+    results = simple_evaluate(
+        model=model,
+        tasks=list(names),
+        num_fewshot=shots,
+        limit=limit,
+        apply_chat_template=chat,
+        confirm_run_unsafe_code=allow_code,
+        task_manager=tasks,
+        bootstrap_iters=1000,
+    )
+    return results if results is not None and dist.get_rank() == 0 else None
+
+
+def report(results: dict[str, Any], weights: Mapping[str, str], output: Path | None) -> None:
+    """Print the harness' tables; write what it found to ``results.json`` and ``samples.jsonl``.
+
+    Args:
+        results: Of :func:`evaluate`.
+        weights: What identifies the model.
+        output: Directory of the files; None to write none.
+    """
+    print(utils.make_table(results), flush=True)
+    if results.get("groups"):
+        print(utils.make_table(results, "groups"), flush=True)
+    if output is None:
+        return
+    dump = partial(json.dumps, default=str, ensure_ascii=False)
+    samples = results.pop("samples", {})
+    results["config"].update(model_files=dict(weights), mindspeed=__version__)
+    lines = [dump({"task": name, **row}) for name, rows in samples.items() for row in rows]
+    atomic_write_text(output / "samples.jsonl", "".join(f"{line}\n" for line in lines))
+    atomic_write_text(output / "results.json", dump(results, indent=2) + "\n")
