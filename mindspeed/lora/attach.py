@@ -16,14 +16,18 @@ import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
 from mindspeed.lora.config import ALL_LINEAR, LoraConfig
+from mindspeed.lora.experts import give_expert_adapters
 from mindspeed.lora.linear import AdaptedLinear, give_adapter
 from mindspeed.lora.names import (
+    is_expert,
     linear_layers,
     named_modules,
     order_of,
     parts_of,
+    short_name,
     targeted,
 )
+from mindspeed.te.grouped import GroupedLinear
 
 _ENDS = ("word_embeddings", "output_layer")
 
@@ -52,8 +56,11 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
         for name, layer, cut in list(linear_layers(module)):
             parts = parts_of(name, layer, module.config, cut)
             if targets := targeted(name, parts, config.target_modules):
-                order = order_of(parts, module.config.kv_channels)
-                give_adapter(layer, config, cut, targets, parts, order)
+                if isinstance(layer, GroupedLinear):
+                    give_expert_adapters(layer, config, cut, targets, parts)
+                else:
+                    order = order_of(parts, module.config.kv_channels)
+                    give_adapter(layer, config, cut, targets, parts, order)
                 _draw(name, layer)
         _unfreeze(module, config.modules_to_save)
         _carry_gradients(module, config.forward_hooks)
@@ -88,12 +95,16 @@ def _check_names(modules: list[Any], config: LoraConfig) -> None:
     matched, there, problems = set[str](), set[str](), list[str]()
     for module in modules:
         for name, layer, cut in linear_layers(module):
-            there.add(name.rpartition(".")[2])
+            there.add(short_name(name))
             parts = parts_of(name, layer, module.config, cut)
             matched |= {t for t in config.target_modules if targeted(name, parts, (t,))}
             asked = targeted(name, parts, config.target_modules)
             if len(asked) > 1 and "all" in asked:
                 problems.append(f"{name} is named whole and by its parts: name it one way")
+            if asked and is_expert(name) and config.dropout:
+                problems.append(
+                    f"--lora-dropout {config.dropout}: adapters of experts have none; leave it out"
+                )
             if asked and name.endswith("linear_qkv") and "q" not in parts:
                 problems.append(
                     f"{name}: {module.config.num_query_groups} key heads cannot be divided among "
@@ -159,20 +170,21 @@ def _unfreeze(chunk: Any, names: tuple[str, ...]) -> None:
 def _draw(name: str, layer: AdaptedLinear) -> None:
     """A from a seed made of its name, B zero."""
     options = layer._lora
-    for b in layer.lora_B.values():
-        torch.nn.init.zeros_(b)
-    for part, a in layer.lora_A.items():
-        split = options.cut.size if options.cut.mode == "row" else 1
-        seed = options.config.seed + zlib.crc32(f"{name}.{part}".encode())
-        generator = torch.Generator().manual_seed(seed)
-        whole = torch.empty(a.shape[0], a.shape[1] * split)
-        if options.config.init == "gaussian":
-            whole.normal_(std=1 / options.config.r, generator=generator)
-        else:
-            bound = 1 / math.sqrt(whole.shape[1])
-            whole.uniform_(-bound, bound, generator=generator)
-        with torch.no_grad():
-            a.copy_(whole.chunk(split, 1)[options.cut.rank if split > 1 else 0])
+    split = options.cut.size if options.cut.mode == "row" else 1
+    for piece in layer.pieces(name):
+        for b in piece.b.values():
+            torch.nn.init.zeros_(b)
+        for part, a in piece.a.items():
+            seed = options.config.seed + zlib.crc32(f"{piece.name}.{part}".encode())
+            generator = torch.Generator().manual_seed(seed)
+            whole = torch.empty(a.shape[0], a.shape[1] * split)
+            if options.config.init == "gaussian":
+                whole.normal_(std=1 / options.config.r, generator=generator)
+            else:
+                bound = 1 / math.sqrt(whole.shape[1])
+                whole.uniform_(-bound, bound, generator=generator)
+            with torch.no_grad():
+                a.copy_(whole.chunk(split, 1)[options.cut.rank if split > 1 else 0])
 
 
 def _carry_gradients(chunk: Any, names: tuple[str, ...]) -> None:

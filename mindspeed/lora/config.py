@@ -4,13 +4,16 @@ A Megatron linear layer is often several layers of other libraries in one: ``lin
 queries, keys and values, ``linear_fc1`` holds gate and up. Such a layer has *parts*, and a name
 means the whole layer (one A for all parts) or one part (an A of its own):
 
-===================================  ==============================================
-``query_key_value``, ``linear_qkv``  queries, keys and values with one A
-``q_proj``, ``k_proj``, ``v_proj``   one of them, with its own A, as PEFT does it
-``gate_proj``, ``up_proj``           gate or up; ``dense_h_to_4h`` is the latter
-``linear_fc1``                       both with one A
-``all-linear``                       every linear layer but the output layer, by parts
-===================================  ==============================================
+==================================  ================================================
+``query_key_value, linear_qkv``     queries, keys and values with one A
+``q_proj, k_proj, v_proj``          one of them, with its own A, as PEFT does it
+``gate_proj, up_proj``              gate or up; ``dense_h_to_4h`` is the latter
+``linear_fc1, gate_up_proj``        both with one A
+``all-linear``                      every linear layer but those of experts and the
+                                    output layer, by parts
+``experts.down_proj`` and so on     the same of all experts that tokens are routed to,
+                                    each with matrices of its own
+==================================  ================================================
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ MEANINGS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "kv_b_proj": (("linear_kv_up_proj", WHOLE),),
     "dense": (("linear_proj", WHOLE),),
     "o_proj": (("linear_proj", WHOLE),),
+    "gate_up_proj": (("linear_fc1", WHOLE),),
     "gate_proj": (("linear_fc1", "gate"),),
     "up_proj": (("linear_fc1", "up"),),
     "dense_h_to_4h": (("linear_fc1", "up"),),

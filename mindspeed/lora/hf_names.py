@@ -46,8 +46,15 @@ def table_of(family: Family, shape: Shape) -> dict[str, Parameter]:
     }
 
 
-def family_with(names: Collection[str], shape: Shape) -> tuple[Family, dict[str, Parameter]]:
+def family_with(
+    names: Collection[str], layers: Collection[str], shape: Shape
+) -> tuple[Family, dict[str, Parameter]]:
     """The family whose models have these Hugging Face modules, and its table.
+
+    Args:
+        names: Hugging Face modules.
+        layers: Megatron layers that it has, too.
+        shape: Sizes of the model.
 
     Raises:
         CheckpointError: None has; names a module.
@@ -60,9 +67,10 @@ def family_with(names: Collection[str], shape: Shape) -> tuple[Family, dict[str,
             continue
         known = {source for parameter in table.values() for source in parameter.sources}
         unknown = [name for name in names if f"{name}.weight" not in known]
+        unknown += [layer for layer in layers if layer not in table]
         if not unknown:
             return family, table
-        if not missing or len(unknown) < len(names):
+        if not missing or len(unknown) < len(names) + len(layers):
             missing = unknown[0]
     raise CheckpointError(f"the base model has no linear layer {missing}")
 

@@ -21,7 +21,7 @@ Saved for backward: the input as it came in, W, A, B and u. The frozen layer alo
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -157,6 +157,22 @@ def as_one(
     return a, b if order is None else b[order]
 
 
+class Piece(NamedTuple):
+    """One weight with an adapter: a layer, or one expert of a grouped layer.
+
+    Attributes:
+        name: Name of its layer in the whole model.
+        weight: The frozen weight, this rank's slice.
+        a: A of each part that has one, or one for ``all``.
+        b: B of each part.
+    """
+
+    name: str
+    weight: torch.Tensor
+    a: Mapping[str, torch.nn.Parameter]
+    b: Mapping[str, torch.nn.Parameter]
+
+
 class AdaptedLinear:
     """What a linear layer with an adapter has beside its own (mixed into its class).
 
@@ -168,17 +184,21 @@ class AdaptedLinear:
 
     lora_A: torch.nn.ParameterDict
     lora_B: torch.nn.ParameterDict
-    _lora: _Options
+    _lora: Options
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        """The weights of the layer that is called ``name`` in the whole model."""
+        yield Piece(name, self.weight, dict(self.lora_A), dict(self.lora_B))  # type: ignore[attr-defined]
 
     def adapter(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``[R, in]`` and B ``[out, R]`` of the layer as one; parts become blocks of B."""
         a, b = as_one(dict(self.lora_A), dict(self.lora_B), self._lora.parts, self._lora.order)
         return a.to(dtype), b.to(dtype)
 
-    def delta(self) -> torch.Tensor:
-        """The correction of this rank's weight, fp32."""
-        a, b = self.adapter(torch.float32)
-        return (b @ a).mul_(self._lora.config.scale)
+    def delta(self, piece: Piece) -> torch.Tensor:
+        """The correction of this rank's slice of a weight, fp32."""
+        a, b = as_one(piece.a, piece.b, self._lora.parts, self._lora.order)
+        return (b.float() @ a.float()).mul_(self._lora.config.scale)
 
     def _lora_multiply(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan
@@ -189,7 +209,7 @@ class AdaptedLinear:
         return _Adapted.apply(x, weight, bias, a, b, keep, scale, plan)  # type: ignore[no-any-return]
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """What :class:`AdaptedLinear` knows of its layer: rows of each part, and their order in W."""
 
     config: LoraConfig
@@ -272,7 +292,7 @@ def give_adapter(
     targets: set[str],
     parts: dict[str, int],
     order: torch.Tensor | None,
-) -> list[torch.nn.Parameter]:
+) -> None:
     """Turn a linear layer into one with an adapter; A and B are empty.
 
     Args:
@@ -283,31 +303,36 @@ def give_adapter(
         parts: This rank's rows of each part.
         order: For each row of the weight, its row when the parts stand one below the other; None
             if that is how they stand.
-
-    Returns:
-        The new parameters.
     """
-    weight = module.weight
+    module.lora_A, module.lora_B = new_matrices(module.weight, config, cut, targets, parts)
+    module._lora = Options(config, cut, parts, order, type(module))
+    kind = _OverEngine if isinstance(module, Linear) else _OverLocal
+    module.__class__ = adapted_class(type(module), kind)  # type: ignore[arg-type]
+
+
+def new_matrices(
+    weight: torch.Tensor, config: LoraConfig, cut: Cut, targets: set[str], parts: dict[str, int]
+) -> tuple[torch.nn.ParameterDict, torch.nn.ParameterDict]:
+    """A and B of one weight, empty; arguments as of :func:`give_adapter`."""
     whole = WHOLE in targets
     shared = [WHOLE] if whole else [name for name in parts if name in targets]
     own = list(parts) if whole else shared
     options: dict[str, Any] = {"dtype": torch.float32, "device": weight.device}
     new = lambda *size: torch.nn.Parameter(torch.empty(size, **options))  # noqa: E731
     # Pairs keep their order, a dict would be sorted.
-    module.lora_A = torch.nn.ParameterDict([(n, new(config.r, weight.shape[1])) for n in shared])
-    module.lora_B = torch.nn.ParameterDict([(n, new(parts[n], config.r)) for n in own])
-    module._lora = _Options(config, cut, parts, order, type(module))
+    lora_a = torch.nn.ParameterDict([(n, new(config.r, weight.shape[1])) for n in shared])
+    lora_b = torch.nn.ParameterDict([(n, new(parts[n], config.r)) for n in own])
     for matrices, dim, cut_here in (
-        (module.lora_A, 1, cut.mode == "row"),
-        (module.lora_B, 0, cut.mode == "column"),
+        (lora_a, 1, cut.mode == "row"),
+        (lora_b, 0, cut.mode == "column"),
     ):
         for parameter in matrices.values():
+            parameter.allreduce = getattr(weight, "allreduce", True)  # Megatron's mark of experts
             if cut_here:
                 mark_tensor_parallel(parameter, dim)
             elif cut.size > 1 and (cut.mode is not None or cut.sequence_parallel):
                 parameter.partial_over_tp = cut.group
-    module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]
-    return [*module.lora_A.values(), *module.lora_B.values()]
+    return lora_a, lora_b
 
 
 def take_adapter(module: Any) -> None:
@@ -317,8 +342,13 @@ def take_adapter(module: Any) -> None:
 
 
 @functools.cache
-def _adapted_class(base: Any) -> type:
-    kind = _OverEngine if issubclass(base, Linear) else _OverLocal
+def adapted_class(base: Any, kind: type[AdaptedLinear]) -> type:
+    """The class of a layer with an adapter, whose checkpoints hold the layer alone.
+
+    Args:
+        base: The layer's class.
+        kind: What it has beside its own.
+    """
 
     def sharded_state_dict(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
         state = base.sharded_state_dict(self, prefix, *args, **kwargs)

@@ -17,7 +17,7 @@ from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted, attach, bare
 from mindspeed.lora.config import DESCRIPTION, LoraConfig
 from mindspeed.lora.hf_names import shape_of_model
-from mindspeed.lora.names import in_whole_model
+from mindspeed.lora.names import in_whole_model, is_expert
 from mindspeed.lora.state import base_of, check_base, sharded_state
 from mindspeed.models.shape import Shape
 
@@ -166,6 +166,8 @@ def is_weight(key: str) -> bool:
 
 @torch.no_grad()
 def _load_peft(modules: list[Any], files: peft.PeftFiles) -> None:
+    from megatron.core import parallel_state
+
     for module in modules:
         tensors = peft.whole_tensors(files, shape_of_model(module))
         for name, parameter in module.named_parameters():
@@ -174,18 +176,20 @@ def _load_peft(modules: list[Any], files: peft.PeftFiles) -> None:
             key = in_whole_model(module, name)
             if key not in tensors:
                 raise CheckpointError(f"{files.folder}: there is nothing for {key}")
-            _copy_slice(parameter, tensors[key])
+            if is_expert(key):
+                rank = parallel_state.get_expert_tensor_parallel_rank()
+            else:
+                rank = parallel_state.get_tensor_model_parallel_rank()
+            _copy_slice(parameter, tensors[key], rank)
 
 
-def _copy_slice(parameter: Any, whole: torch.Tensor) -> None:
-    """Copy this tensor-parallel rank's slice; padding rows that ``whole`` lacks stay."""
-    from megatron.core import parallel_state
-
+def _copy_slice(parameter: Any, whole: torch.Tensor, rank: int) -> None:
+    """Copy a tensor-parallel rank's slice; padding rows that ``whole`` lacks stay."""
     if not getattr(parameter, "tensor_model_parallel", False):
         parameter.copy_(whole)
         return
     dim, size = parameter.partition_dim, parameter.shape[parameter.partition_dim]
-    first = parallel_state.get_tensor_model_parallel_rank() * size
+    first = rank * size
     mine = whole.narrow(dim, first, max(0, min(size, whole.shape[dim] - first)))
     parameter.narrow(dim, 0, mine.shape[dim]).copy_(mine)
 

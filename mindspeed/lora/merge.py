@@ -29,9 +29,9 @@ def merge(chunks: Iterable[Any]) -> None:
         chunks: This rank's pipeline stages, wrapped for precision or not.
     """
     for chunk in bare(chunks):
-        for _, layer in adapted_layers(chunk):
-            weight: Any = layer.weight  # type: ignore[attr-defined]
-            weight.copy_(weight.float() + layer.delta())
+        for name, layer in adapted_layers(chunk):
+            for piece in layer.pieces(name):
+                piece.weight.copy_(piece.weight.float() + layer.delta(piece))
             take_adapter(layer)
         if hasattr(chunk, "lora_config"):
             del chunk.lora_config

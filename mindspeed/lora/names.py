@@ -13,10 +13,14 @@ from typing import Any
 import torch
 
 from mindspeed.lora.config import ALL_LINEAR, MEANINGS, WHOLE
+from mindspeed.lora.experts import expert_cut_of
 from mindspeed.lora.linear import Cut, cut_of
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)(?=\.|$)")
 _EXPERTS = ".experts."
+_EXPERT = re.compile(r"\.local_experts\.(\d+)(?=\.)")
+# Grouped experts are one module; their matrices have the names that those of single experts have.
+_GROUPED = re.compile(r"\.experts\.(\w+)\.(lora_[AB])\.(\d+)\.")
 # Ends of the model rather than layers of it.
 _ENDS = ("output_layer", "word_embeddings")
 
@@ -29,19 +33,49 @@ def named_modules(chunk: Any) -> Iterator[tuple[str, Any]]:
 
 def in_whole_model(chunk: Any, local: str) -> str:
     """A stage's name of a module or parameter -> its name in the whole model."""
-    found = _LAYER.match(local)
-    if found is None:
-        return local
-    number = chunk.decoder.layers[int(found[1])].layer_number - 1
-    return f"decoder.layers.{number}{local[found.end() :]}"
+    name = local
+    if found := _LAYER.match(local):
+        number = chunk.decoder.layers[int(found[1])].layer_number - 1
+        name = f"decoder.layers.{number}{local[found.end() :]}"
+    if _EXPERTS in name:
+        first = first_expert(chunk.config)
+        name = _EXPERT.sub(lambda m: f".local_experts.{first + int(m[1])}", name)
+        name = _GROUPED.sub(lambda m: expert_layer("", first + int(m[3]), f"{m[1]}.{m[2]}."), name)
+    return name
+
+
+def expert_layer(mlp: str, expert: int, layer: str) -> str:
+    """Name of a layer of an expert in the whole model, however experts are computed."""
+    return f"{mlp}.experts.local_experts.{expert}.{layer}"
+
+
+def first_expert(config: Any) -> int:
+    """Number of this rank's first expert in the whole model."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 0
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    rank: int = parallel_state.get_expert_model_parallel_rank()
+    return rank * (config.num_moe_experts // ranks)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a module or parameter belongs to experts that tokens are routed to."""
+    return _EXPERTS in name
 
 
 def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, Cut]]:
-    """Linear layers that can have adapters: all but those of experts."""
+    """Linear layers that can have adapters; grouped experts are one of them."""
     for name, module in named_modules(chunk):
-        cut = None if _EXPERTS in name else cut_of(module)
+        cut = expert_cut_of(module) if is_expert(name) else cut_of(module)
         if cut is not None:
             yield name, module, cut
+
+
+def short_name(name: str) -> str:
+    """What users call a layer: ``linear_proj``, ``experts.linear_fc1``."""
+    return ("experts." if is_expert(name) else "") + name.rpartition(".")[2]
 
 
 def parts_of(name: str, module: Any, config: Any, cut: Cut) -> dict[str, int]:
@@ -68,7 +102,7 @@ def parts_of(name: str, module: Any, config: Any, cut: Cut) -> dict[str, int]:
 
 def rows_of(module: Any) -> int:
     """Rows of this rank's weight."""
-    weight = module.weight
+    weight = module.weight0 if hasattr(module, "weight0") else module.weight
     return int(module.output_size_per_partition if weight is None else weight.shape[0])
 
 
@@ -91,6 +125,9 @@ def targeted(name: str, parts: dict[str, int], targets: tuple[str, ...]) -> set[
     """Which parts of a layer a list of names asks for; ``all`` for one A for all parts."""
     asked = set[str]()
     for target in targets:
+        if is_expert(name) != (_EXPERTS in f".mlp.{target.removeprefix('mlp.')}"):
+            continue
+        target = target.removeprefix("mlp.").removeprefix("experts.")
         if target == ALL_LINEAR:
             asked |= set() if name in _ENDS else set(parts)
         for module, part in MEANINGS.get(target, ((target, WHOLE),)):

@@ -11,6 +11,7 @@ of that A for each of its Hugging Face layers, which computes the same.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ from mindspeed.lora.hf_names import (
     table_of,
     whole_parts,
 )
+from mindspeed.lora.linear import as_one
+from mindspeed.lora.names import is_expert
+from mindspeed.lora.peft_blocks import Block, divided, fused, unfused
 from mindspeed.models.families import Family
 from mindspeed.models.rows import split
 from mindspeed.models.shape import Shape
@@ -36,6 +40,11 @@ from mindspeed.models.table import Parameter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+# What transformers 5 calls the experts of a layer, and its parameters our layers.
+_EXPERTS = "mlp.experts"
+_EXPERT_LAYERS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+_FUSED = re.compile(r"(.*\.layers\.(\d+)\.mlp\.experts)(\.base_layer)?")
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _ENDS = {"embed_tokens": "embedding.word_embeddings", "lm_head": "output_layer"}
 # What peft offers beyond a plain adapter, with the values that mean "no".
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -44,13 +53,10 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "use_dora": (False, None),
     "lora_bias": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
     "megatron_config": (None,),
-    "target_parameters": (None, []),
 }
 
 
@@ -61,13 +67,15 @@ class PeftFiles:
     Attributes:
         folder: Where it is.
         config: Options of the adapter.
-        pairs: Hugging Face module -> its A and B.
+        pairs: Hugging Face module -> its A and B, or those of its parts.
+        experts: Layer and parameter that holds all its experts -> the same of each expert.
         whole: Hugging Face module that is saved whole -> its weight.
     """
 
     folder: Path
     config: LoraConfig
-    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    pairs: Mapping[str, tuple[Block, ...]]
+    experts: Mapping[tuple[int, str], list[tuple[Block, ...]]]
     whole: Mapping[str, torch.Tensor]
 
 
@@ -113,22 +121,56 @@ def read(folder: str | Path) -> PeftFiles:
             halves.setdefault(module, {})[half] = tensor.float()
         elif key.rpartition(".")[0].rpartition(".")[2] in _ENDS:
             whole[key.removeprefix(_PREFIX).removesuffix(".weight")] = tensor.float()
-        else:
+        elif not key.endswith(".base_layer.weight"):  # the base model's, beside its adapter
             raise CheckpointError(f"{folder}/{WEIGHTS}: cannot use the tensor {key}")
-    rank = values["r"]
-    for module, pair in halves.items():
-        if set(pair) != {"A", "B"} or pair["A"].shape[0] != rank or pair["B"].shape[1] != rank:
-            raise CheckpointError(f"{folder}: {module} has no A and B of rank {rank}")
+    pairs, experts = {}, {}
+    try:
+        for module, pair in halves.items():
+            if set(pair) != {"A", "B"}:
+                raise CheckpointError(f"{module} has no A and B of rank {values['r']}")
+            if found := _FUSED.fullmatch(module):
+                name = _fused_parameter(found, f"{found[1]}.base_layer" in halves, values)
+                experts[int(found[2]), name] = unfused(
+                    f"{found[1]}.{name}", pair["A"], pair["B"], values
+                )
+            else:
+                pairs[module] = divided(module, pair["A"], pair["B"], values)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    targets = {_target(module, block) for module, blocks in pairs.items() for block in blocks}
+    for (_, name), found_experts in experts.items():
+        targets |= {f"experts.{block.name or name}" for block in found_experts[0]}
     config = LoraConfig(
-        target_modules=tuple(sorted({module.rpartition(".")[2] for module in halves})),
-        r=rank,
+        target_modules=tuple(sorted(targets)),
+        r=values["r"],
         alpha=values["lora_alpha"],
         dropout=values.get("lora_dropout") or 0.0,
         modules_to_save=tuple(sorted({module.rpartition(".")[2] for module in whole})),
         use_rslora=bool(values.get("use_rslora")),
     )
-    pairs = {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
-    return PeftFiles(folder, config, pairs, whole)
+    return PeftFiles(folder, config, pairs, experts, whole)
+
+
+def _fused_parameter(module: re.Match[str], nested: bool, values: Mapping[str, Any]) -> str:
+    """Which parameter of a layer's experts a module is about: peft wraps one into the other."""
+    names = {name.rpartition(".")[2] for name in values.get("target_parameters") or ()}
+    if not names or names - _EXPERT_LAYERS.keys():
+        raise CheckpointError(
+            f"target_parameters = {values.get('target_parameters')!r} is not supported; "
+            f"{' and '.join(f'{_EXPERTS}.{name}' for name in _EXPERT_LAYERS)} are"
+        )
+    if len(names) == 1:
+        return names.pop()
+    inner, outer = _EXPERT_LAYERS
+    return inner if module[3] or not nested else outer
+
+
+def _target(module: str, block: Block) -> str:
+    """Name of a part or layer in ``--lora-target-modules``."""
+    name = block.name or module.rpartition(".")[2]
+    if re.search(r"\.experts\.\d+\.", module):
+        return f"experts.{_MIXTRAL.get(name, name)}"
+    return name
 
 
 def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
@@ -141,15 +183,23 @@ def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: It belongs to another model; names the layer.
     """
+    layers = {
+        f"decoder.layers.{number}.mlp.experts.local_experts.{expert}.{_EXPERT_LAYERS[name]}": blocks
+        for (number, name), experts in files.experts.items()
+        for expert, blocks in enumerate(experts)
+    }
     try:
-        _, table = family_with([*files.pairs, *files.whole], shape)
+        _, table = family_with([*files.pairs, *files.whole], layers, shape)
         tensors: dict[str, torch.Tensor] = {}
         for layer, parameter in table.items():
             parts = whole_parts(layer, parameter, shape)
+            if layer in layers:
+                rows = torch.arange(parameter.shape[0])
+                tensors |= _tensors(layer, layer, layers[layer], rows, parts, parameter)
             for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
                 if module in files.pairs:
-                    a, b = _checked(module, files, len(rows), parameter.shape[1])
-                    tensors |= _layer_tensors(layer, a, b, rows, parts)
+                    blocks = files.pairs[module]
+                    tensors |= _tensors(layer, module, blocks, rows, parts, parameter)
                 if module in files.whole:
                     tensors[f"{layer}.weight"] = files.whole[module]
     except CheckpointError as error:
@@ -157,16 +207,27 @@ def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _checked(
-    module: str, files: PeftFiles, rows: int, columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b = files.pairs[module]
+def _tensors(
+    layer: str,
+    module: str,
+    blocks: tuple[Block, ...],
+    rows: torch.Tensor,
+    parts: Mapping[str, int],
+    parameter: Parameter,
+) -> dict[str, torch.Tensor]:
+    """A and B of one Hugging Face module by part; ``rows``: where its rows stand in the parts."""
+    there = blocks[0].b.shape[0] * blocks[0].of
     end = module.rpartition(".")[2] in _ENDS  # padding has no rows in Hugging Face
-    if a.shape[1] != columns or b.shape[0] > rows or (b.shape[0] < rows and not end):
+    columns = blocks[0].a.shape[1]
+    if columns != parameter.shape[1] or there > len(rows) or (there < len(rows) and not end):
         raise CheckpointError(
-            f"{module} is {b.shape[0]} x {a.shape[1]} there, {rows} x {columns} here"
+            f"{module} is {there} x {columns} there, {len(rows)} x {parameter.shape[1]} here"
         )
-    return a, b
+    found: dict[str, torch.Tensor] = {}
+    for block in blocks:
+        own = rows[block.start : block.start + block.b.shape[0]]
+        found |= _layer_tensors(layer, block.a, block.b, own, parts)
+    return found
 
 
 def _layer_tensors(
@@ -200,29 +261,69 @@ def write(
         base: Name or directory of the base model.
 
     Raises:
-        ConfigError: A layer has an A for each of its parts, but the family stores them as one.
+        ConfigError: The family has no counterpart of a layer.
     """
     from safetensors.torch import save
 
     table = table_of(family, shape)
     out: dict[str, torch.Tensor] = {}
-    for layer, matrices in _by_layer(tensors).items():
+    blocks: dict[str, int] = {}
+    experts: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for layer, matrices in sorted(_by_layer(tensors).items(), key=lambda item: _order(item[0])):
         if layer not in table:
             raise ConfigError(f"family {family.name} has no counterpart of {layer}")
+        parameter = table[layer]
         if "weight" in matrices:
-            for name, weight in split(matrices["weight"], table[layer].segments).items():
+            for name, weight in split(matrices["weight"], parameter.segments).items():
                 out[_PREFIX + name] = weight.contiguous()
+        elif is_expert(layer):
+            above = parameter.sources[0].split(".experts.")[0].rpartition(".")[0]
+            name = next(n for n, ours in _EXPERT_LAYERS.items() if layer.endswith(f".{ours}"))
+            pair = _one_pair(matrices, whole_parts(layer, parameter, shape))
+            experts.setdefault((above, name), []).append(pair)
+            blocks[f"experts.{name}"] = pair[0].shape[0] // config.r
         else:
-            for module, (a, b) in _pairs(layer, matrices, table[layer], shape).items():
+            for module, (a, b) in _pairs(layer, matrices, parameter, shape).items():
                 out[f"{_PREFIX}{module}.lora_A.weight"] = a.contiguous().clone()
                 out[f"{_PREFIX}{module}.lora_B.weight"] = b.contiguous()
+                blocks[module.rpartition(".")[2]] = a.shape[0] // config.r
+    for (above, name), pairs in experts.items():
+        # The last parameter's adapter is wrapped around the first one's.
+        inner = name == "gate_up_proj" and (above, "down_proj") in experts
+        module = f"{_PREFIX}{above}.{_EXPERTS}{'.base_layer' if inner else ''}"
+        out[f"{module}.lora_A.weight"], out[f"{module}.lora_B.weight"] = fused(pairs)
     folder = make_dirs(folder)
     with atomic_writer(folder / WEIGHTS, "wb") as file:
         file.write(save(out, metadata={"format": "pt"}))
     names = {key.removeprefix(_PREFIX).removesuffix(".weight") for key in out}
-    adapted = {n.rpartition(".lora_")[0].rpartition(".")[2] for n in names if ".lora_" in n}
+    adapted = {n.rpartition(".lora_")[0] for n in names if ".lora_" in n}
+    targets = {n.rpartition(".")[2] for n in adapted if not _FUSED.fullmatch(n)}
     whole = {name.rpartition(".")[2] for name in names if ".lora_" not in name}
-    atomic_write_text(folder / CONFIG, _config_json(config, adapted, whole, base))
+    parameters = [f"{_EXPERTS}.{name}" for name in sorted({name for _, name in experts})]
+    values = _config(config, sorted(targets), whole, base)
+    several = {name: count for name, count in blocks.items() if count > 1}
+    grow = 0.5 if config.use_rslora else 1.0
+    values["rank_pattern"] = {name: config.r * count for name, count in several.items()}
+    values["alpha_pattern"] = {name: config.alpha * count**grow for name, count in several.items()}
+    if parameters:
+        values["target_parameters"] = parameters
+    atomic_write_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
+
+
+def _order(layer: str) -> list[str | int]:
+    """Numbers as numbers, so that the experts of a layer come in order."""
+    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", layer)]
+
+
+def _one_pair(
+    matrices: Mapping[str, torch.Tensor], parts: Mapping[str, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of a whole layer; parts become blocks."""
+    lora_a, lora_b = (
+        {k.removeprefix(half): m for k, m in matrices.items() if k.startswith(half)}
+        for half in ("lora_A.", "lora_B.")
+    )
+    return as_one(lora_a, lora_b, parts, None)
 
 
 def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -250,18 +351,16 @@ def _pairs(
             stacked = torch.cat([matrices[f"lora_B.{name}"] for name in parts])
             found[module] = shared, stacked[rows]
         elif part == WHOLE:
-            raise ConfigError(
-                f"{layer}: {module} is one tensor in Hugging Face, but its parts have an A each; "
-                "for this family train it whole (query_key_value, linear_fc1)"
-            )
+            a, b = _one_pair(matrices, parts)
+            found[module] = a, b[rows]
         elif f"lora_A.{part}" in matrices:
             b = matrices[f"lora_B.{part}"]
             found[module] = matrices[f"lora_A.{part}"], b[rows - start_of(part, parts)]
     return found
 
 
-def _config_json(config: LoraConfig, adapted: set[str], whole: set[str], base: str) -> str:
-    values = {
+def _config(config: LoraConfig, targets: list[str], whole: set[str], base: str) -> dict[str, Any]:
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -269,11 +368,10 @@ def _config_json(config: LoraConfig, adapted: set[str], whole: set[str], base: s
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
-        "target_modules": sorted(adapted),
+        "target_modules": targets,
         "modules_to_save": sorted(whole) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    return json.dumps(values, indent=2) + "\n"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mindspeed.errors import CheckpointError
 from mindspeed.files import check_path
 from mindspeed.lora.attach import adapted_layers, bare
 from mindspeed.lora.config import LoraConfig
-from mindspeed.lora.names import in_whole_model
+from mindspeed.lora.names import in_whole_model, is_expert
 
 _SAMPLES = 8
 # The base may be in fp32 in one run and in bf16, with 8 bits, in another.
@@ -46,9 +46,13 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
         make_tp_sharded_tensor_for_checkpoint,
     )
 
-    groups = {
+    dense = {
         "tp_group": parallel_state.get_tensor_model_parallel_group(),
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    experts = {
+        "tp_group": parallel_state.get_expert_tensor_parallel_group(),
+        "dp_cp_group": parallel_state.get_expert_data_parallel_group(),
     }
     state = {}
     trained = {n: p for n, p in chunk.named_parameters() if p.requires_grad}
@@ -56,6 +60,7 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
         if ".lora_A." not in name and ".lora_B." not in name:
             continue
         key = in_whole_model(chunk, name)
+        groups = experts if is_expert(key) else dense
         if getattr(parameter, "tensor_model_parallel", False):
             state[name] = make_tp_sharded_tensor_for_checkpoint(
                 parameter, key, parameter.partition_dim, **groups
@@ -85,8 +90,10 @@ def description(chunks: Iterable[Any], config: LoraConfig) -> str:
 
 def remember_base(chunk: Any) -> None:
     """Keep the numbers by which the base is recognised, before its weights are cut up."""
-    for _, layer in adapted_layers(chunk):
-        layer.beginning = layer.weight[:1, :_SAMPLES].detach().clone()  # type: ignore
+    for name, layer in adapted_layers(chunk):
+        layer.beginnings = [  # type: ignore[attr-defined]
+            piece.weight[:1, :_SAMPLES].detach().clone() for piece in layer.pieces(name)
+        ]
 
 
 def check_base(chunks: Iterable[Any], path: Path) -> None:
@@ -97,9 +104,8 @@ def check_base(chunks: Iterable[Any], path: Path) -> None:
     """
     base = base_of(path)
     for chunk in bare(chunks):
-        for name, layer in adapted_layers(chunk):
-            if layer._lora.cut.rank == 0:
-                check_samples(f"{name}.weight", _beginning(layer), base, path.parent)
+        for name, weight in _beginnings(chunk):
+            check_samples(f"{name}.weight", weight, base, path.parent)
 
 
 def base_of(path: Path) -> dict[str, list[float]]:
@@ -127,10 +133,13 @@ def check_samples(
         )
 
 
-def _beginning(layer: Any) -> torch.Tensor:
-    """A layer's weight, or what was kept of it."""
-    weight: torch.Tensor = getattr(layer, "beginning", layer.weight)
-    return weight
+def _beginnings(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Adapted weights, or what was kept of them, on the rank that has their first numbers."""
+    for name, layer in adapted_layers(chunk):
+        if layer._lora.cut.rank == 0:
+            kept = getattr(layer, "beginnings", None)
+            for number, piece in enumerate(layer.pieces(name)):
+                yield piece.name, piece.weight if kept is None else kept[number]
 
 
 def _first_numbers(weight: torch.Tensor) -> list[float]:
@@ -140,9 +149,8 @@ def _first_numbers(weight: torch.Tensor) -> list[float]:
 
 def _samples(chunks: Iterable[Any]) -> dict[str, list[float]]:
     """The first numbers of each adapted weight, on the rank that has them (tensor rank 0)."""
-    samples = {}
-    for chunk in bare(chunks):
-        for name, layer in adapted_layers(chunk):
-            if layer._lora.cut.rank == 0:
-                samples[f"{name}.weight"] = _first_numbers(_beginning(layer))
-    return samples
+    return {
+        f"{name}.weight": _first_numbers(weight)
+        for chunk in bare(chunks)
+        for name, weight in _beginnings(chunk)
+    }

@@ -82,6 +82,42 @@ def test_experts_stay_frozen_on_expert_parallel_ranks(ranks, tmp_path):
     compare(ranks, 2, flags, truth, config, tmp_path / "out", "mixtral")
 
 
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+EP2, GROUPED = "--expert-model-parallel-size=2", "--moe-grouped-gemm"
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A Mixtral whose experts have adapters, as transformers 5 and peft keep them: fused."""
+    root = tmp_path_factory.mktemp("experts")
+    folder = oracle.save_base(root / "base", "Mixtral", **MOE)
+    parameters = [f"mlp.{name}" for name in EXPERTS]
+    model = oracle.adapted(folder, target_modules=["o_proj"], target_parameters=parameters)
+    model.save_pretrained(root / "adapter")
+    return folder, root / "adapter", *oracle.truth(model, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "size, flags",
+    [
+        pytest.param(1, (GROUPED,), id="grouped"),
+        pytest.param(2, (EP2,), id="ep2"),
+        pytest.param(2, (EP2, GROUPED), id="ep2-grouped", marks=pytest.mark.slow),
+        pytest.param(2, (EP2, LOCAL), id="ep2-local", marks=pytest.mark.slow),
+        pytest.param(2, (TP2, SP, GROUPED), id="etp2-grouped"),
+        pytest.param(2, (TP2, SP, LOCAL), id="etp2-local", marks=pytest.mark.slow),
+        pytest.param(2, (TP2, SP), id="etp2", marks=pytest.mark.slow),
+        pytest.param(4, (TP2, SP, EP2, GROUPED), id="tp2-ep2-grouped", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_have_adapters_of_their_own(size, flags, experts, ranks, tmp_path):
+    targets = ("o_proj", *EXPERTS)
+    flags = [*flags, "--moe-aux-loss-coeff=0", "--lora-target-modules", *targets]
+    flags += ["--lora-r=4", "--lora-alpha=8"]
+    compare(ranks, size, flags, experts, LoraConfig(targets, r=4, alpha=8), tmp_path, "mixtral")
+
+
 def compare(ranks, size, flags, truth, config, out, family="llama"):
     """Loss and gradients on ``size`` ranks against peft's."""
     folder, adapter, loss, gradients = truth
