@@ -34,6 +34,7 @@ class Case:
         module: Of the module's constructor.
         mask: What the queries of a sample see.
         shared: The mask of the process.
+        documents: Borders of packed documents, of all samples.
         groups: Key heads of the whole model.
         size_v: Head size of values.
         truth: Further options of the formula.
@@ -44,6 +45,7 @@ class Case:
     module: dict[str, Any] = field(default_factory=dict)
     mask: Callable[[], Mask] = lambda: Mask.causal(SIZE)
     shared: Callable[..., torch.Tensor] | None = None
+    documents: tuple[int, ...] | None = None
     groups: int = 2
     size_v: int = HEAD
     truth: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +85,11 @@ CASES = {
         shared=blocks_and_first,
         truth={"slopes": _slopes()},
     ),
+    "packed documents, alibi": Case(
+        flags={**ALIBI, "reset_attention_mask": True, "calculate_per_token_loss": True},
+        documents=(0, 3, 12, SIZE, SIZE + 9, 2 * SIZE),
+        truth={"slopes": _slopes()},
+    ),
     "sink": Case(config={"softmax_type": "learnable"}),
     "off by one": Case(
         config={"softmax_type": "off-by-one"},
@@ -93,6 +100,7 @@ CASES = {
 }
 
 
+ON_ONE_RANK = {"triangle": Case(flags={"triangle_attn": True, "triangle_block_size": 5})}
 ADAPTIVE = "adaptive_cp_algo"
 
 
@@ -106,7 +114,7 @@ def errors(tensor: int, context: int, runs: tuple[tuple[str, str], ...]) -> Any:
     return {
         (spec, comm_type, name): _error(case, spec, comm_type)
         for spec, comm_type in runs
-        for name, case in CASES.items()
+        for name, case in (CASES if context > 1 else CASES | ON_ONE_RANK).items()
     }
 
 
@@ -134,19 +142,20 @@ def _error(case: Case, spec: str, comm_type: str) -> float:
     set_attention_mask(case.shared)
     try:
         module = _module(case, spec, "p2p" if comm_type == ADAPTIVE else comm_type)
-        return _compare(case, module, _adaptive() if comm_type == ADAPTIVE else None)
+        packed = _packed(case) if case.documents or comm_type == ADAPTIVE else None
+        return _compare(case, module, packed)
     finally:
         set_attention_mask(None)
         session.current().detach_features()
 
 
-def _adaptive() -> PackedBatch:
-    """A micro-batch without documents, in the layout that suits its mask."""
+def _packed(case: Case) -> PackedBatch:
+    """A micro-batch in the layout that suits its mask."""
     from megatron.core import parallel_state
 
     from mindspeed.te import kernels
 
-    borders = borders_of_samples(SAMPLES, SIZE)
+    borders = case.documents or borders_of_samples(SAMPLES, SIZE)
     return pack(
         borders,
         SAMPLES,
@@ -226,7 +235,8 @@ def _compare(case: Case, module: torch.nn.Module, packed: PackedBatch | None) ->
         whole = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
         options["sink"] = whole
         offset.data.copy_(_heads(whole[None], HEADS).view(offset.shape))
-    keep = Mask.batch([case.mask()] * SAMPLES).dense()
+    mask = Mask.batch([case.mask()] * SAMPLES)
+    keep = (Mask.documents(case.documents) if case.documents else mask).dense()
     expected = list(truth.attend(*_inputs(case), keep, **options))
     leaves = [x.requires_grad_() for x in leaves]
     kind = module_mask_type()
