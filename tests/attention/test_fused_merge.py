@@ -10,7 +10,8 @@ from mindspeed.attention import Layout, Mask, executor, planners, zigzag
 from mindspeed.attention.kernels import Softmax
 from mindspeed.attention.plan import Plan
 from mindspeed.attention.transport import run_together
-from tests.attention import truth
+
+from . import truth
 
 SCALE = 0.3
 
