@@ -64,8 +64,8 @@ LAYOUTS = {
     "context-ring-cache": (
         2,
         GQA,
-        f"{CP} 2 {ALGO} megatron_cp_algo --context-parallel-kv-cache-policy full "
-        "--context-parallel-cache-interval 1",
+        f"{CP} 2 {ALGO} megatron_cp_algo --use-fused-ring-attention-update "
+        "--context-parallel-kv-cache-policy full --context-parallel-cache-interval 1",
     ),
     "context-adaptive": (2, GQA, f"{CP} 2 {ALGO} adaptive_cp_algo"),
     "context-all-gather-pipeline": (
