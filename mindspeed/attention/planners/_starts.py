@@ -23,7 +23,7 @@ from mindspeed.attention.planners._workload import Document, Workload
 Parts = list[list[Range]]
 Shares = list[tuple[int, int]]
 
-SLACK = (0, 20, 50, 100)
+SLACK = (0, 20, 50)
 """Overloads of a rank, in thousandths of the mean work: the larger, the fewer share a document."""
 _EVEN = (105, 100)
 """Parts one behind the other will do where none is denser than the document by this factor."""
@@ -173,11 +173,9 @@ def _of_light(tokens: int, room: list[int], free: list[int]) -> Shares:
     for count in range(1, len(free) + 1):
         share = -(-tokens // count)
         able = [rank for rank in ranks if free[rank] >= share]
-        if len(able) == 1 == count:
-            return [(able[0], tokens)]
         if len(able) >= count:
-            able.sort(key=lambda rank: -room[rank] / free[rank])
-            return list(zip(able[:count], quotas(tokens, count), strict=True))
+            able = heapq.nlargest(count, able, key=lambda rank: room[rank] / free[rank])
+            return list(zip(able, quotas(tokens, count), strict=True))
     shares, left = [], tokens
     for rank in sorted(ranks, key=lambda rank: (-free[rank], rank)):
         if more := min(free[rank], left):

@@ -15,7 +15,7 @@ import numpy as np
 
 from mindspeed.attention.planners._workload import Ints, Segments, Workload
 
-_PARTNERS = 4
+_PARTNERS = 2
 """How many of the idlest ranks are tried."""
 _LIMIT = 400
 """Swaps, at most."""

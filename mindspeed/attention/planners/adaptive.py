@@ -23,6 +23,8 @@ from mindspeed.attention.planners._workload import Segments, Workload
 from mindspeed.attention.planners.gather import needed_only
 
 _BALANCE = (995, 1000)
+_TRIED = 4
+"""How many starts are balanced by swaps, those with the least of it to do."""
 _TOLERABLE = 90
 """Percent of balance that a layout must have that moves less than a third of the keys."""
 _PAIRS_PER_KEY = 1024
@@ -59,7 +61,7 @@ def adaptive_layout(mask: Mask, ranks: int, granularity: int = 128) -> Layout:
         key=lambda one: (one.area, one.cost),
     )
     best = found[0]
-    for start in found:
+    for start in found[:_TRIED]:
         bound = best.cost if best.area <= least else None
         if bound is not None and start.cost >= bound:
             continue

@@ -1,0 +1,104 @@
+"""How long an adaptive plan takes: the layout, and the plan with all its moves and parts.
+
+    python benchmarks/attention_planning.py [--repeats 5] [--json out.json]
+
+Masks are packed documents with the lengths of a pretraining corpus (published by MagiAttention), 20
+samples. Times are processor time of one thread, the best of some repeats, because planning competes
+with the training step for cores; caches are emptied before each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from mindspeed.attention import Layout, Mask, figures, planners
+from mindspeed.attention.planners.adaptive import adaptive_layout
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from attention.reference_planners import mask_of, pretraining
+
+K = 1024
+CASES = ((128 * K, 8, None), (256 * K, 16, 64 * K))
+SAMPLES = 20
+
+
+def main() -> None:
+    """Measure, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="the best of so many is taken")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    results = [measure(*case, args.repeats) for case in CASES]
+    found = {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "load_average": os.getloadavg()[0],
+        "processors": os.cpu_count(),
+        "cases": results,
+    }
+    for one in results:
+        print(
+            f"{one['tokens']} tokens, {one['ranks']} ranks, {one['documents']:.0f} documents: "
+            f"layout {one['layout_ms']['median']:.1f} ms (worst {one['layout_ms']['worst']:.1f}), "
+            f"moves and parts {one['moves_ms']['median']:.1f} ms; balance {one['balance']:.4f}, "
+            f"rows received {one['worst_rows']:.3f} / {one['mean_rows']:.3f} of a ring's"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def measure(size: int, ranks: int, cap: int | None, repeats: int) -> dict[str, object]:
+    """One kind of mask."""
+    masks = [mask_of(pretraining(size, seed, cap)) for seed in range(SAMPLES)]
+    layouts, moves, prices = [], [], []
+    for mask in masks:
+        layouts.append(best(repeats, lambda mask=mask: layout(mask, ranks)))
+        found = layout(mask, ranks)
+        moves.append(best(repeats, lambda mask=mask, at=found: planners.needed_only(mask, at)))
+        prices.append(figures(planners.needed_only(mask, found)))
+    ring = size - size // ranks
+    return {
+        "tokens": size,
+        "ranks": ranks,
+        "documents": statistics.mean(len(mask.regions) for mask in masks),
+        "layout_ms": summary(layouts),
+        "moves_ms": summary(moves),
+        "balance": statistics.mean(price.balance for price in prices),
+        "worst_rows": statistics.mean(max(price.fetched) / ring for price in prices),
+        "mean_rows": statistics.mean(sum(price.fetched) / ranks / ring for price in prices),
+    }
+
+
+def layout(mask: Mask, ranks: int) -> Layout:
+    """Plan anew."""
+    adaptive_layout.cache_clear()
+    return adaptive_layout(mask, ranks)
+
+
+def best(repeats: int, work: Callable[[], object]) -> float:
+    """Milliseconds of processor time."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        times.append(1000 * (time.process_time() - start))
+    return min(times)
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Of all masks."""
+    return {"median": statistics.median(times), "worst": max(times)}
+
+
+if __name__ == "__main__":
+    main()
