@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from mindspeed.training.adapter_size import parts_kept
+from mindspeed.training.adapter_size import EXPERT, parts_kept
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,14 @@ def _experts(args: argparse.Namespace, widths: _Widths) -> float:
     visits = args.moe_router_topk * args.expert_tensor_parallel_size
     visits /= widths.tensor if args.sequence_parallel else 1
     width = args.moe_ffn_hidden_size / args.expert_tensor_parallel_size
-    trained = not args.lora_target_modules
-    inner = widths.gate * width + trained * (args.hidden_size + width)
-    # Logits and probabilities of all experts.
-    kept = visits * inner * widths.element + 8 * args.num_experts
+    kept = widths.gate * width * widths.element
+    kept += _input(args, f"{EXPERT}.linear_fc1", args.hidden_size, widths)
+    kept += _input(args, f"{EXPERT}.linear_fc2", width, widths)
+    kept = visits * kept + 8 * args.num_experts  # logits and probabilities of all
     shared = args.moe_shared_expert_intermediate_size
     if shared:
         kept += _mlp(args, widths, shared, "mlp.shared_experts")
-    elif trained:
+    elif not args.lora_target_modules:
         kept += widths.hidden * widths.element  # the router's
     return kept
 

@@ -21,11 +21,16 @@ class Linear:
         columns: Its input.
         rows: Of each part of its output.
         by_rows: Tensor parallelism cuts the output (else the input).
+        copies: Experts that have such a layer, each with an adapter of its own.
     """
 
     columns: int
     rows: dict[str, int]
     by_rows: bool = True
+    copies: int = 1
+
+
+EXPERT = "mlp.experts.local_experts.0"
 
 
 def linear_layers(args: argparse.Namespace, *, experts: bool) -> dict[str, Linear]:
@@ -49,15 +54,20 @@ def linear_layers(args: argparse.Namespace, *, experts: bool) -> dict[str, Linea
         out, key = heads * args.kv_channels, groups * args.kv_channels
         found["linear_qkv"] = Linear(hidden, {"q": out, "k": key, "v": key})
     found["linear_proj"] = Linear(out, {WHOLE: hidden}, by_rows=False)
-    width, where = args.ffn_hidden_size, "mlp"
-    if experts:
-        width, where = args.moe_shared_expert_intermediate_size, "mlp.shared_experts"
-    if width:
-        gated = args.swiglu or args.quick_geglu
-        parts = {"gate": width, "up": width} if gated else {WHOLE: width}
-        found[f"{where}.linear_fc1"] = Linear(hidden, parts)
-        found[f"{where}.linear_fc2"] = Linear(width, {WHOLE: hidden}, by_rows=False)
-    return found
+    if not experts:
+        return found | _mlp(args, "mlp", args.ffn_hidden_size)
+    found |= _mlp(args, EXPERT, args.moe_ffn_hidden_size, args.num_experts)
+    shared = args.moe_shared_expert_intermediate_size
+    return found | (_mlp(args, "mlp.shared_experts", shared) if shared else {})
+
+
+def _mlp(args: argparse.Namespace, name: str, width: int, copies: int = 1) -> dict[str, Linear]:
+    gated = args.swiglu or args.quick_geglu
+    parts = {"gate": width, "up": width} if gated else {WHOLE: width}
+    return {
+        f"{name}.linear_fc1": Linear(args.hidden_size, parts, True, copies),
+        f"{name}.linear_fc2": Linear(width, {WHOLE: args.hidden_size}, False, copies),
+    }
 
 
 def parts_kept(args: argparse.Namespace, name: str) -> int:
@@ -72,13 +82,16 @@ def parts_kept(args: argparse.Namespace, name: str) -> int:
 def adapter_weights(args: argparse.Namespace, *, experts: bool) -> tuple[int, int]:
     """Adapter entries of one transformer layer: in the whole model, and on a tensor rank."""
     whole = here = 0
-    tensor = args.tensor_model_parallel_size
     for name, layer in linear_layers(args, experts=experts).items():
+        tensor, copies = args.tensor_model_parallel_size, layer.copies
+        if name.startswith(EXPERT):
+            tensor = args.expert_tensor_parallel_size
+            copies //= args.expert_model_parallel_size
         for part in _segments(args, name, layer):
             rows = sum(layer.rows.values()) if part == WHOLE else layer.rows[part]
             a, b = args.lora_r * layer.columns, args.lora_r * rows
-            whole += a + b
-            here += a + b // tensor if layer.by_rows else a // tensor + b
+            whole += layer.copies * (a + b)
+            here += copies * (a + b // tensor if layer.by_rows else a // tensor + b)
     return whole, here
 
 

@@ -12,7 +12,7 @@ FUSED += "--rope-fusion --bias-dropout-fusion --transformer-impl transformer_eng
 
 
 def measured_and_estimated(cases: dict[str, str]) -> dict[str, Any]:
-    """For every case: bytes measured, bytes estimated, adapter entries there and estimated."""
+    """For every case: bytes measured and estimated; entries of adapters, and theirs and bytes."""
     found, groups = {}, False
     for name, flags in cases.items():
         found[name] = _case(flags, join=not groups)
@@ -49,12 +49,17 @@ def _case(flags: str, *, join: bool) -> Any:
     with saved_for_backward(model) as saved:
         model(tokens, torch.arange(shape[1]).expand(shape), None, labels=tokens)
     figures = estimate(args)
+    targets, args.lora_target_modules = args.lora_target_modules, ()
+    bare = estimate(args)
+    args.lora_target_modules = targets
     return {
         "measured": saved.bytes,
         "estimated": figures.activations,
         "adapters": sum(parameter.numel() for parameter in model.parameters()) - base,
-        "parameters": figures.parameters,
-        "weights": figures.weights,
+        "estimated adapters": (
+            figures.parameters - bare.parameters,
+            figures.weights - bare.weights,
+        ),
     }
 
 
