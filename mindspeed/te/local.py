@@ -216,7 +216,6 @@ def core_attention_forward(
                 query, key, value, groups, strategy, packed=packed, mask=mask, **options
             )
     with _dropout_stream(self):
-        kind = "causal" if causal else "no_mask"
         if documents is not None:
             return kernels.attend_packed(
                 query, key, value, documents, kind, window=window, **options
