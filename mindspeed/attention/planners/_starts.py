@@ -25,6 +25,8 @@ Shares = list[tuple[int, int]]
 
 SLACK = (0, 20, 50)
 """Overloads of a rank, in thousandths of the mean work: the larger, the fewer share a document."""
+_CHUNKS = 4096
+"""Most chunks of the min-heap; with more, everything would have to go everywhere."""
 _EVEN = (105, 100)
 """Parts one behind the other will do where none is denser than the document by this factor."""
 
@@ -43,7 +45,7 @@ def starts(work: Workload, ranks: int, granularity: int) -> Iterator[Parts]:
     chunk = 16 * granularity
     while chunk > granularity and work.size % (chunk * ranks):
         chunk //= 2
-    if work.size % (chunk * ranks) == 0:
+    if work.size % (chunk * ranks) == 0 and work.size <= chunk * _CHUNKS:
         yield min_heap(work, ranks, chunk)
     for slack in SLACK:
         yield few_ranks(work, quota, slack)

@@ -15,8 +15,6 @@ import numpy as np
 
 from mindspeed.attention.planners._workload import Ints, Segments, Workload
 
-_PARTNERS = 2
-"""How many of the idlest ranks are tried."""
 _LIMIT = 400
 """Swaps, at most."""
 _PER_SWAP = 32
@@ -30,6 +28,7 @@ def balance(
     ranks: int,
     granularity: int,
     target: tuple[int, int],
+    partners: int,
     bound: int | None = None,
 ) -> Segments | None:
     """Swap until the mean work is a fraction of the largest, or no swap helps.
@@ -40,6 +39,7 @@ def balance(
         ranks: Size of the group.
         granularity: Tokens are moved in multiples of this where there are as many.
         target: Numerator and denominator of the balance.
+        partners: How many of the idlest ranks are tried for each swap.
         bound: Give up when the cost (:func:`cost`) exceeds this; None to go on.
 
     Returns:
@@ -53,7 +53,7 @@ def balance(
         busiest = int(swaps.load.argmax())
         if total * target[1] >= int(swaps.load[busiest]) * ranks * target[0]:
             break
-        if not swaps.swap(busiest, total // ranks):
+        if not swaps.swap(busiest, total // ranks, partners):
             break
     return swaps.segments()
 
@@ -137,9 +137,9 @@ class _Swaps:
         covered = self.own[rank].covered
         return (last - first - covered[last] + covered[first]) * self.block
 
-    def swap(self, busiest: int, mean: int) -> bool:
+    def swap(self, busiest: int, mean: int, partners: int) -> bool:
         """Make the best swap of a rank; False if there is none."""
-        idlest = self.load.argsort(kind="stable")[:_PARTNERS].tolist()
+        idlest = self.load.argsort(kind="stable")[:partners].tolist()
         others = [rank for rank in idlest if self.load[rank] < mean]
         if not others or self.load[busiest] <= mean:
             return False

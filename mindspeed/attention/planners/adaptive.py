@@ -24,7 +24,9 @@ from mindspeed.attention.planners.gather import needed_only
 
 _BALANCE = (995, 1000)
 _TRIED = 4
-"""How many starts are balanced by swaps, those with the least of it to do."""
+"""How many starts are balanced by swaps, those with the least of it to do ..."""
+_FEW_PIECES = 64
+"""... where there are more documents than this; otherwise all are, in two ways."""
 _TOLERABLE = 90
 """Percent of balance that a layout must have that moves less than a third of the keys."""
 _PAIRS_PER_KEY = 1024
@@ -55,17 +57,20 @@ def adaptive_layout(mask: Mask, ranks: int, granularity: int = 128) -> Layout:
         granularity: Tokens are moved for the sake of balance in multiples of this.
     """
     work = Workload(mask)
-    least = -(-int(work.area[-1]) * _BALANCE[1] // (ranks * _BALANCE[0]))  # that is balanced
+    least = int(work.area[-1]) * _BALANCE[1] // (ranks * _BALANCE[0])  # of a balanced busiest rank
     found = sorted(
         (_Priced(work, work.cut(own), ranks) for own in starts(work, ranks, granularity)),
         key=lambda one: (one.area, one.cost),
     )
     best = found[0]
-    for start in found[:_TRIED]:
+    tries = [(2, start) for start in found[:_TRIED]]
+    if len(work.keys) <= _FEW_PIECES:
+        tries = [(partners, start) for partners in (2, 4) for start in found]
+    for partners, start in tries:
         bound = best.cost if best.area <= least else None
         if bound is not None and start.cost >= bound:
             continue
-        segments = balance(work, start.segments, ranks, granularity, _BALANCE, bound)
+        segments = balance(work, start.segments, ranks, granularity, _BALANCE, partners, bound)
         if segments is not None:
             best = min(best, _Priced(work, segments, ranks), key=lambda one: one.key(least))
     # A little more work for much less traffic: the first tokens under a sliding window see little.
