@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
@@ -152,12 +153,18 @@ def _gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
 
 
-def megatron_reads(ours: bool) -> dict[str, torch.Tensor]:
+def _take_megatron_lm(checkout: str) -> None:
+    """Import the adaptor, and Megatron from a checkout, in a process without either."""
+    sys.path.insert(0, checkout)
+    importlib.import_module("mindspeed.megatron_adaptor")
+
+
+def megatron_reads(checkout: str, ours: bool) -> dict[str, torch.Tensor]:
     """A packed micro-batch on two tensor-parallel ranks through Megatron-LM's own function."""
+    _take_megatron_lm(checkout)
     from megatron.core import parallel_state
     from megatron.training import global_vars, utils
 
-    import mindspeed.megatron_adaptor  # noqa: F401  (before Megatron, which is the checkout's)
     from mindspeed.adaptor import session
 
     values = {"reset_attention_mask": ours, "reset_position_ids": ours}
@@ -186,12 +193,12 @@ def megatron_reads(ours: bool) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def conversations_of_megatron() -> tuple[torch.Tensor, list[int], torch.Tensor]:
+def conversations_of_megatron(checkout: str) -> tuple[torch.Tensor, list[int], torch.Tensor]:
     """This rank's part of a row that ``--sft`` has packed: tokens, borders, positions."""
+    _take_megatron_lm(checkout)
     from megatron.core import parallel_state, utils
     from megatron.training import global_vars
 
-    import mindspeed.megatron_adaptor  # noqa: F401  (before Megatron, which is the checkout's)
     from mindspeed.adaptor import session
 
     values = {"sft": True, "context_parallel_size": 2, "calculate_per_token_loss": True}

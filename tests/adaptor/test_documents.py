@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -48,12 +45,11 @@ def test_documents_train_as_if_alone(ranks, alone, spec, ranks_of_group, algorit
 @pytest.mark.megatron_lm
 @pytest.mark.slow
 def test_borders_reach_every_tensor_parallel_rank_of_megatron_lm(ranks, megatron_lm):
-    env = {"PYTHONPATH": f"{megatron_lm}{os.pathsep}{Path.cwd()}"}
-    read = documents_ranks.megatron_reads
-    with pytest.raises(RankError):  # the defect: lengths are read from garbage
-        ranks(2, read, False, timeout=120, env=env)
+    read, checkout = documents_ranks.megatron_reads, str(megatron_lm)
+    with pytest.raises(RankError, match="get_batch_on_this_tp_rank"):  # lengths out of garbage
+        ranks(2, read, checkout, False, timeout=120)
     batch = documents_ranks.rows(0)
-    for found in ranks(2, read, True, timeout=240, env=env):
+    for found in ranks(2, read, checkout, True, timeout=240):
         assert found["cu_seqlens"].tolist() == [0, 5, 6, 12, 16, 26, 32]
         assert found["max_seqlen"].tolist() == [10]
         for name in ("tokens", "labels", "loss_mask"):
@@ -63,8 +59,8 @@ def test_borders_reach_every_tensor_parallel_rank_of_megatron_lm(ranks, megatron
 @pytest.mark.megatron_lm
 @pytest.mark.slow
 def test_conversations_that_megatron_lm_packs_are_cut_over_context_ranks(ranks, megatron_lm):
-    env = {"PYTHONPATH": f"{megatron_lm}{os.pathsep}{Path.cwd()}"}
-    parts = ranks(2, documents_ranks.conversations_of_megatron, timeout=240, env=env)
+    read = documents_ranks.conversations_of_megatron
+    parts = ranks(2, read, str(megatron_lm), timeout=240)
     tokens = torch.cat([own for own, _, _ in parts], dim=1).flatten()
     assert tokens.sort().values.equal(torch.arange(documents_ranks.SIZE))
     inside = torch.tensor([0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
