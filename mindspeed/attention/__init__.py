@@ -13,6 +13,7 @@ executor runs them all. Works without Megatron, with any process group.
 """
 
 from mindspeed.attention import planners
+from mindspeed.attention.alibi import alibi_slopes
 from mindspeed.attention.by_heads import ulysses_attention
 from mindspeed.attention.check import PlanError, check
 from mindspeed.attention.figures import Figures, Sizes, figures
@@ -22,6 +23,7 @@ from mindspeed.attention.parallel import context_parallel_attention
 from mindspeed.attention.plan import Plan
 from mindspeed.attention.planning import plan
 from mindspeed.attention.ulysses import HeadSplit
+from mindspeed.attention.user_mask import as_mask
 
 __all__ = [
     "Figures",
@@ -32,6 +34,8 @@ __all__ = [
     "PlanError",
     "Region",
     "Sizes",
+    "alibi_slopes",
+    "as_mask",
     "check",
     "context_parallel_attention",
     "contiguous",
