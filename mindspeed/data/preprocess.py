@@ -276,7 +276,7 @@ def _notes(
 ) -> Iterator[str]:
     """What a user should know about a run that went well."""
     if isinstance(source, Files) and source.ignored:
-        yield f"{source.ignored} files of other formats in the input folder were left out"
+        yield f"{source.ignored} files of other formats or splits in the input folder were left out"
     if not isinstance(encoder, ConversationEncoder):
         return
     template = load_template(options, encoder.tokenizer)

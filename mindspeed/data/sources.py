@@ -10,6 +10,7 @@ What is found is read by :mod:`mindspeed.data.formats`.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from mindspeed.errors import DataError
 from mindspeed.files import check_path
 
 TEXT_UNITS = ("line", "blank", "file")
+_SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev)(?=[-_.])")
 _NOT_DATA = frozenset(
     {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 )
@@ -77,6 +79,9 @@ class Files:
 
 def find_files(inputs: Sequence[Path], text_unit: str = "line") -> Files:
     """The files that ``inputs`` name; of a folder, those of its most frequent format.
+
+    Where a folder has files for training and for tests (``train-...``, ``test-...``), as data sets
+    of the Hugging Face Hub have, those for training are taken.
 
     Raises:
         DataError: a path does not exist, or a folder holds nothing readable.
@@ -140,8 +145,17 @@ def _in_folder(folder: Path) -> tuple[list[Path], int]:
         formats = Counter(kind for path in files if (kind := format_of(path)))
         if formats:
             best = max(formats, key=lambda kind: (formats[kind], kind))
-            return [p for p in files if format_of(p) == best], formats.total() - formats[best]
+            chosen = _of_training([path for path in files if format_of(path) == best])
+            return chosen, formats.total() - len(chosen)
     raise DataError(f"{folder} has no file that ends in {_known()}")
+
+
+def _of_training(files: list[Path]) -> list[Path]:
+    """Without the test and validation files of a folder in the Hub's layout, which has others."""
+    splits = {path: found.group(1) for path in files if (found := _SPLIT.search(path.name))}
+    if "train" not in splits.values():
+        return files
+    return [path for path in files if splits.get(path, "train") == "train"]
 
 
 def _text_size(rows: list[Any]) -> int:

@@ -95,6 +95,21 @@ def test_a_folder_is_read_in_its_most_frequent_format(tmp_path):
     assert files.ignored == 1
 
 
+@pytest.mark.parametrize("below", ["", "data"])
+def test_of_a_folder_in_the_hubs_layout_the_training_files_are_read(tmp_path, below):
+    folder = tmp_path / below
+    folder.mkdir(exist_ok=True)
+    names = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
+    for name in (*names, "test-00000-of-00001.jsonl", "validation.jsonl", "retest.jsonl"):
+        (folder / name).write_text('{"text": "x"}\n')
+    found = find_files([tmp_path])
+    assert [path.name for path in found.paths] == ["retest.jsonl", *names]
+    assert found.ignored == 2
+    for name in names:
+        (folder / name).unlink()
+    assert len(find_files([tmp_path]).paths) == 3  # nothing is named after training
+
+
 def test_a_hugging_face_data_set_on_disk_is_read_in_its_own_order(tmp_path):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(RECORDS)
