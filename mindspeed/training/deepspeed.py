@@ -50,11 +50,23 @@ def read(path: str) -> dict[str, Any]:
     if (stage := _at(config, "zero_optimization.stage")) is not None:
         if stage not in (0, 1, 2, 3):
             raise ConfigError(f"--deepspeed_config {path}: zero_optimization.stage {stage}: 0 to 3")
-        if stage >= 2:
+        if stage >= 2 and not flags.get("fp16"):
             flags["zero_stage"] = stage
         else:
-            flags["use_distributed_optimizer"] = stage == 1
+            flags["use_distributed_optimizer"] = stage >= 1
     return flags
+
+
+def not_done(path: str) -> list[str]:
+    """What a file asks for and is done in another way, with the same results.
+
+    Stages 2 and 3 in fp16 are stage 1: Megatron-FSDP cannot scale gradients.
+    """
+    config = _load(path)
+    stage = _at(config, "zero_optimization.stage")
+    if stage not in (2, 3) or not _at(config, "fp16.enabled"):
+        return []
+    return [f"ZeRO stage {stage} (in fp16 stage 1 is used; stages 2 and 3 work in bf16)"]
 
 
 def check_agreement(path: str, flags: Mapping[str, Any], args: argparse.Namespace) -> None:

@@ -67,6 +67,8 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
     from_file = deepspeed.read(found.deepspeed_config)
     args = parse([*flag_words(from_file, parser), *given], parser)
     deepspeed.check_agreement(found.deepspeed_config, from_file, args)
+    missing = deepspeed.not_done(found.deepspeed_config)
+    args.ignored_flags = [*getattr(args, "ignored_flags", []), *missing]
     return args
 
 

@@ -33,6 +33,7 @@ STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 UNSHARED = {
     "pipeline_model_parallel_size": 1,  # its groups are made of all ranks of the job
     "num_distributed_optimizer_instances": 1,
+    "fp16": False,  # it looks for the scaled gradient of parameters of which a rank has nothing
     "optimizer_cpu_offload": False,
     "use_precision_aware_optimizer": False,
     "overlap_param_gather_with_optimizer_step": False,

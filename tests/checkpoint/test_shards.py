@@ -18,7 +18,7 @@ from mindspeed.testing.ranks import RankError
 
 pytest.importorskip("einops")
 
-SMALL = ["--num-layers", "2", "--train-iters", "4", "--bf16"]
+SMALL = ["--num-layers", "2", "--train-iters", "4"]
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--dataloader-type", "cyclic"]
 EXPERTS = shlex.split("""
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm
@@ -31,8 +31,9 @@ ADAPTERS += ["--lr", "0.01"]
 
 
 def run(ranks, world_size, flags, *fault_and_args):
+    flags = [*SMALL, *flags, *([] if ADAPTERS[0] in flags else ["--bf16"])]
     results = ranks(
-        world_size, train, [*SMALL, *flags], *fault_and_args, setup=SETUP, backend=None, timeout=240
+        world_size, train, flags, *fault_and_args, setup=SETUP, backend=None, timeout=240
     )
     assert {result["error"] for result in results} == {None}, results[0]["error"]
     return results
@@ -153,8 +154,8 @@ def test_weights_alone_reach_the_copies_of_the_optimizer(stage_3, ranks, tmp_pat
 
 @pytest.fixture(scope="module")
 def adapters(stage_3, rank_pool, tmp_path_factory):
-    """Losses of adapters of which every rank has all, and their flags but for the stage."""
-    folder = tmp_path_factory.mktemp("adapters") / "whole"
+    """Losses of adapters trained without ZeRO in fp32, and their flags but for the stage."""
+    folder = tmp_path_factory.mktemp("adapters") / "stage 0"
     flags = [*ADAPTERS, "--load", str(stage_3), "--save-interval", "2"]
     run(rank_pool.run, 2, [*flags, "--save", str(folder)])
     return losses(folder), flags
@@ -165,18 +166,19 @@ def adapters(stage_3, rank_pool, tmp_path_factory):
     [["--zero-stage", "2", "--tensor-model-parallel-size", "2"], ["--zero-stage", "3"]],
     ids=["stage-2-tensor-2", "stage-3"],
 )
-def test_adapters_train_as_whole_ones_and_resume_exactly(flags, adapters, ranks, tmp_path):
+def test_adapters_train_as_without_zero_and_resume_exactly(flags, adapters, ranks, tmp_path):
     plain, common = adapters
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(ranks, 2, [*common, *flags, "--save", str(whole)])
     found = losses(whole)
-    assert found == pytest.approx(plain, rel=1e-5)
+    assert found == pytest.approx(plain, rel=2e-6)
     again = ["--lora-load", str(directory.path_of(whole, 2)), "--save", str(part)]
     run(ranks, 2, [*common, *flags, *again])
     assert losses(part) == {3: found[3], 4: found[4]}
     stored = GlobalTensors(directory.path_of(part, 4))
-    assert stored.shape("decoder.layers.1.mlp.linear_fc2.lora_A.linear_fc2") == (4, 176)
-    assert not any(".weight" in key for key in stored)
+    layers = {key: stored.shape(key) for key in stored if key.startswith("decoder.layers.1.mlp.")}
+    assert set(layers.values()) == {(4, 64), (176, 4), (4, 176), (64, 4)}
+    assert all(".lora_" in key for key in stored)
 
 
 @pytest.mark.parametrize("moment", ["in a file", "before the rename", "before the tracker"])
@@ -193,4 +195,4 @@ def test_adapters_survive_a_kill_in_the_middle_of_a_save(moment, adapters, ranks
     assert directory.problem_with(directory.path_of(tmp_path, 2)) is None
     run(ranks, 2, [*flags, "--lora-load", str(tmp_path)])
     assert directory.iterations(tmp_path) == [4, 2] and directory.tracked(tmp_path) == 4
-    assert losses(tmp_path) == pytest.approx(plain, rel=1e-5)
+    assert losses(tmp_path) == pytest.approx(plain, rel=2e-6)

@@ -11,6 +11,7 @@ from mindspeed.errors import ConfigError
 
 SETUP = "mindspeed.megatron_adaptor"
 RANKS = 2
+ADAPTERS = ("--lora-target-modules", "dense")
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +50,26 @@ def test_stage_equals_stage_0_with_less_on_each_rank(stage, base, unsharded, ran
         (["--zero-stage=4"], "--zero-stage 4"),
         (["--zero-stage=0", "--use-distributed-optimizer"], "--use-distributed-optimizer does"),
         (["--zero-stage=1", "--use-megatron-fsdp"], "contradicts --use-megatron-fsdp"),
+        (["--zero-stage=3", "--pipeline-model-parallel-size=2"], "-size 2: Megatron-FSDP does not"),
+        (["--zero-stage=2", "--fp16"], "--zero-stage 2 cannot be combined with --fp16: "),
+        (["--zero-stage=0", "--bf16", "--save=x", *ADAPTERS], "only the distributed optimizer"),
     ],
 )
 def test_contradictions_are_refused(flags, message, base):
     with pytest.raises(ConfigError, match=message):
-        lora_ranks.resolved(str(base), flags)
+        lora_ranks.resolved(str(base), flags, RANKS)
 
 
-def test_a_deepspeed_file_chooses_the_stage(base, tmp_path):
+def test_adapters_beside_a_16_bit_model_get_the_optimizer_that_can_be_saved(base):
+    flags = ["--bf16", *ADAPTERS]
+    assert not lora_ranks.resolved(str(base), flags).use_distributed_optimizer
+    assert lora_ranks.resolved(str(base), [*flags, "--save=x"]).use_distributed_optimizer
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_deepspeed_file_chooses_the_stage(stage, base, tmp_path):
     path = tmp_path / "zero.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}))
     args = lora_ranks.resolved(str(base), [f"--deepspeed_config={path}"])
-    assert args.use_distributed_optimizer and args.bf16 and not args.use_megatron_fsdp
+    assert args.use_distributed_optimizer and args.bf16
+    assert args.use_megatron_fsdp == (stage == 3)
