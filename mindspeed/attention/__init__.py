@@ -21,6 +21,8 @@ from mindspeed.attention.layout import Layout, contiguous, zigzag
 from mindspeed.attention.mask import Mask, Region
 from mindspeed.attention.parallel import context_parallel_attention
 from mindspeed.attention.plan import Plan
+
+# Hides the attribute of the module of that name; ``from mindspeed.attention.plan import`` finds it.
 from mindspeed.attention.planning import plan
 from mindspeed.attention.ulysses import HeadSplit
 from mindspeed.attention.user_mask import as_mask
