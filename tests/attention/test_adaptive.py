@@ -6,11 +6,14 @@ import itertools
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given, settings
 
 from attention import reference_planners as reference
+from attention import test_executor as executor
+from attention import truth
 from attention.reference_planners import VECTORS, K, mask_of, measures, pretraining
-from mindspeed.attention import Mask, Region, check, figures, planners, zigzag
+from mindspeed.attention import Mask, Region, Sizes, check, figures, planners, zigzag
 from mindspeed.attention.plan import work_on
 from mindspeed.attention.planners._workload import Workload
 from mindspeed.attention.planners.gather import seen
@@ -167,3 +170,17 @@ def test_pretraining_documents_beside_other_planners(size, ranks, cap) -> None:
     assert ours[0] > max(magi[0], torch_[0])
     assert 1.4 * ours[1] < min(magi[1], torch_[1])
     assert 1.5 * ours[2] < min(magi[2], torch_[2])
+
+
+@pytest.mark.parametrize("ranks", [3, 16])
+def test_adaptive_plans_compute_the_single_process_truth_and_send_what_they_say(ranks: int) -> None:
+    heads, groups, head_size, value_size = 4, 2, 8, 8
+    *qkv, dout = truth.tensors(executor.SIZE, heads, groups, head_size, value_size)
+    sizes = Sizes(heads, groups, head_size, value_size, itemsize=8)
+    for name in ("causal", "documents", "prefix", "two-sided window", "batch"):
+        mask = executor.MASKS[name]
+        expected = truth.attend(*qkv, dout, mask.dense(), scale=executor.SCALE)
+        plan = planners.adaptive(mask, ranks, granularity=2)
+        results, traffic, _ = executor.run(plan, tuple(qkv), dout)
+        torch.testing.assert_close(results, expected, atol=1e-12, rtol=1e-12)
+        executor.assert_counted(plan, sizes, traffic)
