@@ -100,6 +100,7 @@ def _sharded(args: argparse.Namespace, asked: str) -> Iterator[str]:
         )
     args.use_distributed_optimizer = True
     args.gradient_accumulation_fusion = False  # gradients have no buffer to be added to
+    args.overlap_param_gather = False  # its own hooks gather, whatever the loop does
 
 
 def shard(config: Any, ddp: Any, module: Any) -> Any:
@@ -155,9 +156,9 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
 
 def gradients(chunk: Any) -> list[torch.Tensor]:
     """What this rank keeps of a stage's gradients, in any ZeRO stage."""
-    if is_cut(chunk):
-        kept = [group.main_grad_buffer for group in chunk.param_and_grad_buffer.parameter_groups]
-        return [buffer.data for buffer in kept if buffer is not None]
+    if is_cut(chunk):  # not the buffers: their padding is what memory happened to hold
+        named = chunk.param_and_grad_buffer.optimizer_named_parameters
+        return [kept for _, parameter in named if (kept := gradient(parameter)) is not None]
     return [b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 

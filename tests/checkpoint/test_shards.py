@@ -26,6 +26,7 @@ EXPERTS = shlex.split("""
     --moe-router-enable-expert-bias --moe-router-score-function sigmoid
     --expert-model-parallel-size 2
 """)
+EVALUATION = ["--eval-interval", "2", "--eval-iters", "1"]
 ADAPTERS = ["--lora-target-modules", "linear_qkv", "gate_proj", "linear_fc2", "--lora-r", "4"]
 ADAPTERS += ["--lr", "0.01"]
 
@@ -60,7 +61,7 @@ def stage_3(rank_pool, tmp_path_factory):
     """Checkpoints after iterations 2 and 4 of a run of stage 3 on two ranks."""
     folder = tmp_path_factory.mktemp("shards") / "stage 3"
     flags = ["--zero-stage", "3", "--save", str(folder), "--save-interval", "2", "--async-save"]
-    run(rank_pool.run, 2, flags)
+    run(rank_pool.run, 2, [*flags, "--max-skipped-nan-iterations", "1", *EVALUATION])
     return folder
 
 
