@@ -17,6 +17,8 @@ from mindspeed.lora.names import order_of
 from mindspeed.lora.state import check_samples
 from mindspeed.models.table import Parameter
 
+_OUTPUT = "output_layer."
+
 
 @torch.no_grad()
 def merge(chunks: Iterable[Any]) -> None:
@@ -88,7 +90,11 @@ class Merged(Weights):
     def _matrices(self, layer: str, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         parts = whole_parts(layer, parameter, self.shape)
         order = order_of(parts, self.shape["head"])
-        return as_one(self._layers[layer]["A"], self._layers[layer]["B"], parts, order)
+        a, b = as_one(self._layers[layer]["A"], self._layers[layer]["B"], parts, order)
+        if parameter.name.startswith(_OUTPUT):  # the base may be padded otherwise
+            real = b[: self.shape["vocab"]]
+            b = torch.cat((real, real.new_zeros(parameter.shape[0] - real.shape[0], b.shape[1])))
+        return a, b
 
     def _check(
         self,

@@ -65,6 +65,11 @@ def is_expert(name: str) -> bool:
     return _EXPERTS in name
 
 
+def is_end(name: str) -> bool:
+    """Whether a module or parameter has the vocabulary's rows, padding included."""
+    return name.startswith(tuple(f"{end}." for end in _ENDS))
+
+
 def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, Cut]]:
     """Linear layers that can have adapters; grouped experts are one of them."""
     for name, module in named_modules(chunk):

@@ -119,6 +119,11 @@ def read(folder: str | Path) -> PeftFiles:
         module, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
         if half in ("A", "B"):
             halves.setdefault(module, {})[half] = tensor.float()
+        elif half.startswith("embedding_"):
+            raise CheckpointError(
+                f"{folder}/{WEIGHTS}: {module} has an adapter of embeddings, which is not "
+                "supported; merge it with peft, or train them whole (modules_to_save)"
+            )
         elif key.rpartition(".")[0].rpartition(".")[2] in _ENDS:
             whole[key.removeprefix(_PREFIX).removesuffix(".weight")] = tensor.float()
         elif not key.endswith(".base_layer.weight"):  # the base model's, beside its adapter

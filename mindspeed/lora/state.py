@@ -23,7 +23,7 @@ from mindspeed.errors import CheckpointError
 from mindspeed.files import check_path
 from mindspeed.lora.attach import adapted_layers, bare
 from mindspeed.lora.config import LoraConfig
-from mindspeed.lora.names import in_whole_model, is_expert
+from mindspeed.lora.names import in_whole_model, is_end, is_expert
 
 _SAMPLES = 8
 # The base may be in fp32 in one run and in bf16, with 8 bits, in another.
@@ -62,8 +62,10 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
         key = in_whole_model(chunk, name)
         groups = experts if is_expert(key) else dense
         if getattr(parameter, "tensor_model_parallel", False):
+            # Other tensor parallel sizes pad the vocabulary otherwise.
+            padded = {"allow_shape_mismatch": True} if is_end(key) else {}
             state[name] = make_tp_sharded_tensor_for_checkpoint(
-                parameter, key, parameter.partition_dim, **groups
+                parameter, key, parameter.partition_dim, **padded, **groups
             )
         else:
             state[name] = make_sharded_tensor_for_checkpoint(parameter, key, **groups)

@@ -141,6 +141,32 @@ def loss_and_gradients(
     return run(args, model), parts(model)
 
 
+def adapter_tensors(
+    folder: str, adapter: str, flags: Sequence[str], save: str | None = None
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """Names, offsets, whole shapes and values of an adapter's tensors once it is loaded.
+
+    ``save`` also writes it as a checkpoint.
+    """
+    from pathlib import Path
+
+    from megatron.core import dist_checkpointing
+
+    from mindspeed import lora
+    from mindspeed.lora.config import DESCRIPTION
+    from mindspeed.lora.state import description, sharded_state
+
+    _, model = built(folder, flags)
+    config = lora.load(model.chunks, adapter)
+    (module,) = model.modules
+    state = sharded_state(module)
+    if save is not None:
+        Path(save).mkdir()
+        dist_checkpointing.save({"0": state}, save)
+        Path(save, DESCRIPTION).write_text(description(model.chunks, config))
+    return [(t.key, t.global_offset, t.global_shape, t.data.detach()) for t in state.values()]
+
+
 def assembled(results: Sequence[tuple[Any, list[Any]]]) -> dict[str, torch.Tensor]:
     """Whole gradients from all ranks' parts."""
     whole: dict[str, torch.Tensor] = {}
@@ -232,10 +258,14 @@ def _traffic(args: Any, model: Any) -> Traffic:
 
 
 def sizes(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
-    """Elements and bytes of what is trained, kept by the optimizer and stored."""
+    """Elements and bytes of what is trained, kept by the optimizer and stored.
+
+    Without targets the whole model is trained.
+    """
     from mindspeed.lora.state import sharded_state
 
-    args, model = built(folder, ["--lora-target-modules", *targets, f"--lora-r={r}"])
+    flags = ["--lora-target-modules", *targets, f"--lora-r={r}"] if targets else []
+    args, model = built(folder, flags)
     run(args, model)
     model.optimizer.step()
     trainable = [p for m in model.modules for p in m.parameters() if p.requires_grad]
@@ -250,6 +280,25 @@ def sizes(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
             t.data.numel() for m in model.modules for t in sharded_state(m).values()
         ),
     }
+
+
+def activations(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
+    """Bytes that the forward pass of one micro-batch keeps, of full training and of adapters."""
+    from mindspeed import lora
+    from mindspeed.testing import saved_for_backward
+
+    _, model = built(folder, [])
+    tokens, labels = (tensor[:2] for tensor in batch())
+    positions = torch.arange(LENGTH).expand_as(tokens)
+
+    def kept() -> int:
+        with saved_for_backward(*model.modules) as saved:
+            model.modules[0].train()(tokens, positions, None, labels=labels)
+        return saved.bytes
+
+    full = kept()
+    lora.attach(model.chunks, lora.LoraConfig(tuple(targets), r=r))
+    return {"full": full, "adapters": kept()}
 
 
 def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:

@@ -55,3 +55,18 @@ def test_what_is_trained_and_kept_is_the_adapters_share(base, ranks):
     assert found["optimizer bytes"] == 2 * 4 * trainable  # both moments; weights are fp32
     # What is stored is the adapter and nothing else.
     assert found["stored elements"] == trainable
+    (full,) = ranks(1, lora_ranks.sizes, str(base), (), R, setup=SETUP)
+    assert full["optimizer bytes"] == 2 * 4 * full["trainable"]
+    assert found["optimizer bytes"] * 4 < full["optimizer bytes"]
+
+
+def test_activations_of_adapters_on_one_layer_are_fewer_than_of_full_training(base, ranks):
+    """Layers without an adapter keep no input; one with an adapter keeps it, and u of r columns."""
+    (found,) = ranks(1, lora_ranks.activations, str(base), ("dense",), R, setup=SETUP)
+    hidden, ffn = oracle.SIZES["hidden_size"], oracle.SIZES["intermediate_size"]
+    layers, tokens = 4, 2 * lora_ranks.LENGTH
+    # Inputs of the three layers without an adapter; gated activations are in no other use.
+    saved = found["full"] - found["adapters"]
+    inputs = 4 * tokens * layers * (hidden + ffn)
+    assert inputs <= saved + 4 * tokens * layers * R
+    assert found["adapters"] < 0.9 * found["full"]

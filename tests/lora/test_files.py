@@ -95,6 +95,29 @@ def test_resumed_adapter_training_is_exact(trained, tmp_path, ranks):
     assert found == {iteration: known[iteration] for iteration in found} and set(found) == {3, 4}
 
 
+def test_the_vocabulary_is_padded_differently_by_the_ranks_that_load(tmp_path, ranks):
+    """99 rows of an output layer's adapter and one of padding, then 29."""
+    base, saved = oracle.save_base(tmp_path / "base"), tmp_path / "saved"
+    oracle.adapted(base, target_modules=["lm_head"]).save_pretrained(tmp_path / "adapter")
+    run, padding = lora_ranks.adapter_tensors, "--make-vocab-size-divisible-by"
+    words = (str(base), str(tmp_path / "adapter"), [f"{padding}=50"], str(saved))
+    (first,) = ranks(1, run, *words, setup=SETUP, timeout=120)
+    flags = ["--tensor-model-parallel-size=2", f"{padding}=64"]
+    second = ranks(2, run, str(base), str(saved), flags, setup=SETUP, timeout=120)
+    one, two = (
+        lora_ranks.assembled(found) for found in ([(None, first)], [(None, s) for s in second])
+    )
+    b, a = "output_layer.lora_B.all", "output_layer.lora_A.all"
+    assert one[b].shape[0] == 100 and two[b].shape[0] == 128
+    assert torch.equal(one[b][:99], two[b][:99]) and torch.equal(one[a], two[a])
+    assert one[b][:99].abs().max() > 0 and not two[b][100:].any()
+    out = tmp_path / "merged"
+    words = ["merge-lora", "--load", f"hf:{base}", "--lora-load", str(saved), "--save", str(out)]
+    assert command(ranks, *words, "--format", "hf")[0] == 0
+    expected = peft_logits(base, tmp_path / "adapter")
+    torch.testing.assert_close(peft_base_logits(out), expected, rtol=0, atol=2e-5)
+
+
 def test_adapter_of_another_base_is_refused_with_the_tensors_name(trained, tmp_path, ranks):
     base, adapter, _ = trained
     other = tmp_path / "other"

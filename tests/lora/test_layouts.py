@@ -82,6 +82,45 @@ def test_experts_stay_frozen_on_expert_parallel_ranks(ranks, tmp_path):
     compare(ranks, 2, flags, truth, config, tmp_path / "out", "mixtral")
 
 
+LATENT = {
+    "first_k_dense_replace": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "rms_norm_eps": 1e-6,
+}
+MLA = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+@pytest.mark.parametrize("more", [(), pytest.param((LOCAL,), marks=pytest.mark.slow)])
+def test_latent_attention_has_adapters(more, ranks, tmp_path):
+    folder = oracle.save_base(tmp_path / "base", "DeepseekV3", **LATENT)
+    model = oracle.adapted(folder, target_modules=list(MLA))
+    model.save_pretrained(tmp_path / "adapter")
+    truth = (folder, tmp_path / "adapter", *oracle.truth(model))
+    flags = ["--lora-target-modules", *MLA, "--lora-r=4", "--lora-alpha=8", TP2, SP, *more]
+    config = LoraConfig(MLA, r=4, alpha=8)
+    compare(ranks, 2, flags, truth, config, tmp_path / "out", "deepseek_v3")
+
+
+def test_tied_embeddings_on_two_pipeline_stages(ranks, tmp_path):
+    folder = oracle.save_base(tmp_path / "base", tie_word_embeddings=True)
+    model = oracle.adapted(folder, use_rslora=True)
+    model.save_pretrained(tmp_path / "adapter")
+    truth = (folder, tmp_path / "adapter", *oracle.truth(model))
+    config = LoraConfig(oracle.TARGETS, r=4, alpha=8, use_rslora=True)
+    flags = [*TARGETS, "--lora-use-rslora", PP2]
+    compare(ranks, 2, flags, truth, config, tmp_path / "out")
+
+
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 EP2, GROUPED = "--expert-model-parallel-size=2", "--moe-grouped-gemm"

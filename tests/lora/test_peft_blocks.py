@@ -153,6 +153,13 @@ def test_what_is_no_plain_adapter_is_refused(tmp_path, values, message):
         peft.read(tmp_path)
 
 
+def test_adapters_of_embeddings_are_refused(tmp_path):
+    base = oracle.save_base(tmp_path / "base", num_hidden_layers=2)
+    oracle.adapted(base, target_modules=["embed_tokens"]).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens has an adapter of embeddings"):
+        peft.read(tmp_path / "adapter")
+
+
 def test_weights_of_the_base_beside_an_adapter_are_left_out(tmp_path):
     """peft saves the output layer itself when it has an adapter."""
     base = oracle.save_base(tmp_path / "base", num_hidden_layers=2)
