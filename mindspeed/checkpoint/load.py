@@ -178,6 +178,10 @@ def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint:
     weights = Adapted(source, padded_vocab=args.padded_vocab_size)
     table = {parameter.name: parameter for parameter in weights.table}
     for part in parts(model.modules, source.family, shape_of(args)):
+        if part.parameter.name not in table:  # of multi-token prediction
+            raise CheckpointError(
+                f"{checkpoint} has no {part.parameter.name}; leave out --mtp-num-layers"
+            )
         whole = weights.read(table[part.parameter.name])
         bounds = zip(part.start, part.data.shape, strict=True)
         part.data.copy_(whole[tuple(slice(first, first + size) for first, size in bounds)])
