@@ -12,15 +12,18 @@
 sequence and expert parallelism, with both layer specs, and costs no collective that the frozen
 model does not have, except one sum per step:
 
-============  =====================================================================================
-``config``    :class:`LoraConfig`, and which names mean which modules
-``linear``    base and adapter in one autograd function; how the adapter is cut over TP ranks
-``attach``    freezes a model and gives its linear layers adapters
-``gradients`` the sum per step
-``state``     what an adapter checkpoint holds
-``peft``      files of the ``peft`` package, read and written
-``merge``     adapters into weights: in a model, or checkpoint to checkpoint
-============  =====================================================================================
+===============  ==================================================================================
+``config``       :class:`LoraConfig`, and which names mean which modules
+``linear``       base and adapter in one autograd function; how the adapter is cut over TP ranks
+``experts``      the same for experts that are computed together
+``attach``       freezes a model and gives its linear layers adapters
+``gradients``    the sum per step
+``state``        what an adapter checkpoint holds
+``peft``         files of the ``peft`` package, read
+``peft_write``   and written
+``peft_blocks``  several adapters in one pair of matrices there
+``merge``        adapters into weights: in a model, or checkpoint to checkpoint
+===============  ==================================================================================
 """
 
 from mindspeed.lora.attach import adapted, attach

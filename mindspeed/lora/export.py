@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed.lora import peft
+from mindspeed.lora import peft_write
 from mindspeed.lora.config import DESCRIPTION, LoraConfig
 from mindspeed.lora.load import whole_adapter
 from mindspeed.models.families import family_of_args
@@ -31,4 +31,4 @@ def export_peft(checkpoint: Path, folder: str | Path) -> None:
         folder = Path(folder) / config.adapter_name
     base = getattr(args, "model", None) or (args.load or "").removeprefix("hf:")
     tensors = whole_adapter(checkpoint, shape)
-    peft.write(folder, config, tensors, family_of_args(args), shape, base)
+    peft_write.write(folder, config, tensors, family_of_args(args), shape, base)

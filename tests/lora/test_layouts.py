@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 from safetensors.torch import load_file
 
 from lora import lora_ranks, oracle
-from mindspeed.lora import LoraConfig, peft
+from mindspeed.lora import LoraConfig, peft, peft_write
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import shape_of
 
@@ -165,7 +165,7 @@ def compare(ranks, size, flags, truth, config, out, family="llama"):
     losses = [found for found, _ in results if found is not None]
     assert sum(losses) / len(losses) == pytest.approx(loss, rel=2e-6)
     shape = shape_of(lora_ranks.resolved(str(folder), flags, size))
-    peft.write(out, config, lora_ranks.assembled(results), FAMILIES[family], shape)
+    peft_write.write(out, config, lora_ranks.assembled(results), FAMILIES[family], shape)
     found = load_file(out / peft.WEIGHTS)
     assert found.keys() == gradients.keys()
     for name, expected in gradients.items():

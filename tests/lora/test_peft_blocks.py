@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from lora import oracle
 from mindspeed.errors import CheckpointError
-from mindspeed.lora import LoraConfig, peft
+from mindspeed.lora import LoraConfig, peft, peft_write
 from mindspeed.lora.hf_names import table_of, whole_parts
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import Shape
@@ -86,7 +86,7 @@ def test_parts_of_a_packed_tensor_are_one_adapter_of_higher_rank(tmp_path, names
     wanted = ["all"] if names == ("W_pack",) else [name[0] for name in names]
     tensors = random_adapter("baichuan", DENSE, "linear_qkv", lambda parts: wanted)
     config = LoraConfig(names, r=R, alpha=ALPHA, use_rslora=use_rslora)
-    peft.write(tmp_path, config, tensors, FAMILIES["baichuan"], DENSE)
+    peft_write.write(tmp_path, config, tensors, FAMILIES["baichuan"], DENSE)
     files = peft.read(tmp_path)
     assert set(files.config.target_modules) == set(names) and files.config.r == R
     assert files.config.scale == config.scale
@@ -106,7 +106,7 @@ def test_experts_are_one_tensor_of_transformers_5(tmp_path, names):
     wanted = (lambda parts: ["all"]) if whole else (lambda parts: ["gate", "up"])
     tensors = random_adapter("mixtral", MOE, layers, wanted)
     config = LoraConfig(tuple(f"experts.{name}" for name in names), r=R, alpha=ALPHA)
-    peft.write(tmp_path / "adapter", config, tensors, FAMILIES["mixtral"], MOE)
+    peft_write.write(tmp_path / "adapter", config, tensors, FAMILIES["mixtral"], MOE)
     files = peft.read(tmp_path / "adapter")
     assert set(files.config.target_modules) == set(config.target_modules)
     same(peft.whole_tensors(files, MOE), tensors)
@@ -146,7 +146,7 @@ def test_experts_are_one_tensor_of_transformers_5(tmp_path, names):
 def test_what_is_no_plain_adapter_is_refused(tmp_path, values, message):
     tensors = random_adapter("llama", DENSE, "linear_qkv", lambda parts: ["q"])
     config = LoraConfig(("q_proj",), r=R, alpha=ALPHA)
-    peft.write(tmp_path, config, tensors, FAMILIES["llama"], DENSE)
+    peft_write.write(tmp_path, config, tensors, FAMILIES["llama"], DENSE)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     with pytest.raises(CheckpointError, match=message):
