@@ -37,6 +37,7 @@ class Tile:
         bias: what is added to the scaled scores, -inf where hidden, or None.
         causal: the fused kernel hides what is above the diagonal.
         number: distinguishes the tile from all others of the call.
+        further: the queries are those of the tile before, which saw other keys.
     """
 
     rows: slice
@@ -44,6 +45,7 @@ class Tile:
     bias: torch.Tensor | None
     causal: bool
     number: int
+    further: bool = False
 
 
 class Formula:

@@ -4,7 +4,7 @@ A tile is some hundred queries of one sequence against the keys within their rea
 compute one: a fused kernel of torch (:class:`Fused`), where nothing is dropped and the position
 bias needs no gradient, and the formula in plain torch (:mod:`._attention_formula`), which does
 everything on every device. A band costs a mask of one tile; a full or causal square is one call of
-the fused kernel.
+the fused kernel, and a causal band that begins behind the first key is two.
 
 Forward and backward cut the same tiles and draw the same dropout mask for each.
 """
@@ -91,6 +91,9 @@ def forward_piece(
             formula.forward(tile, qt, kt, vt, out_t, lse_t)
             continue
         got = fused.forward(qt, kt, vt, tile.bias, tile.causal, problem.scale)
+        if tile.further:
+            _merge(out_t, lse_t, *got)
+            continue
         out_t.copy_(got[0])
         lse_t.copy_(got[1])
         if tile.bias is not None:
@@ -154,12 +157,22 @@ def backward_piece(
             formula.backward(tile, *given, dq_t, dk_t, dv_t, dbias)
             continue
         grads = fused.backward(*given, tile.bias, tile.causal, problem.scale)
-        dq_t.copy_(grads[0])
+        dq_t.add_(grads[0])
         dk_t.add_(grads[1])
         dv_t.add_(grads[2])
     if wide != q.dtype:
         dk.copy_(dk_sum)
         dv.copy_(dv_sum)
+
+
+def _merge(
+    out: torch.Tensor, lse: torch.Tensor, further: torch.Tensor, further_lse: torch.Tensor
+) -> None:
+    """Add what the same queries see among other keys; every query sees some of both."""
+    both = torch.logaddexp(lse, further_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1))
+    out.addcmul_(further, (further_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)
 
 
 def _usable(
@@ -178,10 +191,15 @@ def tiles(problem: Problem, piece: Piece, q: torch.Tensor, fused: Fused | None) 
     sight = piece.sight
     dtype = accumulation_dtype(q) if fused is None else fused.bias_dtype(q)
     everything = slice(0, sight.queries)
-    if fused is not None and problem.pse is None and (sight.is_full or sight.is_triangle):
+    if fused is not None and problem.pse is None:
         columns = slice(0, sight.reach(0, sight.queries)[1])
-        yield Tile(everything, columns, None, not sight.is_full, 0)
-        return
+        if sight.is_full or sight.is_triangle:
+            yield Tile(everything, columns, None, not sight.is_full, 0)
+            return
+        if sight.is_trapezoid and q.dtype == dtype:  # merging would round 16-bit outputs twice
+            yield Tile(everything, slice(0, sight.high), None, False, 0)
+            yield Tile(everything, slice(sight.high, columns.stop), None, True, 0, further=True)
+            return
     step = max(ROWS, ELEMENTS // sight.keys) if sight.is_full else ROWS
     for first in range(0, sight.queries, step):
         rows = slice(first, min(first + step, sight.queries))

@@ -63,6 +63,13 @@ class Sight:
         plain = self.prefix is None and self.mask is None
         return plain and self.high == 0 and self.low <= -(self.queries - 1)
 
+    @property
+    def is_trapezoid(self) -> bool:
+        """Keys that every query sees come before those of a triangle."""
+        plain = self.prefix is None and self.mask is None
+        below = 0 < self.high <= self.keys - self.queries
+        return plain and below and self.low <= -(self.queries - 1)
+
     def reach(self, first: int, last: int) -> tuple[int, int]:
         """The range of keys outside of which queries ``[first, last)`` see nothing."""
         start = min(max(first + self.low, 0), self.keys)
