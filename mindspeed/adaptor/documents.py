@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mindspeed.attention.packed import Borders, PackedBatch
 
 OWNER = "seam:documents"  # as seams.owner_of, which imports this module
+VERSIONS = ">=0.16"
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
 
@@ -50,6 +51,7 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
             "the batch is cut by the layout of the context-parallel ranks",
             kind="replace",
             expects="(batch, cu_seqlens, cu_seqlens_padded, max_seqlen, cp_size, cp_rank)",
+            versions=VERSIONS,
         ),
         Patch(
             "megatron.training.utils:is_first_or_last_pipeline_stage",
@@ -58,6 +60,7 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
             "inner pipeline stages read where documents begin",
             kind="replace",
             expects="(vp_stage)",
+            versions=VERSIONS,
         ),
         Patch(
             "megatron.core.datasets.gpt_dataset:_get_ltor_masks_and_position_ids",
@@ -68,6 +71,7 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
                 "(data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss, "
                 "create_attention_mask)"
             ),
+            versions=VERSIONS,
         ),
         *carrying(),
     )
@@ -81,6 +85,7 @@ def reading(seams: Seams, owner: str) -> Patch:
         owner,
         "lengths and documents reach every tensor-parallel rank",
         expects="(data_iterator, mtp_on_this_rank)",
+        versions=VERSIONS,
     )
 
 
@@ -96,6 +101,7 @@ def carrying() -> tuple[Patch, ...]:
                 "(self, inference_context, transformer, transformer_input, transformer_config, "
                 "packed_seq_params, ...)"
             ),
+            versions=VERSIONS,
         ),
         *(
             Patch(
@@ -104,6 +110,7 @@ def carrying() -> tuple[Patch, ...]:
                 OWNER,
                 "rotary embedding at given positions",
                 expects="(self, max_seq_len, offset, packed_seq, cp_group)",
+                versions=VERSIONS,
             )
             for where in (
                 "rotary_pos_embedding:RotaryEmbedding",
@@ -117,6 +124,7 @@ def carrying() -> tuple[Patch, ...]:
             OWNER,
             "rows are not squeezed",
             expects="(self, hidden_states, key_value_states, position_ids, packed_seq_params, ...)",
+            versions=VERSIONS,
         ),
         Patch(
             "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
@@ -127,6 +135,7 @@ def carrying() -> tuple[Patch, ...]:
                 "(self, query, key, value, attention_mask, attn_mask_type, attention_bias, "
                 "packed_seq_params, ...)"
             ),
+            versions=VERSIONS,
         ),
         Patch(
             "megatron.core.transformer.multi_token_prediction:roll_tensor",
@@ -134,6 +143,7 @@ def carrying() -> tuple[Patch, ...]:
             OWNER,
             "further tokens are predicted in rows, not across documents",
             expects="(tensor, shifts, dims, cp_group, packed_seq_params)",
+            versions=VERSIONS,
         ),
     )
 
