@@ -170,11 +170,12 @@ def comm_types_of_layers(repaired: bool) -> list[list[str]]:
     from mindspeed.adaptor.repairs import layer_comm_types
     from tests.te import gpt_ranks
 
+    types = ["p2p", "all_gather", "a2a"]
+    session.current().configure({"context_parallel_size": 2, "cp_comm_type": types})
     if not repaired:
         session.current().engine.remove(layer_comm_types.OWNER)
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     model_parallel_cuda_manual_seed(1)
-    types = ["p2p", "all_gather", "a2a"]
     config = gpt_ranks.config(
         "rmsnorm-swiglu-gqa", num_layers=3, context_parallel_size=2, cp_comm_type=types
     )

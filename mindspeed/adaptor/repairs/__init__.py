@@ -26,7 +26,7 @@ from mindspeed.adaptor.repairs import (
     yarn,
 )
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient, layer_comm_types)
+_EVERYWHERE = (rng_tracker, latent_key_gradient)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_CPU = (process_groups, yarn)
@@ -60,13 +60,16 @@ def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
     Args:
         values: Megatron's arguments.
     """
-    return _patches_of(module for name, module in _FOR_ARGUMENT.items() if values.get(name))
+    needed = [module for name, module in _FOR_ARGUMENT.items() if values.get(name)]
+    if layer_comm_types.needed(values):
+        needed.append(layer_comm_types)
+    return _patches_of(needed)
 
 
 def all_repairs() -> tuple[Patch, ...]:
     """Every repair of the library, for the contract check."""
     always = (*_EVERYWHERE, *_WITH_SUBSTITUTE, *_WITHOUT_CUDA, *_ON_CPU)
-    return _patches_of((*always, *_FOR_ARGUMENT.values()))
+    return _patches_of((*always, *_FOR_ARGUMENT.values(), layer_comm_types))
 
 
 def _patches_of(modules: Iterable[ModuleType]) -> tuple[Patch, ...]:

@@ -7,13 +7,19 @@ a layer is built, the repair puts one entry more in front.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.signatures import bind
 
 OWNER = "repair:layer-comm-types"
+
+
+def needed(values: Mapping[str, Any]) -> bool:
+    """Do Megatron's arguments give the layers types of their own?"""
+    types = values.get("cp_comm_type")
+    return isinstance(types, list | tuple) and len(types) > 1
 
 
 def read_from_one(original: Callable[..., None]) -> Callable[..., None]:
