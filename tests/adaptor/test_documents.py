@@ -23,7 +23,7 @@ def alone(rank_pool):
     [
         ("local", 1, None, NAMES),
         ("te", 2, None, NAMES),
-        ("local", 2, "ulysses", ["gqa", "mla-yarn"]),
+        pytest.param("local", 2, "ulysses", ["gqa", "mla-yarn"], marks=pytest.mark.slow),
         ("te", 4, "adaptive", ["gqa", "recomputed"]),
     ],
 )

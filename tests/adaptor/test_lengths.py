@@ -10,7 +10,9 @@ from tests.adaptor import lengths_ranks
 SETUP = "mindspeed.megatron_adaptor"
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("stages", "chunks"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 1), (2, 2)]
+)
 def test_lengths_cost_no_messages_where_all_know_them(ranks, stages, chunks):
     results = ranks(stages, lengths_ranks.steps, stages, chunks, setup=SETUP, timeout=240)
     boundaries = (stages * chunks - 1) * len(lengths_ranks.LENGTHS)
