@@ -31,6 +31,11 @@ ADAPTERS = ["--lora-target-modules", "linear_qkv", "gate_proj", "linear_fc2", "-
 ADAPTERS += ["--lr", "0.01"]
 
 
+def slow(*values):
+    """A case that the quick test run leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def run(ranks, world_size, flags, *fault_and_args):
     flags = [*SMALL, *flags, *([] if ADAPTERS[0] in flags else ["--bf16"])]
     results = ranks(
@@ -75,7 +80,7 @@ def stage_1(rank_pool, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "world_size, flags",
-    [(2, ["--zero-stage", "2", *DROPOUT]), (2, ["--zero-stage", "3", *EXPERTS])],
+    [(2, ["--zero-stage", "2", *DROPOUT]), slow(2, ["--zero-stage", "3", *EXPERTS])],
     ids=["stage-2-dropout", "stage-3-experts-on-two-ranks"],
 )
 def test_resumed_training_is_bit_equal_to_uninterrupted_training(
@@ -98,7 +103,7 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(
         (1, ["--zero-stage", "2"]),
         (2, ["--zero-stage", "3"]),
         (2, ["--zero-stage", "3", "--tensor-model-parallel-size", "2"]),
-        (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
+        slow(2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
     ],
     ids=["one-rank-stage-2", "as-before", "tensor-2", "pipeline-2-stage-1"],
 )
@@ -164,7 +169,7 @@ def adapters(stage_3, rank_pool, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--zero-stage", "2", "--tensor-model-parallel-size", "2"], ["--zero-stage", "3"]],
+    [slow(["--zero-stage", "2", "--tensor-model-parallel-size", "2"]), ["--zero-stage", "3"]],
     ids=["stage-2-tensor-2", "stage-3"],
 )
 def test_adapters_train_as_without_zero_and_resume_exactly(flags, adapters, ranks, tmp_path):
@@ -182,7 +187,7 @@ def test_adapters_train_as_without_zero_and_resume_exactly(flags, adapters, rank
     assert all(".lora_" in key for key in stored)
 
 
-@pytest.mark.parametrize("moment", ["in a file", "before the rename", "before the tracker"])
+@pytest.mark.parametrize("moment", ["in a file", slow("before the rename"), "before the tracker"])
 def test_adapters_survive_a_kill_in_the_middle_of_a_save(moment, adapters, ranks, tmp_path):
     plain, common = adapters
     flags = [*common, "--zero-stage", "3", "--save", str(tmp_path)]
