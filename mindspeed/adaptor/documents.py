@@ -277,6 +277,34 @@ def _take_part(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_thd_batch_on_this_cp_rank
 
 
+def plan_batch(documents: Borders, samples: int, *, reset_mask: bool) -> None:
+    """Find layout and plan of a micro-batch: :func:`cut_batch` and the layers have them at hand.
+
+    On the host only, and without communication: a thread may do it while others train.
+
+    Args:
+        documents: Borders of all documents, the samples one behind the other.
+        samples: Samples of the micro-batch.
+        reset_mask: Documents do not see each other.
+    """
+    from megatron.core import parallel_state
+
+    from mindspeed.attention.packed import document_mask
+    from mindspeed.te import kernels
+
+    inside = _seen(documents, samples, reset_mask)
+    strategy, mask = kernels.context_strategy(None, 1), kernels.layout_mask(inside, samples)
+    mask = mask or document_mask(inside)
+    ranks = parallel_state.get_context_parallel_world_size()
+    strategy.plan(mask, strategy.layout(mask, ranks, samples))
+
+
+def _seen(documents: Borders, samples: int, reset_mask: bool) -> Borders:
+    from mindspeed.attention.packed import borders_of_samples
+
+    return documents if reset_mask else borders_of_samples(samples, documents[-1] // samples)
+
+
 def cut_batch(
     batch: dict[str, Any],
     documents: Borders,
@@ -297,12 +325,12 @@ def cut_batch(
     from megatron.core import parallel_state
 
     from mindspeed.attention.megatron import PlanParams
-    from mindspeed.attention.packed import borders_of_samples, cut, pack
+    from mindspeed.attention.packed import cut, pack
     from mindspeed.te import kernels
 
     ranks = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
-    inside = documents if reset_mask else borders_of_samples(samples, documents[-1] // samples)
+    inside = _seen(documents, samples, reset_mask)
     packed = pack(
         documents,
         samples,

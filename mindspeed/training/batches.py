@@ -11,6 +11,10 @@ lengths vary:
 Where lengths vary, every stage reads, and knows the lengths of a whole step's micro-batches before
 it starts: stages exchange no shapes (:mod:`mindspeed.pipeline.lengths`).
 
+Where context-parallel ranks share packed documents, every micro-batch has a layout and a plan of
+its own. Of those that were announced (:meth:`MicroBatches.expect`) one is read ahead, and a thread
+plans it while the ranks train on the one before.
+
 Positions are counted on the rank itself and the mask belongs to the attention. Rows of packed
 documents stay rows: ``packed_seq_params`` tells every layer where documents begin, and which tokens
 the ranks of a context-parallel group have (:mod:`mindspeed.attention.packed`).
@@ -21,15 +25,25 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mindspeed.adaptor import session
-from mindspeed.adaptor.documents import cut_batch, read_batch
+from mindspeed.adaptor.documents import Read, cut_batch, plan_batch, read_batch
 from mindspeed.attention.packed import Borders, borders_of_starts
 
 Batch = dict[str, Any]  # tensors; None for what a stage does not need
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A micro-batch that was read, and the end of its planning where a thread does that."""
+
+    read: Read
+    planned: Future[None] | None = None
 
 
 class MicroBatches(Iterator[Batch]):
@@ -63,32 +77,54 @@ class MicroBatches(Iterator[Batch]):
         if not args.variable_seq_lengths:
             self._options["shape"] = (args.micro_batch_size, args.seq_length)
         self._tokenizer = tokenizer
-        self._ahead: deque[tuple[Batch, int]] = deque()
+        self._ahead: deque[_Ahead] = deque()
+        self._expected = 0
+        self._planner: ThreadPoolExecutor | None = None
+        if args.context_parallel_size > 1 and session.install().seams.documents.functions:
+            self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan-ahead")
+        self._reset_mask = args.reset_attention_mask or args.pack_sequences
+        self._reset_positions = args.reset_position_ids or args.pack_sequences
 
     def __next__(self) -> Batch:
-        batch, _ = self._ahead.popleft() if self._ahead else self._read()
-        return batch
+        batch = self._ahead.popleft() if self._ahead else self._read()
+        self._expected -= 1
+        if self._planner and self._expected > 0 and not self._ahead:
+            self._ahead.append(self._read())
+        if batch.planned is not None:
+            batch.planned.result()
+        return self._cut(batch.read)
+
+    def expect(self, count: int) -> None:
+        """So many micro-batches will be asked for, at least."""
+        self._expected = count
 
     def lengths_ahead(self, count: int) -> list[int]:
         """Lengths of the next micro-batches, on all context-parallel ranks together."""
         while len(self._ahead) < count:
             self._ahead.append(self._read())
-        return [length for _, length in list(self._ahead)[:count]]
+        return [batch.read.length for batch in list(self._ahead)[:count]]
 
-    def _read(self) -> tuple[Batch, int]:
-        args, seams = self._args, session.install().seams
+    def _read(self) -> _Ahead:
+        seams = session.install().seams
         read = read_batch(seams, self._loader, self._tokenizer, **self._options)
+        if self._planner is None or read.documents is None:
+            return _Ahead(read)
+        samples, reset_mask = self._args.micro_batch_size, self._reset_mask
+        planning = self._planner.submit(plan_batch, read.documents, samples, reset_mask=reset_mask)
+        return _Ahead(read, planning)
+
+    def _cut(self, read: Read) -> Batch:
         batch: Batch = {**read.rows, "attention_mask": None, "position_ids": read.positions}
         if read.documents is None:
-            return get_batch_on_this_cp_rank(batch), read.length
+            return get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
         part, packed_seq_params = cut_batch(
             batch,
             read.documents,
-            args.micro_batch_size,
-            reset_mask=args.reset_attention_mask or args.pack_sequences,
-            reset_positions=args.reset_position_ids or args.pack_sequences,
+            self._args.micro_batch_size,
+            reset_mask=self._reset_mask,
+            reset_positions=self._reset_positions,
         )
-        return {**part, "packed_seq_params": packed_seq_params}, read.length
+        return {**part, "packed_seq_params": packed_seq_params}
 
 
 def _samples_and_padding(sample: Any) -> Borders:

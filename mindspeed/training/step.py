@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mindspeed import device
 from mindspeed.errors import TrainingError
 from mindspeed.training import zero
+from mindspeed.training.batches import MicroBatches
 from mindspeed.training.data import Reader
 from mindspeed.training.model import TrainedModel
 
@@ -66,7 +67,10 @@ class Trainer:
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         model.optimizer.zero_grad()
-        losses = self._run_schedule(readers, get_num_microbatches(), forward_only=False)
+        follows = int(iteration < args.train_iters)  # the next step's first may be read now
+        losses = self._run_schedule(
+            readers, get_num_microbatches(), forward_only=False, follows=follows
+        )
         if args.max_skipped_nan_iterations and self._must_skip(losses, iteration):
             return StepResult(losses, None, skipped=True)
         if args.check_for_nan_in_loss_and_grad:
@@ -88,9 +92,17 @@ class Trainer:
             return self._run_schedule(readers, num_microbatches, forward_only=True)
 
     def _run_schedule(
-        self, readers: Sequence[Reader | None], num_microbatches: int, *, forward_only: bool
+        self,
+        readers: Sequence[Reader | None],
+        num_microbatches: int,
+        *,
+        forward_only: bool,
+        follows: int = 0,
     ) -> torch.Tensor | None:
         model, args = self._model, self._args
+        for reader in readers:
+            if isinstance(reader, MicroBatches):
+                reader.expect(num_microbatches + follows)
         single = len(model.chunks) == 1
         reports = self._schedule(
             forward_step_func=forward_step,

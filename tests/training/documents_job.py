@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +60,36 @@ def train_and_count(flags: Sequence[str]) -> dict[str, Any]:
     with CommLedger() as ledger:
         result = train(flags)
     return {**result, "sent": ledger.calls("send"), "lengths": lengths}
+
+
+def train_and_watch_plans(flags: Sequence[str]) -> dict[str, Any]:
+    """Train with adaptive layouts.
+
+    Returns:
+        The ``order`` of what this rank did with micro-batches, and the ``threads`` that computed a
+        layout.
+    """
+    from trainer_job import train
+
+    from mindspeed.training import batches
+
+    planner = importlib.import_module("mindspeed.attention.planners.adaptive")
+    order: list[str] = []
+    threads: list[str] = []
+
+    def watch(module: Any, name: str, note: Callable[[], None]) -> None:
+        function = getattr(module, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            note()
+            return function(*args, **options)
+
+        setattr(module, name, watched)
+
+    watch(batches, "read_batch", lambda: order.append("read"))
+    watch(batches, "cut_batch", lambda: order.append("train"))
+    watch(planner, "starts", lambda: threads.append(threading.current_thread().name))
+    return {**train(flags), "order": order, "threads": threads}
 
 
 def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from documents_job import packed_and_dense, write_documents
+from documents_job import packed_and_dense, train_and_watch_plans, write_documents
 from trainer_job import SETUP, metrics, train
 
 TP, PP = (f"--{name}-model-parallel-size 2" for name in ("tensor", "pipeline"))
@@ -100,6 +100,19 @@ def test_every_layout_gives_the_losses_of_one_rank(run, one_rank, world, flags):
 def test_the_comparison_can_fail_without_resets_losses_differ(run, one_rank):
     ours = run(1, "--eod-mask-loss --calculate-per-token-loss")
     assert ours[0]["lm_loss"] != pytest.approx(one_rank[0]["lm_loss"], rel=1e-5)
+
+
+def test_a_thread_plans_the_next_micro_batch_while_one_is_trained(prefix, ranks):
+    flags = flags_for(
+        prefix, RESETS, "--calculate-per-token-loss --train-iters 2", CP,
+        "--context-parallel-algo adaptive_cp_algo --adaptive-cp-granularity 4",
+    )  # fmt: skip
+    for result in ranks(2, train_and_watch_plans, flags, setup=SETUP, backend=None, timeout=120):
+        assert result["error"] is None, result
+        # Four micro-batches a step; the last of all has none to read behind it.
+        assert result["order"] == ["read", *["read", "train"] * 7, "train"]
+        assert len(result["threads"]) == 8
+        assert all(name.startswith("plan-ahead") for name in result["threads"])
 
 
 @pytest.mark.parametrize(
