@@ -53,6 +53,27 @@ def batches(flags: list[str], count: int) -> list[dict[str, Any]]:
     return [next(reader) for _ in range(count)]
 
 
+def load_a_tokenizer_of(entries: int) -> str:
+    """What is said of a tokenizer with so many entries for a model of a family with 1000."""
+    from types import SimpleNamespace
+
+    from mindspeed.errors import DataError
+    from mindspeed.training import data
+
+    data.TokenizerOptions = SimpleNamespace(from_args=lambda args: None)
+    data.build_tokenizer = lambda options: SimpleNamespace(vocab_size=entries)
+    args = SimpleNamespace(
+        vocab_size=1000, padded_vocab_size=None, mask_padded_vocab=True,
+        tokenizer_type="HuggingFaceTokenizer", make_vocab_size_divisible_by=16,
+        tensor_model_parallel_size=2,
+    )  # fmt: skip
+    try:
+        data.load_tokenizer(args)
+    except DataError as error:
+        return str(error)
+    return f"{args.padded_vocab_size} rows"
+
+
 def on_files(prefix: str) -> list[str]:
     return [*(word for word in TINY if word != "--mock-data"), "--data-path", prefix]
 
@@ -166,3 +187,16 @@ def test_a_missing_data_set_is_named_before_anything_starts(prefix, message, ran
     (result,) = ranks(1, train, flags, setup=SETUP, backend=None, timeout=60)
     assert result["error"].startswith("DataError: --data-path")
     assert message in result["error"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (999, "1024 rows"),
+        (1000, "1024 rows"),
+        (1001, "the tokenizer has 1,001 entries, the model --vocab-size 1,000: take the model's"),
+    ],
+)
+def test_a_tokenizer_with_more_entries_than_the_model_is_refused(ranks, entries, said):
+    (answer,) = ranks(1, load_a_tokenizer_of, entries, setup=SETUP, backend=None)
+    assert answer.startswith(said)
