@@ -226,9 +226,9 @@ def _print(name: str, mask: Mask, sizes: Sizes, found: Sequence[Costs]) -> None:
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("algorithm", no_wrap=True)
+    table.add_column("algorithm", max_width=15)
     for column in ("balance", "forward", "backward", "both", "messages", "parts", "memory"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     for one in found:
         table.add_row(
             one.name,

@@ -8,6 +8,7 @@ receives, both as a part of the largest of all algorithms. Drawn without pyplot.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_bytes
 
 _SIDE = 3.4
+_LETTERS = 34  # of the title, above each
 _ACROSS = 4
 Point = tuple[float, float]
 
@@ -55,6 +57,7 @@ def draw(found: Sequence[Costs], output: Path, title: str) -> None:
             axes[2:], (one.work, _received(one)), most, names, strict=True
         ):
             _draw_bars(place, values, top, colors, name)
+    title = textwrap.fill(title, _LETTERS * across)
     figure.suptitle(title, fontsize=12, fontweight="bold", color="#0f172a")
     buffer = io.BytesIO()
     figure.savefig(buffer, format=output.suffix[1:], dpi=110)
