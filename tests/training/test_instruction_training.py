@@ -6,10 +6,12 @@ set of samples, whatever ranks, lengths and rows it is spread over.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from instruction_job import batches, flags_for, packed_and_padded, write_conversations
-from trainer_job import SETUP, metrics, train
+from trainer_job import SETUP, runs, train
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 ENGINE = "--transformer-impl transformer_engine"
@@ -26,22 +28,7 @@ def prefix(rank_pool, tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def run(rank_pool, prefix, tmp_path_factory):
     """Trains three steps on some ranks from one set of weights; returns the metrics."""
-    folder = tmp_path_factory.mktemp("runs")
-    weights = str(folder / "weights")
-    start = flags_for(prefix, "--train-iters 1 --lr 0 --save", weights)
-    (result,) = rank_pool.run(1, train, start, setup=SETUP, backend=None, timeout=60)
-    assert result["error"] is None, result
-
-    def go(world: int, *flags: str) -> list[dict]:
-        file = folder / "metrics.jsonl"
-        file.unlink(missing_ok=True)
-        load = f"--load {weights} --finetune --no-load-optim --no-load-rng --train-iters 3"
-        command = flags_for(prefix, load, f"--metrics-file {file}", *flags)
-        results = rank_pool.run(world, train, command, setup=SETUP, backend=None, timeout=120)
-        assert {result["error"] for result in results} == {None}, results
-        return metrics(file)
-
-    return go
+    return runs(rank_pool, tmp_path_factory.mktemp("runs"), partial(flags_for, prefix))
 
 
 def same(ours: list[dict], theirs: list[dict]) -> None:

@@ -94,3 +94,31 @@ def printed(path: Path) -> list[tuple[str, str, str]]:
         )
         for record in metrics(path)
     ]
+
+
+def runs(pool: Any, folder: Path, flags_for: Callable[..., list[str]]) -> Callable[..., list[dict]]:
+    """Runs of the trainer that begin with the same weights.
+
+    Args:
+        pool: a :class:`mindspeed.testing.RankPool`.
+        folder: for weights and metrics.
+        flags_for: adds the flags of the data.
+
+    Returns:
+        ``run(world, *flags)`` trains three steps on so many ranks and returns the metrics.
+    """
+
+    def train_on(world: int, *flags: str) -> None:
+        results = pool.run(world, train, flags_for(*flags), setup=SETUP, backend=None, timeout=240)
+        assert {result["error"] for result in results} == {None}, results
+
+    weights, file = folder / "weights", folder / "metrics.jsonl"
+    train_on(1, f"--train-iters 1 --lr 0 --save {weights}")
+
+    def run(world: int, *flags: str) -> list[dict]:
+        file.unlink(missing_ok=True)
+        load = f"--load {weights} --finetune --no-load-optim --no-load-rng --train-iters 3"
+        train_on(world, load, f"--metrics-file {file}", *flags)
+        return metrics(file)
+
+    return run
