@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,7 @@ class MicroBatches(Iterator[Batch]):
         tokenizer: knows which token ends a document.
         first: the stage embeds tokens.
         last: the stage computes the loss.
+        trained: called for each micro-batch when it is asked for.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class MicroBatches(Iterator[Batch]):
         *,
         first: bool,
         last: bool,
+        trained: Callable[[], None] | None = None,
     ) -> None:
         self._args = args
+        self._trained = trained
         self._loader = loader
         self._options: dict[str, Any] = {
             "first": first,
@@ -92,6 +95,8 @@ class MicroBatches(Iterator[Batch]):
             self._ahead.append(self._read())
         if batch.planned is not None:
             batch.planned.result()
+        if self._trained is not None:
+            self._trained()
         return self._cut(batch.read)
 
     def expect(self, count: int) -> None:

@@ -11,6 +11,7 @@ and all sum up once per log interval (24 bytes).
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,9 @@ class FullRows:
         """The loader itself: there is nothing to see."""
         return loader
 
+    def count(self) -> None:
+        """Nothing: ``take`` knows."""
+
     def take(self, samples: int) -> Counts:
         """Of so many rows."""
         tokens = samples * self._length
@@ -47,17 +51,22 @@ class FullRows:
 
 
 class CountedRows:
-    """Rows of conversations, counted as they are read."""
+    """Rows of conversations, counted as they are trained: they may be read long before."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.int64)
+        self._read: deque[torch.Tensor] = deque()
 
     def watch(self, loader: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; each is counted when it is taken."""
+        """The same batches; :meth:`count` counts them in their order."""
         for batch in loader:
-            self._sums[0] += batch["tokens"].numel()
-            self._sums[1:] += batch["counts"]
+            positions = torch.tensor([batch["tokens"].numel()])
+            self._read.append(torch.cat([positions, batch["counts"]]))
             yield batch
+
+    def count(self) -> None:
+        """The first batch that was read and not counted is trained now."""
+        self._sums += self._read.popleft()
 
     def take(self, samples: int) -> Counts:
         """Everything since the last call. Collective; ``samples`` is known from the rows."""

@@ -266,9 +266,12 @@ def micro_batches(
             continue
         loader = _loader(args, dataset, consumed, collate) if _leads_tensor_group() else None
         counts = counts and parallel_state.get_context_parallel_rank() == 0
+        trained = None
         if loader is not None and rows is not None and counts:
-            loader = rows.watch(loader)
-        readers.append(MicroBatches(args, loader, tokenizer, first=first, last=last))
+            loader, trained = rows.watch(loader), rows.count
+        readers.append(
+            MicroBatches(args, loader, tokenizer, first=first, last=last, trained=trained)
+        )
     return readers
 
 
