@@ -37,8 +37,14 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
     Returns:
         The last iteration done.
     """
+    setup.initialize(settings.args)
+    iteration = _train(settings, provider)  # its readers' processes, with our sockets, have ended
+    setup.leave_job()
+    return iteration
+
+
+def _train(settings: Settings, provider: ModelProvider) -> int:
     args = settings.args
-    setup.initialize(args)
     tokenizer = data.load_tokenizer(args)
     count_batches(args)
     model = build(args, provider)
@@ -57,9 +63,7 @@ def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
         source = args.lora_load if adapted(model.chunks) else args.load
         saver.last_saved = iteration if source == args.save else None
-    iteration = loop.train(args, model, readers, held_out, iteration, saver, rows)
-    setup.leave_job()
-    return iteration
+    return loop.train(args, model, readers, held_out, iteration, saver, rows)
 
 
 def resume(args: argparse.Namespace, model: TrainedModel) -> int:
