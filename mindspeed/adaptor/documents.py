@@ -11,6 +11,9 @@ for rows of layout ``thd``, is turned off or replaced here:
 * Transformer Engine's attention module gets the documents as an argument;
 * multi-token prediction rolls whole rows.
 
+A script that cuts its batches by the original's functions gives the model no argument;
+``GPTModel.forward`` fetches it (:mod:`mindspeed.core.context_parallel.get_batch_utils`).
+
 Nothing is remembered between calls: a layer that is computed again during the backward pass of
 another micro-batch gets its own documents with its own arguments.
 """
@@ -66,7 +69,7 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
             "megatron.core.datasets.gpt_dataset:_get_ltor_masks_and_position_ids",
             _without_documents,
             OWNER,
-            "the data set builds no mask and no positions of documents",
+            "the data set builds no mask",
             expects=(
                 "(data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss, "
                 "create_attention_mask)"
@@ -92,6 +95,17 @@ def reading(seams: Seams, owner: str) -> Patch:
 def carrying() -> tuple[Patch, ...]:
     """The patches of the model alone: what reads the documents of a micro-batch."""
     return (
+        Patch(
+            "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+            _fetch_current,
+            OWNER,
+            "documents of a script that hands the model none",
+            expects=(
+                "(self, input_ids, position_ids, attention_mask, decoder_input, labels, "
+                "inference_context, packed_seq_params, ...)"
+            ),
+            versions=VERSIONS,
+        ),
         Patch(
             f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
             _length_with_positions,
@@ -356,9 +370,22 @@ def _without_documents(original: Callable[..., Any]) -> Callable[..., Any]:
         eod_mask_loss: bool,
         create_attention_mask: bool,
     ) -> Any:
-        return original(data, eod_token, False, False, eod_mask_loss, False)
+        return original(data, eod_token, reset_position_ids, False, eod_mask_loss, False)
 
     return _get_ltor_masks_and_position_ids
+
+
+def _fetch_current(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from mindspeed.core.context_parallel.get_batch_utils import current_params
+
+        given = bind(original, (self, *args), kwargs)
+        generates = given["inference_context"] or given.get("inference_params")
+        if given["packed_seq_params"] is None and not generates:
+            return original(**(given | {"packed_seq_params": current_params()}))
+        return original(self, *args, **kwargs)
+
+    return forward
 
 
 class _PackedLength(int):

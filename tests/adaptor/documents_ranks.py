@@ -105,10 +105,13 @@ def alone(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def packed(names: list[str], spec: str, cp: int, algorithm: str | None) -> dict[str, Any]:
+def packed(
+    names: list[str], spec: str, cp: int, algorithm: str | None, script: bool
+) -> dict[str, Any]:
     """The same of packed rows on ranks of a context-parallel group.
 
-    Both forward passes come before both backward passes, as in 1F1B.
+    Both forward passes come before both backward passes, as in 1F1B. A script of the original
+    hands the model no documents.
     """
     from megatron.core import parallel_state
 
@@ -129,10 +132,17 @@ def packed(names: list[str], spec: str, cp: int, algorithm: str | None) -> dict[
             batch = rows(seed)
             borders = borders_of_tokens(batch["tokens"], EOD)
             given = {**batch, "position_ids": None}
-            part, params = cut_batch(given, borders, SAMPLES, reset_mask=True, reset_positions=True)
+            if script:
+                part, params = _cut_by_script(given, borders)
+                arguments = {}
+            else:
+                part, params = cut_batch(
+                    given, borders, SAMPLES, reset_mask=True, reset_positions=True
+                )
+                arguments = {"packed_seq_params": params}
             out = model(
                 part["tokens"], part["position_ids"], None, labels=part["labels"],
-                loss_mask=part["loss_mask"], packed_seq_params=params,
+                loss_mask=part["loss_mask"], **arguments,
             )  # fmt: skip
             losses[seed].view(-1)[params.packed.rows(rank)] = out.detach().reshape(-1)
             sums.append((out * part["loss_mask"]).sum())
@@ -144,6 +154,18 @@ def packed(names: list[str], spec: str, cp: int, algorithm: str | None) -> dict[
             dist.all_reduce(gradient)
         found[name] = {"losses": losses, "gradients": gradients}
     return found
+
+
+def _cut_by_script(batch: dict[str, Any], borders: tuple[int, ...]) -> tuple[dict[str, Any], Any]:
+    from mindspeed.attention.packed import positions_of
+    from mindspeed.core.context_parallel import get_batch_utils as script
+
+    positions = positions_of(borders).view(SAMPLES, SIZE)
+    script.generate_actual_seq_len({"position_ids": positions})
+    assert script.get_actual_seq_len() == list(borders[1:])
+    part = script.get_batch_on_this_cp_rank({**batch, "position_ids": positions})
+    assert script.get_position_ids().equal(part["position_ids"].t())
+    return part, script.current_params()
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -19,16 +19,17 @@ def alone(rank_pool):
 
 
 @pytest.mark.parametrize(
-    ("spec", "ranks_of_group", "algorithm", "names"),
+    ("spec", "ranks_of_group", "algorithm", "names", "script"),
     [
-        ("local", 1, None, NAMES),
-        ("te", 2, None, NAMES),
-        pytest.param("local", 2, "ulysses", ["gqa", "mla-yarn"], marks=pytest.mark.slow),
-        ("te", 4, "adaptive", ["gqa", "recomputed"]),
+        ("local", 1, None, NAMES, False),
+        ("te", 2, None, NAMES, False),
+        pytest.param("local", 2, "ulysses", ["gqa", "mla-yarn"], False, marks=pytest.mark.slow),
+        ("te", 4, "adaptive", ["gqa", "recomputed"], False),
+        ("te", 2, None, ["gqa", "recomputed"], True),
     ],
 )
-def test_documents_train_as_if_alone(ranks, alone, spec, ranks_of_group, algorithm, names):
-    given = (names, spec, ranks_of_group, algorithm)
+def test_documents_train_as_if_alone(ranks, alone, spec, ranks_of_group, algorithm, names, script):
+    given = (names, spec, ranks_of_group, algorithm, script)
     results = ranks(ranks_of_group, documents_ranks.packed, *given, setup=SETUP, timeout=240)
     for name, wanted in ((name, alone[name]) for name in names):
         for found in (result[name] for result in results):
