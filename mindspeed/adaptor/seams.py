@@ -25,7 +25,7 @@ has that number in checkpoints with a name per layer. ``computing_layers`` is wh
 formula and its means over layers count.
 
 A function of ``documents`` says where the documents of a micro-batch begin; the seam carries them
-to the attention of every layer (:mod:`mindspeed.adaptor.documents`).
+to the attention of every layer (:mod:`mindspeed.adaptor.documents` and ``carrying``).
 
 All up to ``optimizer`` are in ``megatron.core`` (of ``rows`` and ``documents`` what concerns the
 model) and so reach Megatron-LM, frameworks and our own trainer alike. The others belong to a

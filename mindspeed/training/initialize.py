@@ -27,7 +27,8 @@ from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
 from mindspeed.training.old_flags import without_effect
 from mindspeed.training.recipe import dump, parse_with_recipe
-from mindspeed.training.resolve import Settings, assume_inputs, default_ranks, resolve
+from mindspeed.training.resolve import Settings, assume_inputs, resolve
+from mindspeed.training.resolve_parallel import default_ranks
 
 _args: argparse.Namespace | None = None
 _tokenizer: TextTokenizer | None = None

@@ -115,7 +115,7 @@ def packed(
     """
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor.documents import cut_batch
+    from mindspeed.adaptor.micro_batch import cut_batch
     from mindspeed.attention.packed import borders_of_tokens
     from mindspeed.attention.strategy import Strategy
     from mindspeed.te import kernels

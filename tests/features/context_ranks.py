@@ -175,3 +175,15 @@ def second_communicators() -> tuple[list[int], int, int]:
     ranks = dist.get_process_group_ranks(made)
     second.destroy()
     return ranks, more, len(dist.distributed_c10d._world.pg_map) - before
+
+
+def held_by_an_all_gather(parts: int) -> tuple[int, int, int]:
+    """Bytes held at once by an all-gather in parts, bytes received, and collectives."""
+    from mindspeed.device import track_memory
+    from mindspeed.testing import CommLedger
+
+    strategy = Strategy("all_gather", head_groups=parts)
+    own = [torch.zeros(128, 1, 8, 64) for _ in range(3)]
+    with torch.no_grad(), track_memory() as memory, CommLedger() as ledger:
+        attend(*own, dist.group.WORLD, strategy, scale=SCALE)
+    return memory.peak, ledger.bytes("all_to_all"), ledger.calls("all_to_all")

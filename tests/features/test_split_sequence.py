@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.features import context_ranks
 
 
@@ -17,3 +19,15 @@ def test_second_communicators_are_made_once_and_destroyed(ranks):
     for rank, (members, more, left) in enumerate(ranks(4, function, setup=setup, timeout=240)):
         assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert (more, left) == (1, 0)
+
+
+def test_all_gather_in_parts_receives_the_same_and_holds_less(ranks):
+    """Keys and values of 4 ranks with 8 heads of 64 numbers for 128 tokens: 2 MiB."""
+    held = {}
+    for parts in (1, 2, 4):
+        for peak, received, calls in ranks(4, context_ranks.held_by_an_all_gather, parts):
+            held.setdefault(parts, []).append(peak)
+            assert received == 3 * 2 * 128 * 8 * 64 * 4 and calls == parts
+    for whole, half, quarter in zip(*held.values(), strict=True):
+        assert whole - quarter > 2**21 * 3 / 4
+        assert whole - half == pytest.approx(2 * (half - quarter), rel=0.02)

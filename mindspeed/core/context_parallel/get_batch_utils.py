@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mindspeed.adaptor import session
-from mindspeed.adaptor.documents import cut_batch
+from mindspeed.adaptor.micro_batch import cut_batch
 from mindspeed.attention.megatron import PlanParams
 from mindspeed.attention.packed import (
     Borders,

@@ -1,0 +1,123 @@
+"""Parallel sizes: what follows from the number of ranks, and which splits cannot be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from mindspeed import device
+from mindspeed.training import zero
+
+
+def model_parallel_size(args: argparse.Namespace) -> int:
+    """Ranks that hold one copy of the model."""
+    return (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+
+
+def default_ranks(args: argparse.Namespace) -> int:
+    """Ranks where neither a launcher nor ``--nproc`` says how many.
+
+    Those of ``--devices`` for ``--dry-run`` and where this machine has as many, else as few as can
+    hold the model.
+    """
+    smallest = model_parallel_size(args)
+    if args.devices is None:
+        return smallest
+    return args.devices if args.dry_run or device.current().count() >= args.devices else smallest
+
+
+def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+    """Complete the sizes of the parallel groups; yields what cannot be."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    size = model_parallel_size(args)
+    args.world_size = world_size
+    args.data_parallel_size = max(1, world_size // size)
+    if world_size % size:
+        yield (
+            f"{world_size} ranks cannot be divided by tensor {tp} x pipeline {pp} x context {cp} "
+            f"= {size} parallel ranks: start a multiple of {size} processes or change "
+            "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size"
+        )
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = tp
+    if ep > 1 and not args.num_experts:
+        yield "--expert-model-parallel-size needs --num-experts"
+    elif ep > 1 and args.num_experts % ep:
+        yield f"--num-experts {args.num_experts} is not divisible by expert parallel size {ep}"
+    expert_size = args.expert_tensor_parallel_size * pp * ep
+    if args.num_experts and world_size % expert_size:
+        yield (
+            f"{world_size} ranks cannot be divided by expert tensor "
+            f"{args.expert_tensor_parallel_size} x expert {ep} x pipeline {pp} = {expert_size}"
+        )
+    if tp == 1:
+        args.sequence_parallel = False
+    if args.fold_mode is not None:
+        args.overlap_grad_reduce = True
+    yield from zero.complete(args)
+    if args.overlap_param_gather and not args.use_distributed_optimizer:
+        yield "--overlap-param-gather needs --use-distributed-optimizer"
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce"
+    yield from _pipeline(args)
+
+
+def _pipeline(args: argparse.Namespace) -> Iterator[str]:
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers or 0
+    per_stage = args.num_layers_per_virtual_pipeline_stage
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    if args.num_layer_list is not None:
+        yield from _layer_list(args)
+    layout = args.pipeline_model_parallel_layout
+    if sum(value is not None for value in (per_stage, chunks, layout)) > 1:
+        yield (
+            "give one of --num-layers-per-virtual-pipeline-stage, "
+            "--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout"
+        )
+    if layout is not None:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout as Layout,
+        )
+
+        stages = Layout.get_num_stages_from_str(layout)
+        if stages % pp:
+            yield f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of {pp}"
+        chunks = stages // pp
+    counted = layers + args.account_for_embedding_in_pipeline_split
+    counted += args.account_for_loss_in_pipeline_split
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if layout is None and first is None and last is None and counted % pp:
+        yield f"{counted} layers cannot be divided by --pipeline-model-parallel-size {pp}"
+    if per_stage is not None:
+        if counted // pp % per_stage:
+            yield f"{counted // pp} layers per stage are not divisible by {per_stage}"
+        chunks = counted // pp // per_stage
+    args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
+    if args.virtual_pipeline_model_parallel_size is None:
+        args.overlap_p2p_comm = args.align_param_gather = False
+    elif pp == 1:
+        yield "the interleaved schedule needs --pipeline-model-parallel-size of at least 2"
+
+
+def _layer_list(args: argparse.Namespace) -> Iterator[str]:
+    """``5,6,5`` is the layout ``Et*5|t*6|t*5L``."""
+    pp, given = args.pipeline_model_parallel_size, args.num_layer_list
+    if not all(part.strip().isdigit() for part in given.split(",")):
+        yield f"--num-layer-list {given}: whole numbers with commas are expected, such as 5,6,6,5"
+        return
+    counts = [int(part) for part in given.split(",")]
+    if len(counts) != pp or sum(counts) != args.num_layers:
+        yield (
+            f"--num-layer-list {given} has {len(counts)} stages and {sum(counts)} layers: there "
+            f"are {pp} stages (--pipeline-model-parallel-size) and {args.num_layers} layers"
+        )
+    elif args.pipeline_model_parallel_layout is not None:
+        yield "give one of --num-layer-list and --pipeline-model-parallel-layout"
+    else:
+        stages = "|".join("t" * count for count in counts)
+        args.pipeline_model_parallel_layout = f"E{stages}L"

@@ -1,0 +1,146 @@
+"""Duration, schedule, data and files of a run: what follows from what, and what cannot be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from mindspeed.checkpoint.directory import tracked
+from mindspeed.lora import flags as lora_flags
+from mindspeed.models.hf_load import is_hf
+from mindspeed.training.sinks import missing_packages
+
+
+def duration(args: argparse.Namespace) -> Iterator[str]:
+    """Complete duration, learning rate and logging; yields what cannot be."""
+    if args.train_iters is not None:
+        for name in ("lr_decay_samples", "lr_warmup_samples"):
+            if getattr(args, name):
+                yield f"--{name.replace('_', '-')} needs --train-samples, not --train-iters"
+    else:
+        for name in ("lr_decay_iters", "lr_warmup_iters"):
+            if getattr(args, name):
+                yield f"--{name.replace('_', '-')} needs --train-iters, not --train-samples"
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        yield "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples"
+    yield from _schedule(args)
+    if args.min_lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} is larger than --lr {args.lr}"
+    if args.lr_warmup_init > args.lr:
+        yield f"--lr-warmup-init {args.lr_warmup_init} is larger than --lr {args.lr}"
+    if args.weight_decay_incr_style != "constant" and args.start_weight_decay is None:
+        yield "--weight-decay-incr-style needs --start-weight-decay and --end-weight-decay"
+    if args.eval_interval is None:
+        args.eval_iters = 0
+    if args.log_interval < 1:
+        yield f"--log-interval {args.log_interval} must be at least 1"
+
+
+def _schedule(args: argparse.Namespace) -> Iterator[str]:
+    """Warm-up and last phase must fit into the decay."""
+    unit = "iters" if args.train_iters is not None else "samples"
+    duration, given, warmup, last = (
+        getattr(args, f"{name}_{unit}")
+        for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay")
+    )
+    decay = duration if given is None else given
+    flag = f"--{'train' if given is None else 'lr-decay'}-{unit} {decay}"
+    if decay < 1:
+        yield f"{flag} must be at least 1"
+    elif warmup >= decay:
+        yield (
+            f"--lr-warmup-{unit} {warmup} must be less than {flag}, the length of the learning "
+            "rate schedule: shorten the warm-up or lengthen the schedule"
+        )
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
+        yield f"--lr-warmup-fraction {args.lr_warmup_fraction} must be at least 0 and less than 1"
+    if args.lr_decay_style != "WSD":
+        return
+    if last is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
+    elif not 0 < last <= decay:
+        yield f"--lr-wsd-decay-{unit} {last} must be between 1 and {flag}"
+
+
+def output(args: argparse.Namespace) -> Iterator[str]:
+    """Complete where a run begins and what it writes; yields what cannot be."""
+    if args.auto_resume:
+        if args.save is None:
+            yield "--auto-resume needs --save"
+        elif lora_flags.asked(args):  # the base model stays, the adapters continue
+            pass
+        elif args.load is None:
+            args.load = args.save
+        elif tracked(args.save) is not None and (args.finetune or is_hf(args.load)):
+            args.load, args.finetune = args.save, False  # the run has begun: continue it
+    if args.save_interval is not None and args.save is None:
+        yield "--save-interval needs --save"
+    if args.keep_last is not None and args.keep_last < 1:
+        yield f"--keep-last {args.keep_last} must be at least 1"
+    yield from lora_flags.complete(args)
+    if args.use_checkpoint_args and args.load is None:
+        yield "--use-checkpoint-args needs --load"
+    if args.tensorboard_log_interval < 1:
+        yield f"--tensorboard-log-interval {args.tensorboard_log_interval} must be at least 1"
+    yield from missing_packages(args)
+    args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
+
+
+def data(args: argparse.Namespace) -> Iterator[str]:
+    """Complete where data come from; yields what cannot be."""
+    splits = ("train", "valid", "test")
+    per_split = [getattr(args, f"{split}_data_path") for split in splits]
+    parts = [getattr(args, f"{split}_weighted_split_paths") for split in splits]
+    sources = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--data-args-path": args.data_args_path,
+        "--train-data-path": any(per_split),
+        "--train-weighted-split-paths": any(parts),
+    }
+    given = [name for name, value in sources.items() if value]
+    if len(given) != 1:
+        chosen = f"not {' and '.join(given)}" if given else "none is given"
+        yield f"give one of {', '.join(sources)}; {chosen}"
+    if args.split is None and not any(per_split + parts):
+        args.split = "969, 30, 1"
+    for name in ("reset_attention_mask", "reset_position_ids", "pack_sequences"):
+        if getattr(args, name) and args.optimization_level < 2:
+            yield f"--{name.replace('_', '-')} needs --optimization-level 2"
+    if not args.shuffle and args.dataloader_type != "single":
+        yield "--no-shuffle needs --dataloader-type single: cyclic reads in random order"
+    if not args.shuffle and args.length_grouped:
+        yield "give one of --no-shuffle and --length-grouped, which mixes the groups"
+    if args.tokenizer_type is None:
+        yield "--tokenizer-type is missing (HuggingFaceTokenizer, NullTokenizer, ...)"
+    yield from _conversations(args)
+
+
+def _conversations(args: argparse.Namespace) -> Iterator[str]:
+    """Flags of ``--is-instruction-dataset``."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ("pack_sequences", "length_grouped")
+        if getattr(args, name)
+    ]
+    if not args.is_instruction_dataset:
+        if given:
+            yield f"{' and '.join(given)}: only with --is-instruction-dataset"
+        return
+    # The mean over trained tokens of the whole batch: micro-batches with few do not count more.
+    args.calculate_per_token_loss = True
+    if args.mock_data:
+        yield "--is-instruction-dataset reads files: give --data-path instead of --mock-data"
+    if args.reset_position_ids or args.reset_attention_mask or args.eod_mask_loss:
+        yield (
+            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss are for plain text: "
+            "with --is-instruction-dataset drop them"
+        )
+    if args.pad_to_multiple_of < 1:
+        yield f"--pad-to-multiple-of {args.pad_to_multiple_of} must be at least 1"
+    if args.length_grouped and args.pack_sequences:
+        yield "give one of --length-grouped and --pack-sequences: packed rows are full already"
+    if args.length_grouped and args.dataloader_type != "single":
+        yield "--length-grouped needs --dataloader-type single: cyclic shuffles the groups apart"
+    if args.length_grouped and args.data_path and len(args.data_path) > 1:
+        yield "--length-grouped needs one data set: blending mixes the groups"
