@@ -92,6 +92,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         options.tokens, options.ranks, options.heads, options.repeats = 256, 4, 4, 1
         options.groups = 2
+    if options.heads % options.ranks:
+        parser.error("--heads must be divisible by --ranks: Ulysses gives every rank as many")
     options.dtype = options.dtype or ("fp32" if options.device == "cpu" else "bf16")
     options.out = options.out or Path(f"{options.device}-attention")
     return options
