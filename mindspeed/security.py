@@ -20,6 +20,7 @@ import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -106,6 +107,7 @@ def safe_torch_load(path: PathLike, *, allow_pickle: bool = False, **options: An
     import torch
 
     check_path(path, "code" if allow_pickle else "input")
+    torch.serialization.add_safe_globals([ENUM_MEMBER])
     options.setdefault("map_location", "cpu")
     try:
         return torch.load(path, weights_only=not allow_pickle, **options)
@@ -116,6 +118,23 @@ def safe_torch_load(path: PathLike, *, allow_pickle: bool = False, **options: An
             f"{path} holds more than tensors{name}; loading it could run any code. If you trust "
             "whoever wrote it, convert it to safetensors or load it with allow_pickle=True"
         ) from error
+
+
+def enum_member(kind: Any, name: str) -> Enum:
+    """What ``getattr`` stands for in pickles of Python 3.11.0 to 3.11.3: a member of ``kind``.
+
+    These Pythons write enumerations that way; ``getattr`` itself would reach anything.
+
+    Raises:
+        SecurityError: ``kind`` is no enumeration, or has no such member.
+    """
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise SecurityError(f"a pickle asks for the attribute {name!r} of {kind!r}; it may run code")
+
+
+ENUM_MEMBER = (enum_member, "builtins.getattr")
+"""For ``torch.serialization.add_safe_globals``."""
 
 
 def _walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -16,9 +16,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 FIRST = ("torch", "megatron-core")
-OLDEST_PYTHON = 10
+OLDEST = Version("3.10")
 
 
 def closure(root: str) -> dict[str, str]:
@@ -48,8 +49,12 @@ def closure(root: str) -> dict[str, str]:
 def python_marker(name: str) -> str:
     """A marker where ``name`` does not install on the oldest Python that we support."""
     allowed = SpecifierSet(distribution(name).metadata["Requires-Python"] or "")
-    oldest = next(minor for minor in range(OLDEST_PYTHON, 100) if f"3.{minor}.99" in allowed)
-    return "" if oldest == OLDEST_PYTHON else f'; python_version >= "3.{oldest}"'
+    least = max((Version(one.version) for one in allowed if one.operator == ">="), default=OLDEST)
+    if least <= OLDEST:
+        return ""
+    if least.micro:
+        return f'; python_full_version >= "{least}"'
+    return f'; python_version >= "{least.major}.{least.minor}"'
 
 
 def main() -> None:

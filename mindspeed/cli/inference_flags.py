@@ -79,6 +79,7 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[Generator]
     from mindspeed.inference.load import Source, load_model, resolve_source
     from mindspeed.training.guard import stop_together
     from mindspeed.training.launch import inside_a_job, run_ranks
+    from mindspeed.training.setup import leave_job
 
     model, tokenizer = args.load, args.tokenizer_model
     source = Source(model, args.ckpt_step, args.tp, args.pp, tokenizer, args.lora_load)
@@ -90,6 +91,8 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[Generator]
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone
             loaded = load_model(source, int(os.environ.get("WORLD_SIZE", "1")))
         body(Generator.of(loaded))
+        if inside_a_job():
+            leave_job()
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -48,6 +49,30 @@ def test_an_index_that_would_call_a_function_is_refused_and_nothing_is_called(tm
     with pytest.raises(SecurityError, match=r"asks for (posix|os)\.mkdir"):
         read_index(index(tmp_path, Bomb(tmp_path / "harm")))
     assert not (tmp_path / "harm").exists()
+
+
+class Attribute:
+    """As Python 3.11.0 to 3.11.3 write the member of an enumeration."""
+
+    def __init__(self, holder: object, name: str) -> None:
+        self.of = holder, name
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_an_index_of_a_python_that_writes_enumerations_as_attributes_is_read(tmp_path):
+    member = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+    (read,) = read_index(index(tmp_path, member)).storage_data.values()
+    assert read == [_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST]
+
+
+@pytest.mark.parametrize(
+    "of", [(torch.Size, "__class__"), (_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "a")]
+)
+def test_no_other_attribute_is_read(tmp_path, of):
+    with pytest.raises(SecurityError, match="asks for the attribute"):
+        read_index(index(tmp_path, Attribute(*of)))
 
 
 @pytest.mark.parametrize(

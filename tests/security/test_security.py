@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import stat
@@ -150,6 +151,18 @@ class Bomb:
         return os.mkdir, (str(self.marker),)
 
 
+class Kind(enum.Enum):
+    A = 1
+
+
+class Attribute:
+    def __init__(self, holder: object, name: str) -> None:
+        self.of = holder, name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, self.of
+
+
 class TestLoading:
     def test_tensors_and_plain_containers_load(self, tmp_path: Path) -> None:
         state = {"weight": torch.arange(6.0).view(2, 3), "step": 7, "names": ["a", None]}
@@ -171,6 +184,16 @@ class TestLoading:
         with pytest.raises(SecurityError, match=r"weights\.pt holds more than tensors"):
             safe_torch_load(path)
         assert not marker.exists()
+
+    def test_enumerations_load_however_a_python_writes_them(self, tmp_path: Path) -> None:
+        """Python 3.11.0 to 3.11.3 write an attribute; what else that could be is refused."""
+        path = tmp_path / "state.pt"
+        with torch.serialization.safe_globals([Kind]):
+            torch.save([Kind.A, Attribute(Kind, "A")], path)
+            assert safe_torch_load(path) == [Kind.A, Kind.A]
+            torch.save(Attribute(Kind, "mro"), path)
+            with pytest.raises(SecurityError, match="asks for the attribute 'mro'"):
+                safe_torch_load(path)
 
     def test_the_message_names_what_the_file_asks_for(self, tmp_path: Path) -> None:
         torch.save(Bomb(tmp_path / "exploded"), tmp_path / "weights.pt")

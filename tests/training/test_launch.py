@@ -84,7 +84,7 @@ def test_sigterm_to_the_launcher_reaches_every_rank(tmp_path):
 def test_ranks_know_each_other_and_the_store_listens_on_loopback_only(tmp_path, ranks):
     body = (
         "line = f'{rank} {dist.get_world_size()} {os.environ[\"MASTER_ADDR\"]}\\n'; "
-        "os.write(1, line.encode()); return"
+        "os.write(1, line.encode()); os._exit(0)"
     )
     job = launch(tmp_path, body, ranks)
     output, _ = job.communicate(timeout=120)
@@ -100,8 +100,7 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(given, ranks, tmp_
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     body = (
         "line = f'{os.environ[\"OMP_NUM_THREADS\"]} {torch.get_num_threads()}\\n'; "
-        "os.write(1, line.encode()); "
-        "dist.destroy_process_group(); return"
+        "os.write(1, line.encode()); os._exit(0)"
     )
     job = launch(tmp_path, body, ranks)
     output, _ = job.communicate(timeout=240)
