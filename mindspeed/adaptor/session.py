@@ -21,21 +21,23 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-import torch
-
 from mindspeed import device, te
 from mindspeed.adaptor.arguments import argument_patches
 from mindspeed.adaptor.config_file import CONFIG_FILE, read_config_file
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
-from mindspeed.adaptor.repairs import absent_triton, repairs_for, repairs_for_arguments
+from mindspeed.adaptor.repairs import (
+    absent_triton,
+    enumerations,
+    repairs_for,
+    repairs_for_arguments,
+)
 from mindspeed.adaptor.repairs.mla_rope_fusion import corrected_arguments
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError, VersionError
 from mindspeed.features.registry import Configuration, refuse_unknown, resolve
 from mindspeed.journal import Journal
-from mindspeed.security import ENUM_MEMBER
 
 logger = logging.getLogger("mindspeed")
 
@@ -64,21 +66,15 @@ class Session:
         """
         _refuse_late_import(self.te)
         self.hooks.install()
-        self._load_enumerations()
         device.install(self.journal)
         if self.te == "substitute":
             te.install(self.journal)
         absent_triton.install(self.hooks)
+        enumerations.install(self.hooks, self.journal)
         for patch in repairs_for(self.device.name, self.te):
             self.engine.add(patch)
         for patch in argument_patches(self._configure_from_namespace):
             self.engine.add(patch)
-
-    def _load_enumerations(self) -> None:
-        """Megatron's checkpoints hold some, and early Pythons 3.11 write them in another way."""
-        allowed = torch.serialization.safe_globals([ENUM_MEMBER])
-        allowed.__enter__()
-        self.journal.call_on_undo(lambda: allowed.__exit__(None, None, None))
 
     def configure(self, values: Mapping[str, Any], *, strict: bool = False) -> Configuration:
         """Phase B: decide which features are on and attach them.

@@ -22,9 +22,9 @@ def export_peft(checkpoint: Path, folder: str | Path) -> None:
     Raises:
         ConfigError: The model has no counterpart in Hugging Face.
     """
-    from megatron.core import dist_checkpointing
+    from mindspeed.checkpoint.weights.torch_dist import common_state
 
-    args = dist_checkpointing.load_common_state_dict(str(checkpoint))["args"]
+    args = common_state(checkpoint)["args"]
     config = LoraConfig.from_json(checkpoint / DESCRIPTION)
     shape = shape_of(args)
     if config.adapter_name != "default":

@@ -237,3 +237,25 @@ def _shared_by_one_two_four(spec: str, pair: dist.ProcessGroup) -> list[float]:
         rows = zigzag(16, size).positions(dist.get_rank(group))
         differences.append(float((run(size, group, rows) - alone[rows]).abs().max()))
     return differences
+
+
+class _Attribute:
+    """As Python 3.11.0 to 3.11.3 write the member of an enumeration."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.of = kind, name
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def enumeration_of_an_early_python_311() -> str:
+    """The name of a member that ``torch.load`` reads as Megatron does."""
+    import io
+
+    from megatron.core.transformer.enums import AttnBackend
+
+    file = io.BytesIO()
+    torch.save(_Attribute(AttnBackend, "flash"), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True).name

@@ -37,6 +37,13 @@ def test_yarn_embeddings_are_made_on_the_cpu(ranks):
     assert torch.allclose(frequencies, expected, rtol=1e-6)
 
 
+def test_enumerations_of_early_pythons_3_11_are_read(ranks):
+    function = repair_ranks.enumeration_of_an_early_python_311
+    with pytest.raises(RankError, match="GLOBAL getattr was not an allowed global"):
+        ranks(1, function)
+    assert ranks(1, function, setup=ADAPTOR) == ["flash"]
+
+
 def check_packed(batch):
     assert batch["tokens"].tolist() == [list(range(8))]
     assert batch["cu_seqlens"].tolist() == [[0, 3, 8]]

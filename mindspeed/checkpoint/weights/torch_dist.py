@@ -19,6 +19,7 @@ from mindspeed.files import atomic_write_text, atomic_writer
 from mindspeed.models.families import Family
 from mindspeed.models.naming import address, addresses
 from mindspeed.models.table import Parameter
+from mindspeed.security import ENUM_MEMBER
 
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")  # the rest is the optimizer's
 _LAYERS = ("decoder.", "mtp.")
@@ -72,6 +73,7 @@ class TorchDistWeights(Weights):
 
 def common_state(path: Path) -> dict[str, Any]:
     """What a ``torch_dist`` checkpoint holds beside tensors: values of the run, iteration ..."""
+    torch.serialization.add_safe_globals([ENUM_MEMBER])
     return dist_checkpointing.load_common_state_dict(str(path))
 
 
