@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from mindspeed.ops._attention_problem import Piece, Problem
-from mindspeed.ops._attention_tiles import Tensors, empty_outputs, lse_view
+from mindspeed.ops._attention_tiles import Tensors, empty_outputs, lse_view, merge
 from mindspeed.ops._layout import bnsd
 from mindspeed.ops._numerics import accumulation_dtype
 from mindspeed.ops._visibility import EVERYTHING, MASK_ONLY, TOP_LEFT_CAUSAL, Sight
@@ -118,11 +118,7 @@ def forward(
     for alone, square in cut:
         qkv = _cut(views, (square.rows, square.columns, square.columns))
         part, part_lse = kernel(*qkv, *alone.options())
-        before, rows = statistics[:, :, square.rows], total[:, :, square.rows]
-        both = torch.logaddexp(before, part_lse)
-        rows.mul_((before - both).exp_().unsqueeze(-1))
-        rows.addcmul_(part.to(rows.dtype), (part_lse - both).exp_().unsqueeze(-1))
-        before.copy_(both)
+        merge(total[:, :, square.rows], statistics[:, :, square.rows], part, part_lse)
     bnsd(out, problem.layout).copy_(total)
     return out, lse
 

@@ -92,7 +92,7 @@ def forward_piece(
             continue
         got = fused.forward(qt, kt, vt, tile.bias, tile.causal, problem.scale)
         if tile.further:
-            _merge(out_t, lse_t, *got)
+            merge(out_t, lse_t, *got)
             continue
         out_t.copy_(got[0])
         lse_t.copy_(got[1])
@@ -165,13 +165,13 @@ def backward_piece(
         dv.copy_(dv_sum)
 
 
-def _merge(
+def merge(
     out: torch.Tensor, lse: torch.Tensor, further: torch.Tensor, further_lse: torch.Tensor
 ) -> None:
-    """Add what the same queries see among other keys; every query sees some of both."""
+    """Add what the same queries see among other keys, in place; they see some in one of both."""
     both = torch.logaddexp(lse, further_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1))
-    out.addcmul_(further, (further_lse - both).exp_().unsqueeze(-1))
+    out.addcmul_(further.to(out.dtype), (further_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
 
 
