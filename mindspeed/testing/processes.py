@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import random
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 STACK_DUMP_SIGNAL = signal.SIGUSR1
 PR_SET_PDEATHSIG = 1
+_FIRST_HANDED_OUT = 32_768  # by Linux, to who asks for any port
 
 
 def settle_child(output: Path, stacks: Path) -> None:
@@ -73,7 +75,13 @@ def tail(path: Path, size: int) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port nobody uses, to listen on later.
+
+    Not one that the system hands out: a connection of another process could get it meanwhile.
+    """
+    draw = random.SystemRandom()  # ranks and test workers have seeded the others alike
+    while True:
+        port = draw.randrange(10_000, _FIRST_HANDED_OUT)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import device_ranks
 
 from mindspeed.device.cuda_world.groups import gloo
+from mindspeed.testing.processes import free_port
 
 
 def test_collectives_that_move_work_in_every_dtype(ranks):
@@ -28,11 +27,8 @@ def test_a_coalescing_manager_takes_mixed_collectives_and_survives_an_exception(
 
 
 def test_groups_are_gloo_in_every_spelling_and_say_so(ranks):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     expected = ["gloo", *[("gloo", 2.0)] * 5, True, "cpu", 2, "cpu"]
-    assert ranks(2, device_ranks.init_like_megatron, port) == [expected, expected]
+    assert ranks(2, device_ranks.init_like_megatron, free_port()) == [expected, expected]
 
 
 def test_only_accelerator_backends_are_renamed():

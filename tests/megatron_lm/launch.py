@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from mindspeed.testing.processes import free_port
 
 ADAPTOR_LINE = "import mindspeed.megatron_adaptor\n"
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)", re.S)
@@ -54,7 +55,7 @@ def pretrain(directory: Path, nproc: int, *flags: str, timeout: int = 300) -> Ru
     checkout = megatron_checkout()
     script = script_with_adaptor(checkout, directory)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}", str(script), *flags]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MINDSPEED_DEVICE": "cpu"}
     env |= {"PYTHONPATH": str(checkout), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = subprocess.run(
@@ -70,9 +71,3 @@ def _read(output: str) -> Run:
     rows = [row for row in rows if row[0] != 2]
     assert rows, output[-6000:]
     return Run(tuple(r[1] for r in rows), tuple(r[2] for r in rows), output)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
