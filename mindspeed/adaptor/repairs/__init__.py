@@ -6,7 +6,7 @@ needed. A repair goes when upstream has fixed the defect: its ``versions`` range
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -30,10 +30,11 @@ _EVERYWHERE = (rng_tracker, latent_key_gradient)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_CPU = (process_groups, yarn)
-_FOR_ARGUMENT = {
-    "sft": packed_batch,
-    "use_distributed_optimizer": optimizer_resume,
-    "moe_grouped_gemm": grouped_experts,
+_FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
+    packed_batch: lambda values: values.get("sft"),
+    optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
+    grouped_experts: lambda values: values.get("moe_grouped_gemm"),
+    layer_comm_types: layer_comm_types.needed,
 }
 
 
@@ -60,16 +61,13 @@ def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
     Args:
         values: Megatron's arguments.
     """
-    needed = [module for name, module in _FOR_ARGUMENT.items() if values.get(name)]
-    if layer_comm_types.needed(values):
-        needed.append(layer_comm_types)
-    return _patches_of(needed)
+    return _patches_of(module for module, needed in _FOR_ARGUMENTS.items() if needed(values))
 
 
 def all_repairs() -> tuple[Patch, ...]:
     """Every repair of the library, for the contract check."""
     always = (*_EVERYWHERE, *_WITH_SUBSTITUTE, *_WITHOUT_CUDA, *_ON_CPU)
-    return _patches_of((*always, *_FOR_ARGUMENT.values(), layer_comm_types))
+    return _patches_of((*always, *_FOR_ARGUMENTS))
 
 
 def _patches_of(modules: Iterable[ModuleType]) -> tuple[Patch, ...]:
