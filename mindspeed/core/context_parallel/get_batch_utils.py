@@ -93,14 +93,15 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
         if ends is not None:
             raise ConfigError("set_actual_seq_len needs --reset-attention-mask")
         return megatron.get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
-    given = {name: x for name, x in batch.items() if name != "attention_mask"}
-    shape = next((x.shape for x in given.values() if x is not None), None)
+    rows = {name: x for name, x in batch.items() if name not in ("attention_mask", "position_ids")}
+    positions = batch.get("position_ids")
+    shape = next((x.shape for x in (*rows.values(), positions) if x is not None), None)
     if shape is None:
         raise ConfigError("get_batch_on_this_cp_rank: the batch has no tensor, so no known length")
     part, params = cut_batch(
-        given, _borders(ends, *shape), shape[0], reset_mask=True, reset_positions=True
+        rows, _borders(ends, *shape), shape[0], reset_mask=True, reset_positions=True
     )
-    positions, packed = batch.get("position_ids"), params.packed
+    packed = params.packed
     assert packed is not None
     if positions is not None:
         rank = parallel_state.get_context_parallel_rank()
