@@ -118,6 +118,8 @@ def safe_torch_load(path: PathLike, *, allow_pickle: bool = False, **options: An
             f"{path} holds more than tensors{name}; loading it could run any code. If you trust "
             "whoever wrote it, convert it to safetensors or load it with allow_pickle=True"
         ) from error
+    except SecurityError as error:
+        raise SecurityError(f"refusing to load {path}: {error}") from None
 
 
 def enum_member(kind: Any, name: str) -> Enum:

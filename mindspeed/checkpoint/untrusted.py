@@ -39,18 +39,16 @@ def read_index(checkpoint: Path) -> Metadata:
     Raises:
         SecurityError: names the module and the object.
     """
-    path = checkpoint / ".metadata"
-    with open(path, "rb") as file:
-        index: Metadata = _IndexReader(file, path).load()
+    try:
+        with open(checkpoint / ".metadata", "rb") as file:
+            index: Metadata = _IndexReader(file).load()
+    except SecurityError as error:
+        raise SecurityError(f"refusing to load {checkpoint}: {error}") from None
     return index
 
 
 class _IndexReader(pickle.Unpickler):
     """Resolves the classes of an index and nothing else."""
-
-    def __init__(self, file: Any, path: Path) -> None:
-        super().__init__(file)
-        self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -60,6 +58,6 @@ class _IndexReader(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return enum_member
         raise SecurityError(
-            f"refusing to load {self._path.parent}: its index asks for {module}.{name}, which no "
-            "index of a checkpoint needs; it may run code"
+            f"its index asks for {module}.{name}, which no index of a checkpoint needs; it may run "
+            "code"
         )

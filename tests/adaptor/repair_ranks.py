@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mindspeed.adaptor.repairs import packed_batch, process_groups
 from mindspeed.journal import Journal
+from tests.enumerations import Attribute
 
 
 def groups_left_after_destroy(repaired: bool) -> tuple[int, int]:
@@ -239,16 +240,6 @@ def _shared_by_one_two_four(spec: str, pair: dist.ProcessGroup) -> list[float]:
     return differences
 
 
-class _Attribute:
-    """As Python 3.11.0 to 3.11.3 write the member of an enumeration."""
-
-    def __init__(self, kind: type, name: str) -> None:
-        self.of = kind, name
-
-    def __reduce__(self):
-        return getattr, self.of
-
-
 def enumeration_of_an_early_python_311() -> str:
     """The name of a member that ``torch.load`` reads as Megatron does."""
     import io
@@ -256,6 +247,6 @@ def enumeration_of_an_early_python_311() -> str:
     from megatron.core.transformer.enums import AttnBackend
 
     file = io.BytesIO()
-    torch.save(_Attribute(AttnBackend, "flash"), file)
+    torch.save(Attribute(AttnBackend, "flash"), file)
     file.seek(0)
     return torch.load(file, weights_only=True).name
