@@ -1,11 +1,16 @@
 """Every error a user can cause, one class per kind of remedy.
 
 A message reads like a colleague: what was given, what is allowed, which flag or file to change.
-All classes derive from :class:`MindSpeedError`, so a launcher can print the message without a
-traceback and still let programming errors through.
+All classes derive from :class:`MindSpeedError`. :func:`describe` is what a command or a rank prints
+about any error: these messages as they are, one line about everything else.
 """
 
 from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from pathlib import Path
 
 
 class MindSpeedError(Exception):
@@ -50,3 +55,57 @@ class TrainingError(MindSpeedError, RuntimeError):
 
 class SecurityError(MindSpeedError, PermissionError):
     """A path or file is refused because loading or writing it would be unsafe."""
+
+
+DEBUG = "MINDSPEED_TRACEBACK"  # the environment carries --debug to the ranks that a command starts
+_LONGEST_LINE = 300
+
+
+def describe(error: BaseException) -> str:
+    """What a command prints about ``error``: the message for the user, without a traceback.
+
+    Errors of the operating system name their file. Of an error that nobody foresaw this is one line
+    that says what, where and which file holds the traceback. With ``--debug`` it is the traceback.
+    """
+    if os.environ.get(DEBUG):
+        return "\n" + "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, MindSpeedError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError) and error.strerror:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return _shortened(": ".join([*names, error.strerror]))
+    return f"unexpected {_shortened(_first_line(error))} ({_place(error)}){_kept(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return type(error).__name__ + (f": {lines[0]}" if lines else "")
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of this package, else of any other, that the error went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(__file__).parent)
+    ours = [frame for frame in frames if frame.filename.startswith(here)]
+    if not frames:
+        return "no traceback"
+    frame = (ours or frames)[-1]
+    name = frame.filename.removeprefix(here).lstrip("/")
+    return f"{name}, line {frame.lineno}"
+
+
+def _kept(error: BaseException) -> str:
+    """Write the traceback to a file of the user's own; says where."""
+    try:
+        handle, name = tempfile.mkstemp(prefix="mindspeed-", suffix=".log")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.writelines(traceback.format_exception(error))
+    except OSError:
+        return "; --debug prints the traceback"
+    return f"; traceback: {name}, or on the screen with --debug"

@@ -3,6 +3,9 @@
 A sub-command module has ``HELP`` and either ``add_arguments(parser)`` with ``run(args)``, or
 ``PASS_THROUGH = True`` with ``run(argv)`` when it hands Megatron's flags on. It is imported only
 when it is used, so that ``mindspeed --help`` is quick. What follows ``--`` is in ``args.flags``.
+
+Every error ends here (in a rank of a job: in :mod:`mindspeed.training.guard`) as one message;
+``--debug``, behind any command, adds the traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 
 from mindspeed import __version__
-from mindspeed.errors import MindSpeedError
+from mindspeed.errors import DEBUG, describe
 from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
 
 COMMANDS: dict[str, str] = {
@@ -79,15 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     tighten_umask()
     if command not in _READ_ONLY and "RANK" not in os.environ:  # once for the job
         warn_if_root()
+    rest, debug = _without_debug(rest)
+    if debug:
+        os.environ[DEBUG] = "1"
     try:
         return dispatch(command, rest)
-    except MindSpeedError as error:
-        if os.environ.get("MINDSPEED_TRACEBACK"):
-            raise
-        print(f"mindspeed {command}: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt as error:
+        print(f"mindspeed {command}: {describe(error)}", file=sys.stderr)
+        return 130
+    except Exception as error:
+        print(f"mindspeed {command}: {describe(error)}", file=sys.stderr)
+        return 1
 
 
 def dispatch(command: str, rest: list[str]) -> int:
@@ -105,6 +112,13 @@ def dispatch(command: str, rest: list[str]) -> int:
     args = parser.parse_args(own)
     args.flags = flags
     return int(module.run(args))
+
+
+def _without_debug(argv: list[str]) -> tuple[list[str], bool]:
+    """The command line without ``--debug``, and whether it was there."""
+    own = _split_at_dashes(argv)[0]
+    kept = [word for word in own if word != "--debug"]
+    return kept + argv[len(own) :], len(kept) < len(own)
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -136,7 +150,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mindspeed",
         description="Train large models with Megatron on Ascend NPU, NVIDIA GPU and plain CPU.",
-        epilog="\n".join([*lines, "mindspeed <command> --help tells more"]),
+        epilog="\n".join(
+            [
+                *lines,
+                "mindspeed <command> --help tells more; --debug shows the traceback of an error",
+            ]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="mindspeed <command> [options]",
     )

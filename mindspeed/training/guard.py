@@ -12,14 +12,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from mindspeed.errors import MindSpeedError
+from mindspeed.errors import DEBUG, MindSpeedError, describe
 
 _KEY = "mindspeed/first_failure"
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -101,14 +100,14 @@ def _connect(seconds: float) -> dist.Store:
 
 def _describe(command: str, rank: int, error: BaseException) -> str:
     label = f"mindspeed {command} [rank {rank}]"
-    if isinstance(error, MindSpeedError) and not os.environ.get("MINDSPEED_TRACEBACK"):
-        return f"{label}: {error}"
     if isinstance(error, SystemExit):
         return f"{label}: ended with status {error.code}"
-    if isinstance(error, RuntimeError) and any(m in str(error) for m in _MARKS_OF_A_LOST_PEER):
+    ours = isinstance(error, MindSpeedError) or os.environ.get(DEBUG)
+    lost = isinstance(error, RuntimeError) and any(m in str(error) for m in _MARKS_OF_A_LOST_PEER)
+    if lost and not ours:
         reason = str(error).splitlines()[0]
         return f"{label}: lost contact with another rank, which was killed or crashed ({reason})"
-    return f"{label}:\n" + "".join(traceback.format_exception(error))
+    return f"{label}: {describe(error)}"
 
 
 def _leave(status: int) -> None:
