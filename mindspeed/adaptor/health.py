@@ -14,7 +14,6 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed import __version__, device, te
 from mindspeed.adaptor.versions import (
-    EXPECTED,
     TESTED,
     has_megatron_training,
     megatron_root,
@@ -65,11 +64,7 @@ def _megatron() -> Check:
     found = f"{version} in {megatron_root()}"
     if version in TESTED:
         return Check("ok", "megatron-core", found)
-    if version in EXPECTED:
-        return Check(
-            "note", "megatron-core", found, f"tested: {TESTED}; run mindspeed patches --check"
-        )
-    return Check("bad", "megatron-core", found, f"install a release in {EXPECTED}")
+    return Check("bad", "megatron-core", found, f"tested: {TESTED}; install megatron-core 0.16.1")
 
 
 def _megatron_training() -> Check:

@@ -1,7 +1,8 @@
 """Which megatron-core is installed, found without importing it.
 
-The tested release line is :data:`TESTED`; the releases beside it are only expected to work: their
-patch targets are checked by ``mindspeed patches --check`` but no training is run with them.
+Only releases that trainings are tested with (:data:`TESTED`) are accepted. The contract of every
+patch can be checked against any other (``mindspeed patches --check``), but a contract that holds
+does not mean that a training runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from packaging.version import Version
 from mindspeed.errors import VersionError
 
 TESTED = SpecifierSet(">=0.16.1,<0.17", prereleases=True)
-EXPECTED = SpecifierSet(">=0.15.3,<0.18", prereleases=True)
 
 
 def megatron_root() -> Path | None:
@@ -62,24 +62,23 @@ def megatron_version() -> Version | None:
 
 
 def check_megatron_version(version: Version) -> None:
-    """Accept tested releases, warn about expected ones, refuse all others.
+    """Accept tested releases and refuse all others.
 
     Raises:
-        VersionError: outside the expected range and ``MINDSPEED_ALLOW_UNTESTED`` is not set.
+        VersionError: outside the tested range and ``MINDSPEED_ALLOW_UNTESTED`` is not set.
     """
     if version in TESTED:
         return
-    if version in EXPECTED:
-        warnings.warn(
-            f"megatron-core {version} is not tested with this release (tested: {TESTED}); "
-            "its patch targets are checked when they are used",
-            stacklevel=2,
-        )
-    elif not os.environ.get("MINDSPEED_ALLOW_UNTESTED"):
+    if not os.environ.get("MINDSPEED_ALLOW_UNTESTED"):
         raise VersionError(
-            f"megatron-core {version} is outside the supported range {EXPECTED} (tested: "
-            f"{TESTED}); install megatron-core 0.16.1 or set MINDSPEED_ALLOW_UNTESTED=1 to try"
+            f"megatron-core {version} is not supported: trainings are tested with {TESTED}; "
+            'run pip install "megatron-core==0.16.1", or set MINDSPEED_ALLOW_UNTESTED=1 to try'
         )
+    warnings.warn(
+        f"megatron-core {version} is not supported (tested: {TESTED}); "
+        "MINDSPEED_ALLOW_UNTESTED=1 tries it",
+        stacklevel=2,
+    )
 
 
 def _find_spec(name: str) -> ModuleSpec | None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from mindspeed.adaptor.contract import check_contracts
 from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import Patch
-from mindspeed.adaptor.versions import check_megatron_version, megatron_root, read_version
+from mindspeed.adaptor.versions import (
+    TESTED,
+    check_megatron_version,
+    megatron_root,
+    read_version,
+)
 from mindspeed.errors import VersionError
 
 
@@ -68,11 +76,34 @@ def test_a_broken_contract_is_found_without_importing(small_megatron, target, ex
     assert (found == []) if problem is None else (problem in found[0])
 
 
-def test_unsupported_megatron_is_refused_with_the_way_out(monkeypatch):
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.17.0", "0.17.1", "0.19.0"])
+def test_a_megatron_that_no_training_was_tested_with_is_refused(version, monkeypatch):
     monkeypatch.delenv("MINDSPEED_ALLOW_UNTESTED", raising=False)
-    with pytest.raises(VersionError, match=r"0\.19\.0 is outside.*MINDSPEED_ALLOW_UNTESTED=1"):
-        check_megatron_version(Version("0.19.0"))
+    with pytest.raises(VersionError, match=rf"megatron-core {version} is not supported.*0\.16\.1"):
+        check_megatron_version(Version(version))
     monkeypatch.setenv("MINDSPEED_ALLOW_UNTESTED", "1")
-    check_megatron_version(Version("0.19.0"))
-    with pytest.warns(UserWarning, match=r"0\.17\.1 is not tested"):
-        check_megatron_version(Version("0.17.1"))
+    with pytest.warns(UserWarning, match=rf"megatron-core {version} is not supported"):
+        check_megatron_version(Version(version))
+
+
+def test_the_package_asks_pip_for_the_tested_range_only():
+    requirements = metadata.requires("mindspeed")
+    (megatron,) = {
+        Requirement(one).specifier for one in requirements if one.startswith("megatron-core")
+    }
+    assert megatron == TESTED
+
+
+def test_every_command_refuses_another_megatron_in_one_line(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise SystemExit('imported before its version is known')")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 17\nPATCH = 1\nPRE_RELEASE = ''\n")
+    env = {name: value for name, value in os.environ.items() if name != "MINDSPEED_ALLOW_UNTESTED"}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path.cwd())])
+    command = [sys.executable, "-m", "mindspeed", "pretrain", "--config", "tiny", "--dry-run"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    lines = [line for line in done.stderr.splitlines() if "running as root" not in line]
+    assert done.returncode == 1
+    assert len(lines) == 1
+    assert lines[0].startswith("mindspeed pretrain: megatron-core 0.17.1 is not supported")
