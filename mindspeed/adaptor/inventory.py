@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mindspeed.adaptor import computations
 from mindspeed.adaptor.arguments import argument_patches
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
@@ -10,7 +11,8 @@ from mindspeed.adaptor.seams import Seams
 
 
 def all_patches() -> tuple[Patch, ...]:
-    """Repairs, argument hooks and the patches of all seams. Installs nothing."""
+    """Repairs, argument hooks, the patches of all seams and of all kernels. Installs nothing."""
     seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
-    of_seams = [patch for seam in seams for patch in seam.patches]
-    return (*all_repairs(), *argument_patches(lambda args: None), *of_seams)
+    of_seams = dict.fromkeys(patch for seam in seams for patch in seam.patches)
+    of_kernels = [patch for patches in computations.CALLS.values() for patch in patches]
+    return (*all_repairs(), *argument_patches(lambda args: None), *of_seams, *of_kernels)

@@ -114,7 +114,7 @@ class PatchEngine:
         self._targets: dict[str, _Target] = {}
 
     def add(self, patch: Patch) -> None:
-        """Apply ``patch`` now, or as soon as its module is imported.
+        """Apply ``patch`` now, or as soon as its module is imported; once, however often added.
 
         Raises:
             PatchConflict: another owner replaces the same target.
@@ -124,6 +124,8 @@ class PatchEngine:
             return
         leaf = patch.qualname.rpartition(".")[2]
         target = self._targets.setdefault(patch.target, _Target(leaf))
+        if patch in target.patches:
+            return
         _check_conflict(patch, target.patches)
         target.patches.append(patch)
         try:

@@ -5,10 +5,11 @@ when the first function arrives, and calls all functions in the order in which t
 
 | seam            | a function gets                         | and returns                     |
 | --------------- | --------------------------------------- | ------------------------------- |
+| model_arguments | dict: the arguments of ``GPTModel``     | dict                            |
 | layer_spec      | block, config, first_layer              | block                           |
+| chunk           | model, config, vp_stage; once it exists | -                               |
 | computing_layers| list: is this layer's MLP an MoE?       | the list of layers that compute |
 | parallel_groups | (nothing; right after the groups exist) | -                               |
-| batch           | batch: dict of tensors on this rank     | batch                           |
 | rows            | rows: the leader's micro-batch, as read | rows                            |
 | documents       | borders, tokens on the host, tokenizer  | borders of the documents        |
 | schedule        | forward_backward_func                   | forward_backward_func           |
@@ -16,8 +17,12 @@ when the first function arrives, and calls all functions in the order in which t
 | train           | (nothing)                               | context manager around training |
 | step            | iteration (1-based, the one that runs)  | context manager around one step |
 | log             | iteration                               | text appended to the log line   |
-| before_save     | iteration                               | -                               |
-| after_load      | iteration                               | -                               |
+
+``model_arguments``, ``layer_spec`` and ``chunk`` are called in this order around the constructor of
+every model chunk (:mod:`mindspeed.adaptor.model_construction`). A feature that changes the
+transformer config, the process groups, ``pre_process``, ``post_process`` or the spec of multi-token
+prediction does so in ``model_arguments``; one that changes built layers, those of multi-token
+prediction included, does so on the instances it gets from ``chunk``.
 
 ``block`` holds one spec per layer of the model chunk that is being built, ``first_layer`` is the
 index of its first layer in the whole model (both from 0). A layer with an attribute ``stored_as``
@@ -45,10 +50,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, cast
 
-from mindspeed.adaptor import computations, documents
+from mindspeed.adaptor import computations, documents, model_construction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
@@ -68,13 +73,14 @@ class Seam:
         """Attach ``function``; the first one installs the seam's patches."""
         if not self.functions:
             for patch in self.patches:
-                self._engine.add(patch)
+                self._engine.add(patch)  # no-op where another seam shares and has added it
         self.functions.append((owner, function))
 
     def clear(self) -> None:
         """Detach all functions and take the seam's patches back."""
         self.functions.clear()
-        self._engine.remove(owner_of(self.name))
+        for owner in {patch.owner for patch in self.patches}:
+            self._engine.remove(owner)
 
     def pipe(self, value: Any, *args: Any) -> Any:
         """Send ``value`` through all functions: each gets what the one before returned."""
@@ -99,6 +105,7 @@ class Seams:
     """All seams of one session, each an attribute (see the table above)."""
 
     def __init__(self, engine: PatchEngine) -> None:
+        self.model_construction = model_construction.build_patch(self)  # shared by three seams
         self._all = {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
         self.journal = Journal()
         self._engine = engine
@@ -128,6 +135,10 @@ class Seams:
             for patch in computations.CALLS.get(name, ()):
                 self._engine.add(patch)
 
+    def declared_by(self, feature: str, names: Collection[str]) -> Seams:
+        """The view of the seams that a feature gets: only those that it declares."""
+        return cast(Seams, _DeclaredSeams(self, feature, names))
+
     def clear(self) -> None:
         """Detach everything from every seam."""
         for seam in self._all.values():
@@ -136,72 +147,31 @@ class Seams:
         self.journal.undo()
 
 
+class _DeclaredSeams:
+    """The seams named in ``Feature.seams``; the others are refused.
+
+    ``kernels`` stands for :meth:`Seams.use_kernels`. The journal is there for every feature.
+    """
+
+    def __init__(self, seams: Seams, feature: str, names: Collection[str]) -> None:
+        self._seams, self._feature, self._names = seams, feature, names
+
+    def __getattr__(self, name: str) -> Any:
+        seam = _SEAM_OF_METHOD.get(name, name)
+        if seam != "journal" and seam not in self._names:
+            raise AttributeError(
+                f"feature {self._feature!r} uses the seam {seam!r}, which its Feature.seams "
+                f"{tuple(self._names)} does not name"
+            )
+        return getattr(self._seams, name)
+
+
+_SEAM_OF_METHOD = {"use_kernels": "kernels", "while_training": "train"}
+
+
 def owner_of(seam: str) -> str:
     """The owner under which a seam's patches are listed."""
     return f"seam:{seam}"
-
-
-def _layer_spec(seams: Seams) -> tuple[Patch, ...]:
-    def make(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = bind(original, (self, *args), kwargs)
-            block = seams.layer_spec.pipe(*_block_of(given))
-            given.pop("self")
-            original(self, **(given | {"transformer_layer_spec": block}))
-
-        return __init__
-
-    def rename(original: Callable[..., Any]) -> Callable[..., Any]:
-        def sharded_state_dict(
-            self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-        ) -> Any:
-            state = original(self, prefix, sharded_offsets, metadata)
-            _rename_stored_layers(state, f"{prefix}layers.", self.layers)
-            return state
-
-        return sharded_state_dict
-
-    return (
-        Patch(
-            "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-            make,
-            owner_of("layer_spec"),
-            "features transform the layer spec",
-            expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
-        ),
-        Patch(
-            "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
-            rename,
-            owner_of("layer_spec"),
-            "features choose the number of a layer in checkpoints",
-            expects="(self, prefix, sharded_offsets, metadata)",
-        ),
-    )
-
-
-def _rename_stored_layers(state: Mapping[str, Any], prefix: str, layers: Any) -> None:
-    """Give the entries of layers with an attribute ``stored_as`` that number, from 0."""
-    numbers = {
-        str(layer.layer_number - 1): layer.stored_as
-        for layer in layers
-        if hasattr(layer, "stored_as")
-    }
-    for entry in state.values():
-        number, _, rest = entry.key.removeprefix(prefix).partition(".")
-        if entry.key.startswith(prefix) and number in numbers:
-            entry.key = f"{prefix}{numbers[number]}.{rest}"
-
-
-def _block_of(given: Mapping[str, Any]) -> tuple[Any, Any, int]:
-    """The specs of the layers in this model chunk, the config, and the chunk's first layer."""
-    from megatron.core.transformer.transformer_block import _get_block_submodules
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-    from megatron.core.utils import get_pg_rank
-
-    config, vp_stage, groups = given["config"], given.get("vp_stage"), given.get("pg_collection")
-    pp_rank = None if groups is None else get_pg_rank(groups.pp)
-    block = _get_block_submodules(config, given["transformer_layer_spec"], vp_stage, pp_rank)
-    return block, config, get_transformer_layer_offset(config, vp_stage, pp_rank)
 
 
 def _computing_layers(seams: Seams) -> tuple[Patch, ...]:
@@ -349,45 +319,6 @@ def _log(seams: Seams) -> tuple[Patch, ...]:
     )
 
 
-def _before_save(seams: Seams) -> tuple[Patch, ...]:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            seams.before_save.run_all(bind(original, args, kwargs)["iteration"])
-            return original(*args, **kwargs)
-
-        return save_checkpoint
-
-    return (
-        Patch(
-            "megatron.training.checkpointing:save_checkpoint",
-            make,
-            owner_of("before_save"),
-            "features act before a checkpoint is written",
-            expects="(iteration, model, optimizer, opt_param_scheduler, ...)",
-        ),
-    )
-
-
-def _after_load(seams: Seams) -> tuple[Patch, ...]:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            seams.after_load.run_all(result[0])
-            return result
-
-        return load_checkpoint
-
-    return (
-        Patch(
-            "megatron.training.checkpointing:load_checkpoint",
-            make,
-            owner_of("after_load"),
-            "features act after a checkpoint was read",
-            expects="(ddp_model, optimizer, opt_param_scheduler, load_arg, ...)",
-        ),
-    )
-
-
 @contextlib.contextmanager
 def _arguments_changed(values: Mapping[str, Any]) -> Iterator[None]:
     """Other values in Megatron-LM's global arguments; nothing to do where there are none."""
@@ -412,15 +343,14 @@ def _print_on_last_rank(text: str) -> None:
 
 
 _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
-    "layer_spec": _layer_spec,
+    "model_arguments": lambda seams: (seams.model_construction,),
+    "layer_spec": lambda seams: (
+        seams.model_construction,
+        model_construction.checkpoint_patch(),
+    ),
+    "chunk": lambda seams: (seams.model_construction,),
     "computing_layers": _computing_layers,
     "parallel_groups": _parallel_groups,
-    "batch": _pipe_result(
-        "batch",
-        "megatron.core.utils:get_batch_on_this_cp_rank",
-        "(batch, ...)",
-        "features cut or pack the micro-batch",
-    ),
     "rows": lambda seams: (documents.reading(seams, owner_of("rows")),),
     "documents": documents.patches,
     "schedule": _pipe_result(
@@ -438,7 +368,5 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
     "train": _train,
     "step": _step,
     "log": _log,
-    "before_save": _before_save,
-    "after_load": _after_load,
 }
 SEAM_NAMES = tuple(_PATCHES)

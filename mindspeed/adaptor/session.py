@@ -140,7 +140,8 @@ class Session:
             for patch in self._repairs:
                 self.engine.add(patch)
             for feature in configuration.enabled:
-                feature.attach(self.seams, configuration.options[feature.name], megatron)
+                seams = self.seams.declared_by(feature.name, feature.seams)
+                feature.attach(seams, configuration.options[feature.name], megatron)
         except Exception:
             self.detach_features()
             raise

@@ -62,7 +62,7 @@ class Feature:
         validate: ``(options, megatron) -> list[Problem]``, asked only when enabled.
         corrects: ``(options, megatron) -> {name: value}``: arguments of Megatron's that must have
             another value when the feature is on; changed in Megatron's own namespace.
-        seams: the seams it uses, for documentation and ``mindspeed features``.
+        seams: the seams it uses; ``attach`` is refused all others.
         conflicts: names of features that cannot be on at the same time (either side declares it).
         requires: names of features that must be on too.
         after: names of features that attach before this one when both are on.

@@ -83,5 +83,5 @@ FEATURE = Feature(
     enabled=lambda options, megatron: options.op_cal_tflops,
     validate=_validate,
     attach=_attach,
-    seams=("step", "log"),
+    seams=("step", "log", "computing_layers"),
 )

@@ -82,7 +82,6 @@ def train(
         loss = evaluate(args, model, trainer, held_out["test"])
         log.report_held_out("test", iteration, loss)
     if saver is not None:
-        seams.before_save.run_all(iteration)
         saver.finish(iteration)
     if reason:
         log.message(f"stopping after iteration {iteration}: {reason}")
@@ -168,7 +167,6 @@ class _Paused:
 
 
 def _save(saver: Saver, iteration: int, gathering: _ParameterGathering, log: Log) -> None:
-    session.install().seams.before_save.run_all(iteration)
     with log.not_counted(), gathering.paused():
         saver.save(iteration)
 

@@ -16,7 +16,6 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 
-from mindspeed.adaptor import session
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
 from mindspeed.lora import adapted
@@ -74,7 +73,6 @@ def resume(args: argparse.Namespace, model: TrainedModel) -> int:
         loaded = load(args, model) if args.load else None
     if loaded is None:
         return 0
-    session.install().seams.after_load.run_all(loaded.iteration)
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     return loaded.iteration
 

@@ -1,0 +1,92 @@
+"""The three seams around the constructor of a GPT model chunk.
+
+    model_arguments -> layer_spec -> GPTModel.__init__ -> chunk
+
+One patch serves all three, so their order does not depend on which feature attached first:
+``layer_spec`` sees the config and the process groups that ``model_arguments`` chose, and ``chunk``
+gets the finished modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.signatures import bind
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+OWNER = "seam:model_construction"
+
+
+def build_patch(seams: Seams) -> Patch:
+    """The patch of ``GPTModel.__init__`` that calls the three seams."""
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = dict(bind(original, (self, *args), kwargs))
+            given.pop("self")
+            given = seams.model_arguments.pipe(given)
+            if seams.layer_spec.functions:
+                given["transformer_layer_spec"] = seams.layer_spec.pipe(*_block_of(given))
+            original(self, **given)
+            seams.chunk.run_all(self, given["config"], given.get("vp_stage"))
+
+        return __init__
+
+    return Patch(
+        "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+        make,
+        OWNER,
+        "features change a model chunk's arguments, layer spec and built modules",
+        expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
+    )
+
+
+def checkpoint_patch() -> Patch:
+    """The patch that gives layers with an attribute ``stored_as`` that number in checkpoints."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sharded_state_dict(
+            self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> Any:
+            state = original(self, prefix, sharded_offsets, metadata)
+            _rename_stored_layers(state, f"{prefix}layers.", self.layers)
+            return state
+
+        return sharded_state_dict
+
+    return Patch(
+        "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
+        make,
+        OWNER,
+        "features choose the number of a layer in checkpoints",
+        expects="(self, prefix, sharded_offsets, metadata)",
+    )
+
+
+def _rename_stored_layers(state: Mapping[str, Any], prefix: str, layers: Any) -> None:
+    """Give the entries of layers with an attribute ``stored_as`` that number, from 0."""
+    numbers = {
+        str(layer.layer_number - 1): layer.stored_as
+        for layer in layers
+        if hasattr(layer, "stored_as")
+    }
+    for entry in state.values():
+        number, _, rest = entry.key.removeprefix(prefix).partition(".")
+        if entry.key.startswith(prefix) and number in numbers:
+            entry.key = f"{prefix}{numbers[number]}.{rest}"
+
+
+def _block_of(given: Mapping[str, Any]) -> tuple[Any, Any, int]:
+    """The specs of the layers in this model chunk, the config, and the chunk's first layer."""
+    from megatron.core.transformer.transformer_block import _get_block_submodules
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.utils import get_pg_rank
+
+    config, vp_stage, groups = given["config"], given.get("vp_stage"), given.get("pg_collection")
+    pp_rank = None if groups is None else get_pg_rank(groups.pp)
+    block = _get_block_submodules(config, given["transformer_layer_spec"], vp_stage, pp_rank)
+    return block, config, get_transformer_layer_offset(config, vp_stage, pp_rank)

@@ -1,0 +1,74 @@
+"""Seams around a model's construction, and which seams a feature may use."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+from mindspeed.adaptor import computations
+from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.inventory import all_patches
+from mindspeed.adaptor.patch import PatchEngine
+from mindspeed.adaptor.seams import SEAM_NAMES, Seams
+from mindspeed.features.registry import all_features
+from tests.adaptor import seam_ranks
+
+MAX_TARGETS = 40
+
+
+def test_arguments_spec_and_chunk_are_called_in_this_order_by_one_patch(ranks):
+    (found,) = ranks(
+        1, seam_ranks.around_construction, setup="mindspeed.megatron_adaptor", timeout=240
+    )
+    assert found["calls"] == [
+        ("model_arguments", True),
+        ("layer_spec", seam_ranks.FFN),
+        ("chunk", (2, 1, None)),
+    ]
+    assert found["patches"] == 1
+    assert found["shared"] == [True, False]
+    assert found["widths"] == [[seam_ranks.FFN] * 3, [64] * 3]
+    assert found["marked"] == 3, "both decoder layers and that of multi-token prediction"
+    assert not found["left"], "the patch goes with the last function"
+
+
+def new_seams() -> Seams:
+    return Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
+
+
+def test_a_feature_gets_only_the_seams_that_it_declares():
+    seams = new_seams()
+    view = seams.declared_by("mine", ("step", "kernels"))
+    view.step.add(lambda iteration: None, owner="mine")
+    view.use_kernels(owner="mine", swiglu=lambda x, bias=None: x)
+    assert view.journal is seams.journal
+    for undeclared in ("schedule", "train"):
+        with pytest.raises(AttributeError, match=rf"feature 'mine' uses the seam '{undeclared}'"):
+            getattr(view, undeclared)
+    with pytest.raises(AttributeError, match="uses the seam 'train'"):
+        view.while_training(owner="mine", profile=False)
+    with pytest.raises(AttributeError, match="uses the seam 'no_such_seam'"):
+        _ = view.no_such_seam
+    seams.clear()
+
+
+def test_every_feature_uses_what_it_declares_and_declares_what_exists():
+    methods = {"use_kernels": "kernels", "while_training": "train"}
+    for feature in all_features():
+        module = importlib.import_module(feature.attach.__module__)
+        used = {methods.get(n, n) for n in re.findall(r"\bseams\.(\w+)", inspect.getsource(module))}
+        used -= {"journal", "Seams"}
+        used = {name for name in used if name in (*SEAM_NAMES, "kernels")}
+        assert set(feature.seams) == used, feature.name
+
+
+def test_the_inventory_lists_every_patch_and_stays_in_its_budget():
+    listed = all_patches()
+    targets = {patch.target for patch in listed}
+    for patches in computations.CALLS.values():
+        assert {patch.target for patch in patches} <= targets
+    assert len(targets) <= MAX_TARGETS
+    assert len(set(listed)) == len(listed), "no patch twice"
