@@ -1,7 +1,8 @@
 """The chat template that a Hugging Face tokenizer brings (Jinja), and where its answers are.
 
-The template is rendered as transformers renders it (same options, same helper functions), in
-Jinja's sandbox and without importing transformers. Such a program says nothing about which
+The template is rendered as transformers renders it (same options, same helper functions), without
+importing transformers, in Jinja's sandbox and in a child process with limits of time and memory
+(:mod:`mindspeed.data.jinja_process`). Such a program says nothing about which
 characters are the assistant's, so it runs twice: once with the answers, once with marks in their
 place. What stands between the marks is the format; where the two renderings agree on it, the rest
 are the answers, also where a template trims them or drops the reasoning of earlier turns.
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mindspeed.data.jinja_process import JinjaProcess
 from mindspeed.data.templates import ChatTemplate, Message, Rendered, Span
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
@@ -56,20 +57,19 @@ class JinjaTemplate(ChatTemplate):
 
     def __init__(self, name: str, source: str, config: Mapping[str, Any]) -> None:
         self.name = name
-        self._program = _compile(name, source)
+        self._program = JinjaProcess(name, source)
         self._tokens = {key: _content(config.get(key)) for key in _TOKEN_NAMES}
         self._known = _special_tokens(config)
         self.special = ()
         self.stop = self._stop()
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
-        text = self._run(messages, add_generation_prompt)
         marked = [
             {**message, "content": _mark(index)} if message.get("role") == "assistant" else message
             for index, message in enumerate(messages)
         ]
         answers = [index for index, m in enumerate(messages) if m.get("role") == "assistant"]
-        frame = self._run(marked, add_generation_prompt)
+        text, frame = self._run(messages, marked, add_generation_prompt)
         parts = _split(frame, [_mark(index) for index in answers])
         spans = _locate(text, parts, [messages[index]["content"] for index in answers])
         if parts is None or spans is None:
@@ -80,22 +80,18 @@ class JinjaTemplate(ChatTemplate):
             )
         return Rendered(text, tuple((a, b + self._stop_length(text[b:])) for a, b in spans))
 
-    def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
-
+    def _run(
+        self,
+        messages: Sequence[Message],
+        marked: Sequence[Message],
+        add_generation_prompt: bool,
+    ) -> list[str]:
+        """The conversation as text, once with its answers and once with marks in their place."""
         tokens = {name: token for name, token in self._tokens.items() if token is not None}
-        try:
-            return self._program.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **tokens,
-            )
-        except TemplateError as error:
-            raise DataError(
-                f"the chat template {self.name} refuses the conversation: {error}"
-            ) from (error)
+        common = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return self._program.render(
+            [{"messages": list(turns), **common, **tokens} for turns in (messages, marked)]
+        )
 
     def _stop(self) -> tuple[str, ...]:
         """The end-of-text token, and the one that follows an answer where it is another."""
@@ -160,47 +156,6 @@ def _align(text: str, parts: list[str]) -> list[Span] | None:
         start = end + len(part)
     end = len(text) - len(parts[-1])
     return [*spans, (start, end)] if end >= start else None
-
-
-def _compile(name: str, source: str) -> Any:
-    """A template in the environment transformers documents for chat templates."""
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise DataError(f"the chat template {name} is no valid Jinja: {error}") from error
-
-
-def _generation_tag() -> Any:
-    """``{% generation %}...{% endgeneration %}`` marks answers in some templates: its content."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    return Generation
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def _template(directory: Path, config: Mapping[str, Any]) -> str:

@@ -1,0 +1,152 @@
+"""A chat template in a child process with limits of time and memory (:mod:`.jinja_renderer`).
+
+    process = JinjaProcess("hf", source)
+    process.render([{"messages": [...], "add_generation_prompt": False}])   # one text each
+
+One child serves all conversations of a template: a request costs two messages over a socket, no
+start of a process. It ends with its owner, and is started anew after a template has used up its
+limits, and in a process that was forked from its owner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from mindspeed.data import jinja_renderer
+from mindspeed.errors import DataError
+
+SECONDS = 5  # of processor time a request; ordinary templates take less than a millisecond
+MEMORY = 1 << 30  # bytes of address space
+LENGTH = 16 << 20  # characters of a request's texts
+_UTF8_BYTES = 4
+
+
+class JinjaProcess:
+    """A compiled template.
+
+    Args:
+        name: for messages.
+        source: the Jinja program.
+
+    Raises:
+        DataError: it is no valid Jinja, or compiling it needs more than the limits.
+    """
+
+    def __init__(self, name: str, source: str) -> None:
+        self._name, self._source = name, source
+        self._child = self._started()
+
+    def render(self, renderings: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The text of every mapping of variables, which must be JSON.
+
+        Raises:
+            DataError: the template raises, or needs more than the limits.
+        """
+        try:
+            request = jinja_renderer.encoded({"renderings": list(renderings)})
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"the chat template {self._name} takes text, numbers, lists and mappings: {error}"
+            ) from error
+        child = self._child
+        if not child.usable:
+            self._child = child = self._started()
+        texts: list[str] = self._checked(child.ask(request))["texts"]
+        return texts
+
+    def _started(self) -> _Child:
+        child = _Child()
+        self._checked(child.ask(jinja_renderer.encoded({"source": self._source})))
+        return child
+
+    def _checked(self, reply: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "error" not in reply:
+            return reply
+        what = {
+            jinja_renderer.REFUSED: "refuses the conversation: ",
+            jinja_renderer.INVALID: "is no valid Jinja: ",
+            jinja_renderer.FAILED: "fails: ",
+            jinja_renderer.MEMORY: f"needs more than {MEMORY >> 20} MiB of memory",
+            jinja_renderer.TOO_LONG: f"makes a text of more than {LENGTH >> 20} Mi characters",
+            _TIME: f"needs more than {SECONDS} seconds of processor time",
+            _DEATH: "ended its process: ",
+        }[reply["error"]]
+        raise DataError(f"the chat template {self._name} {what}{reply['message']}")
+
+
+_TIME, _DEATH = "time", "death"
+
+
+class _Child:
+    """The process, and the socket to it. One request at a time, from any thread."""
+
+    def __init__(self) -> None:
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._connection, theirs = Pipe()
+        options = {
+            "socket": theirs.fileno(),
+            "path": _import_path(),
+            "seconds": SECONDS,
+            "memory": MEMORY,
+            "length": LENGTH,
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", jinja_renderer.__file__, json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._end = weakref.finalize(self, _end, self._connection, self._process, self._owner)
+
+    @property
+    def usable(self) -> bool:
+        return self._owner == os.getpid() and self._end.alive
+
+    def ask(self, request: bytes) -> Mapping[str, Any]:
+        with self._lock:
+            try:
+                self._connection.send_bytes(request)
+                answer = self._connection.recv_bytes(LENGTH * _UTF8_BYTES + (1 << 20))
+            except (EOFError, OSError):
+                self._end()
+                return _cause(self._process.returncode)
+        reply: Mapping[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
+        return reply
+
+
+def _cause(status: int) -> Mapping[str, Any]:
+    if status == -signal.SIGPROF:
+        return {"error": _TIME, "message": ""}
+    return {"error": _DEATH, "message": f"status {status}"}
+
+
+def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
+    """Close the socket, whereupon the child ends. A forked process only closes its copy."""
+    connection.close()
+    if os.getpid() == owner:
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:  # it is rendering, and nobody waits for the text
+            process.kill()
+            process.wait()
+
+
+def _import_path() -> list[str]:
+    """Where the child finds Jinja; it sees neither the environment nor site-packages."""
+    specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
+    places = [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]
+    return list(dict.fromkeys(places))
