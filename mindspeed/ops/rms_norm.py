@@ -124,12 +124,20 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         x, gamma = random(shape, dtype), random(shape[-1:], dtype, seed=1)
         yield x, gamma, 1e-6, 0.0
         yield x, gamma.float() if dtype != torch.float64 else gamma, 1e-5, 1.0
+    for rows, columns in ((1, 64), (37, 64), (601, 128), (67, 192), (35, 256)):  # several a program
+        yield random((rows, columns), dtype), random((columns,), dtype, seed=1), 1e-6, 0.0
+    gamma = random((24,), dtype, seed=1)
+    yield random((5, 3, 40), dtype)[..., 8:32], gamma, 1e-6, 0.0  # a slice of the last dimension
+    yield random((24, 6), dtype).t(), gamma, 1e-6, 0.0
+    yield random((4, 6, 24), dtype).transpose(0, 1)[:, 1:], gamma, 1e-6, 0.0
+    yield random((1, 24), dtype).expand(7, 24), gamma, 1e-6, 0.0
 
 
 def _samples_backward(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for x, gamma, eps, offset in _samples(dtype):
         _, rstd = _reference(x, gamma, eps, offset)
-        yield random(x.shape, dtype, seed=2), x, gamma, rstd, offset
+        dy = random((*x.shape[:-1], x.shape[-1] + 8), dtype, seed=2)
+        yield dy[..., : x.shape[-1]], x, gamma, rstd, offset
 
 
 def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:

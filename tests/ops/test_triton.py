@@ -58,6 +58,19 @@ def test_binary_for_hopper_spills_nothing_and_loads_vectors(name, hidden, ranks,
         assert one["vector_loads"] > 0, one
 
 
+@pytest.mark.parametrize("hidden", [64, 128, 192, 256])
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_backward"])
+def test_narrow_rows_share_a_program(name, hidden, ranks, triton):
+    ((launch,),) = ranks(
+        1, jobs.compile_for_hopper, name, hidden, torch.bfloat16, env=triton, timeout=240
+    )
+    # One row of a head would keep 256 bytes in flight where memory's latency needs thousands.
+    assert launch["meta"]["ROWS"] * launch["meta"]["BLOCK"] >= 2048
+    assert launch["local"] == 0 and launch["stack"] == 0
+    assert launch["widest_load"] == launch["widest_store"] == 16
+    assert launch["resident"] * launch["warps"] >= 16  # of 64 that a multiprocessor holds
+
+
 def test_backward_of_dropout_draws_the_mask_of_the_forward_again(ranks, triton):
     environment = triton | {"TRITON_INTERPRET": "1"}
     ((rate, same),) = ranks(1, jobs.dropout_masks, env=environment, timeout=240)

@@ -36,7 +36,8 @@ def interpret(name: str, dtype: torch.dtype) -> float:
     operator, kernel = launcher(name)
     worst = 0.0
     for sample in operator.samples(dtype):
-        arguments = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in sample)
+        written = operator.mutated()  # a clone would lose the strides of the others
+        arguments = tuple(x.clone() if i in written else x for i, x in enumerate(sample))
         worst = max(worst, compare(operator, outputs(operator, kernel, arguments), sample, dtype))
     return worst
 
@@ -82,6 +83,7 @@ def _compile(function: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> dict
     from triton.compiler import ASTSource
 
     warps = meta.pop("num_warps", 4)
+    kept = dict(meta)
     options = {"num_warps": warps, "num_stages": meta.pop("num_stages", 3)}
     given = dict(zip(function.arg_names, args, strict=False)) | meta
     signature, constants, attributes = {}, {}, {}
@@ -98,13 +100,33 @@ def _compile(function: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> dict
     source = ASTSource(function, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget(*H100), options=options)
     usage = _resources(Path(triton.__file__).parent, compiled.asm["cubin"])
+    ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+    # A load of the pipeline goes to shared memory: cp.async ... [to], [from], bytes.
+    copies = [int(n, 16) for n in re.findall(r"cp\.async\.c[ag].*?\], 0x(\w+),", ptx)]
+    loads, stores = _widths("ld", ptx) + copies, _widths("st", ptx)
     return {
         "kernel": function.__name__,
+        "meta": kept,
         "warps": warps,
         **usage,
-        "vector_loads": len(re.findall(r"ld\.global\S*\.v[24]", compiled.asm["ptx"])),
-        "vector_stores": len(re.findall(r"st\.global\S*\.v[24]", compiled.asm["ptx"])),
+        "shared": shared,
+        "resident": _resident(usage["registers"], shared, warps),
+        "vector_loads": sum(width >= 8 for width in loads),
+        "widest_load": max(loads, default=0),
+        "widest_store": max(stores, default=0),
     }
+
+
+def _widths(kind: str, ptx: str) -> list[int]:
+    """Bytes that a thread moves with each global load or store."""
+    found = re.findall(rf"{kind}\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return [int(count or 1) * int(bits) // 8 for count, bits in found]
+
+
+def _resident(registers: int, shared: int, warps: int) -> int:
+    """Programs that a multiprocessor of sm_90 holds at a time."""
+    by_registers = REGISTERS_PER_BLOCK // (-(-registers * 32 // 256) * 256 * warps)
+    return min(by_registers, 64 // warps, 32, 228 * 1024 // (shared + 1024))
 
 
 def _type_of(value: Any) -> str:

@@ -12,10 +12,36 @@ WIDEST_ROW = 16384
 """Columns that one program keeps in registers; wider rows are read tile by tile."""
 
 
-def row_block(columns: int) -> tuple[int, int]:
-    """``(BLOCK, num_warps)`` of a program that holds one row of ``columns`` in registers."""
-    block = max(triton.next_power_of_2(columns), 128)
-    return block, min(max(block // 512, 4), 16)
+TILE = 4096
+"""Elements of a tile of rows: 8 KiB in 16 bit, 4 vectors of 16 bytes for each of 128 threads."""
+
+
+def row_tile(columns: int, elements: int = TILE) -> tuple[int, int, int]:
+    """``(ROWS, BLOCK, num_warps)`` of a program that holds whole rows in registers.
+
+    Narrow rows share a program: one row of a head (64 to 256 columns) keeps too few bytes in
+    flight to hide the latency of memory. The shape follows from ``columns`` alone, never from a
+    timing or from the number of rows, so a row's result repeats bit for bit everywhere.
+
+    Args:
+        columns: Columns of a row.
+        elements: How many elements a tile of narrow rows should have.
+    """
+    block = max(triton.next_power_of_2(columns), 16)
+    return max(elements // block, 1), block, min(max(block // 512, 4), 16)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as ``[rows, columns]`` with dense columns; a slice of the last dimension stays a view.
+
+    Args:
+        x: ``[..., columns]``.
+    """
+    columns = x.shape[-1]
+    if x.numel() and x.stride(-1) == 1:
+        with contextlib.suppress(RuntimeError):  # view: rows at more than one distance
+            return x.view(-1, columns)
+    return x.contiguous().view(-1, columns) if x.numel() else x.new_empty(0, columns)
 
 
 def multiprocessors(x: torch.Tensor) -> int:
