@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 HELP = "answer requests in the form of OpenAI's API"
 _KEY_VARIABLE = "MINDSPEED_API_KEY"
+_OTHER_FILES = 128  # that a serving process has open
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-body-bytes", type=int, default=1 << 20, help="of a request (default 1 MiB)"
     )
+    group.add_argument(
+        "--max-connections", type=int, default=512, help="open at once (default 512)"
+    )
+    group.add_argument(
+        "--max-connections-per-address",
+        type=int,
+        default=128,
+        help="of one IP address (default 128); behind a proxy all clients have the proxy's",
+    )
     group.add_argument("--request-timeout", type=float, default=600.0, help="seconds (default 600)")
 
 
@@ -69,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args, key)
 
     def body(generator: Generator) -> None:
+        from mindspeed.inference.server.connections import ConnectionLimits
         from mindspeed.inference.server.guard import Limits
         from mindspeed.inference.server.run import Address, ServeOptions, serve
 
@@ -83,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             args.max_waiting,
             args.request_timeout,
             args.max_batch_rows,
+            ConnectionLimits(args.max_connections_per_address, args.max_connections),
         )
         serve(generator, options)
 
@@ -122,10 +135,25 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
     if not 0 <= args.port < 65536:
         raise ConfigError(f"--port {args.port}: 0 (any) to 65535 is allowed")
     limits = ("max_tokens", "max_rows", "max_batch_rows", "max_waiting", "max_body_bytes")
-    for flag in (*limits, "request_timeout"):
-        if getattr(args, flag) <= 0:
-            value = getattr(args, flag)
+    connections = ("max_connections", "max_connections_per_address")
+    for flag in (*limits, *connections, "request_timeout"):
+        value = getattr(args, flag)
+        if not 0 < value < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')} {value}: a value above 0 is needed")
+    _allow_files(args.max_connections)
+
+
+def _allow_files(connections: int) -> None:
+    """Raise the soft limit of open files as far as these connections need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"--max-connections {connections}: this process may open {hard} files, and needs some "
+            f"{_OTHER_FILES} for other things: lower it, or raise the limit (ulimit -n)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _is_loopback(host: str) -> bool:

@@ -216,6 +216,15 @@ BROKEN = {"content": b"{'", "headers": {"Content-Type": "application/json"}}
 DEEP = {"content": b"[" * 3900, "headers": {"Content-Type": "application/json"}}
 CAT = {"prompt": "the cat"}
 
+
+def escaped(path, **body):
+    """JSON in ASCII, with escapes."""
+    content = json.dumps(body).encode()
+    return ("POST", path, {"content": content, "headers": {"Content-Type": "application/json"}})
+
+
+HALF = "the lone surrogate '\\ud83d' is half of a character"
+
 REFUSED = {
     "no prompt": (completion(), 400, "prompt"),
     "wrong type": (completion(prompt={"a": 1}), 400, "prompt"),
@@ -240,6 +249,15 @@ REFUSED = {
     "plain": (("POST", "/v1/completions", PLAIN), 415, "Content-Type: application/json"),
     "broken": (("POST", "/v1/completions", BROKEN), 400, "JSON"),
     "deep": (("POST", "/v1/completions", DEEP), 400, ""),
+    "half": (escaped("/v1/completions", prompt="cat \ud83d"), 400, HALF),
+    "half stop": (escaped("/v1/completions", **CAT, stop=["\ud83d"]), 400, HALF),
+    "half name": (escaped("/v1/completions", **CAT, **{"\ud83d": 1}), 400, HALF),
+    "half model": (escaped("/v1/completions", **CAT, model="\ud83d"), 400, HALF),
+    "half talk": (
+        escaped("/v1/chat/completions", messages=[{"role": "user", "content": "\ud83d"}]),
+        400,
+        HALF,
+    ),
     "path": (("GET", "/v2/nothing", {}), 404, "/v2/nothing"),
     "method": (("DELETE", "/v1/completions", {}), 405, "DELETE"),
     "host": (("GET", "/v1/models", {"headers": {"Host": "evil.example"}}), 403, "localhost"),
@@ -296,6 +314,9 @@ def test_a_client_that_leaves_ends_its_request(ranks, tiny):
         (["--host", "0.0.0.0"], "lets other machines in: set a key in MINDSPEED_API_KEY"),
         (["--port", "70000"], "--port 70000"),
         (["--max-waiting", "0"], "--max-waiting 0"),
+        (["--request-timeout", "nan"], "--request-timeout nan"),
+        (["--max-connections-per-address", "-1"], "--max-connections-per-address -1"),
+        (["--max-connections", "99999999"], "raise the limit (ulimit -n)"),
         (["--api-key-file", "/no/such"], "--api-key-file /no/such: there is no such file"),
         (["--prompt-type", "alpaca", "--hf-chat-template"], "give it or --hf-chat-template"),
     ],

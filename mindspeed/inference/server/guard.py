@@ -84,7 +84,7 @@ class Guard:
             if scope["method"] == "POST":
                 receive = await self._with_body(headers, receive)
         except Refusal as refusal:
-            await _refuse(refusal, send)
+            await refuse(refusal, send)
             return
         await self._app(scope, receive, send)
 
@@ -154,12 +154,13 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _refuse(refusal: Refusal, send: Send) -> None:
+async def refuse(refusal: Refusal, send: Send) -> None:
+    """Answer with an error."""
     body = json.dumps(refusal.content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if refusal.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if refusal.status in (408, 413):
+    if refusal.status in (408, 413, 429):
         headers.append((b"connection", b"close"))  # the rest of the body is not read
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -7,6 +7,7 @@ that other servers have, too. ``temperature`` 0 means the most likely token.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mindspeed.errors import ConfigError
 from mindspeed.inference.generate import TokenScores
@@ -71,6 +72,21 @@ class Request(BaseModel):
     top_k: int = Field(0, ge=0)
     repetition_penalty: float = Field(1.0, gt=0)
     min_tokens: int = Field(0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, fields: Any) -> Any:
+        """JSON's escapes can name half of a character; no tokenizer takes it, no answer holds it.
+
+        Raises:
+            ValueError: There is such a half in a text or a name.
+        """
+        try:
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ValueError(f"the lone surrogate {half!r} is half of a character") from error
+        return fields
 
     def refuse_unsupported(self) -> None:
         """Say which field asks for something that is not there.

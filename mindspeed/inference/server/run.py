@@ -13,6 +13,7 @@ from mindspeed.data.templates import ChatTemplate
 from mindspeed.inference.control import Control
 from mindspeed.inference.generator import Generator
 from mindspeed.inference.server.app import Service, create_app
+from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
 from mindspeed.inference.server.engine import Engine, follow
 from mindspeed.inference.server.guard import Limits
 
@@ -39,6 +40,7 @@ class ServeOptions:
         waiting: Requests that may wait.
         timeout: Seconds that a request may take.
         rows: Continuations that the model makes at once.
+        connections: What clients may keep open.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ServeOptions:
     waiting: int = 64
     timeout: float = 600.0
     rows: int = 16
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
 def serve(generator: Generator, options: ServeOptions) -> None:
@@ -60,15 +63,9 @@ def serve(generator: Generator, options: ServeOptions) -> None:
         return
     engine = Engine(generator, control, options.waiting, options.timeout, options.rows)
     service = Service(engine, options.name, options.template, options.max_tokens, options.max_rows)
-    config = uvicorn.Config(
-        create_app(service, options.limits),
-        options.address.host,
-        options.address.port,
-        log_level="info",
-        server_header=False,
-        timeout_graceful_shutdown=10,
-        limit_concurrency=options.waiting * 4 + 16,
-    )
+    app = create_app(service, options.limits)
+    host, port = options.address.host, options.address.port
+    config = uvicorn_config(app, host, port, options.connections)
     server = _Server(config)
     engine.on_failure = server.end
     server.run()
