@@ -32,6 +32,7 @@ from mindspeed.attention.mask import Mask
 from mindspeed.attention.strategy import Algorithm, Strategy
 from mindspeed.cli.attention_picture import draw
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.ranges import MAX_RANKS, MAX_SIZE, whole
 
 HELP = "compare context-parallel algorithms on a mask, and draw who computes what"
 
@@ -47,21 +48,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("action", choices=["plan"], help="plan: make the plans, price them, draw them")
     add("--mask", default="causal", metavar="MASK", help="see above (default: causal)")
     add("--seq-length", type=tokens, metavar="N", help="tokens of the sequence; 128K is 131072")
-    add("--cp", type=int, default=8, metavar="P", help="context-parallel size (default: 8)")
+    add(
+        "--cp",
+        type=whole(1, MAX_RANKS),
+        default=8,
+        metavar="P",
+        help="context-parallel size (default: 8)",
+    )
     add(
         "--algo",
         default="all",
         metavar="NAMES",
         help=f"all, or some of {', '.join(ALGORITHMS)}, separated by commas (default: all)",
     )
-    add("--heads", type=int, default=32, help="query heads of a tensor-parallel rank (default: 32)")
-    add("--kv-heads", type=int, help="key heads of a tensor-parallel rank (default: --heads)")
-    add("--head-dim", type=int, default=128, help="of queries, keys and values (default: 128)")
+    add(
+        "--heads",
+        type=whole(1, MAX_SIZE),
+        default=32,
+        help="query heads of a tensor-parallel rank (default: 32)",
+    )
+    add(
+        "--kv-heads",
+        type=whole(1, MAX_SIZE),
+        help="key heads of a tensor-parallel rank (default: --heads)",
+    )
+    add(
+        "--head-dim",
+        type=whole(1, MAX_SIZE),
+        default=128,
+        help="of queries, keys and values (default: 128)",
+    )
     add("--dtype", choices=sorted(ITEMSIZE), default="bf16", help="of tensors (default: bf16)")
-    add("--ulysses-degree-in-cp", type=int, metavar="U", help="of hybrids (default: 2)")
-    add("--cp-window-size", type=int, default=1, metavar="W", help="of the ring: double ring")
-    add("--adaptive-cp-granularity", type=int, default=128, metavar="N", help="(default: 128)")
-    add("--adaptive-cp-overlap-degree", type=int, default=2, metavar="N", help="(default: 2)")
+    add(
+        "--ulysses-degree-in-cp",
+        type=whole(1, MAX_RANKS),
+        metavar="U",
+        help="of hybrids (default: 2)",
+    )
+    add(
+        "--cp-window-size",
+        type=whole(1, MAX_RANKS),
+        default=1,
+        metavar="W",
+        help="of the ring: double ring",
+    )
+    add(
+        "--adaptive-cp-granularity",
+        type=whole(1, MAX_SIZE),
+        default=128,
+        metavar="N",
+        help="(default: 128)",
+    )
+    add(
+        "--adaptive-cp-overlap-degree",
+        type=whole(1, MAX_SIZE),
+        default=2,
+        metavar="N",
+        help="(default: 2)",
+    )
     add("--context-parallel-kv-cache-policy", choices=["full", "half"], help="default: none")
     add("--plot", type=Path, metavar="FILE", help="draw the plans: .png, .svg or .pdf")
     add("--json", action="store_true", help="print JSON, with the numbers of every rank")
@@ -71,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
     """Make the plans and show them."""
     mask = mask_of(args.mask, args.seq_length)
     sizes = _sizes(args)
-    if not 1 <= args.cp <= mask.size:
-        raise ConfigError(f"--cp {args.cp} must be between 1 and the {mask.size} tokens")
+    if args.cp > mask.size:
+        raise ConfigError(f"--cp {args.cp} is more than the {mask.size} tokens")
     found = compare(mask, args.cp, sizes, _algorithms(args), _options(args))
     if args.json:
         print(json.dumps(as_data(args.mask, mask, sizes, found), indent=2))
@@ -146,11 +190,8 @@ def _numbers(text: str, where: str) -> list[int]:
 
 def _sizes(args: argparse.Namespace) -> Sizes:
     groups = args.kv_heads or args.heads
-    if min(args.heads, groups, args.head_dim) < 1 or args.heads % groups:
-        raise ConfigError(
-            f"--heads {args.heads}, --kv-heads {groups} and --head-dim {args.head_dim} must be "
-            "positive, and --kv-heads must divide --heads"
-        )
+    if args.heads % groups:
+        raise ConfigError(f"--kv-heads {groups} must divide --heads {args.heads}")
     return Sizes(args.heads, groups, args.head_dim, args.head_dim, ITEMSIZE[args.dtype])
 
 
@@ -172,11 +213,6 @@ def _algorithms(args: argparse.Namespace) -> list[str]:
 
 
 def _options(args: argparse.Namespace) -> Strategy:
-    if args.adaptive_cp_granularity < 1 or args.adaptive_cp_overlap_degree < 1:
-        raise ConfigError(
-            f"--adaptive-cp-granularity {args.adaptive_cp_granularity} and "
-            f"--adaptive-cp-overlap-degree {args.adaptive_cp_overlap_degree} must be at least 1"
-        )
     return Strategy(
         ulysses_degree=args.ulysses_degree_in_cp or 2,
         ring_window=args.cp_window_size,

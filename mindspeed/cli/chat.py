@@ -20,6 +20,7 @@ from mindspeed.cli.inference_flags import (
     sampling_options,
 )
 from mindspeed.errors import ConfigError
+from mindspeed.ranges import whole
 
 if TYPE_CHECKING:
     from mindspeed.inference.generator import Generator
@@ -59,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     parser.add_argument(
         "--history-turns",
-        type=int,
+        type=whole(0),
         metavar="N",
-        help="questions and answers to remember; default all that fit, the oldest go first",
+        help="turns to remember, 0: none (default: all that fit; the oldest go first)",
     )
     add_sampling_arguments(parser)
 
@@ -70,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
     """Chat; started by hand with more than one rank, start the ranks first."""
     name = template_name(args)
     options = sampling_options(args)
-    if args.history_turns is not None and args.history_turns < 0:
-        raise ConfigError(f"--history-turns {args.history_turns}: 0 (no memory) or more is allowed")
 
     def body(generator: Generator) -> None:
         from mindspeed.inference.chat import talk

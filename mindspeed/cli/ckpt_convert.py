@@ -14,6 +14,7 @@ from typing import Any
 
 from mindspeed.cli.main import main
 from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.ranges import MAX_SIZE, whole
 
 Check = Callable[[argparse.Namespace, argparse.Namespace], None]
 # Flag of a script -> its name among Megatron's values.
@@ -28,9 +29,9 @@ def from_hugging_face(argv: Sequence[str]) -> int:
     """``convert_weights_from_huggingface.py``."""
     parser = _parser("Hugging Face weights -> files for each rank")
     for name in ("tensor", "pipeline"):
-        parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    parser.add_argument("--added-token-num", type=int, default=0)
+        parser.add_argument(f"--{name}-model-parallel-size", type=whole(1, MAX_SIZE), default=1)
+    parser.add_argument("--make-vocab-size-divisible-by", type=whole(1, MAX_SIZE), default=128)
+    parser.add_argument("--added-token-num", type=whole(0, 10_000_000), default=0)
     parser.add_argument("--partition-layers", help="layers of each pipeline stage: 8,8,7,7")
     parser.add_argument("--deepspeed", action="store_true", help="files as DeepSpeed names them")
     _add_architecture(parser)
@@ -49,9 +50,9 @@ def change_layout(argv: Sequence[str]) -> int:
     parser = _parser("files for each rank -> files for the ranks of another layout")
     for which in ("src", "tgt"):
         for name in ("tensor", "pipeline"):
-            parser.add_argument(f"--{which}-{name}-model-parallel-size", type=int)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int)
-    parser.add_argument("--orig-vocab-size", type=int)
+            parser.add_argument(f"--{which}-{name}-model-parallel-size", type=whole(1, MAX_SIZE))
+    parser.add_argument("--make-vocab-size-divisible-by", type=whole(1, MAX_SIZE))
+    parser.add_argument("--orig-vocab-size", type=whole(1, MAX_SIZE))
     _add_architecture(parser)
     args = parser.parse_args(argv)
     words: list[Any] = ["--tp", args.tgt_tensor_model_parallel_size or 1]
@@ -133,7 +134,7 @@ def _add_architecture(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("architecture", "known from the model; checked if given")
     group.add_argument("--type", help="7B, 13B ...")
     for name in ("num_layers", "num_heads", "num_kv_heads", "hidden_size"):
-        group.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int)
+        group.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=whole(1, MAX_SIZE))
     for name in ("bias", "pse", "use_wpack_rotray", "merge-mlp", "load_weight_map"):
         group.add_argument(f"--{name}", action="store_true")
 

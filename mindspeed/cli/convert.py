@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.ranges import ABOVE_ZERO, MAX_RANKS, MAX_SIZE, number, whole
+
 if TYPE_CHECKING:
     from mindspeed.checkpoint.weights.convert import Format, Target
 
@@ -46,12 +48,12 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--added-token-num",
-        type=int,
+        type=whole(0, 10_000_000),
         default=0,
         metavar="N",
         help="grow the vocabulary by N tokens, each the mean of the others (default 0)",
     )
-    parser.add_argument("--ckpt-step", type=int, help="iteration (default: the latest)")
+    parser.add_argument("--ckpt-step", type=whole(0), help="iteration (default: the latest)")
     parser.add_argument(
         "--hf-config-dir",
         metavar="DIR",
@@ -60,7 +62,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-shard-size",
-        type=float,
+        type=number(ABOVE_ZERO),
         metavar="GB",
         help="size of a file (default 5, of torch_dist 1)",
     )
@@ -76,7 +78,7 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--mtp-num-layers",
-        type=int,
+        type=whole(0, 100_000),
         metavar="N",
         help="take N layers of multi-token prediction from a Hugging Face model (default: none)",
     )
@@ -90,7 +92,7 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             short,
             long,
-            type=int,
+            type=whole(1, MAX_RANKS),
             default=1,
             metavar="N",
             help=f"{text}; legacy formats (default 1)",
@@ -113,7 +115,7 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--make-vocab-size-divisible-by",
-        type=int,
+        type=whole(1, MAX_SIZE),
         metavar="N",
         help="pad the vocabulary to a multiple of N times --tp (default: as read, or 128)",
     )
@@ -137,8 +139,6 @@ def run(args: argparse.Namespace) -> int:
     to_hf = args.to == "hf" or not (args.to or args.format or from_hf)
     form: Format = "hf" if to_hf else args.format or "torch_dist"
     layout = Layout(args.tp, args.pp, args.vpp, args.ep, args.layers_per_stage)
-    if min(args.tp, args.pp, args.vpp, args.ep) < 1:
-        raise ConfigError("--tp, --pp, --vpp and --ep are at least 1")
     if layout != Layout() and form not in ("torch", "deepspeed"):
         raise ConfigError(
             "--tp, --pp, --vpp, --ep and --layers-per-stage are for --format torch and deepspeed; "

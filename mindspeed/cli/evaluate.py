@@ -23,6 +23,7 @@ from mindspeed.cli.inference_flags import add_model_arguments, run_model
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation.asking import MODES, Asking
 from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.ranges import MAX_RANKS, NOT_NEGATIVE, Range, number, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,9 +53,11 @@ HELP = "score a model on benchmarks from local files"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     add_model_arguments(parser)
-    parser.add_argument("--dp", type=int, default=1, help="copies of the model that share the work")
     parser.add_argument(
-        "--max-length", type=int, help="tokens of prompt and answer (default: the model's)"
+        "--dp", type=whole(1, MAX_RANKS), default=1, help="copies of the model that share the work"
+    )
+    parser.add_argument(
+        "--max-length", type=whole(1), help="tokens of prompt and answer (default: the model's)"
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
@@ -69,8 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "order of --task",
     )
     tasks.add_argument("--split", default="", help="ceval: val (default) or test (submission.json)")
-    tasks.add_argument("--num-fewshot", type=int, help="examples per prompt (default: the task's)")
-    tasks.add_argument("--limit", type=int, help="questions per subject (default: all)")
+    tasks.add_argument(
+        "--num-fewshot", type=whole(0), help="examples per prompt (default: the task's)"
+    )
+    tasks.add_argument("--limit", type=whole(1), help="questions per subject (default: all)")
     tasks.add_argument(
         "--scoring",
         choices=MODES,
@@ -88,20 +93,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     harness.add_argument("--tasks", metavar="NAMES", help="its tasks and groups, with commas")
     harness.add_argument("--data-dir", type=Path, metavar="DIR", help="where their data is")
     answers = parser.add_argument_group("answers")
-    answers.add_argument("--max-new-tokens", type=int, help="default: the task's")
+    answers.add_argument("--max-new-tokens", type=whole(1), help="default: the task's")
     answers.add_argument("--greedy", action="store_true", help="the default without --temperature")
-    answers.add_argument("--temperature", type=float, help="sample, with this temperature")
-    answers.add_argument("--top-k", type=int, default=0, help="0: all tokens")
-    answers.add_argument("--top-p", type=float, default=1.0, help="1: all tokens")
-    answers.add_argument("--seed", type=int, default=SamplingOptions.seed)
     answers.add_argument(
-        "--samples", type=int, default=1, help="human_eval: programs per problem, for pass@k"
+        "--temperature", type=number(NOT_NEGATIVE), help="sample, with this temperature"
+    )
+    answers.add_argument("--top-k", type=whole(0), default=0, help="0: all tokens")
+    answers.add_argument(
+        "--top-p", type=number(Range(0, 1, above=True)), default=1.0, help="1: all tokens"
+    )
+    answers.add_argument("--seed", type=whole(0, 2**32 - 1), default=SamplingOptions.seed)
+    answers.add_argument(
+        "--samples", type=whole(1), default=1, help="human_eval: programs per problem, for pass@k"
     )
     answers.add_argument("--prompt-type", metavar="NAME", help="chat template to put prompts in")
     run = parser.add_argument_group("run")
-    run.add_argument("--evaluation-batch-size", type=int, default=16, help="questions at once")
+    run.add_argument("--evaluation-batch-size", type=whole(1), default=16, help="questions at once")
     run.add_argument(
-        "--tokens-per-batch", type=int, default=4096, help="size of a log-likelihood pass"
+        "--tokens-per-batch", type=whole(1), default=4096, help="size of a log-likelihood pass"
     )
     run.add_argument("--output", type=Path, metavar="DIR", help="results.json, samples.jsonl")
 
@@ -195,12 +204,6 @@ def _check(args: argparse.Namespace) -> None:
             f"--samples {args.samples}: greedy answers are all the same; give --temperature, "
             "for example 0.8"
         )
-    for flag in ("limit", "samples", "evaluation_batch_size", "tokens_per_batch", "max_length"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')} {value}: at least 1 is needed")
-    if args.num_fewshot is not None and args.num_fewshot < 0:
-        raise ConfigError(f"--num-fewshot {args.num_fewshot}: 0 or more is allowed")
     _sampling(args)
 
 

@@ -23,6 +23,7 @@ from mindspeed.cli.inference_flags import (
 )
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.ranges import number, whole
 
 if TYPE_CHECKING:
     from mindspeed.inference.generator import Generator
@@ -38,12 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-file", type=Path, metavar="FILE", help="one prompt a line, instead of --prompt"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=16, help="prompts in one pass (default: %(default)s)"
+        "--batch-size", type=whole(1), default=16, help="prompts in one pass (default: %(default)s)"
     )
     add_sampling_arguments(parser)
-    parser.add_argument("--num-beams", type=int, default=1, help="sequences a beam search follows")
-    parser.add_argument("--num-return-sequences", type=int, default=1, help="texts for each prompt")
-    parser.add_argument("--length-penalty", type=float, default=1.0, help="above 0: longer beams")
+    parser.add_argument(
+        "--num-beams", type=whole(1), default=1, help="sequences a beam search follows"
+    )
+    parser.add_argument(
+        "--num-return-sequences", type=whole(1), default=1, help="texts for each prompt"
+    )
+    parser.add_argument(
+        "--length-penalty", type=number(), default=1.0, help="above 0: longer beams"
+    )
     parser.add_argument(
         "--recompute", action="store_true", help="run the whole text for every token: slow, exact"
     )
@@ -58,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
         length_penalty=args.length_penalty,
         recompute=args.recompute,
     )
-    if args.batch_size < 1:
-        raise ConfigError(f"--batch-size {args.batch_size}: at least 1 is needed")
     texts = _prompts(args)
     return run_model(
         "generate", args, lambda generator: _print_all(generator, texts, options, args.batch_size)

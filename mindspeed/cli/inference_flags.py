@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.ranges import ABOVE_ZERO, MAX_RANKS, NOT_NEGATIVE, Range, number, whole
 
 if TYPE_CHECKING:
     from mindspeed.inference.generator import Generator
@@ -24,13 +25,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of checkpoints, or hf:DIR for a Hugging Face model",
     )
-    group.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    group.add_argument("--ckpt-step", type=whole(0), help="iteration to load (default: the latest)")
     group.add_argument("--lora-load", metavar="DIR", help="adapter to put on the model, or PEFT's")
     group.add_argument(
-        "--tp", "--tensor-model-parallel-size", type=int, default=1, help="tensor-parallel size"
+        "--tp",
+        "--tensor-model-parallel-size",
+        type=whole(1, MAX_RANKS),
+        default=1,
+        help="tensor-parallel size",
     )
     group.add_argument(
-        "--pp", "--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages"
+        "--pp",
+        "--pipeline-model-parallel-size",
+        type=whole(1, MAX_RANKS),
+        default=1,
+        help="pipeline stages",
     )
     group.add_argument(
         "--tokenizer-model", metavar="DIR", help="default: the tokenizer of the training"
@@ -40,14 +49,28 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen."""
     group = parser.add_argument_group("choice of tokens")
-    group.add_argument("--max-new-tokens", type=int, default=SamplingOptions.max_new_tokens)
+    group.add_argument("--max-new-tokens", type=whole(1), default=SamplingOptions.max_new_tokens)
     group.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    group.add_argument("--temperature", type=float, default=0.8, help="default: %(default)s")
-    group.add_argument("--top-k", type=int, default=0, help="0 (default): all tokens")
-    group.add_argument("--top-p", type=float, default=0.95, help="1: all; default: %(default)s")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, help="1 (default): none")
+    group.add_argument(
+        "--temperature", type=number(NOT_NEGATIVE), default=0.8, help="default: %(default)s"
+    )
+    group.add_argument("--top-k", type=whole(0), default=0, help="0 (default): all tokens")
+    group.add_argument(
+        "--top-p",
+        type=number(Range(0, 1, above=True)),
+        default=0.95,
+        help="1: all; default: %(default)s",
+    )
+    group.add_argument(
+        "--repetition-penalty", type=number(ABOVE_ZERO), default=1.0, help="1 (default): none"
+    )
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; repeatable")
-    group.add_argument("--seed", type=int, default=SamplingOptions.seed)
+    group.add_argument(
+        "--seed",
+        type=whole(0, 2**32 - 1),
+        default=SamplingOptions.seed,
+        help="default: %(default)s",
+    )
 
 
 def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOptions:

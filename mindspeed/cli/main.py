@@ -18,10 +18,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 from mindspeed import __version__
-from mindspeed.errors import DEBUG, describe
+from mindspeed.errors import DEBUG, ConfigError, describe
 from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
+from mindspeed.ranges import HelpFormatter, without_word
 
 COMMANDS: dict[str, str] = {
     "quickstart": "the whole way on this machine: from text to a tuned, evaluated model",
@@ -102,16 +104,23 @@ def dispatch(command: str, rest: list[str]) -> int:
     module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
     if getattr(module, "PASS_THROUGH", False):
         return int(module.run(rest))
-    parser = argparse.ArgumentParser(
+    parser = _CommandParser(
         f"mindspeed {command}",
         description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     module.add_arguments(parser)
     own, flags = _split_at_dashes(rest)
     args = parser.parse_args(own)
     args.flags = flags
     return int(module.run(args))
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Says what is wrong in one line instead of behind a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{without_word(message)} (see {self.prog} --help)")
 
 
 def _without_debug(argv: list[str]) -> tuple[list[str], bool]:

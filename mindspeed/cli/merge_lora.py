@@ -16,6 +16,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from mindspeed.ranges import whole
+
 HELP = "merge an adapter into its base model, or write it for peft"
 _FORMATS = ("torch_dist", "hf", "torch", "safetensors", "peft")
 
@@ -28,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=_FORMATS, default="torch_dist", help="what to write (torch_dist)"
     )
-    parser.add_argument("--ckpt-step", type=int, help="iteration of --load (default: the latest)")
+    parser.add_argument(
+        "--ckpt-step", type=whole(0), help="iteration of --load (default: the latest)"
+    )
     parser.add_argument(
         "--hf-config-dir",
         metavar="DIR",

@@ -25,6 +25,7 @@ from mindspeed.cli.metrics import (
     read_runs,
     relative_errors,
 )
+from mindspeed.ranges import NOT_NEGATIVE, number
 
 HELP = "draw loss, gradient norm, throughput and memory of one or more runs"
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--title", help="line above the picture")
     parser.add_argument(
         "--smooth",
-        type=float,
+        type=number(NOT_NEGATIVE),
         metavar="POINTS",
         help="reach of the moving average to both sides (default: a hundredth of the curve)",
     )

@@ -36,6 +36,7 @@ from mindspeed.data.handlers import HANDLERS
 from mindspeed.data.sources import TEXT_UNITS
 from mindspeed.data.tokenizer import TokenizerOptions, add_tokenizer_arguments
 from mindspeed.errors import ConfigError
+from mindspeed.ranges import MAX_SIZE, whole
 
 LOG_INTERVAL_SECONDS = 15.0  # between lines when there is no terminal for a bar
 
@@ -119,7 +120,9 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--keep-newlines", action="store_true", help="sentences keep the blanks behind them"
     )
-    group.add_argument("--max-samples", type=int, metavar="N", help="read N records and no more")
+    group.add_argument(
+        "--max-samples", type=whole(1), metavar="N", help="read N records and no more"
+    )
     group.add_argument(
         "--strict", action="store_true", help="stop at the first broken line instead of counting it"
     )
@@ -148,7 +151,7 @@ def _conversation_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--seq-length",
-        type=int,
+        type=whole(1, MAX_SIZE),
         metavar="N",
         help="shorten longer conversations: oldest turns first, then the prompt's start",
     )
@@ -165,7 +168,7 @@ def _output_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--append-eod", action="store_true", help="end every document with the end-of-text token"
     )
-    group.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
+    group.add_argument("--workers", type=whole(1, 1024), default=1, help="processes (default: 1)")
     group.add_argument(
         "--keep-sequential-samples", action="store_true", help="always so; for old scripts"
     )
@@ -175,7 +178,7 @@ def _output_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="file format")
     for flag, why in _IGNORED.items():
-        group.add_argument(flag, type=int, help=f"accepted for old scripts: {why}")
+        group.add_argument(flag, type=whole(0), help=f"accepted for old scripts: {why}")
 
 
 def run(args: argparse.Namespace) -> int:

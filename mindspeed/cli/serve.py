@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from mindspeed.cli.chat import add_template_arguments, template_name
 from mindspeed.cli.inference_flags import add_model_arguments, run_model
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.ranges import ABOVE_ZERO, number, whole
 
 if TYPE_CHECKING:
     from mindspeed.data.templates import ChatTemplate
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_template_arguments(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine")
-    group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    group.add_argument("--port", type=whole(0, 65535), default=8000, help="default: %(default)s")
     group.add_argument("--model-name", help="what clients call it; default: name of --load")
     group.add_argument(
         "--api-key-file",
@@ -45,33 +46,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"clients must send its first line; default: the variable {_KEY_VARIABLE}",
     )
     group.add_argument(
-        "--max-tokens", type=int, default=1024, help="new tokens of a request (default 1024)"
+        "--max-tokens", type=whole(1), default=1024, help="new tokens of a request (default 1024)"
     )
     group.add_argument(
-        "--max-rows", type=int, default=16, help="prompts x n of a request (default 16)"
+        "--max-rows", type=whole(1), default=16, help="prompts x n of a request (default 16)"
     )
     group.add_argument(
         "--max-batch-rows",
-        type=int,
+        type=whole(1),
         default=16,
         help="rows of all requests that run together (default 16)",
     )
     group.add_argument(
-        "--max-waiting", type=int, default=64, help="requests in the queue (default 64)"
+        "--max-waiting", type=whole(1), default=64, help="requests in the queue (default 64)"
     )
     group.add_argument(
-        "--max-body-bytes", type=int, default=1 << 20, help="of a request (default 1 MiB)"
+        "--max-body-bytes", type=whole(1), default=1 << 20, help="of a request (default 1 MiB)"
     )
     group.add_argument(
-        "--max-connections", type=int, default=512, help="open at once (default 512)"
+        "--request-timeout", type=number(ABOVE_ZERO), default=600.0, help="seconds (default 600)"
+    )
+    group.add_argument(
+        "--max-connections", type=whole(1), default=512, help="open at once (default 512)"
     )
     group.add_argument(
         "--max-connections-per-address",
-        type=int,
+        type=whole(1),
         default=128,
         help="of one IP address (default 128); behind a proxy all clients have the proxy's",
     )
-    group.add_argument("--request-timeout", type=float, default=600.0, help="seconds (default 600)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,14 +135,6 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
             f"--host {args.host} lets other machines in: set a key in {_KEY_VARIABLE} or with "
             "--api-key-file, or stay on 127.0.0.1"
         )
-    if not 0 <= args.port < 65536:
-        raise ConfigError(f"--port {args.port}: 0 (any) to 65535 is allowed")
-    limits = ("max_tokens", "max_rows", "max_batch_rows", "max_waiting", "max_body_bytes")
-    connections = ("max_connections", "max_connections_per_address")
-    for flag in (*limits, *connections, "request_timeout"):
-        value = getattr(args, flag)
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"--{flag.replace('_', '-')} {value}: a value above 0 is needed")
     _allow_files(args.max_connections)
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from mindspeed.cli import evaluate
 from mindspeed.cli.inference_flags import add_model_arguments, run_model, sampling_options
 from mindspeed.errors import MindSpeedError
+from mindspeed.ranges import NOT_NEGATIVE, Range, number, whole
 
 if TYPE_CHECKING:
     from mindspeed.inference.generator import Generator
@@ -64,19 +65,19 @@ def _infer(script: str, argv: Sequence[str]) -> int:
     parser.add_argument("--task", type=int, nargs="+", choices=range(1, 7), default=[1, 2, 3, 4, 5])
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--prompt-type", help="task 6: chat template (default: the tokenizer's)")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--top-k", type=int, default=50)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--max-new-tokens", type=whole(1), default=128)
+    parser.add_argument("--temperature", type=number(NOT_NEGATIVE), default=0.7)
+    parser.add_argument("--top-k", type=whole(0), default=50)
+    parser.add_argument("--top-p", type=number(Range(0, 1, above=True)), default=0.95)
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=1234)
     parser.set_defaults(repetition_penalty=1.0, stop=None, greedy=False)
     args = _parse(parser, argv)
     if not inside_a_job() and args.tp * args.pp > 1:
         return run_ranks([sys.executable, script, *argv], args.tp * args.pp)
 
     def body(generator: Generator) -> None:
-        for number in args.task:
-            _talk(generator, args) if number == 6 else _continue(generator, number, args)
+        for task in args.task:
+            _talk(generator, args) if task == 6 else _continue(generator, task, args)
 
     return run_model("inference", args, body)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.ranges import MAX_SIZE, whole
 
 HELP = "train a byte-level BPE tokenizer"
 EXAMPLE = "The import statement finds a module"
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input", type=Path, nargs="+", required=True, metavar="FILE", help="jsonl or plain text"
     )
     parser.add_argument("--json-key", default="text", help="field of a jsonl file (default: text)")
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N")
+    parser.add_argument("--vocab-size", type=whole(1, MAX_SIZE), required=True, metavar="N")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
 

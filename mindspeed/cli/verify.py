@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.ranges import NOT_NEGATIVE, number, whole
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +31,17 @@ TOLERANCE = {"fp32": 1e-3, "half": 0.25}  # largest difference of a logit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints")
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    parser.add_argument(
+        "--ckpt-step", type=whole(0), help="iteration to load (default: the latest)"
+    )
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face model")
     parser.add_argument(
         "--input", type=Path, required=True, metavar="FILE", help="text, or jsonl with a text field"
     )
-    parser.add_argument("--samples", type=int, default=8, help="sequences (default: 8)")
+    parser.add_argument("--samples", type=whole(1), default=8, help="sequences (default: 8)")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=number(NOT_NEGATIVE),
         help="largest difference of a logit (default: 0.001 in fp32, 0.25 in bf16 and fp16)",
     )
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_write_text, check_path
+from mindspeed.ranges import MAX_SIZE, whole
 
 if TYPE_CHECKING:
     import argparse
@@ -136,10 +137,12 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accepted for old scripts; transformers 5 has one implementation per tokenizer",
     )
-    group.add_argument("--vocab-size", type=int, help="for NullTokenizer: size without eod")
+    group.add_argument(
+        "--vocab-size", type=whole(1, MAX_SIZE), help="for NullTokenizer: size without eod"
+    )
     group.add_argument(
         "--vocab-extra-ids",
-        type=int,
+        type=whole(0, MAX_SIZE),
         default=0,
         metavar="N",
         help="tokens <extra_id_0> ... behind the vocabulary (default: none)",

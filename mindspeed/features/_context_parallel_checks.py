@@ -252,14 +252,6 @@ def _cache(
 def _adaptive(
     options: ContextParallelOptions, names: set[str], megatron: Megatron
 ) -> Iterator[Problem]:
-    for name in (
-        "adaptive_cp_granularity",
-        "adaptive_cp_overlap_degree",
-        "kvallgather_head_groups",
-    ):
-        value = getattr(options, name)
-        if value < 1:
-            yield Problem(f"--{name.replace('_', '-')} {value}", "must be at least 1")
     by_user = "--adaptive-cp-manually-set-mask-list"
     if options.adaptive_cp_manually_set_mask_list:
         if "adaptive" not in names:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
+from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,9 @@ class AlibiOptions:
         "learned_absolute", "how positions enter the model", megatron=True, adds=("alibi",)
     )
     alibi_fusion_attn_type: int | None = flag(
-        None, "0: the bias is a tensor; 2: kernels make it from slopes; 3: of square roots"
+        None,
+        "0: the bias is a tensor; 2: kernels make it from slopes; 3: of square roots",
+        range=Range(0, 3),
     )
     square_alibi_mask: bool = flag(False, "without effect: the same under a causal mask")
     fill_neg_inf: bool = flag(False, "without effect: what is hidden is -inf in any case")

@@ -28,6 +28,7 @@ from mindspeed.features._context_parallel_checks import indivisible as indivisib
 from mindspeed.features._context_parallel_checks import problems, uneven_heads
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
+from mindspeed.ranges import RANKS, SIZE, Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -47,9 +48,11 @@ class ContextParallelOptions:
         "hybrid_adaptive_cp_algo",
     ] = flag("ulysses_cp_algo", "how ranks attend over a sequence; --cp-comm-type wins over it")
     ulysses_degree_in_cp: int | None = flag(
-        None, "neighbours that exchange rows for heads, of the hybrid algorithms"
+        None, "neighbours that exchange rows for heads, of the hybrid algorithms", range=RANKS
     )
-    cp_window_size: int = flag(1, "ring: neighbours in a window of the inner ring; 1: one ring")
+    cp_window_size: int = flag(
+        1, "ring: neighbours in a window of the inner ring; 1: one ring", range=RANKS
+    )
     use_cp_send_recv_overlap: bool = flag(
         False, "gradients have a communicator of their own (NVIDIA, Ascend; else no effect)"
     )
@@ -63,17 +66,23 @@ class ContextParallelOptions:
         None, "keep received keys and values (half: keys) until the backward pass"
     )
     context_parallel_cache_interval: int = flag(
-        0, "layers without that cache behind each that has one"
+        0, "layers without that cache behind each that has one", range=Range(0, 100_000)
     )
     use_ulysses_allgather_kv: bool = flag(
         False, "Ulysses with one key head per tensor rank: every rank gets it from all"
     )
     kvallgather_head_groups: int = flag(
-        1, "KV all-gather: key heads in so many parts, one behind the other; less memory"
+        1,
+        "KV all-gather: key heads in so many parts, one behind the other; less memory",
+        range=SIZE,
     )
-    adaptive_cp_granularity: int = flag(128, "adaptive: smallest number of tokens that is moved")
+    adaptive_cp_granularity: int = flag(
+        128, "adaptive: smallest number of tokens that is moved", range=SIZE
+    )
     adaptive_cp_overlap_degree: int = flag(
-        2, "adaptive: steps in which keys arrive, each behind the work of the one before"
+        2,
+        "adaptive: steps in which keys arrive, each behind the work of the one before",
+        range=SIZE,
     )
     adaptive_cp_without_coarse: bool = flag(False, "adaptive: granularity of one token")
     adaptive_cp_dynamic_attn_mask: bool = flag(

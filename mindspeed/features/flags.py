@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from mindspeed.errors import ConfigError
+from mindspeed.ranges import Number, Range, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Flag:
     aliases: tuple[str, ...] = ()
     megatron: bool = False
     adds: tuple[str, ...] = ()
+    range: Range | None = None
 
     @property
     def option(self) -> str:
@@ -49,6 +51,7 @@ def flag(
     aliases: Sequence[str] = (),
     megatron: bool = False,
     adds: Sequence[str] = (),
+    range: Range | None = None,
 ) -> Any:
     """A dataclass field that is also a command line flag.
 
@@ -60,6 +63,7 @@ def flag(
         megatron: Megatron-LM declares this flag itself; ours is only used where Megatron's parser
             is absent, with the same name and meaning.
         adds: choices that Megatron-LM's own flag of this name does not know.
+        range: of a number, or of each number of a list; every door checks it.
     """
     metadata = {
         "help": help,
@@ -67,6 +71,7 @@ def flag(
         "aliases": tuple(aliases),
         "megatron": megatron,
         "adds": tuple(adds),
+        "range": range,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -104,9 +109,14 @@ def add_flags(
             *[spelling for spelling in spellings if spelling not in known],
             dest=item.name,
             default=default,
-            help=f"{item.help} (default: {_show(item.default)})",
+            help=_help(item),
             **_argparse_type(item),
         )
+
+
+def _help(item: Flag) -> str:
+    limits = "" if item.range is None else f" ({item.range})"
+    return f"{item.help}{limits} (default: {_show(item.default)})"
 
 
 def _add_choices(action: argparse.Action, more: Sequence[str]) -> None:
@@ -134,7 +144,7 @@ def parse_value(item: Flag, text: str) -> Any:
         values = [_parse_one(kind, part) for part in (text.split(",") if many else [text])]
     except ValueError as error:
         raise ConfigError(f"{item.env or item.option}={text!r}: {error}") from error
-    return tuple(values) if many else values[0]
+    return _in_range(item, tuple(values) if many else values[0])
 
 
 def check_value(item: Flag, value: Any) -> Any:
@@ -147,8 +157,14 @@ def check_value(item: Flag, value: Any) -> Any:
     if value is None:
         return None
     if many:
-        return tuple(_check_one(item, kind, part) for part in _parts(value))
-    return _check_one(item, kind, value)
+        return _in_range(item, tuple(_check_one(item, kind, part) for part in _parts(value)))
+    return _in_range(item, _check_one(item, kind, value))
+
+
+def _in_range(item: Flag, value: Any) -> Any:
+    if item.range is not None and (problem := item.range.problem(value)):
+        raise ConfigError(f"{item.option} {problem}")
+    return value
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -200,7 +216,12 @@ def _argparse_type(item: Flag) -> dict[str, Any]:
         return {"choices": choices, "type": type(choices[0])}
     convert: Callable[[str], Any] = kind
     # `--layers 1 2` and `--layers 1,2`: check_value separates and converts the elements.
-    return {"type": str, "nargs": "+"} if many else {"type": convert}
+    if many:
+        return {"type": str, "nargs": "+"}
+    if item.range is not None:
+        name = _type_name(kind)
+        convert = Number(whole_number if kind is int else kind, item.range, name)
+    return {"type": convert}
 
 
 def _parse_one(kind: Any, text: str) -> Any:

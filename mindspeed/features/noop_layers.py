@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import check_value, flag, flags_of
+from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 class NoopLayersOptions:
     """Which layers compute nothing."""
 
-    noop_layers: tuple[int, ...] = flag((), "indices of layers that compute nothing, from 0")
+    noop_layers: tuple[int, ...] = flag(
+        (), "indices of layers that compute nothing, from 0", range=Range(0, 100_000)
+    )
 
 
 def indices_of(value: Any) -> tuple[int, ...]:

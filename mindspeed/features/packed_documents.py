@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
+from mindspeed.ranges import MAX_SIZE, Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 class PackedDocumentsOptions:
     """Where documents begin; Megatron's flags say what that changes."""
 
-    fix_sub_seq_length: int = flag(-1, "documents of so many tokens instead of the data's own")
+    fix_sub_seq_length: int = flag(
+        -1,
+        "documents of so many tokens instead of the data's own",
+        range=Range(1, MAX_SIZE, also=(-1,), shown=False),
+    )
 
 
 _ORDERED = {
@@ -65,8 +70,6 @@ def _enabled(options: PackedDocumentsOptions, megatron: Megatron) -> bool:
 def _validate(options: PackedDocumentsOptions, megatron: Megatron) -> list[Problem]:
     problems = []
     length, ranks = options.fix_sub_seq_length, megatron.get("context_parallel_size") or 1
-    if length != -1 and length < 1:
-        problems.append(Problem("--fix-sub-seq-length", f"{length} must be at least 1"))
     if length != -1 and not resets(megatron):
         problems.append(
             Problem(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
+from mindspeed.ranges import COUNT, Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -23,9 +24,13 @@ class ProfilingOptions:
     """What to profile and how much of it."""
 
     profile: bool = flag(False, "profile some training steps", megatron=True)
-    profile_step_start: int = flag(10, "first profiled step, counted from 1", megatron=True)
-    profile_step_end: int = flag(12, "first step not profiled any more", megatron=True)
-    profile_ranks: tuple[int, ...] = flag((0,), "ranks to profile, -1: all", megatron=True)
+    profile_step_start: int = flag(
+        10, "first profiled step, counted from 1", megatron=True, range=COUNT
+    )
+    profile_step_end: int = flag(12, "first step not profiled any more", megatron=True, range=COUNT)
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), "ranks to profile, -1: all", megatron=True, range=Range(0, 1_000_000, also=(-1,))
+    )
     profile_level: Literal["level0", "level1", "level2"] = flag(
         "level0", "level0: device, level1: also collectives, level2: everything"
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
+from mindspeed.ranges import MAX_SIZE, Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -31,9 +32,17 @@ _TOKENS = "--pre-tockens, --next-tockens"
 class SlidingWindowOptions:
     """The window of every causal layer."""
 
-    sparse_mode: int = flag(0, "0, 2, 3: causal; 4: window of --pre-tockens and --next-tockens")
-    pre_tockens: int = flag(_WHOLE_SEQUENCE, "keys before its own that a query sees (mode 4)")
-    next_tockens: int = flag(0, "keys behind its own that a query sees (mode 4)")
+    sparse_mode: int = flag(
+        0, "0, 2, 3: causal; 4: window of --pre-tockens and --next-tockens", range=Range(0, 4)
+    )
+    pre_tockens: int = flag(
+        _WHOLE_SEQUENCE,
+        "keys before its own that a query sees (mode 4)",
+        range=Range(0, MAX_SIZE, shown=False),
+    )
+    next_tockens: int = flag(
+        0, "keys behind its own that a query sees (mode 4)", range=Range(0, MAX_SIZE, shown=False)
+    )
 
 
 def _changed(options: SlidingWindowOptions) -> bool:
@@ -53,8 +62,6 @@ def _validate(options: SlidingWindowOptions, megatron: Megatron) -> list[Problem
         )
     if _changed(options) and options.sparse_mode != _BAND:
         problems.append(Problem(_TOKENS, "no window without it", "add --sparse-mode 4"))
-    if options.pre_tockens < 0 or options.next_tockens < 0:
-        problems.append(Problem(_TOKENS, "negative: some queries would see nothing"))
     if options.sparse_mode == _BAND and size:
         problems.append(Problem("--sparse-mode 4", "--window-size is a window too", "give one"))
     if options.sparse_mode == _BAND and megatron.get("window_attn_skip_freq"):

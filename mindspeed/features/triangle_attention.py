@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
+from mindspeed.ranges import SIZE
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -23,14 +24,11 @@ class TriangleAttentionOptions:
     """Whether core attention goes block by block, and their size."""
 
     triangle_attn: bool = flag(False, "causal attention in blocks that skip the keys behind them")
-    triangle_block_size: int = flag(512, "queries of a block")
+    triangle_block_size: int = flag(512, "queries of a block", range=SIZE)
 
 
 def _validate(options: TriangleAttentionOptions, megatron: Megatron) -> list[Problem]:
     problems = []
-    if options.triangle_block_size < 1:
-        size = options.triangle_block_size
-        problems.append(Problem("--triangle-block-size", f"{size} must be at least 1"))
     ranks = megatron.get("context_parallel_size") or 1
     if ranks > 1:
         problems.append(

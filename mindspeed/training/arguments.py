@@ -24,7 +24,9 @@ from typing import Any, NoReturn
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.flags import flags_of
-from mindspeed.training.flag_types import Ignored, Switch, argparse_type, show
+from mindspeed.ranges import HelpFormatter, Range, range_of, whole, without_word
+from mindspeed.training.flag_types import Ignored, Switch, argparse_type, in_range, show
+from mindspeed.training.megatron_ranges import MEGATRON_RANGES
 from mindspeed.training.old_flags import ALIASES, IGNORED
 from mindspeed.training.options import SECTIONS
 
@@ -100,7 +102,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises :class:`ConfigError` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(without_word(message))
 
 
 def build_parser(*, with_help: bool = False) -> Parser:
@@ -117,6 +119,7 @@ def build_parser(*, with_help: bool = False) -> Parser:
         description="Pretrain a GPT-style model. Flags are Megatron-LM's; --config takes a recipe.",
         allow_abbrev=False,
         conflict_handler="error",
+        formatter_class=HelpFormatter,
     )
     own = parser.add_argument_group("launching")
     own.add_argument(
@@ -124,7 +127,9 @@ def build_parser(*, with_help: bool = False) -> Parser:
         metavar="RECIPE",
         help="name of a recipe (mindspeed recipes) or file; the command line wins over it",
     )
-    own.add_argument("--nproc", type=int, help="processes on this machine (default: TP x PP x CP)")
+    own.add_argument(
+        "--nproc", type=whole(1), help="processes on this machine (default: TP x PP x CP)"
+    )
     own.add_argument("--dry-run", action="store_true", help="print what would run, then stop")
     own.add_argument(
         "--deepspeed_config",
@@ -136,7 +141,9 @@ def build_parser(*, with_help: bool = False) -> Parser:
         group = parser.add_argument_group(name, inspect.cleandoc(options.__doc__ or ""))
         for item in flags_of(options):
             spellings = [item.option, *item.aliases]
-            _add_flag(parser, group, item.name, spellings, item.type, item.default, item.help)
+            _add_flag(
+                parser, group, item.name, spellings, item.type, item.default, item.help, item.range
+            )
     for section, config_class in _megatron_sections():
         group = parser.add_argument_group(f"{section}: {config_class.__name__}")
         texts = _field_docstrings(config_class) if with_help else {}
@@ -159,7 +166,17 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
     args, unknown = parser.parse_known_args(list(tokens))
     if unknown:
         raise ConfigError(_unknown_flags(parser, unknown))
+    if problems := list(_out_of_range(parser, args)):
+        raise ConfigError("\n".join(problems))
     return args
+
+
+def _out_of_range(parser: Parser, args: argparse.Namespace) -> Iterable[str]:
+    """What is wrong with values that did not come as words: defaults that Python code gave."""
+    for action in parser._actions:
+        limits = range_of(action)
+        if limits is not None and (problem := limits.problem(getattr(args, action.dest, None))):
+            yield f"{action.option_strings[0]} {problem}"
 
 
 def section_of(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.Action]]:
@@ -204,7 +221,8 @@ def _add_megatron_field(
     default = field.default if factory is dataclasses.MISSING else factory()
     default = DEFAULT.get(dest, meta.get("default", default))
     spellings = meta.get("arg_names", [option])
-    _add_flag(parser, group, dest, spellings, field.type, default, text)
+    limits = MEGATRON_RANGES.get(dest)
+    _add_flag(parser, group, dest, spellings, field.type, default, text, limits)
 
 
 def _add_flag(
@@ -215,6 +233,7 @@ def _add_flag(
     kind: Any,
     default: Any,
     text: str,
+    range: Range | None = None,
 ) -> None:
     """Add one flag unless its type has no spelling or an earlier class declared it."""
     how = argparse_type(kind)
@@ -224,7 +243,7 @@ def _add_flag(
     text = text.replace("%", "%%") + ("" if default is None else f" (default: {show(default)})")
     if how.get("action") is not Switch:
         fresh = [spelling for spelling in spellings if spelling not in known]
-        group.add_argument(*fresh, dest=dest, default=default, help=text, **how)
+        group.add_argument(*fresh, dest=dest, default=default, help=text, **in_range(how, range))
         return
     positive, negative = _both_forms(spellings, default, dest)
     group.add_argument(
@@ -282,7 +301,7 @@ def _add_old_spellings(parser: Parser) -> None:
             )
     if "--local-rank" not in known:
         group.add_argument(
-            "--local-rank", "--local_rank", type=int, default=0, help=argparse.SUPPRESS
+            "--local-rank", "--local_rank", type=whole(0), default=0, help=argparse.SUPPRESS
         )
 
 

@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 import torch
 
+from mindspeed.ranges import LAYERS, Number, Range, whole_number
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,7 +54,7 @@ def argparse_type(kind: Any) -> dict[str, Any] | None:
     if kind is bool:
         return {"action": Switch}
     if kind in (int, float, str):
-        return {"type": {int: _whole, float: float, str: str}[kind]}
+        return {"type": {int: whole_number, float: float, str: str}[kind]}
     if kind is torch.dtype:
         return {"type": _dtype, "metavar": "{" + ",".join(DTYPES) + "}"}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -63,8 +65,18 @@ def argparse_type(kind: Any) -> dict[str, Any] | None:
     if origin in (list, tuple) and parts and parts[0] in (int, float, str):
         if origin is tuple and parts == (int, int):
             return {"type": pair}
-        return {"type": parts[0], "nargs": "+"}
+        return {"type": whole_number if parts[0] is int else parts[0], "nargs": "+"}
     return None
+
+
+def in_range(how: dict[str, Any], range: Range | None) -> dict[str, Any]:
+    """The same keyword arguments with the range of the number that they convert to."""
+    convert = how.get("type")
+    if range is None or convert in (None, str):
+        return how
+    names = {float: "a number", whole_number: "a whole number", pair: "a pair such as 128,0"}
+    name = names.get(convert, "a number or a pattern such as ([1]*3+[0]*1)*2")
+    return {**how, "type": Number(convert, range, name)}
 
 
 def _union_type(parts: tuple[Any, ...]) -> dict[str, Any] | None:
@@ -84,7 +96,7 @@ def layer_pattern(text: str) -> int | list[int]:
     """Parse ``4`` or a list of ones and zeros such as ``([1]*3+[0])*2``."""
     try:
         return _evaluate(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError) as error:
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
         message = f"{text!r} is neither a number nor a pattern such as ([1]*3+[0]*1)*2"
         raise argparse.ArgumentTypeError(message) from error
 
@@ -97,25 +109,20 @@ def _evaluate(node: ast.expr) -> Any:
         return [_evaluate(item) for item in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = _evaluate(node.left), _evaluate(node.right)
-        size = max((value for value in (left, right) if isinstance(value, int)), default=0)
-        if size > 10_000:
+        value = left + right if isinstance(node.op, ast.Add) else _product(left, right)
+        if isinstance(value, list) and len(value) > LAYERS.high:
             raise ValueError("pattern too long")
-        return left + right if isinstance(node.op, ast.Add) else left * right
+        return value
     raise ValueError("only lists of numbers, + and *")
 
 
-def _whole(text: str) -> int:
-    """``1000``, ``1_000`` or ``1e6``."""
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)
-        if number != int(number):
-            raise
-        return int(number)
-
-
-_whole.__name__ = "whole number"
+def _product(left: Any, right: Any) -> Any:
+    """``left * right``, which is a list of a length that fits, or a number."""
+    length = max((len(value) for value in (left, right) if isinstance(value, list)), default=1)
+    times = max((value for value in (left, right) if isinstance(value, int)), default=1)
+    if length * times > LAYERS.high:
+        raise ValueError("pattern too long")
+    return left * right
 
 
 def pair(text: str) -> tuple[int, int]:

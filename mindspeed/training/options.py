@@ -24,13 +24,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed.features.flags import flag
+from mindspeed.ranges import (
+    ABOVE_ZERO,
+    COUNT,
+    LAYERS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    RANKS,
+    SEED,
+    SIZE,
+    Range,
+)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Shape of the model, as far as Megatron Core's configuration does not hold it."""
 
-    max_position_embeddings: int | None = flag(None, "longest sequence (default: --seq-length)")
+    max_position_embeddings: int | None = flag(
+        None, "longest sequence (default: --seq-length)", range=SIZE
+    )
     model: str | None = flag(
         None,
         "preset (mindspeed models lists them) or directory with a config.json: the flags "
@@ -43,14 +57,20 @@ class ModelOptions:
         "learned_absolute", "how positions enter the model"
     )
     use_rotary_position_embeddings: bool = flag(False, "old name of --position-embedding-type rope")
-    rotary_base: int = flag(10000, "base of the rotary embedding")
-    rotary_percent: float = flag(1.0, "part of each head that is rotated")
-    rotary_seq_len_interpolation_factor: int | None = flag(None, "stretch positions by this factor")
+    rotary_base: int = flag(10000, "base of the rotary embedding", range=POSITIVE)
+    rotary_percent: float = flag(
+        1.0, "part of each head that is rotated", range=Range(0, 1, above=True)
+    )
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, "stretch positions by this factor", range=SIZE
+    )
     use_rope_scaling: bool = flag(False, "rotary scaling of Llama 3.1")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", range=Range(1))
     rope_type: Literal["rope", "yarn"] | None = flag(None, "default: yarn with MLA, else rope")
     group_query_attention: bool = flag(False, "grouped-query attention with --num-query-groups")
-    num_query_groups: int | None = flag(None, "key/value heads; turns on grouped-query attention")
+    num_query_groups: int | None = flag(
+        None, "key/value heads; turns on grouped-query attention", range=SIZE
+    )
     swiglu: bool = flag(False, "gated linear unit with SiLU instead of GeLU")
     squared_relu: bool = flag(False, "squared ReLU instead of GeLU")
     quick_geglu: bool = flag(False, "gated linear unit with quick GeLU")
@@ -61,7 +81,9 @@ class ModelOptions:
     embed_layernorm: bool = flag(False, "norm behind the word embeddings (BLOOM)")
     lm_norm_weight: bool = flag(False, "output layer with rows of length one (Baichuan 2)")
     z_loss_weight: float = flag(
-        0.0, "add this times the square of the largest logit to each token's loss (Baichuan 2)"
+        0.0,
+        "add this times the square of the largest logit to each token's loss (Baichuan 2)",
+        range=NOT_NEGATIVE,
     )
     mask_padded_vocab: bool = flag(
         False, "padding entries of the vocabulary take no part in the loss (with --model: on)"
@@ -70,9 +92,11 @@ class ModelOptions:
     bias_swiglu_fusion: bool = flag(True, "fuse bias and SwiGLU")
     untie_embeddings_and_output_weights: bool = flag(False, "separate output layer weights")
     make_vocab_size_divisible_by: int = flag(
-        128, "pad the vocabulary to a multiple of this times TP"
+        128, "pad the vocabulary to a multiple of this times TP", range=SIZE
     )
-    padded_vocab_size: int | None = flag(None, "padded vocabulary size, instead of computing it")
+    padded_vocab_size: int | None = flag(
+        None, "padded vocabulary size, instead of computing it", range=SIZE
+    )
     fp16_lm_cross_entropy: bool = flag(False, "unreduced loss in fp16")
     init_method_xavier_uniform: bool = flag(False, "Xavier uniform initialisation")
     recompute_activations: bool = flag(
@@ -85,10 +109,11 @@ class ModelOptions:
         "old flag: recompute every layer, the first --checkpoint-block-layer of each stage, or the "
         "attention (--recompute-granularity selective)",
     )
-    checkpoint_block_layer: int = flag(25, "layers of --checkpoint-policy block")
+    checkpoint_block_layer: int = flag(25, "layers of --checkpoint-policy block", range=LAYERS)
     auto_recompute_device_size: int | None = flag(
         None,
         "recompute as few layers as fit into so many MiB of a device, by the estimate of --dry-run",
+        range=POSITIVE,
     )
 
 
@@ -97,13 +122,15 @@ class ParallelOptions:
     """How the model is cut over the ranks."""
 
     devices: int | None = flag(
-        None, "ranks the values are meant for: --dry-run counts with them, any other number runs"
+        None,
+        "ranks the values are meant for: --dry-run counts with them, any other number runs",
+        range=RANKS,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of one virtual pipeline stage (interleaved schedule)"
+        None, "layers of one virtual pipeline stage (interleaved schedule)", range=LAYERS
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "virtual pipeline stages of one rank (interleaved schedule)"
+        None, "virtual pipeline stages of one rank (interleaved schedule)", range=LAYERS
     )
     num_layer_list: str | None = flag(
         None, "layers of every pipeline stage, such as 5,6,6,5", aliases=("--manual-layers",)
@@ -112,19 +139,20 @@ class ParallelOptions:
         None,
         "ranks share 1: optimizer states, 2: gradients too, 3: parameters too (default: as "
         "--use-distributed-optimizer and --use-megatron-fsdp say)",
+        range=Range(0, 3),
     )
     fold_mode: Literal["aiao"] | None = flag(
         None,
         "old flag: gradients are reduced while the backward pass still runs, as with "
         "--overlap-grad-reduce",
     )
-    ddp_num_buckets: int | None = flag(None, "number of gradient buckets")
+    ddp_num_buckets: int | None = flag(None, "number of gradient buckets", range=POSITIVE)
     align_grad_reduce: bool = flag(True, "all pipeline stages reduce gradients at the same time")
     use_tp_pp_dp_mapping: bool = flag(False, "order ranks tp-cp-ep-pp-dp, not tp-cp-ep-dp-pp")
     distributed_backend: Literal["auto", "nccl", "hccl", "gloo"] = flag(
         "auto", "communication library; auto, nccl and hccl take what fits the device"
     )
-    distributed_timeout_minutes: int = flag(10, "time-out of a collective")
+    distributed_timeout_minutes: int = flag(10, "time-out of a collective", range=Range(1, 525_600))
     enable_gloo_process_groups: bool = flag(True, "additional gloo groups on accelerators")
     create_all_gather_group: bool = flag(False, "separate group for parameter all-gather")
     nccl_communicator_config_path: str | None = flag(None, "YAML file with NCCL settings")
@@ -140,16 +168,26 @@ class OptimizerOptions:
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
         "exponential", "shape of the last phase of WSD"
     )
-    lr_decay_iters: int | None = flag(None, "iterations of the decay (default: --train-iters)")
-    lr_decay_samples: int | None = flag(None, "samples of the decay (default: --train-samples)")
-    lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD")
-    lr_wsd_decay_samples: int | None = flag(None, "samples of the last phase of WSD")
-    lr_warmup_fraction: float | None = flag(None, "part of the decay spent warming up")
-    lr_warmup_iters: int = flag(0, "iterations of warm-up")
-    lr_warmup_samples: int = flag(0, "samples of warm-up")
-    lr_warmup_init: float = flag(0.0, "learning rate the warm-up starts from")
-    start_weight_decay: float | None = flag(None, "weight decay at the start")
-    end_weight_decay: float | None = flag(None, "weight decay at the end")
+    lr_decay_iters: int | None = flag(
+        None, "iterations of the decay (default: --train-iters)", range=POSITIVE
+    )
+    lr_decay_samples: int | None = flag(
+        None, "samples of the decay (default: --train-samples)", range=POSITIVE
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None, "iterations of the last phase of WSD", range=POSITIVE
+    )
+    lr_wsd_decay_samples: int | None = flag(
+        None, "samples of the last phase of WSD", range=POSITIVE
+    )
+    lr_warmup_fraction: float | None = flag(
+        None, "part of the decay spent warming up", range=PROBABILITY
+    )
+    lr_warmup_iters: int = flag(0, "iterations of warm-up", range=COUNT)
+    lr_warmup_samples: int = flag(0, "samples of warm-up", range=COUNT)
+    lr_warmup_init: float = flag(0.0, "learning rate the warm-up starts from", range=NOT_NEGATIVE)
+    start_weight_decay: float | None = flag(None, "weight decay at the start", range=NOT_NEGATIVE)
+    end_weight_decay: float | None = flag(None, "weight decay at the end", range=NOT_NEGATIVE)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "constant", "shape of the weight decay schedule"
     )
@@ -173,7 +211,7 @@ class OptimizerOptions:
 class DataOptions:
     """What is read, and in which order."""
 
-    seq_length: int | None = flag(None, "tokens of one sample")
+    seq_length: int | None = flag(None, "tokens of one sample", range=SIZE)
     data_path: tuple[str, ...] | None = flag(
         None, "data set prefix, several prefixes, or weight prefix pairs"
     )
@@ -194,7 +232,9 @@ class DataOptions:
         "single", "read in order, or shuffled anew in every epoch"
     )
     data_sharding: bool = flag(True, "cyclic: each data-parallel rank shuffles its own part")
-    num_workers: int | None = flag(None, "reader processes per rank (default: 2; on CPU 0)")
+    num_workers: int | None = flag(
+        None, "reader processes per rank (default: 2; on CPU 0)", range=Range(0, 1024)
+    )
     shuffle: bool = flag(
         True, "read in random order; --no-shuffle: as the files are, to compare with other trainers"
     )
@@ -206,8 +246,12 @@ class DataOptions:
     reset_position_ids: bool = flag(False, "positions start again after each document")
     reset_attention_mask: bool = flag(False, "no attention across documents")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
-    mid_level_dataset_surplus: float = flag(0.005, "samples built beyond what is needed")
-    num_dataset_builder_threads: int = flag(1, "threads that build index files")
+    mid_level_dataset_surplus: float = flag(
+        0.005, "samples built beyond what is needed", range=NOT_NEGATIVE
+    )
+    num_dataset_builder_threads: int = flag(
+        1, "threads that build index files", range=Range(1, 1024)
+    )
     allow_ambiguous_pad_tokens: bool = flag(False, "treat every token equal to pad as padding")
     is_instruction_dataset: bool = flag(
         False, "data sets are conversations with labels (mindspeed preprocess --handler-name)"
@@ -215,7 +259,9 @@ class DataOptions:
     variable_seq_lengths: bool = flag(
         False, "conversations: a micro-batch is as long as its longest sample, not --seq-length"
     )
-    pad_to_multiple_of: int = flag(8, "--variable-seq-lengths: round lengths up to this")
+    pad_to_multiple_of: int = flag(
+        8, "--variable-seq-lengths: round lengths up to this", range=SIZE
+    )
     pack_sequences: bool = flag(False, "conversations: several in one row, where none sees another")
     length_grouped: bool = flag(
         False, "conversations: micro-batches of similar lengths, in random order"
@@ -229,32 +275,44 @@ class DataOptions:
 class TrainingOptions:
     """How long and in which portions."""
 
-    micro_batch_size: int = flag(1, "samples per forward pass and data-parallel rank")
+    micro_batch_size: int = flag(1, "samples per forward pass and data-parallel rank", range=SIZE)
     global_batch_size: int | None = flag(
-        None, "samples per optimizer step (default: --micro-batch-size x data-parallel size)"
+        None,
+        "samples per optimizer step (default: --micro-batch-size x data-parallel size)",
+        range=SIZE,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
-        None, "START INCREMENT SAMPLES: grow the global batch over so many samples"
+        None, "START INCREMENT SAMPLES: grow the global batch over so many samples", range=POSITIVE
     )
     gradient_accumulation_steps: int | None = flag(
-        None, "micro-batches per optimizer step and rank, instead of --global-batch-size"
+        None,
+        "micro-batches per optimizer step and rank, instead of --global-batch-size",
+        range=SIZE,
     )
     decrease_batch_size_if_needed: bool = flag(False, "round the global batch down to what divides")
-    train_iters: int | None = flag(None, "optimizer steps, over all runs")
-    train_samples: int | None = flag(None, "samples, over all runs (instead of --train-iters)")
-    eval_interval: int | None = flag(None, "iterations between validations")
-    eval_iters: int = flag(100, "batches of one validation; 0 for none")
-    exit_interval: int | None = flag(None, "stop at the first iteration divisible by this")
-    exit_duration_in_mins: float | None = flag(None, "save and stop after this time")
+    train_iters: int | None = flag(None, "optimizer steps, over all runs", range=POSITIVE)
+    train_samples: int | None = flag(
+        None, "samples, over all runs (instead of --train-iters)", range=POSITIVE
+    )
+    eval_interval: int | None = flag(None, "iterations between validations", range=POSITIVE)
+    eval_iters: int = flag(100, "batches of one validation; 0 for none", range=COUNT)
+    exit_interval: int | None = flag(
+        None, "stop at the first iteration divisible by this", range=POSITIVE
+    )
+    exit_duration_in_mins: float | None = flag(
+        None, "save and stop after this time", range=NOT_NEGATIVE
+    )
     exit_signal_handler: bool = flag(True, "on SIGTERM save, then stop with exit status 0")
-    seed: int = flag(1234, "random seed")
+    seed: int = flag(1234, "random seed", range=SEED)
     data_parallel_random_init: bool = flag(False, "another seed on each data-parallel rank")
     check_for_nan_in_loss_and_grad: bool = flag(True, "stop when a loss or gradient is not finite")
     max_skipped_nan_iterations: int = flag(
-        0, "leave out the update of so many iterations with a loss or gradient that is not finite"
+        0,
+        "leave out the update of so many iterations with a loss or gradient that is not finite",
+        range=COUNT,
     )
     manual_gc: bool = flag(False, "run the garbage collector at the same iteration on all ranks")
-    manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc")
+    manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc", range=COUNT)
 
 
 @dataclass(frozen=True)
@@ -266,17 +324,18 @@ class CheckpointOptions:
         None,
         "iterations between saves (default: only at the end)",
         aliases=("--persistent-save-interval",),
+        range=POSITIVE,
     )
     load: str | None = flag(None, "directory to load from; without a checkpoint start fresh")
     auto_resume: bool = flag(False, "load from --save")
     exit_on_missing_checkpoint: bool = flag(False, "--load without a checkpoint is an error")
-    keep_last: int | None = flag(None, "delete all but the newest N checkpoints")
+    keep_last: int | None = flag(None, "delete all but the newest N checkpoints", range=POSITIVE)
     save_retain_interval: int | None = flag(
-        None, "with --keep-last: never delete iterations divisible by this"
+        None, "with --keep-last: never delete iterations divisible by this", range=POSITIVE
     )
     async_save: bool = flag(False, "write in the background while training goes on")
     ckpt_format: Literal["torch_dist"] = flag("torch_dist", "file format")
-    ckpt_step: int | None = flag(None, "iteration to load (default: the latest)")
+    ckpt_step: int | None = flag(None, "iteration to load (default: the latest)", range=COUNT)
     finetune: bool = flag(False, "load the weights only and start at iteration 0")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     no_save_optim: bool = flag(False, "leave the optimizer out")
@@ -296,13 +355,17 @@ class CheckpointOptions:
 class LoggingOptions:
     """What is printed and recorded."""
 
-    log_interval: int = flag(10, "iterations between log lines")
+    log_interval: int = flag(10, "iterations between log lines", range=POSITIVE)
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard")
     metrics_file: str | None = flag(None, "JSON lines file (default: SAVE/metrics.jsonl)")
     progress_bar: bool = flag(True, "progress bar when the output is a terminal")
     log_params_norm: bool = flag(False, "log the norm of the parameters")
-    tensorboard_log_interval: int = flag(1, "iterations between points, if --log-interval is less")
-    tensorboard_queue_size: int = flag(1000, "points that TensorBoard holds back at most")
+    tensorboard_log_interval: int = flag(
+        1, "iterations between points, if --log-interval is less", range=POSITIVE
+    )
+    tensorboard_queue_size: int = flag(
+        1000, "points that TensorBoard holds back at most", range=POSITIVE
+    )
     log_memory_to_tensorboard: bool = flag(False, "memory curve in TensorBoard")
     log_loss_scale_to_tensorboard: bool = flag(True, "loss scale curve in TensorBoard")
     log_validation_ppl_to_tensorboard: bool = flag(False, "perplexity curves in TensorBoard")
@@ -319,9 +382,9 @@ class LoraOptions:
     lora_target_modules: tuple[str, ...] = flag(
         (), "modules that get an adapter: query_key_value dense ..., q_proj ..., or all-linear"
     )
-    lora_r: int = flag(16, "rank")
-    lora_alpha: float = flag(32.0, "the correction is multiplied by alpha / r")
-    lora_dropout: float = flag(0.0, "dropout of an adapter's input")
+    lora_r: int = flag(16, "rank", range=SIZE)
+    lora_alpha: float = flag(32.0, "the correction is multiplied by alpha / r", range=ABOVE_ZERO)
+    lora_dropout: float = flag(0.0, "dropout of an adapter's input", range=PROBABILITY)
     lora_init: Literal["kaiming", "gaussian"] = flag("kaiming", "distribution of A; B starts at 0")
     lora_use_rslora: bool = flag(False, "multiply by alpha / sqrt(r)")
     lora_modules_to_save: tuple[str, ...] = flag(

@@ -212,14 +212,11 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         yield indivisible(args.seq_length, cp)  # above, the feature says so
     if args.sequence_parallel and args.seq_length % tp:
         yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
-    if args.auto_recompute_device_size is not None:
-        if args.recompute_granularity is not None:
-            yield (
-                "--auto-recompute-device-size chooses what is recomputed: drop "
-                "--checkpoint-activations, --checkpoint-policy and --recompute-..."
-            )
-        if args.auto_recompute_device_size < 1:
-            yield f"--auto-recompute-device-size {args.auto_recompute_device_size}: MiB are needed"
+    if args.auto_recompute_device_size is not None and args.recompute_granularity is not None:
+        yield (
+            "--auto-recompute-device-size chooses what is recomputed: drop "
+            "--checkpoint-activations, --checkpoint-policy and --recompute-..."
+        )
     if args.max_position_embeddings < args.seq_length:
         yield f"--max-position-embeddings is smaller than --seq-length {args.seq_length}"
     yield from _graphs(args)

@@ -32,8 +32,6 @@ def duration(args: argparse.Namespace) -> Iterator[str]:
         yield "--weight-decay-incr-style needs --start-weight-decay and --end-weight-decay"
     if args.eval_interval is None:
         args.eval_iters = 0
-    if args.log_interval < 1:
-        yield f"--log-interval {args.log_interval} must be at least 1"
 
 
 def _schedule(args: argparse.Namespace) -> Iterator[str]:
@@ -45,21 +43,17 @@ def _schedule(args: argparse.Namespace) -> Iterator[str]:
     )
     decay = duration if given is None else given
     flag = f"--{'train' if given is None else 'lr-decay'}-{unit} {decay}"
-    if decay < 1:
-        yield f"{flag} must be at least 1"
-    elif warmup >= decay:
+    if warmup >= decay:
         yield (
             f"--lr-warmup-{unit} {warmup} must be less than {flag}, the length of the learning "
             "rate schedule: shorten the warm-up or lengthen the schedule"
         )
-    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
-        yield f"--lr-warmup-fraction {args.lr_warmup_fraction} must be at least 0 and less than 1"
     if args.lr_decay_style != "WSD":
         return
     if last is None:
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
-    elif not 0 < last <= decay:
-        yield f"--lr-wsd-decay-{unit} {last} must be between 1 and {flag}"
+    elif last > decay:
+        yield f"--lr-wsd-decay-{unit} {last} is more than {flag}"
 
 
 def output(args: argparse.Namespace) -> Iterator[str]:
@@ -75,13 +69,9 @@ def output(args: argparse.Namespace) -> Iterator[str]:
             args.load, args.finetune = args.save, False  # the run has begun: continue it
     if args.save_interval is not None and args.save is None:
         yield "--save-interval needs --save"
-    if args.keep_last is not None and args.keep_last < 1:
-        yield f"--keep-last {args.keep_last} must be at least 1"
     yield from lora_flags.complete(args)
     if args.use_checkpoint_args and args.load is None:
         yield "--use-checkpoint-args needs --load"
-    if args.tensorboard_log_interval < 1:
-        yield f"--tensorboard-log-interval {args.tensorboard_log_interval} must be at least 1"
     yield from missing_packages(args)
     args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
 
@@ -136,8 +126,6 @@ def _conversations(args: argparse.Namespace) -> Iterator[str]:
             "--reset-position-ids, --reset-attention-mask and --eod-mask-loss are for plain text: "
             "with --is-instruction-dataset drop them"
         )
-    if args.pad_to_multiple_of < 1:
-        yield f"--pad-to-multiple-of {args.pad_to_multiple_of} must be at least 1"
     if args.length_grouped and args.pack_sequences:
         yield "give one of --length-grouped and --pack-sequences: packed rows are full already"
     if args.length_grouped and args.dataloader_type != "single":

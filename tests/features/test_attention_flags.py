@@ -41,9 +41,10 @@ def test_what_is_on():
 ALIBI = {"position_embedding_type": "alibi"}
 WINDOW = {"sparse_mode": 4}
 REFUSED = [
-    ({"sparse_mode": 7}, "sparse_mode 7: with flash attention use 0, 2, 3 or 4"),
+    ({"sparse_mode": 7}, "--sparse-mode 7 must be from 0 to 4"),
     ({"pre_tockens": 8}, "add --sparse-mode 4"),
-    ({**WINDOW, "next_tockens": -1}, "negative"),
+    ({"sparse_mode": 1}, "sparse_mode 1: with flash attention use 0, 2, 3 or 4"),
+    ({**WINDOW, "next_tockens": -1}, "--next-tockens -1 must be at least 0"),
     ({**WINDOW, "window_size": (3, 0)}, "give one"),
     ({**WINDOW, "window_attn_skip_freq": 2}, "give --window-size instead"),
     ({**WINDOW, "next_tockens": 3}, "--next-tockens: 3 keys behind .* --attention-mask-type"),

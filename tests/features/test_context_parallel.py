@@ -198,7 +198,7 @@ HYBRID = {"context_parallel_algo": "hybrid_cp_algo"}
             {"use_fusion_attn_v2": True, "attention_dropout": 0.1},
             "dropout with --use-fusion-attn-v2 and context parallelism is not supported",
         ),
-        ({"adaptive_cp_granularity": 0}, "--adaptive-cp-granularity 0: must be at least 1"),
+        ({"adaptive_cp_granularity": 0}, "--adaptive-cp-granularity 0 must be at least 1"),
         (
             {"seq_length": 4090, "context_parallel_algo": "adaptive_cp_algo"},
             "sequence length S=4090 must be divisible by CP=8",

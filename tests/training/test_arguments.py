@@ -26,7 +26,7 @@ WRONG = {
     ),
     "word without flag": ([*TINY, "stray"], "unexpected argument 'stray'"),
     "not a choice": ([*TINY, "--normalization", "BatchNorm"], "invalid choice: 'BatchNorm'"),
-    "not a number": ([*TINY, "--num-layers", "many"], "invalid whole number value: 'many'"),
+    "not a number": ([*TINY, "--num-layers", "many"], "--num-layers 'many' is not a whole number"),
     "code in a pattern": (
         [*TINY, "--moe-layer-freq", "__import__('os')"],
         "neither a number nor a pattern",
@@ -76,7 +76,7 @@ WRONG = {
     "last phase": ([*TINY, "--lr-decay-style", "WSD"], "WSD needs --lr-wsd-decay-iters"),
     "long last phase": (
         [*TINY, "--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "7"],
-        "--lr-wsd-decay-iters 7 must be between 1 and --train-iters 6",
+        "--lr-wsd-decay-iters 7 is more than --train-iters 6",
     ),
     "graphs": (
         [*TINY, "--cuda-graph-impl", "local"],

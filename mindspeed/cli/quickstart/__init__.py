@@ -24,6 +24,7 @@ from mindspeed.cli.quickstart.step import typed
 from mindspeed.cli.quickstart.summary import print_summary
 from mindspeed.errors import ConfigError, TrainingError
 from mindspeed.files import make_dirs, tighten_umask
+from mindspeed.ranges import MAX_RANKS, whole
 
 HELP = "the whole way on this machine: from text to a tuned, evaluated model"
 
@@ -34,11 +35,17 @@ FAST_ITERATIONS = 60
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     parser.add_argument("--workdir", type=Path, default=Path("runs/quickstart"), metavar="DIR")
-    parser.add_argument("--nproc", type=int, help="processes of the pretraining (default: tp x pp)")
-    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size (default: 2)")
-    parser.add_argument("--pp", type=int, default=2, help="pipeline stages (default: 2)")
     parser.add_argument(
-        "--iters", type=int, help=f"iterations of the pretraining (default: {ITERATIONS})"
+        "--nproc", type=whole(1, MAX_RANKS), help="processes of the pretraining (default: tp x pp)"
+    )
+    parser.add_argument(
+        "--tp", type=whole(1, MAX_RANKS), default=2, help="tensor-parallel size (default: 2)"
+    )
+    parser.add_argument(
+        "--pp", type=whole(1, MAX_RANKS), default=2, help="pipeline stages (default: 2)"
+    )
+    parser.add_argument(
+        "--iters", type=whole(1), help=f"iterations of the pretraining (default: {ITERATIONS})"
     )
     parser.add_argument(
         "--fast", action="store_true", help=f"only {FAST_ITERATIONS} iterations, to see it work"
@@ -78,14 +85,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
         ConfigError: The processes do not fit the layout.
     """
     ranks = args.nproc or args.tp * args.pp
-    if min(args.tp, args.pp, ranks) < 1 or ranks % (args.tp * args.pp):
+    if ranks % (args.tp * args.pp):
         raise ConfigError(
             f"--nproc {ranks} is not divisible by --tp {args.tp} x --pp {args.pp} = "
             f"{args.tp * args.pp}"
         )
     iterations = args.iters or (FAST_ITERATIONS if args.fast else ITERATIONS)
-    if iterations < 1:
-        raise ConfigError(f"--iters {iterations}: at least 1 is needed")
     return Plan(args.workdir, ranks, args.tp, args.pp, iterations)
 
 
