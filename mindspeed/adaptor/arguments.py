@@ -3,13 +3,20 @@
 ``add_megatron_arguments`` builds the parser; our flag groups are added behind Megatron's.
 ``validate_args`` is where Megatron's values become final, and it runs before any process group or
 module exists: there the session decides which features are on and attaches them.
+
+Megatron demands ``CUDA_DEVICE_MAX_CONNECTIONS=1`` with tensor or context parallelism and forbids it
+with FSDP. It limits the hardware queues of an NVIDIA GPU, so on other devices Megatron's checks see
+the value they demand, whatever the environment says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from mindspeed import device
 from mindspeed.adaptor.config_file import read_config_file
 from mindspeed.adaptor.patch import Patch
 from mindspeed.features import registry
@@ -36,7 +43,8 @@ def argument_patches(configure: Callable[[Any], None]) -> tuple[Patch, ...]:
     def configure_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             given = {name: getattr(args, name) for name in registry.own_flags() if name in args}
-            result = original(args, *rest, **kwargs)
+            with _demanded_connections(args):
+                result = original(args, *rest, **kwargs)
             vars(args).update(given)  # Megatron sets a few of these names, too
             configure(args)
             return result
@@ -60,3 +68,21 @@ def argument_patches(configure: Callable[[Any], None]) -> tuple[Patch, ...]:
             expects="(args, defaults)",
         ),
     )
+
+
+@contextlib.contextmanager
+def _demanded_connections(args: Any) -> Iterator[None]:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if device.current().name == "cuda":
+        yield
+        return
+    given = os.environ.pop(name, None)
+    fsdp = getattr(args, "use_torch_fsdp2", False) or getattr(args, "use_megatron_fsdp", False)
+    if not fsdp:
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if given is not None:
+            os.environ[name] = given

@@ -7,6 +7,7 @@ the NPU, and is maintained with torch_npu. On top of it come only
 * nvtx ranges, which become mstx ranges;
 * the names of torch.cuda that torch_npu has not (``cudart``, ``check_error``, clocks and sensors);
 * the compute capability, without which torch's broadcast fails (torch_npu says None);
+* options of NCCL groups (``--high-priority-stream-groups``): HCCL's own defaults serve;
 * all_reduce of float64, which HCCL has not: summed in float32;
 * Megatron's torch.compile, which returns the function itself (``MINDSPEED_COMPILE=1`` keeps it).
 
@@ -52,6 +53,8 @@ def install(journal: Journal, device: NpuDevice) -> None:
             put(torch.cuda, name, value)
     for name, value in _nvtx(device.torch_npu).items():
         put(torch.cuda.nvtx, name, value)
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        put(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **_: None))
     reduce = _all_reduce(distributed_c10d.all_reduce)
     for holder in (distributed_c10d, dist):
         put(holder, "all_reduce", reduce)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import indivisible
 from mindspeed.training.options import (
@@ -219,7 +218,6 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.max_position_embeddings < args.seq_length:
         yield f"--max-position-embeddings is smaller than --seq-length {args.seq_length}"
-    yield from _graphs(args)
     if sum((args.swiglu, args.squared_relu, args.quick_geglu)) > 1:
         yield "give one of --swiglu, --squared-relu and --quick-geglu"
 
@@ -239,11 +237,3 @@ def _optimizer(args: argparse.Namespace) -> Iterator[str]:
         args.optimizer = "adam"
     if args.optimizer not in OPTIMIZERS:
         yield f"--optimizer {args.optimizer}: choose one of {', '.join(OPTIMIZERS)}"
-
-
-def _graphs(args: argparse.Namespace) -> Iterator[str]:
-    here = device.current().name
-    off = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
-    for name, value in off.items():
-        if here != "cuda" and getattr(args, name) != value:
-            yield f"--{name.replace('_', '-')} needs an NVIDIA GPU, this device is {here}: drop it"

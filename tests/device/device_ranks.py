@@ -174,8 +174,10 @@ def mixed_coalescing() -> list[str]:
 def groups_in_every_spelling() -> list[Any]:
     """Backends, options and device ids as Megatron passes them."""
     results: list[Any] = []
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8  # of --nccl-communicator-config-path
     for backend in ("nccl", "cpu:gloo,cuda:nccl", "hccl", None, "gloo"):
-        group = dist.new_group([0, 1], backend=backend, pg_options=object(), group_desc="test")
+        group = dist.new_group([0, 1], backend=backend, pg_options=options, group_desc="test")
         tensor = torch.ones(1, device="cuda")
         dist.all_reduce(tensor, group=group)
         dist.barrier(group, device_ids=[0])

@@ -78,11 +78,6 @@ WRONG = {
         [*TINY, "--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "7"],
         "--lr-wsd-decay-iters 7 is more than --train-iters 6",
     ),
-    "graphs": (
-        [*TINY, "--cuda-graph-impl", "local"],
-        "--cuda-graph-impl needs an NVIDIA GPU, this device is cpu",
-    ),
-    "old name of graphs": ([*TINY, "--enable-cuda-graph"], "--enable-cuda-graph needs an NVIDIA"),
     "experts": ([*TINY, "--expert-model-parallel-size", "2"], "needs --num-experts", 2),
     "optimizer": ([*TINY, "--optimizer", "cadam"], "--optimizer cadam: choose one of adam, sgd"),
     "wrong layers of stages": (

@@ -2,7 +2,9 @@
 
 Process groups asked for with ``nccl`` or ``hccl`` (or ``cpu:gloo,cuda:nccl``) become gloo groups;
 what only means something for an accelerator (``device_id``, ``pg_options``, ``device_ids``) is
-dropped; ``split_group`` makes new groups. ``get_backend`` stays honest.
+dropped; ``split_group`` makes new groups. ``get_backend`` stays honest. Options of NCCL can be
+described (``ProcessGroupNCCL.Options``, for ``--high-priority-stream-groups`` and
+``--nccl-communicator-config-path``) and are dropped in the same way.
 
 gloo connects lazily (``TORCH_GLOO_LAZY_INIT=1``, unless the variable is set): a model-parallel
 layout has dozens of groups, most of which never communicate with most of their members.
@@ -14,6 +16,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +27,17 @@ from mindspeed.device.cuda_world.factories import on_host
 from mindspeed.journal import Journal
 
 _ACCELERATOR_BACKENDS = ("nccl", "hccl", "ucc", "xccl")
+
+
+class ProcessGroupNCCL:
+    """The name that a torch without CUDA lacks; there is no such group here, only its options."""
+
+    class Options:
+        """Accepts every option of NCCL; the groups are gloo's, which have none of them."""
+
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = SimpleNamespace()
 
 
 def gloo(backend: Any) -> Any:
@@ -152,7 +166,8 @@ def _mesh_device(device: Any) -> str:
 
 def install(journal: Journal) -> None:
     """Route process groups and device meshes to gloo."""
-
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        journal.set(dist, "ProcessGroupNCCL", ProcessGroupNCCL, owner="device")
     for name, wrapper in (
         ("init_process_group", _init_process_group),
         ("new_group", _new_group),
