@@ -13,6 +13,9 @@ saved-tensor hooks. Rules of the count:
 * Storages of the parameters of the given modules do not count, they exist anyway
   (``include_parameters=True`` counts them).
 * ``bytes`` is the largest total held at one moment, so it may be read after the backward.
+* A storage that is resized (``untyped_storage().resize_(0)`` frees a tensor whose value a later
+  recomputation restores, as Megatron's ``CheckpointWithoutOutput`` does) counts at its new size
+  from then on. Only resizing from Python inside the block is seen.
 * Regions with saved-tensor hooks of their own (``torch.utils.checkpoint`` without re-entry,
   offloading to the host) decide themselves what to keep; only their inputs are seen here.
   Tensors hung on ``ctx`` as plain attributes are invisible to autograd, hence to this counter.
@@ -23,9 +26,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -114,6 +117,11 @@ class SavedTensors:
         weakref.finalize(holder, self._release, key).atexit = False
         return holder
 
+    def _resized(self, key: int, nbytes: int) -> None:
+        if (first := self._first.get(key)) is not None and first.nbytes != nbytes:
+            self._first[key] = replace(first, nbytes=nbytes)
+            self._add(replace(first, nbytes=nbytes - first.nbytes))
+
     def _release(self, key: int) -> None:
         self._holders[key] -= 1
         if self._holders[key] == 0:
@@ -163,10 +171,28 @@ def saved_for_backward(
         return holder.tensor
 
     with ExitStack() as stack:
+        stack.enter_context(_resizing_seen(saved._resized))
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
         yield saved
+
+
+@contextmanager
+def _resizing_seen(report: Callable[[int, int], None]) -> Iterator[None]:
+    """Call ``report(storage key, bytes)`` after every ``UntypedStorage.resize_`` from Python."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        result = resize(storage, nbytes)
+        report(storage._cdata, storage.nbytes())
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
 def _call_site() -> str:

@@ -119,3 +119,30 @@ def test_an_exception_leaves_no_hook_behind():
     before = saved.bytes
     linear(torch.randn(B, H, requires_grad=True)).sum().backward()
     assert saved.bytes == before
+
+
+def test_a_freed_storage_counts_no_longer_and_again_when_it_is_restored():
+    x = torch.randn(B, H, requires_grad=True)
+    before = torch.UntypedStorage.resize_
+    with saved_for_backward() as saved:
+        y = x.sin()  # saves x
+        z = y.cos()  # saves y
+        assert saved.live_bytes == 2 * X
+        y.untyped_storage().resize_(0)
+        assert saved.live_bytes == X
+        w = z.exp()  # saves its result
+        assert saved.bytes == 2 * X, "x and y, then x and the result of exp: never three"
+        y.untyped_storage().resize_(X)
+        y.data.copy_(x.sin())
+        assert saved.live_bytes == saved.bytes == 3 * X
+        w.sum().backward()
+        assert saved.live_bytes == 0
+    assert torch.UntypedStorage.resize_ is before
+    torch.testing.assert_close(x.grad, (w * -x.sin().sin() * x.cos()).detach())
+
+
+def test_a_storage_that_nobody_saved_may_be_resized():
+    x = torch.randn(B, H)
+    with saved_for_backward() as saved:
+        x.untyped_storage().resize_(0)
+    assert saved.bytes == 0
