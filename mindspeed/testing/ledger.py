@@ -10,9 +10,9 @@ It watches the ``c10d`` and functional-collective operators through a ``TorchDis
 ``torch.distributed``'s Python functions: names bound at import time, async and coalesced calls,
 sends and receives, and calls made by autograd in the backward pass all arrive there, and so do
 those inside the kernels of `mindspeed.ops`; kernels of other packages that fuse a matrix product
-with a collective count as that collective. Not seen:
-``wait()``, calls from Python threads started elsewhere, and process groups written in Python,
-which never reach the operators.
+with a collective count as that collective. Not seen: calls from Python threads started elsewhere,
+and process groups written in Python, which never reach the operators. When a rank waits, and for
+how long, says :mod:`mindspeed.testing.clock`.
 
 Two byte figures per call, for a group of p ranks and a tensor of t bytes:
 
@@ -74,7 +74,7 @@ class CommLedger:
     def __init__(self) -> None:
         self.events: list[Communication] = []
         self._phase = PhaseTracker()
-        self._mode = _Recorder(self.events, self._phase)
+        self._mode = CommunicationMode(self._phase, self.events.append)
 
     def __enter__(self) -> CommLedger:
         self._phase.__enter__()
@@ -161,24 +161,33 @@ def _table(rows: list[tuple[str, ...]], numeric_columns: int) -> str:
     )
 
 
-class _Recorder(TorchDispatchMode):
-    def __init__(self, events: list[Communication], phase: PhaseTracker) -> None:
+class CommunicationMode(TorchDispatchMode):
+    """Calls ``record`` with every communication, before its operator runs."""
+
+    def __init__(self, phase: PhaseTracker, record: Callable[[Communication], None]) -> None:
         super().__init__()
-        self._events = events
         self._phase = phase
+        self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in NAMESPACES:
-            name = func._schema.name.split("::")[1]
-            if name in _OPERATORS:
-                names = [argument.name for argument in func._schema.arguments]
-                given = {**dict(zip(names, args, strict=False)), **kwargs}
-                self._events.extend(_communications(name, given, self._phase.current()))
+        for event in self.communications(func, args, kwargs):
+            self._record(event)
         operator = _registry.find(func)
         if operator is not None and operator.communicates:
             return self._inside(operator, args)
         return func(*args, **kwargs)
+
+    def communications(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Communication]:
+        """What the operator ``func`` communicates itself, not what its kernel calls."""
+        name = func._schema.name.split("::")[1]
+        if func.namespace not in NAMESPACES or name not in _OPERATORS:
+            return []
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return list(_communications(name, given, self._phase.current()))
 
     def _inside(self, operator: _registry.Operator, args: tuple[Any, ...]) -> Any:
         # Autograd is done with at this depth, so its kernel is all that is left of the operator;

@@ -38,6 +38,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from mindspeed.journal import Journal
+
 _SKIPPED_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__)))
 
 
@@ -188,11 +190,12 @@ def _resizing_seen(report: Callable[[int, int], None]) -> Iterator[None]:
         report(storage._cdata, storage.nbytes())
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    journal = Journal()
+    journal.set(torch.UntypedStorage, "resize_", resize_, owner="saved")
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        journal.undo()
 
 
 def _call_site() -> str:

@@ -1,0 +1,218 @@
+"""How much communication a schedule hides: a step executed on a clock that only counts.
+
+    with VirtualClock(flops_per_second=300e12, link=Link(200e9, latency=10e-6)) as clock:
+        work = dist.all_reduce(x, async_op=True)
+        y = a @ b
+        work.wait()
+    clock.exposed        # max(0, time of the all-reduce - time of the product)
+
+The code runs as always and its results are right; beside it a clock advances by a model, so the
+figures are the same on every machine and in every run:
+
+* An operator with a FLOP formula (:mod:`mindspeed.profiling.flop_formulas`) takes
+  ``flops / flops_per_second``; all others take no time.
+* A communication takes ``latency + bytes on the wire / bytes_per_second`` (the bytes of
+  :mod:`mindspeed.testing.ledger`). It starts when it is called, or when the one before it on the
+  same process group has ended: groups have links of their own.
+* ``Work.wait()``, and ``wait_tensor`` of functional collectives, move the clock to the end of
+  that communication. What it skips is exposed time. A call that returns nothing to wait for is
+  waited for at once.
+
+A receive is timed like a send, as if its sender called at the same moment: waiting for a slower
+rank is not modelled. Calls from Python threads started elsewhere are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_leaves
+
+from mindspeed.journal import Journal
+from mindspeed.ops import _registry
+from mindspeed.profiling.flop_formulas import formula_of
+from mindspeed.profiling.phase import PhaseTracker
+from mindspeed.testing.ledger import Communication, CommunicationMode
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a process group communicates over.
+
+    Attributes:
+        bytes_per_second: that one rank sends.
+        latency: seconds that every call takes besides.
+    """
+
+    bytes_per_second: float
+    latency: float = 0.0
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of one communication that puts ``nbytes`` on the wire."""
+        return self.latency + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Something that took time, in seconds from the clock's start."""
+
+    kind: Literal["compute", "communication", "wait"]
+    name: str  # of the operator
+    start: float
+    end: float
+    phase: str  # "forward", "backward" or "recompute"
+    communication: Communication | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+class VirtualClock:
+    """Context manager; its figures may be read inside and after the block.
+
+    Args:
+        flops_per_second: of this rank.
+        link: of all process groups, or a function that says which link a communication takes.
+    """
+
+    def __init__(
+        self, flops_per_second: float, link: Link | Callable[[Communication], Link]
+    ) -> None:
+        self.now = 0.0
+        self.intervals: list[Interval] = []
+        self._flops_per_second = flops_per_second
+        self._link_of = link if callable(link) else lambda communication: link
+        self._free_at: dict[str, float] = {}  # process group -> end of its last communication
+        self._pending: dict[int, tuple[Any, Interval]] = {}  # by id; holds the object alive
+        self._phase = PhaseTracker()
+        self._journal = Journal()
+        self._mode = _Mode(self, self._phase)
+
+    def __enter__(self) -> VirtualClock:
+        self._phase.__enter__()
+        wait = Work.wait
+
+        def observed(work: Any, *args: Any, **kwargs: Any) -> Any:
+            self._wait_for(id(work))
+            return wait(work, *args, **kwargs)
+
+        self._journal.set(Work, "wait", observed, owner="clock")
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+        self._journal.undo()
+        self._phase.__exit__(kind, error, trace)
+        self._pending.clear()
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which this rank only waited for communication."""
+        return sum(interval.seconds for interval in self.select("wait"))
+
+    @property
+    def computing(self) -> float:
+        """Seconds of operators with a FLOP formula."""
+        return sum(interval.seconds for interval in self.select("compute"))
+
+    def select(
+        self, kind: str, *, op: str | None = None, phase: str | None = None
+    ) -> Iterator[Interval]:
+        """Yields the intervals of one kind; of one communication ("all_gather") and phase."""
+        for interval in self.intervals:
+            found = interval.communication
+            if interval.kind != kind or phase not in (None, interval.phase):
+                continue
+            if op is None or (found is not None and found.op == op):
+                yield interval
+
+    def _compute(self, name: str, flops: int) -> None:
+        start = self.now
+        self.now += flops / self._flops_per_second
+        if flops:
+            self._note("compute", name, start, self.now)
+
+    def _communicate(self, name: str, communication: Communication) -> Interval:
+        start = max(self.now, self._free_at.get(communication.group, 0.0))
+        end = start + self._link_of(communication).seconds(communication.wire)
+        self._free_at[communication.group] = end
+        return self._note("communication", name, start, end, communication)
+
+    def _expect(self, waitable: Any, interval: Interval) -> None:
+        self._pending[id(waitable)] = (waitable, interval)
+
+    def _wait_for(self, key: int) -> None:
+        if (found := self._pending.pop(key, None)) is not None:
+            self._wait(found[1])
+
+    def _wait(self, interval: Interval) -> None:
+        if interval.end > self.now:
+            self._note("wait", interval.name, self.now, interval.end, interval.communication)
+            self.now = interval.end
+
+    def _note(
+        self,
+        kind: Literal["compute", "communication", "wait"],
+        name: str,
+        start: float,
+        end: float,
+        communication: Communication | None = None,
+    ) -> Interval:
+        interval = Interval(kind, name, start, end, self._phase.current(), communication)
+        self.intervals.append(interval)
+        return interval
+
+
+class _Mode(CommunicationMode):
+    """Times what runs and remembers what can be waited for."""
+
+    def __init__(self, clock: VirtualClock, phase: PhaseTracker) -> None:
+        super().__init__(phase, lambda event: None)
+        self._clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if AsyncCollectiveTensor in types:
+            return NotImplemented  # unwraps itself: wait_tensor and func come here again
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name == "_c10d_functional::wait_tensor":
+            self._clock._wait_for(_storage(args[0]))
+            return func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        operator = _registry.find(func)
+        formula = formula_of(func._overloadpacket)
+        if formula is not None and not (operator is not None and operator.communicates):
+            # The kernel of an operator that communicates ran in this mode: it is timed already.
+            self._clock._compute(name, formula(*args, **kwargs, out_val=result))
+        self._started(name, self.communications(func, args, kwargs), result)
+        return result
+
+    def _started(self, name: str, communications: list[Communication], result: Any) -> None:
+        for communication in communications:
+            interval = self._clock._communicate(name, communication)
+            leaves = tree_leaves(result)
+            if leaves and isinstance(leaves[-1], torch.ScriptObject):
+                self._clock._expect(Work.unbox(leaves[-1]), interval)
+            elif name.startswith("_c10d_functional"):
+                for tensor in leaves:
+                    self._clock._pending[_storage(tensor)] = (tensor, interval)
+            else:
+                self._clock._wait(interval)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
