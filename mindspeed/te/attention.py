@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,32 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[..., :size_v]
+
+
+def own_value(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Any
+) -> torch.Tensor:
+    """Return ``value``, in memory of its own where that lets the fused projection's be freed.
+
+    The values are a view of the output of the fused q-k-v projection, and attention keeps them for
+    its backward: the whole output stays. Where queries and keys have left it (rotary embedding
+    writes new tensors), a copy of the values alone is less. Nothing is gained, and nothing done,
+    where queries or keys are still views of it, or where their norms keep it.
+
+    Args:
+        query: Queries of any layout.
+        key: Keys.
+        value: Values.
+        config: Megatron's transformer configuration of the layer; None counts as no norms.
+    """
+    norms_keep_it = getattr(config, "qk_layernorm", False)
+    saved = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    storage = value.untyped_storage()
+    alone = storage.nbytes() <= value.numel() * value.element_size()
+    shared = any(x.untyped_storage()._cdata == storage._cdata for x in (query, key))
+    if norms_keep_it or not saved or alone or shared:
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 def _triangle(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from mindspeed.attention import Mask as PlanMask
 from mindspeed.attention.packed import PackedBatch
 from mindspeed.errors import ConfigError
 from mindspeed.te import context_parallel, kernels
-from mindspeed.te.attention import Documents, each_document, max_logit
+from mindspeed.te.attention import Documents, each_document, max_logit, own_value
 from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
 from mindspeed.te.masks import Mask, Window, visibility
 
@@ -146,6 +146,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         ``packed``, ours, says which documents the rows of an ``sbhd`` batch belong to.
         """
         self._refuse(checkpoint_core_attention)
+        value_layer = own_value(query_layer, key_layer, value_layer, getattr(self, "config", None))
         layout = qkv_format or self.qkv_format
         mask_type = attn_mask_type or self.attn_mask_type
         window = self._window if window_size is None else window_size

@@ -22,7 +22,7 @@ from mindspeed.attention import Mask
 from mindspeed.attention.packed import PackedBatch
 from mindspeed.errors import ConfigError
 from mindspeed.te import context_parallel, kernels
-from mindspeed.te.attention import Documents
+from mindspeed.te.attention import Documents, own_value
 from mindspeed.te.masks import Visibility, Window, visibility
 
 
@@ -179,6 +179,7 @@ def core_attention_forward(
         attention_bias: Added to the scaled scores.
         packed_seq_params: Borders of packed documents, and the group that shares the batch.
     """
+    value = own_value(query, key, value, self.config)
     kind = "causal" if "causal" in self.attn_mask_type.name else "no_mask"
     kind, window = kernels.rule(kind, _window(self))
     causal = kind == "causal"

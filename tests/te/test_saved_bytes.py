@@ -1,0 +1,47 @@
+"""What attention keeps for the backward: the values, not the whole output of the projection."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed.te.attention import own_value
+from tests.te import gpt_ranks, saved_ranks
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+ROW = 4 * gpt_ranks.SEQUENCE * gpt_ranks.BATCH  # bytes of one fp32 channel
+LAYERS, HEAD = 2, 8
+CASES = {  # channels of q and k, which are freed, of every layer
+    "rmsnorm-swiglu-gqa": (4 + 2) * HEAD,
+    "layernorm-gelu-bias": (4 + 4) * HEAD,
+    "qk-layernorm": 0,  # the norms keep their inputs
+    "mla": 0,  # Megatron copies the values itself
+}
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_rest_of_the_projection_is_freed(ranks, name, spec):
+    (found,) = ranks(
+        1, saved_ranks.kept, name, spec, setup="mindspeed.megatron_adaptor", timeout=240
+    )
+    assert found["view"] - found["own"] == LAYERS * ROW * CASES[name]
+    assert found["equal"]
+
+
+def test_values_are_copied_only_where_that_frees_memory():
+    fused = torch.randn(4, 2, 3, 8, requires_grad=True).sin()
+    q, k, v = fused.unbind(2)
+    assert own_value(q, k, v, None) is v, "q and k hold the projection anyway"
+    assert own_value(q.cos(), k, v, None) is v
+    own = own_value(q.cos(), k.cos(), v, None)
+    assert own.is_contiguous()
+    assert own.untyped_storage().nbytes() == v.numel() * 4
+    assert torch.equal(own, v)
+    alone = v.clone()
+    assert own_value(q.cos(), k.cos(), alone, None) is alone
+    with torch.no_grad():
+        assert own_value(q.cos(), k.cos(), v, None) is v
+    frozen = [x.detach() for x in (q.cos(), k.cos(), v)]
+    assert own_value(*frozen, None) is frozen[2]
