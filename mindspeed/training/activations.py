@@ -5,7 +5,8 @@ MLP, g 2 with a gate, K experts a token visits, F their width; t tensor parallel
 
     both norms       2 h          their inputs
     attention        h            input of the first linear layer
-                     (2 q + 3 k) / t          queries, keys, values; queries and keys, rotated
+                     (q + 2 k) / t            queries, keys (rotated) and values
+                     (q + k) / t  inputs of the norms of queries and keys, if there are any
                      q / t        output, which is the input of the last linear layer; and 4 bytes
                                   a head for the softmax's normalizer
     dense MLP        h + (g + 1) f / t        input, what the activation takes, what it gives
@@ -98,7 +99,7 @@ def _attention(args: argparse.Namespace, widths: _Widths) -> float:
     key = key * args.kv_channels / widths.tensor
     query_width = heads * args.kv_channels
     kept += (2 * query_width + 2 * key) * element
-    if args.position_embedding_type == "rope":
+    if args.qk_layernorm:
         kept += (query_width + key) * element
     return kept + _input(args, "linear_qkv", widths.hidden, widths)
 
