@@ -6,12 +6,10 @@ A flat YAML or JSON mapping from option names (``profile_level: level1``) to val
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mindspeed.errors import ConfigError
+from mindspeed.parsing import read_yaml
 
 CONFIG_FILE = "MINDSPEED_CONFIG"
 
@@ -25,13 +23,7 @@ def read_config_file() -> dict[str, Any]:
     name = os.environ.get(CONFIG_FILE)
     if not name:
         return {}
-    path = Path(name)
-    try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{CONFIG_FILE}={name}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{CONFIG_FILE}={name} is no YAML or JSON: {error}") from error
-    if not isinstance(values, dict):
+    values = read_yaml(name, f"{CONFIG_FILE}={name}")
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{CONFIG_FILE}={name} must hold a mapping from option names to values")
     return {key.lstrip("-").replace("-", "_"): value for key, value in values.items()}

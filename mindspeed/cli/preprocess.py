@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from mindspeed.data.handlers import HANDLERS
 from mindspeed.data.sources import TEXT_UNITS
 from mindspeed.data.tokenizer import TokenizerOptions, add_tokenizer_arguments
 from mindspeed.errors import ConfigError
+from mindspeed.parsing import parse_json
 from mindspeed.ranges import MAX_SIZE, whole
 
 LOG_INTERVAL_SECONDS = 15.0  # between lines when there is no terminal for a bar
@@ -274,10 +274,7 @@ def print_report(report: data.PreprocessReport, console: Console) -> None:
 
 
 def _map_keys(text: str) -> dict[str, Any]:
-    try:
-        keys = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--map-keys {text}: invalid JSON: {error}") from error
+    keys = parse_json(text, f"--map-keys {text}")
     if not isinstance(keys, dict):
         raise ConfigError(f"--map-keys {text}: a JSON object is expected")
     return keys

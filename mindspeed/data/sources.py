@@ -27,6 +27,7 @@ from mindspeed.data.formats import (
 )
 from mindspeed.errors import DataError
 from mindspeed.files import check_path
+from mindspeed.parsing import read_json
 
 TEXT_UNITS = ("line", "blank", "file")
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev)(?=[-_.])")
@@ -110,14 +111,7 @@ def hub_dataset(params_file: Path | None, inputs: Sequence[Path], streaming: boo
     """
     params: dict[str, Any] = {}
     if params_file is not None:
-        try:
-            text = check_path(params_file, "input").read_text("utf-8")
-            params = json.loads(text)
-        except FileNotFoundError as error:
-            raise DataError(f"--hf-datasets-params {params_file}: there is no such file") from error
-        except json.JSONDecodeError as error:
-            line = text.splitlines()[error.lineno - 1]
-            raise DataError(f"{params_file}:{error.lineno}: {error.msg}: {line.strip()}") from error
+        params = read_json(params_file, f"--hf-datasets-params {params_file}", DataError)
         if not isinstance(params, dict):
             raise DataError(f"{params_file}: an object of load_dataset's arguments is expected")
     params.setdefault("path", str(inputs[0]))

@@ -36,10 +36,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.files import check_path
+from mindspeed.parsing import read_yaml
 
 ROLES = ("system", "user", "assistant")
 _SUFFIXES = (".yaml", ".yml", ".jinja")
@@ -221,10 +219,7 @@ def checked(message: Any, index: int) -> tuple[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(check_path(path, "input").read_text("utf-8"))
-    except yaml.YAMLError as error:
-        raise DataError(f"{path} is no valid YAML: {error}") from error
+    content = read_yaml(path, str(path), DataError)
     if not isinstance(content, dict):
         raise DataError(f"{path}: fields such as user: and assistant: are expected")
     return content
@@ -235,6 +230,9 @@ def _from_mapping(name: str, entry: Mapping[str, Any], source: str) -> TextTempl
     for key in entry:
         if key not in allowed:
             raise DataError(f"{source}: {name}: unknown field {key!r}; allowed: {allowed}")
+        texts = entry[key] if isinstance(entry[key], list) else [entry[key]]
+        if not all(isinstance(text, str | bool | None) for text in texts):
+            raise DataError(f"{source}: {name}: the field {key} must be a text")
     for key in ("user", "assistant"):
         if "{content}" not in str(entry.get(key, "")):
             raise DataError(f"{source}: {name}: the field {key} must hold {{content}}")

@@ -131,6 +131,11 @@ def _of_subject(task: Task, subject: Subject, asking: Asking) -> Iterator[Questi
     repeats = asking.samples if task.score == "program" else 1
     for index, record in enumerate(subject.records[: asking.limit]):
         prepared = _prepared(task, subject.name, index, record)
+        if task.choices == FROM_OPTIONS and not prepared["to_choose"]:
+            raise DataError(
+                f"{_place(task, subject.name, index)}: fewer than two options: any answer would "
+                "be the right one"
+            )
         target = prepared.get("target")
         choices = _choices(task, prepared) if asking.mode != "generate" else ()
         if len(target or "") != 1 and task.choices == FROM_OPTIONS:
@@ -162,8 +167,11 @@ def _prepared(task: Task, subject: str, index: int, record: Record) -> Record:
     try:
         return {**fields, **PREPARE[task.prepare](fields)}
     except (KeyError, ValueError, TypeError) as error:
-        where = f"{task.name}{'/' + subject if subject else ''}, record {index + 1}"
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{_place(task, subject, index)}: {error}") from error
+
+
+def _place(task: Task, subject: str, index: int) -> str:
+    return f"{task.name}{'/' + subject if subject else ''}, record {index + 1}"
 
 
 def _answer(task: Task, prepared: Record) -> str:
@@ -211,6 +219,7 @@ def _prepare_agieval(record: Record) -> Record:
         "passage": record.get("passage") or "",
         "options": " ".join(options),
         "number_of_options": number or 4,
+        "to_choose": number != 1 and bool("".join(options).strip()),
         "last": _LETTERS[(number or 4) - 1],
         "target": target.strip(),
     }

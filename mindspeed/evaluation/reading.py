@@ -11,7 +11,7 @@ import ast
 import csv
 import gzip
 import io
-import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.evaluation.task import SAME_FILE, Task
 from mindspeed.files import check_path
+from mindspeed.parsing import parse_json
 
 Record = dict[str, Any]
 
@@ -178,6 +179,9 @@ def _records(task: Task, file: Path, wanted: Mapping[str, str]) -> Iterator[Reco
                     f"{', '.join(wanted)}"
                 )
             record[name] = _checked(record[name], kind, f"{file}:{place}: field {name!r}")
+        options = [record[name] for name in wanted if name in tuple(_LETTERS)]
+        if options and sum(bool(option.strip()) for option in options) < 2:
+            raise DataError(f"{file}:{place}: fewer than two options have a text")
         yield record
 
 
@@ -198,7 +202,7 @@ def _text(file: Path) -> str:
         if file.suffix == ".gz":
             data = gzip.decompress(data)
         return data.decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
@@ -227,16 +231,13 @@ def _json_examples(file: Path, task: Task) -> Iterator[tuple[int, Record]]:
 
 
 def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+    return parse_json(text, where, DataError)
 
 
 def _csv_rows(file: Path, task: Task) -> Iterator[tuple[int, Record]]:
     rows = csv.reader(io.StringIO(_text(file), newline=""))
     columns = list(task.columns)
-    for row in rows:
+    for row in _csv(rows, file):
         if not columns:
             columns = [name.strip() for name in row]
         elif row:
@@ -249,18 +250,27 @@ def _csv_rows(file: Path, task: Task) -> Iterator[tuple[int, Record]]:
             yield rows.line_num, dict(zip(columns, row, strict=False))
 
 
+def _csv(rows: Any, file: Path) -> Iterator[Any]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise DataError(f"{file}:{rows.line_num} is no valid CSV: {error}") from error
+
+
 def _table_of_examples(file: Path, subject: str) -> Iterator[Record]:
     """A column of AGIEval's ``few_shot_prompts.csv``: records as Python literals, every other row.
 
     The set without passages has no column of its own.
     """
     column = subject.removesuffix("-without-passage")
-    for row in csv.DictReader(io.StringIO(_text(file), newline="")):
+    for row in _csv(csv.DictReader(io.StringIO(_text(file), newline="")), file):
         if not row.get("", "").startswith("sample") or not row.get(column):
             continue
         try:
             record = ast.literal_eval(row[column])
-        except (ValueError, SyntaxError) as error:
+            if not isinstance(record, dict):
+                raise ValueError("a mapping is expected")
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             raise DataError(f"{file}: column {column} has no record: {error}") from error
         if column != subject:
             record["passage"] = None

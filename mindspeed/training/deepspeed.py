@@ -2,19 +2,19 @@
 
 The package is not needed: micro-batch, accumulation, precision, clipping and ZeRO stage are things
 that the trainer has itself. Values ``"auto"`` leave the choice to the command line. A value that
-contradicts the command line is an error, as in DeepSpeed.
+contradicts the command line is an error, as in DeepSpeed; so is a key that nothing here does.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping
-from pathlib import Path
+import difflib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.files import check_path
+from mindspeed.parsing import read_json
+from mindspeed.ranges import Range
 
 # Path of keys in the file -> flag, by its name in the namespace.
 _SAME = {
@@ -29,6 +29,46 @@ _SAME = {
     "fp16.hysteresis": "hysteresis",
     "bf16.enabled": "bf16",
 }
+# Read by name below -> what its number may be.
+_ALSO_READ = {
+    "fp16.initial_scale_power": Range(0, 127),
+    "zero_optimization.stage": Range(0, 3),
+}
+# What changes no result: buffers, overlap and logs have flags of their own here.
+_TUNING = {
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "zero_allow_untested_optimizer",
+    *(
+        f"zero_optimization.{name}"
+        for name in (
+            "allgather_partitions",
+            "allgather_bucket_size",
+            "overlap_comm",
+            "reduce_scatter",
+            "reduce_bucket_size",
+            "contiguous_gradients",
+            "round_robin_gradients",
+            "sub_group_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_gather_16bit_weights_on_model_save",
+        )
+    ),
+}
+# What would change the training and is said by flags.
+_INSTEAD = {
+    "optimizer": "set --optimizer, --lr, --weight-decay and --adam-... instead",
+    "scheduler": "set --lr-decay-style and --lr-warmup-iters instead",
+    "fp16.auto_cast": "set --fp16 instead",
+    "prescale_gradients": "gradients are averaged in full precision",
+    "activation_checkpointing": "set --recompute-granularity instead",
+    "zero_optimization.offload_optimizer": "set --optimizer-cpu-offload instead",
+    "zero_optimization.offload_param": "parameters stay on the device",
+}
 _OF_FP16 = ("loss_scale", "loss_scale_window", "min_loss_scale", "hysteresis")
 
 
@@ -36,7 +76,8 @@ def read(path: str) -> dict[str, Any]:
     """Flags of a file.
 
     Raises:
-        ConfigError: it cannot be read; names the line.
+        ConfigError: it cannot be read, has a key that nothing here does, or a value of another
+            kind; names the line or the key.
     """
     config = _load(path)
     found = {flag: _at(config, keys) for keys, flag in _SAME.items()}
@@ -48,8 +89,6 @@ def read(path: str) -> dict[str, Any]:
     if flags.get("loss_scale") == 0:  # DeepSpeed's word for a dynamic scale
         del flags["loss_scale"]
     if (stage := _at(config, "zero_optimization.stage")) is not None:
-        if stage not in (0, 1, 2, 3):
-            raise ConfigError(f"--deepspeed_config {path}: zero_optimization.stage {stage}: 0 to 3")
         if stage >= 2 and not flags.get("fp16"):
             flags["zero_stage"] = stage
         else:
@@ -87,17 +126,46 @@ def check_agreement(path: str, flags: Mapping[str, Any], args: argparse.Namespac
 
 
 def _load(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise ConfigError(f"--deepspeed_config {path}: there is no such file")
-    try:
-        config = json.loads(check_path(path, "input").read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--deepspeed_config {path} is no valid JSON, line {error.lineno}: {error.msg}"
-        ) from error
+    where = f"--deepspeed_config {path}"
+    config = read_json(path, where)
     if not isinstance(config, dict):
-        raise ConfigError(f"--deepspeed_config {path}: a JSON object is expected")
+        raise ConfigError(f"{where}: a JSON object is expected")
+    if problems := [f"{where}: {problem}" for problem in _problems(config)]:
+        raise ConfigError("\n".join(problems))
     return config
+
+
+def _problems(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys that nothing here does, and values of the wrong kind."""
+    known = {*_SAME, *_ALSO_READ, *_TUNING}
+    sections = {key.split(".")[0] for key in known if "." in key}
+    for key, value in config.items():
+        name = prefix + key
+        if not prefix and name in sections:
+            if not isinstance(value, dict):
+                yield f"{name} must be an object"
+            else:
+                yield from _problems(value, f"{name}.")
+        elif name in _INSTEAD:
+            yield f"{name} has no effect here: {_INSTEAD[name]}, and remove it"
+        elif name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{name} is not known here{hint} (known: {', '.join(sorted(known - _TUNING))})"
+        elif name not in _TUNING and value != "auto":
+            yield from _wrong_value(name, value)
+
+
+def _wrong_value(name: str, value: Any) -> Iterator[str]:
+    if name.endswith(".enabled"):
+        if not isinstance(value, bool):
+            yield f"{name} must be true or false, not {value!r:.60}"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        yield f"{name} must be a number, not {value!r:.60}"
+    elif limits := _ALSO_READ.get(name):
+        problem = limits.problem(value)
+        if problem or value != int(value):
+            yield f"{name} {problem or f'{value} must be a whole number'}"
 
 
 def _at(config: Mapping[str, Any], keys: str) -> Any:

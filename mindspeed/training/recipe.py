@@ -27,9 +27,9 @@ import yaml
 
 from mindspeed import recipes
 from mindspeed.errors import ConfigError
-from mindspeed.files import check_path
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
+from mindspeed.parsing import read_yaml
 from mindspeed.training import deepspeed
 from mindspeed.training.arguments import Parser, parse, section_of
 from mindspeed.training.flag_types import DTYPES, Switch
@@ -97,10 +97,7 @@ def read(path: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: it is no YAML mapping.
     """
-    try:
-        recipe = yaml.safe_load(check_path(path, "input").read_text("utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is no valid YAML: {error}") from error
+    recipe = read_yaml(path, f"--config {path}")
     if not isinstance(recipe, dict):
         raise ConfigError(f"--config {path}: sections are expected ({', '.join(ALL_SECTIONS)})")
     return recipe
@@ -125,12 +122,17 @@ def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe"
         if section not in ALL_SECTIONS:
             problems.append(_unknown_section(str(section), table))
             continue
+        if not isinstance(values, dict | None):
+            problems.append(f"{section}: keys with values are expected, not {_kind(values)}")
+            continue
         for key, value in (values or {}).items():
             home, action = table.get(key, (None, None))
             if action is None:
                 problems.append(f"{section}.{key}: unknown key{_closest(key, table)}")
             elif home != section:
                 problems.append(f"{section}.{key}: this key belongs in section '{home}'")
+            elif problem := _wrong_kind(action, value):
+                problems.append(f"{section}.{key}: {problem}")
             else:
                 words += _words(action, value)
     if problems:
@@ -169,6 +171,30 @@ _Dumper.add_representer(list, _represent_list)
 
 def _always_shown(key: str) -> bool:
     return key in ("seed", "micro_batch_size", "global_batch_size", "transformer_impl")
+
+
+def _wrong_kind(action: argparse.Action, value: Any) -> str | None:
+    """Why a value of YAML cannot be this flag's; what it means is checked by the parser."""
+    switch = isinstance(action, Switch | argparse.BooleanOptionalAction) or action.nargs == 0
+    if switch and not isinstance(value, bool | None):
+        return f"true or false is expected, not {_kind(value)}"
+    if not switch and isinstance(value, bool):
+        return f"a value is expected, not {str(value).lower()}"
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        if isinstance(part, dict) or (isinstance(value, list) and isinstance(part, bool | None)):
+            return f"a value is expected, not {_kind(part)}"
+        if isinstance(part, list) and not all(isinstance(one, int) for one in part):
+            return "a value is expected, not a list in a list"
+        if isinstance(part, str) and part.startswith("--"):
+            return f"{part[:40]!r} would be a flag of its own: values do not begin with --"
+    return None
+
+
+def _kind(value: Any) -> str:
+    """What a value of YAML is, for people."""
+    names = {dict: "a mapping", list: "a list", type(None): "nothing", bool: str(value).lower()}
+    return names.get(type(value), repr(value)[:60])
 
 
 def _words(action: argparse.Action, value: Any) -> list[str]:

@@ -500,7 +500,7 @@ def test_the_command_and_the_old_script_write_the_same(conversations, tmp_path):
     ("flags", "said"),
     [
         (["--handler-name", "Nobody"], "allowed are GeneralPretrainHandler, "),
-        (["--map-keys", "{"], "--map-keys {: invalid JSON"),
+        (["--map-keys", "{"], "--map-keys { is no valid JSON"),
         (["--prompt-type", "nobody"], "--prompt-type nobody is unknown; allowed are alpaca, "),
         (["--seq-length", "0"], "--seq-length 0 must be at least 1"),
         (["--split-sentences"], "a sample is a whole conversation"),

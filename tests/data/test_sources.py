@@ -132,7 +132,7 @@ def test_load_dataset_by_a_parameter_file(tmp_path, streaming):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{\n"streaming: True,\n"split": "train"\n}', r"p\.json:2: .*: \"streaming: True,"),
+        ('{\n"streaming: True,\n"split": "train"\n}', r"p\.json .*line 2: .*: \"streaming: True,"),
         ("[]", "an object of load_dataset's arguments"),
     ],
 )

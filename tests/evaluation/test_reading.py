@@ -75,7 +75,7 @@ def test_too_few_examples_are_counted(tmp_path):
         ('{"passage": "p", "answer": true}', "dev.jsonl:1: field 'question' is missing"),
         ('{"question": "q", "passage": "p", "answer": "yes"}', "'answer' is 'yes'; true or false"),
         ('{"question": 3, "passage": "p", "answer": true}', "'question' is 3; a text"),
-        ("{broken", "dev.jsonl:1 is not JSON"),
+        ("{broken", "dev.jsonl:1 is no valid JSON"),
         ("[1, 2]", "dev.jsonl:1: a JSON object is expected"),
         ("", "there are no questions"),
     ],
@@ -101,6 +101,29 @@ def test_csv_rows_are_checked(tmp_path):
     write_csv(tmp_path / "test" / "anatomy_test.csv", [["q", "1", "2", "3", "4", "four"]])
     with pytest.raises(DataError, match="'answer' is 'four'; a letter of ABCDEFG"):
         read("mmlu", tmp_path, shots=0)
+
+
+def test_a_question_without_options_to_choose_from_is_refused(tmp_path):
+    """Of one option any model takes the right one: 100 %."""
+    write_csv(tmp_path / "test" / "anatomy_test.csv", [["q", "only", "", "", " ", "A"]])
+    with pytest.raises(DataError, match=r"anatomy_test\.csv:1: fewer than two options have a text"):
+        read("mmlu", tmp_path, shots=0)
+    for options in ([], ["A. only"], [""], None):
+        row = {"passage": None, "question": "q", "options": options, "label": "A"}
+        write_json_lines(tmp_path / "sat-en.jsonl", [row])
+        subjects = read("agieval", tmp_path, shots=0)
+        with pytest.raises(DataError, match="agieval/sat-en, record 1: fewer than two options"):
+            questions(task("agieval"), subjects, Asking())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"question": "\\ud800", "passage": "p", "answer": true}', "[" * 100_000, "9" * 5000],
+)
+def test_json_that_cannot_be_read_is_named(tmp_path, text):
+    (tmp_path / "dev.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"dev\.jsonl(:1)? "):
+        read("boolq", tmp_path)
 
 
 def test_an_answer_that_cannot_be_understood_names_its_record(tmp_path):

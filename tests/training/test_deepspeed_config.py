@@ -28,6 +28,11 @@ def results(rank_pool, tmp_path_factory):
         "contradiction": json.dumps({"train_micro_batch_size_per_gpu": 4}),
         "no json": '{"fp16":\n {"enabled": true,}}',
         "a stage": json.dumps({"zero_optimization": {"stage": 7}}),
+        "unknown": json.dumps({"train_micro_batch": 2, "fp16": {"enable": True}}),
+        "optimizer": json.dumps({"optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 1}}),
+        "kind": json.dumps({"fp16": {"enabled": "yes"}, "gradient_clipping": [1], "bf16": True}),
+        "twice": '{"train_batch_size": 6, "train_batch_size": 12}',
+        "tuning": json.dumps({"zero_optimization": {"stage": 1, "overlap_comm": True}}),
     }
     for name, text in files.items():
         (folder / f"{name}.json").write_text(text)
@@ -51,4 +56,18 @@ def test_what_is_wrong_is_named_with_its_place(results):
     contradiction = "--micro-batch-size 2 contradicts train_micro_batch_size_per_gpu 4 of "
     assert contradiction in results["contradiction"]["error"]
     assert "no json.json is no valid JSON, line 2: " in results["no json"]["error"]
-    assert "zero_optimization.stage 7: 0 to 3" in results["a stage"]["error"]
+    assert "zero_optimization.stage 7 must be from 0 to 3" in results["a stage"]["error"]
+
+
+def test_keys_that_nothing_here_does_are_refused(results):
+    assert "train_micro_batch is not known here; did you mean" in results["unknown"]["error"]
+    assert "fp16.enable is not known here; did you mean fp16.en" in results["unknown"]["error"]
+    assert "optimizer has no effect here: set --optimizer" in results["optimizer"]["error"]
+    assert "'train_batch_size' is given twice" in results["twice"]["error"]
+    for problem in (
+        "fp16.enabled must be true or false, not 'yes'",
+        "gradient_clipping must be a number, not [1]",
+        "bf16 must be an object",
+    ):
+        assert problem in results["kind"]["error"]
+    assert results["tuning"]["error"] is None

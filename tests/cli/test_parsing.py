@@ -1,0 +1,81 @@
+"""YAML and JSON of users: exactly what stands there, or one sentence with file and line."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.parsing import parse_json, parse_yaml, read_text
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+BAD_YAML = {
+    "key twice": ("a: 1\nb: 2\na: 3", "line 3: a is given twice"),
+    "key twice inside": ("m: {x: 1, x: 1}", "line 1: x is given twice"),
+    "octal": ("a: 010", "line 1: 010 may be read as a number of octal"),
+    "signed octal": ("a: [-0777]", "-0777 may be read as a number of octal"),
+    "base 60": ("a: 1:30", "1:30 may be read as a number of base 60"),
+    "base 60 float": ("a: 1:30.5", "1:30.5 may be read as a number of base 60"),
+    "no YAML": ("a: [1", "is no valid YAML, line 1"),
+    "tag": ("a: !!python/object/apply:os.system [ls]", "is no valid YAML, line 1"),
+    "tab": ("a:\n\tb: 1", "is no valid YAML, line 2"),
+    "null byte": ("a: \0", "is no valid YAML"),
+    "deep": ("[" * 5000, "is nested too deep"),
+    "bomb": (BOMB, "more than 200000 values"),
+    "endless": ("a: &a [*a]", "is nested too deep"),
+    "no date": ("a: 2024-13-45", "is no valid YAML"),
+    "long number": ("a: " + "9" * 5000, "is no valid YAML"),
+    "list as key": ("? [1, 2]\n: 3", "is no valid YAML"),
+}
+BAD_JSON = {
+    "key twice": ('{"a": 1, "a": 2}', "'a' is given twice"),
+    "no JSON": ("{\n'a': 1}", "is no valid JSON, line 2"),
+    "deep": ("[" * 100_000, "is nested too deep"),
+    "long number": ("9" * 5000, "is no valid JSON"),
+    "half a character": (r'["\ud800"]', "half of a character"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_YAML)
+def test_yaml_that_would_be_read_as_something_else_is_refused(case):
+    text, said = BAD_YAML[case]
+    with pytest.raises(ConfigError) as error:
+        parse_yaml(text, "--config x.yaml")
+    assert str(error.value).startswith("--config x.yaml ")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("case", BAD_JSON)
+def test_json_that_would_be_read_as_something_else_is_refused(case):
+    text, said = BAD_JSON[case]
+    with pytest.raises(DataError) as error:
+        parse_json(text, "x.json", DataError)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_good_values_are_what_they_say():
+    text = "{base: &b {x: 1, y: 0}, two: {<<: *b, x: 2}, z: 0o10, h: 0x10, s: '010', f: 0.5, n: -7}"
+    assert parse_yaml(text, "") == {
+        "base": {"x": 1, "y": 0},
+        "two": {"x": 2, "y": 0},
+        "z": "0o10",
+        "h": 16,
+        "s": "010",
+        "f": 0.5,
+        "n": -7,
+    }
+    assert parse_json(r'{"a": ["\ud83d\ude00", 1e3]}', "") == {"a": ["😀", 1000.0]}
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path):
+    (tmp_path / "binary").write_bytes(b"a: \xff")
+    cases = {"nope": "no such file", "binary": r"no text in UTF-8 \(byte 3\)", "": "is no file"}
+    for name, said in cases.items():
+        with pytest.raises(ConfigError, match=f"^--config F.*{said}"):
+            read_text(tmp_path / name, "--config F")
+    with pytest.raises(ConfigError, match=r"^--config F: "):
+        read_text("a\0b", "--config F")
