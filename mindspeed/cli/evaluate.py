@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.allow_code_execution and not inside_a_job():
         execute.warn_about_gaps()
+        print(f"mindspeed evaluate: programs run with {execute.best()}", file=sys.stderr)
     return (_run_harness if args.engine == "lm-eval" else _run)(args)
 
 

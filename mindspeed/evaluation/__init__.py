@@ -9,7 +9,7 @@
     run.py               every question once, by data-parallel replicas
     samples.py           answers on disk, so that an interrupted run goes on
     answers.py           generated text -> right or wrong
-    execute.py           generated programs in limited child processes (limited.py)
+    execute.py           generated programs in limited child processes (isolation.py, limited.py)
     report.py            scores per subject and group, standard errors, table
     evaluate.py          all of it, from a plan and a model to files
     lm_eval_adapter.py   the same models in lm-evaluation-harness

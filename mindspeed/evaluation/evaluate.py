@@ -187,8 +187,10 @@ def _results(
         name = item.task.name
         own = [outcome for outcome in outcomes if outcome["task"] == name]
         tasks[name] = {**report.summary(item.task, own), **identity["tasks"][name]}
+    programs = any(item.task.score == "program" for item in planned)
     return {
         "mindspeed": __version__,
+        **({"code_execution": execute.record()} if programs else {}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": identity["model"],
         "settings": identity["settings"],

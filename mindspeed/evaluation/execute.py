@@ -1,12 +1,11 @@
-"""Generated programs, run in limited child processes. This is mitigation, not a sandbox.
+"""Generated programs, run in limited child processes.
 
 Every program gets a Python of its own (``-I -S``: no environment, no site-packages, no user
 files), an empty environment, a temporary directory that is removed afterwards, no open file but its
-output, a session of its own, and limits on processor time, address space, file size, open files and
-processes. It cannot write outside its directory where the kernel has Landlock (:mod:`.limited`),
-and has no network and no view of other processes where ``unshare`` may make namespaces; what is
-missing on this machine is said loudly once. When the time is over, or there are too many
-processes, all of them are killed: ``RLIMIT_NPROC`` does not bind root, so they are also counted.
+output, a session of its own, and limits on processor time, memory, files and processes. What stands
+between it and the rest of the machine depends on the machine (:mod:`.isolation`); what is missing
+is said loudly once, and stands in the results. When the time is over, or a limit is exceeded that
+no kernel keeps for all processes together (their number, their memory, the disk), all are killed.
 
 A program passes when it ends by itself with status 0 and has printed, as the last thing after its
 tests, a random word. ``os._exit(0)`` in the middle prints none. A program that goes looking for the
@@ -17,31 +16,40 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 from mindspeed.errors import ConfigError
-from mindspeed.evaluation import limited
+from mindspeed.evaluation import isolation
+from mindspeed.evaluation.isolation import Isolation
 from mindspeed.files import SecurityWarning, atomic_write_text
 
 _LOOK_EVERY = 0.02
-_NAMESPACES = ("--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child=KILL")
 _TAIL, _REASON = 4096, 200
+_ENTRIES, _BLOCK = 1000, 512
+# What programs use: libraries, threads, random numbers, the clock, their own files.
+_PROBE = """
+import collections, ctypes, json, math, random, re, tempfile, threading, time, zlib
+thread = threading.Thread(target=time.time)
+thread.start()
+thread.join()
+with tempfile.TemporaryDirectory(dir=".") as folder, open(folder + "/x", "w+") as file:
+    file.write(str(random.SystemRandom().random()))
+"""
 
 
 @dataclass(frozen=True)
@@ -50,15 +58,17 @@ class Limits:
 
     Attributes:
         seconds: Of wall time; a process may use one second more of the processor.
-        bytes: Of address space.
+        bytes: Of address space, and of memory in all.
         file_bytes: Of every file, its output included.
-        processes: Processes and threads.
+        processes: Processes and threads, where it may start processes.
+        disk_bytes: Of all its files, of which there are at most a thousand.
     """
 
     seconds: int = 10
     bytes: int = 1 << 30
     file_bytes: int = 1 << 20
     processes: int = 16
+    disk_bytes: int = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -82,22 +92,34 @@ def require_consent(allowed: bool, task: str) -> None:
         )
 
 
+@cache
+def best() -> Isolation:
+    """The most that works on this machine."""
+    return next(available(), Isolation())
+
+
+def available() -> Iterator[Isolation]:
+    """Everything in which an ordinary program runs on this machine, the safest first."""
+    for candidate in isolation.candidates():
+        if check(_PROBE, Limits(), candidate).passed:
+            yield candidate
+
+
 def warn_about_gaps() -> None:
     """Say what this machine cannot keep a program from."""
-    gaps = []
-    if not _namespaces():
-        tcp = "beyond TCP " if limited.landlock_version() > 3 else ""
-        gaps.append(f"use the network {tcp}and outlive its test in a session of its own")
-    if not limited.landlock_version():
-        gaps.append("change every file that you may change")
-    if gaps:
+    if gaps := best().gaps():
         warnings.warn(
-            f"generated programs can {' and '.join(gaps)} on this machine: the kernel or the "
-            "container does not allow namespaces or Landlock. Run this in a container without "
-            "network and without files of value",
+            f"generated programs run with {best()}: here they can {', '.join(gaps)}. Install "
+            "bubblewrap and libseccomp, or run this in a container without network and without "
+            "files of value, on a kernel that allows user namespaces or Landlock",
             SecurityWarning,
             stacklevel=2,
         )
+
+
+def record() -> dict[str, Any]:
+    """For results: what stood around the programs, and what it does not prevent."""
+    return {"isolation": str(best()), "not_prevented": list(best().gaps())}
 
 
 def check_all(
@@ -115,15 +137,22 @@ def check_all(
     return verdicts
 
 
-def check(program: str, limits: Limits = Limits()) -> Verdict:
-    """Run one program that raises when it is wrong."""
+def check(program: str, limits: Limits = Limits(), around: Isolation | None = None) -> Verdict:
+    """Run one program that raises when it is wrong.
+
+    Args:
+        program: Its source.
+        limits: What it may use.
+        around: What stands around it; None: the best that works here.
+    """
+    around = around or best()
     word = secrets.token_hex(16)
     ending = f"\n__import__('sys').__stdout__.write({word!r})\n"
     with _directory() as directory:
         atomic_write_text(Path(directory) / "program.py", program + ending)
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
-                _command(limits),
+                around.command(directory, _for_child(limits, around)),
                 cwd=directory,
                 env={},
                 stdin=subprocess.DEVNULL,
@@ -131,7 +160,7 @@ def check(program: str, limits: Limits = Limits()) -> Verdict:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            reason = _watch(process, limits)
+            reason = _watch(process, limits, directory)
             text = _tail(output)
     if reason is not None:
         return Verdict(False, reason)
@@ -147,33 +176,21 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="mindspeed-program-", ignore_cleanup_errors=True)
 
 
-def _command(limits: Limits) -> list[str]:
-    values = {
-        "seconds": limits.seconds + 1,  # of the processor: the clock ends a program and says so
-        "bytes": limits.bytes,
-        "file_bytes": limits.file_bytes,
-        "processes": limits.processes,
-    }
-    python = [sys.executable, "-I", "-S", str(Path(limited.__file__).resolve())]
-    return [*_namespaces(), *python, json.dumps(values), "program.py"]
+def _for_child(limits: Limits, around: Isolation) -> str:
+    """What :mod:`.limited` is told."""
+    return json.dumps(
+        {
+            "seconds": limits.seconds + 1,  # of the processor: the clock ends it and says so
+            "bytes": limits.bytes,
+            "file_bytes": limits.file_bytes,
+            "processes": limits.processes,
+            "landlock": bool(around.landlock),
+            "seccomp": around.seccomp,
+        }
+    )
 
 
-@cache
-def _namespaces() -> tuple[str, ...]:
-    """What starts a program in namespaces of its own; empty where they cannot be had.
-
-    Many containers do not allow them.
-    """
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        return ()
-    prefix = (unshare, *_NAMESPACES, "--")
-    command = [*prefix, sys.executable, "-I", "-S", "-c", ""]
-    done = subprocess.run(command, env={}, capture_output=True, check=False)
-    return prefix if done.returncode == 0 else ()
-
-
-def _watch(process: subprocess.Popen[bytes], limits: Limits) -> str | None:
+def _watch(process: subprocess.Popen[bytes], limits: Limits, directory: str) -> str | None:
     """Wait for the end; why it was forced, or None. No process of the program is left."""
     deadline = time.monotonic() + limits.seconds
     seen: dict[int, psutil.Process] = {}
@@ -183,6 +200,10 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits) -> str | None:
                 seen[child.pid] = child
             if len(seen) > limits.processes and _alive(seen) > limits.processes:
                 return f"started more than {limits.processes} processes"
+            if _memory(seen.values()) > limits.bytes:
+                return f"used more than {limits.bytes >> 20} MiB of memory in all"
+            if _disk(directory) > limits.disk_bytes:
+                return f"wrote more than {limits.disk_bytes >> 20} MiB or {_ENTRIES} files"
             if time.monotonic() > deadline:
                 return f"did not end within {limits.seconds} seconds"
             time.sleep(_LOOK_EVERY)
@@ -200,6 +221,32 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 def _alive(seen: dict[int, psutil.Process]) -> int:
     return sum(child.is_running() for child in seen.values())
+
+
+def _memory(processes: Iterable[psutil.Process]) -> int:
+    """Bytes that these have in memory; what they share counts for each."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_info().rss
+    return total
+
+
+def _disk(directory: str) -> float:
+    """Bytes on disk below ``directory``; infinite where it has too many entries."""
+    total = entries = 0
+    try:
+        for _, folders, files, handle in os.fwalk(directory):
+            entries += len(folders) + len(files)
+            if entries > _ENTRIES:
+                return math.inf
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(name, dir_fd=handle, follow_symlinks=False)
+                    total += status.st_blocks * _BLOCK
+    except FileNotFoundError:  # a directory went while we looked
+        pass
+    return total
 
 
 def _kill(process: subprocess.Popen[bytes], seen: dict[int, psutil.Process]) -> None:

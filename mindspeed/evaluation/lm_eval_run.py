@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lm_eval import simple_evaluate, utils
 
 from mindspeed import __version__
+from mindspeed.evaluation import execute
 from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
 from mindspeed.evaluation.lm_eval_data import LocalTasks
 from mindspeed.files import atomic_write_text
@@ -48,7 +49,11 @@ def evaluate(
         task_manager=tasks,
         bootstrap_iters=1000,
     )
-    return results if results is not None and dist.get_rank() == 0 else None
+    if results is None or dist.get_rank() != 0:
+        return None
+    if allow_code:
+        results["config"]["code_execution"] = execute.record()
+    return results
 
 
 def report(results: dict[str, Any], weights: Mapping[str, str], output: Path | None) -> None:
