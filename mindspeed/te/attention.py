@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mindspeed.attention.alibi import alibi_bias
 from mindspeed.te.masks import Visibility, Window, visibility
 
 
@@ -47,6 +46,8 @@ def attend(
         sink: ``[h]`` scores of the key that is not there.
     """
     if slopes is not None:
+        from mindspeed.attention.alibi import alibi_bias
+
         linear = alibi_bias(slopes, query.shape[2], key.shape[2])
         bias = linear if bias is None else bias + linear
     mask, causal = seen.keep, seen.causal

@@ -1,7 +1,8 @@
 """Attention of a module whose sequence is split over ranks.
 
 What a module knows (groups, mask type, window) and the strategy of its layer become a plan of
-:mod:`mindspeed.attention`, which is made once. Who owns which tokens:
+:mod:`mindspeed.attention`, which is made once. Modules import this file when they first meet such a
+sequence (:mod:`mindspeed.te.context_groups` tells). Who owns which tokens:
 
     sbhd                  zigzag chunks of every sample, as Megatron cuts its batches
     sbhd, packed batch    what the batch says
@@ -31,44 +32,12 @@ from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 from mindspeed.te import kernels
 from mindspeed.te.attention import Documents
+from mindspeed.te.context_groups import group_size
 from mindspeed.te.flash import copied
 from mindspeed.te.masks import Window
 
 _BALANCED = 0.95
 """Below it, heads that do not divide are attended to where their rows are."""
-
-
-def user_mask(length: int, samples: int, packed: PackedBatch | None) -> Mask | None:
-    """What the queries of a micro-batch see by the user's own mask; None without one.
-
-    Args:
-        length: Tokens of a sample, of all ranks.
-        samples: Samples of the micro-batch.
-        packed: Its documents, where it has any.
-
-    Raises:
-        ConfigError: Documents and a mask both say what queries see.
-    """
-    mask = kernels.user_mask(length, samples)
-    if mask is not None and packed is not None and len(packed.cu_seqlens) > samples + 1:
-        raise ConfigError(
-            "set_attention_mask and packed documents (--reset-attention-mask) both say what tokens "
-            "see; drop the flag and give a mask that keeps documents apart"
-        )
-    return mask
-
-
-def group_size(groups: Any) -> int:
-    """Ranks of a group, or of the groups of a hierarchy together; 1 for None."""
-    size = 1
-    for group in groups if isinstance(groups, list) else [groups]:
-        size *= 1 if group is None else group.size()
-    return size
-
-
-def lowest_level(groups: Any) -> int:
-    """Ranks of the first group of a hierarchy, which exchange rows for heads; 1 without one."""
-    return groups[0].size() if isinstance(groups, list) else 1  # type: ignore[no-any-return]
 
 
 def attend(

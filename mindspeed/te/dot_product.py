@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import Parameter
 
-from mindspeed.attention import Mask as PlanMask
-from mindspeed.attention.packed import PackedBatch
 from mindspeed.errors import ConfigError
-from mindspeed.te import context_parallel, kernels
+from mindspeed.te import context_groups, kernels
 from mindspeed.te.attention import Documents, each_document, max_logit, own_value
 from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
 from mindspeed.te.masks import Mask, Window, visibility
+
+if TYPE_CHECKING:
+    from mindspeed.attention.mask import Mask as PlanMask
+    from mindspeed.attention.packed import PackedBatch
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -159,14 +161,14 @@ class DotProductAttention(TransformerEngineBaseModule):
                 cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
             )
             qkv = (query_layer, key_layer, value_layer)
-            if context_parallel.group_size(self.cp_group) > 1:
+            if context_groups.group_size(self.cp_group) > 1:
                 return self._split(*qkv, layout, mask_type, window, documents=documents)
             return self._packed(qkv, documents, mask_type, window)
         order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}.get(layout)
         if order is None:
             raise ValueError(f"qkv_format {layout!r} is not one of sbhd, bshd, thd")
         mask = self._user_mask(query_layer, key_layer, layout, packed)
-        if mask is not None or context_parallel.group_size(self.cp_group) > 1:
+        if mask is not None or context_groups.group_size(self.cp_group) > 1:
             if bias is not None or "padding" in mask_type or "arbitrary" in mask_type:
                 self._refuse_with_split_sequence(f"a bias or mask type {mask_type!r}")
             return self._split(
@@ -212,12 +214,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         mask: PlanMask | None = None,
     ) -> torch.Tensor:
         """Attend by a plan: over a sequence that context-parallel ranks share, or by regions."""
+        from mindspeed.te import context_parallel
+
         if self.return_max_logit:
             self._refuse_with_split_sequence("return_max_logit")
         if layout == "bshd":
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         strategy = kernels.context_strategy(
-            self.cp_comm_type, context_parallel.lowest_level(self.cp_group)
+            self.cp_comm_type, context_groups.lowest_level(self.cp_group)
         )
         options = self._options(q) | {
             "causal": "causal" in mask_type, "window": window, "layer": self.layer_number or 1
@@ -238,12 +242,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         place = layout.index("s")
         if self.attention_type != "self" or q.shape[place] != k.shape[place]:
             return None
-        length = q.shape[place] * context_parallel.group_size(self.cp_group)
-        return context_parallel.user_mask(length, q.shape[1 - place], packed)
+        length = q.shape[place] * context_groups.group_size(self.cp_group)
+        return context_groups.user_mask(length, q.shape[1 - place], packed)
 
     def _refuse_with_split_sequence(self, what: str) -> None:
         raise NotImplementedError(
-            f"--context-parallel-size {context_parallel.group_size(self.cp_group)} "
+            f"--context-parallel-size {context_groups.group_size(self.cp_group)} "
             f"(--cp-comm-type {self.cp_comm_type}) does not work with {what} yet"
         )
 

@@ -11,16 +11,18 @@ switched on, so the choice holds for the process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from mindspeed.attention.mask import Mask
-from mindspeed.attention.strategy import Strategy
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
 from mindspeed.te.masks import Window
+
+if TYPE_CHECKING:
+    from mindspeed.attention.mask import Mask
+    from mindspeed.attention.strategy import Strategy
 
 
 def normalize(
@@ -111,6 +113,8 @@ def context_strategy(comm_type: str | None, exchanging: int) -> Strategy:
         comm_type: Megatron's ``--cp-comm-type`` of the layer; None for its default.
         exchanging: Neighbours that exchange rows for heads where it is ``a2a+p2p``.
     """
+    from mindspeed.attention.strategy import Strategy
+
     return Strategy.from_comm_type(comm_type, exchanging)
 
 

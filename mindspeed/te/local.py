@@ -14,16 +14,18 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed.attention import Mask
-from mindspeed.attention.packed import PackedBatch
 from mindspeed.errors import ConfigError
-from mindspeed.te import context_parallel, kernels
+from mindspeed.te import context_groups, kernels
 from mindspeed.te.attention import Documents, own_value
 from mindspeed.te.masks import Visibility, Window, visibility
+
+if TYPE_CHECKING:
+    from mindspeed.attention.mask import Mask
+    from mindspeed.attention.packed import PackedBatch
 
 
 class _Affine:
@@ -196,7 +198,9 @@ def core_attention_forward(
     documents = _documents(packed_seq_params)
     groups = _groups_of(self, packed_seq_params)
     mask = None if documents is not None else _user_mask(groups, query, key, packed)
-    if mask is not None or context_parallel.group_size(groups) > 1:
+    if mask is not None or context_groups.group_size(groups) > 1:
+        from mindspeed.te import context_parallel
+
         if attention_bias is not None:
             raise NotImplementedError("--context-parallel-size does not work with a bias tensor")
         if kernels.given_mask(attention_mask, causal) is not None and packed is None:
@@ -204,9 +208,7 @@ def core_attention_forward(
                 "--context-parallel-size needs --no-create-attention-mask-in-dataloader: a mask "
                 "tensor of the whole sequence is not cut over ranks"
             )
-        strategy = kernels.context_strategy(
-            self.cp_comm_type, context_parallel.lowest_level(groups)
-        )
+        strategy = kernels.context_strategy(self.cp_comm_type, context_groups.lowest_level(groups))
         options |= {"causal": causal, "window": window, "layer": self.layer_number}
         with _dropout_stream(self):
             if documents is not None:
@@ -248,8 +250,8 @@ def _user_mask(
 ) -> Mask | None:
     if query.shape[0] != key.shape[0]:
         return None
-    length = query.shape[0] * context_parallel.group_size(groups)
-    return context_parallel.user_mask(length, query.shape[1], packed)
+    length = query.shape[0] * context_groups.group_size(groups)
+    return context_groups.user_mask(length, query.shape[1], packed)
 
 
 def _slopes(module: Any, query: torch.Tensor) -> torch.Tensor | None:

@@ -37,6 +37,21 @@ def test_import_installs_without_importing_megatron():
     assert loaded == []
 
 
+def test_import_loads_the_adaptor_and_no_algorithm():
+    """What a script pays for the line; algorithms are imported by the features that need them."""
+    rooms = result(
+        "import torch.distributed\n"
+        "before = set(sys.modules)\n"
+        "import mindspeed.megatron_adaptor\n"
+        "names = (m.split('.') for m in set(sys.modules) - before if m.startswith('mindspeed.'))\n"
+        "print(json.dumps(sorted({name[1] for name in names})))"
+    )
+    assert set(rooms) == {
+        "adaptor", "device", "errors", "features", "files", "journal", "megatron_adaptor",
+        "ranges", "security", "te",
+    }  # fmt: skip
+
+
 def test_import_after_megatron_is_refused_with_the_right_order():
     done = python("import megatron.core\nimport mindspeed.megatron_adaptor")
     assert "import mindspeed.megatron_adaptor before megatron.core" in done.stderr
