@@ -83,4 +83,5 @@ FLASH = Fused(
     backward=_backward,
     takes=lambda q, v: _fast_for(q) and v.shape[-1] <= q.shape[-1],
     bias_dtype=accumulation_dtype,
+    readable=tiles.vectors,
 )

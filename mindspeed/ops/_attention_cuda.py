@@ -30,6 +30,7 @@ _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _BIAS_ALIGNMENT = 16
 _LSE_ALIGNMENT = 32
+_LOAD_BYTES = 16
 _OFFSETS_PER_HEAD = 32  # what a flash kernel takes of the generator for a sequence and head
 
 Window = tuple[int, int]
@@ -172,14 +173,25 @@ class _Flash:
         widest = max(x.shape[-1] for x in views)
         widest = -(-widest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         padded = [F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in views]
-        ordered = [x.transpose(1, 2) for x in padded]
-        ordered = [x if x.stride(-1) == 1 else x.contiguous() for x in ordered]
+        ordered = [_aligned_vectors(x.transpose(1, 2)) for x in padded]
         return [x[0] for x in ordered] if self.packed else ordered
 
     def back(self, x: torch.Tensor, size: int) -> torch.Tensor:
         """The bnsd view of a result without the padding."""
         x = x[..., :size]
         return (x.unsqueeze(0) if self.packed else x).transpose(1, 2)
+
+
+def _aligned_vectors(x: torch.Tensor) -> torch.Tensor:
+    """``x [..., d]``, or a dense copy of it unless every ``x[...]`` starts at 16 bytes.
+
+    The kernels load that many at a time; an address that is no multiple is an illegal access. The
+    allocator's blocks are aligned, so the offset within one tells.
+    """
+    unit = _LOAD_BYTES // x.itemsize
+    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    aligned = not any(at % unit for at in (x.storage_offset(), *steps))
+    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _running_sums(lengths: list[int], device: torch.device) -> torch.Tensor:
@@ -211,16 +223,22 @@ def _efficient_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     lse: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float,
 ) -> Tensors:  # fmt: skip
-    groups, rows = q.shape[1] // k.shape[1], q.shape[2]
+    groups = q.shape[1] // k.shape[1]
     unused = torch.zeros((), dtype=torch.int64, device="cpu" if q.is_cpu else q.device)
     dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
         dout.transpose(1, 2), q.transpose(1, 2), _repeated(k, groups), _repeated(v, groups),
-        _aligned(bias, q, k), out.transpose(1, 2), None, None, rows, k.shape[2],
-        F.pad(lse, (0, -rows % _LSE_ALIGNMENT), value=float("inf")), 0.0, unused, unused,
+        _aligned(bias, q, k), out.transpose(1, 2), None, None, q.shape[2], k.shape[2],
+        _padded(lse), 0.0, unused, unused,
         int(causal), False, scale=scale,
     )  # fmt: skip
     dk, dv = (x.unflatten(2, (-1, groups)).sum(3).transpose(1, 2) for x in (dk, dv))
     return dq.transpose(1, 2), dk, dv
+
+
+def _padded(lse: torch.Tensor) -> torch.Tensor:
+    """Dense, its rows a multiple of 32 numbers long."""
+    missing = -lse.shape[-1] % _LSE_ALIGNMENT
+    return F.pad(lse, (0, missing), value=float("inf")).contiguous()
 
 
 def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -235,7 +253,7 @@ def _aligned(bias: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> tor
     columns = k.shape[2]
     if bias.dim() == 2:
         bias = bias[None, None]
-    bias = F.pad(bias, (0, -columns % _BIAS_ALIGNMENT))
+    bias = F.pad(bias, (0, -columns % _BIAS_ALIGNMENT)).contiguous()
     return bias.expand(q.shape[0], q.shape[1], *bias.shape[-2:])[..., :columns]
 
 
@@ -244,4 +262,5 @@ EFFICIENT = Fused(
     backward=_efficient_backward,
     takes=lambda q, v: q.shape[-1] % _HEAD_MULTIPLE == 0 and v.shape[-1] % _HEAD_MULTIPLE == 0,
     bias_dtype=lambda q: q.dtype,
+    readable=_aligned_vectors,
 )

@@ -33,17 +33,26 @@ Operands = Callable[[torch.Tensor], torch.dtype]
 class Fused:
     """A fused attention kernel on ``[b, n, s, d]`` views with an additive bias.
 
+    Such a kernel computes addresses itself, so it gets only tensors that ``readable`` has seen.
+
     Attributes:
         forward: ``(q, k, v, bias, causal, scale) -> (out, lse)``; causal is aligned at top left.
         backward: ``(dout, q, k, v, out, lse, bias, causal, scale) -> (dq, dk, dv)``.
         takes: whether it takes these queries and values.
         bias_dtype: dtype of a bias for given queries.
+        readable: returns a tensor ``[..., d]`` in memory as the kernel reads it: itself, or a copy.
     """
 
     forward: Callable[..., Tensors]
     backward: Callable[..., Tensors]
     takes: Callable[[torch.Tensor, torch.Tensor], bool]
     bias_dtype: Callable[[torch.Tensor], torch.dtype]
+    readable: Callable[[torch.Tensor], torch.Tensor]
+
+
+def vectors(x: torch.Tensor) -> torch.Tensor:
+    """``x [..., d]``, or a dense copy of it unless its last dimension has stride 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def forward(
@@ -83,6 +92,8 @@ def forward_piece(
     q, out, lse = (views[i][:, :, piece.rows] for i in (0, 3, 4))
     k, v = (views[i][:, :, piece.columns] for i in (1, 2))
     fused = _usable(problem, fused, q, v)
+    if fused is not None:
+        q, k, v = (fused.readable(x) for x in (q, k, v))
     formula = Formula(problem, operands(q), q.device)
     for tile in tiles(problem, piece, q, fused):
         qt, kt, vt = q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns]
@@ -139,6 +150,8 @@ def backward_piece(
     # A blind row's probabilities are exp(score - inf) = 0.
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     fused = _usable(problem, fused if dpse is None else None, q, v)
+    if fused is not None:
+        dout, q, k, v, out = (fused.readable(x) for x in (dout, q, k, v, out))
     cuts = tiles(problem, piece, q, fused)
     first = next(cuts, None)
     if first is None:

@@ -200,7 +200,8 @@ def _reference_backward(
     dx0 = dout.new_empty(pre.shape)
     dresidual = pre.new_empty(pre.shape if separate else 0)
     sums = [pre.new_zeros(size, dtype=exact) for _ in range(3)]  # dweight, dbias, dlayerscale
-    drowscale = None if x0 is None or rowscale is None else torch.empty_like(rowscale)
+    mean, rstd = mean.contiguous(), rstd.contiguous()
+    drowscale = None if x0 is None or rowscale is None else rowscale.new_empty(rowscale.shape)
     matrices = [_rows(x, size) for x in (dout, dpre, pre, x0, draws, dx0)]
     for block in row_blocks(matrices[0]):
         parts: list[Any] = [None if m is None else m[block] for m in matrices]
@@ -300,7 +301,7 @@ def _npu_backward(
         )
         dbias = dout.reshape(-1, size[0]).sum(0, dtype=torch.float32)
     else:
-        gamma = weight.float()
+        gamma, mean, rstd = weight.float(), mean.contiguous(), rstd.contiguous()
         g, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dout.float(), pre.float(), size, mean, rstd, gamma, gamma, [True, True, True]
         )

@@ -20,6 +20,11 @@ Rules: an op is functional, or mutates the arguments written ``Tensor(a!)`` and 
 outputs never alias inputs; a backward is an operator of its own; kernels never read values of
 device tensors on the host. An op that communicates takes the torch names of its process groups in
 arguments ``str group...``.
+
+Memory: arguments may have any strides and any storage offset, outputs are contiguous. A kernel that
+computes addresses itself (Triton) gets contiguous arguments, unless it is declared to read strides,
+and every kernel gets contiguous ones to write to. What a kernel or fake kernel returns is made
+contiguous where it is not. ``tests/ops/test_strided.py`` holds every argument in every way.
 """
 
 from __future__ import annotations
@@ -62,15 +67,22 @@ class Implementation:
             ``reference``.
         load: returns the kernel, which takes the arguments of the op; called once.
         refused: says why it cannot run in this process, or None.
+        reads_strides: takes arguments as they lie in memory; others get contiguous ones.
     """
 
     kind: str
     load: Callable[[], Kernel]
     refused: Callable[[], str | None]
+    reads_strides: bool = True
 
 
-def triton(kernel: str) -> Implementation:
-    """The launcher ``"file:function"`` in ``mindspeed/ops/triton``."""
+def triton(kernel: str, *, reads_strides: bool = False) -> Implementation:
+    """The launcher ``"file:function"`` in ``mindspeed/ops/triton``.
+
+    Args:
+        kernel: its file and name.
+        reads_strides: it takes tensors of any strides; by default it gets contiguous ones.
+    """
     file, _, function = kernel.partition(":")
 
     def load() -> Kernel:
@@ -79,7 +91,7 @@ def triton(kernel: str) -> Implementation:
     def refused() -> str | None:
         return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
-    return Implementation("triton", load, refused)
+    return Implementation("triton", load, refused, reads_strides)
 
 
 def torch_npu(kernel: Kernel, *needs: str) -> Implementation:
@@ -173,8 +185,7 @@ class Operator:
         qualified = f"{NAMESPACE}::{self.name}"
         for device, key in _DISPATCH_KEYS.items():
             _library.impl(self.name, functools.partial(self._run, device), key)
-        _library.impl(self.name, reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, fake, lib=_library)
+        torch.library.register_fake(qualified, _with_dense_results(fake), lib=_library)
         if autograd is not None:
             setup, backward = autograd
             torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
@@ -182,6 +193,7 @@ class Operator:
         if flops is not None:
             register_flop_formula(packet)(flops)
         self.overload: torch._ops.OpOverload = packet.default
+        _library.impl(self.name, self.laid_out(last), "CompositeExplicitAutograd")
         self._kernels: dict[str, Kernel] = {}
         _operators[self.name] = self
 
@@ -214,16 +226,48 @@ class Operator:
         kernel = self._kernels.get(device)
         if kernel is None:
             implementation = self.chosen(device)
-            kernel = self._kernels[device] = implementation.load()
+            kernel = self._kernels[device] = self.laid_out(implementation)
             if device == "cuda" and implementation.kind == "reference":
                 for kind, reason in self.refusals(device):
                     note_fallback(self.name, f"{kind} is refused: {reason}")
         if device == "cpu" and _cpu_mode == "compile" and self.compiles:
-            return _compiled(kernel)
+            return _compiled(self.reference)
         return kernel
+
+    def laid_out(self, implementation: Implementation) -> Kernel:
+        """The kernel of an implementation behind the promises about memory (see the module)."""
+        kernel, written = _with_dense_results(implementation.load()), self.mutated()
+        if implementation.reads_strides and not written:
+            return kernel
+
+        def run(*args: Any) -> Any:
+            given = list(args)
+            for position in written if implementation.reads_strides else range(len(args)):
+                given[position] = _dense(args[position])
+            result = kernel(*given)
+            for position in written:
+                if given[position] is not args[position]:
+                    args[position].copy_(given[position])
+            return result
+
+        return run
 
     def _run(self, device: DeviceName, *args: Any) -> Any:
         return self.kernel(device)(*args)
+
+
+def _dense(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_dense, value))
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+def _with_dense_results(kernel: Kernel) -> Kernel:
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        return _dense(kernel(*args))
+
+    return run
 
 
 def find(overload: Any) -> Operator | None:
@@ -262,7 +306,7 @@ def set_cpu_mode(mode: CpuMode) -> None:
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Kernel:
-    return torch.compile(kernel, fullgraph=True, dynamic=None)
+    return _with_dense_results(torch.compile(kernel, fullgraph=True, dynamic=None))
 
 
 _cpu_mode: CpuMode = "eager"

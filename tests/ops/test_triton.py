@@ -6,32 +6,16 @@ where the hardware loses half of one; hence the wider bound for bf16.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import triton_jobs as jobs
-import wheels
 
 from mindspeed.ops.catalog import operators
 
-TRITON = "3.9.0"
 WITH_KERNEL = [
     one for one in operators() if any(x.kind == "triton" for x in one.implementations["cuda"])
 ]
 WITH_WORKLOAD = [one.name for one in WITH_KERNEL if one.workload is not None]
-
-
-@pytest.fixture(scope="module")
-def triton() -> dict[str, str]:
-    """Environment of a process that finds Triton."""
-    try:
-        directory = wheels.ensure_wheel("triton", TRITON)
-    except wheels.WheelUnavailable as reason:
-        pytest.skip(f"Triton: {reason}")
-    for tool in (directory / "triton" / "backends" / "nvidia" / "bin").iterdir():
-        assert os.access(tool, os.X_OK)
-    return {jobs.SITE_PACKAGES: str(directory)}
 
 
 @pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)

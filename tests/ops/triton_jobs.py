@@ -28,7 +28,7 @@ def launcher(name: str) -> tuple[Operator, Kernel]:
         sys.path.append(os.environ[SITE_PACKAGES])
     operator = next(one for one in operators() if one.name == name)
     (kernel,) = (one for one in operator.implementations["cuda"] if one.kind == "triton")
-    return operator, kernel.load()
+    return operator, operator.laid_out(kernel)
 
 
 def interpret(name: str, dtype: torch.dtype) -> float:

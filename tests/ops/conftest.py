@@ -1,0 +1,23 @@
+"""Where tests of operators find Triton."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import triton_jobs as jobs
+import wheels
+
+TRITON = "3.9.0"
+
+
+@pytest.fixture(scope="session")
+def triton() -> dict[str, str]:
+    """Environment of a process that finds Triton."""
+    try:
+        directory = wheels.ensure_wheel("triton", TRITON)
+    except wheels.WheelUnavailable as reason:
+        pytest.skip(f"Triton: {reason}")
+    for tool in (directory / "triton" / "backends" / "nvidia" / "bin").iterdir():
+        assert os.access(tool, os.X_OK)
+    return {jobs.SITE_PACKAGES: str(directory)}
