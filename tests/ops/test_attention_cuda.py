@@ -1,8 +1,10 @@
-"""The CUDA kernels' calls into torch, on CPU tensors.
+"""Attention on CUDA against attention written out in float64.
 
-``aten._flash_attention_*`` and ``aten._efficient_attention_*`` have no CPU kernels; here they get
-some, which restate what torch documents of them (alignment at the bottom right, windows, layouts,
-the shapes and special values of the log-sum-exp) as dense formulas.
+Tests marked ``cuda`` run torch's kernels. Without a GPU the same cases run on CPU tensors, where
+``aten._flash_attention_*`` and ``aten._efficient_attention_*`` have no kernels; here they get some,
+which restate as dense formulas what torch documents of them, and assert what the real ones demand
+of their arguments: alignment at the bottom right, windows, layouts, strides and addresses, the
+shapes and special values of the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 
+import exact_attention
 import pytest
+import strided
 import torch
 
-from mindspeed.ops import _attention_cpu, _attention_cuda
+from mindspeed.ops import _attention_cuda, _attention_tiles
 from mindspeed.ops._attention_problem import Problem
+from mindspeed.ops.attention import attention
 
 
 def scores_of(q, k, scale, allowed, bias=None):
@@ -47,6 +52,14 @@ def gradients(dout, q, k, v, out, lse, scale, allowed, bias=None):
     return tuple(x.to(dtype) for x in (dq, dk, dv))
 
 
+def assert_loadable(*tensors):
+    """The kernels load 16 bytes at a time from where rows begin; else an illegal address."""
+    for x in tensors:
+        assert x.stride(-1) == 1
+        steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+        assert all(at * x.itemsize % 16 == 0 for at in (x.storage_offset(), *steps))
+
+
 def flash_window(sq, sk, causal, left, right):
     left, right = (-1 if x is None else x for x in (left, right))
     assert left >= -1
@@ -72,6 +85,7 @@ def flash_forward(
     assert q.dtype in (torch.float16, torch.bfloat16)
     assert q.shape[-1] % 8 == 0
     assert v.shape[-1] == q.shape[-1]
+    assert_loadable(q, k, v)
     window = (causal, window_size_left, window_size_right)
     if cu_q is None:
         assert (q.shape[1], k.shape[1]) == (max_q, max_k)
@@ -92,6 +106,8 @@ def flash_backward(
 ):  # fmt: skip
     assert state.dtype == torch.uint64
     assert state.shape == (2,)
+    assert_loadable(dout, q, k, v, out)
+    assert lse.is_contiguous()
     window = (causal, window_size_left, window_size_right)
     if cu_q is None:
         return gradients(dout, q, k, v, out, lse, scale, flash_window(max_q, max_k, *window))
@@ -112,11 +128,13 @@ def efficient_allowed(sq, sk, mask_type):
 
 def checked(bias, q, k):
     assert q.shape[2] == k.shape[2]  # no groups
-    assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (q, k))
+    assert all(x.shape[-1] % 8 == 0 for x in (q, k))
+    assert_loadable(q, k)
     if bias is not None:
         assert bias.dtype == q.dtype
         assert bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         assert bias.stride(-2) % 16 == 0
+        assert bias.stride(-1) == 1
     return bias
 
 
@@ -125,6 +143,7 @@ def efficient_forward(
 ):
     assert with_lse
     assert p == 0
+    assert_loadable(v)
     allowed = efficient_allowed(q.shape[1], k.shape[1], mask_type)
     out, lse = attend(q, k, v, scale, allowed, checked(bias, q, k))
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
@@ -136,6 +155,8 @@ def efficient_backward(
     *, scale=None, **unused,
 ):  # fmt: skip
     assert (q.shape[1], k.shape[1], lse.shape[-1] % 32) == (max_q, max_k, 0)
+    assert_loadable(dout, v, out)
+    assert lse.is_contiguous()
     allowed = efficient_allowed(max_q, max_k, mask_type)
     log_sum = lse[..., :max_q]
     grads = gradients(dout, q, k, v, out, log_sum, scale, allowed, checked(bias, q, k))
@@ -156,7 +177,7 @@ def restated():
     library._destroy()
 
 
-def tensors(layout, sq, sk, dtype, dv=16):
+def tensors(layout, sq, sk, dtype, dv=16, d=16):
     generator = torch.Generator().manual_seed(0)
     sizes = {"B": 2, "T": None, "S": None}
 
@@ -164,7 +185,7 @@ def tensors(layout, sq, sk, dtype, dv=16):
         shape = [{**sizes, "S": s, "T": s, "N": n, "D": d}[axis] for axis in layout]
         return torch.randn(shape, generator=generator).to(dtype)
 
-    return one(4, sq, 16), one(2, sk, 16), one(2, sk, dv)
+    return one(4, sq, d), one(2, sk, d), one(2, sk, dv)
 
 
 PACK = {"layout": "TND", "cu_q": torch.tensor([0, 3, 7, 12]), "cu_k": torch.tensor([0, 4, 6, 13])}
@@ -190,48 +211,127 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("name", CASES)
-def test_same_as_the_formula_of_the_cpu(name, dtype, monkeypatch):
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+def case(name, dtype):
+    """Tensors and options; values are numbers of ``dtype``, so the formula gets the same ones."""
     rules, sq, sk, flash_calls = CASES[name]
     rules = {key: x.to(dtype) if key == "pse" else x for key, x in rules.items()}
-    problem = Problem(**{"scale": 0.3, **rules})
-    q, k, v = tensors(problem.layout, sq, sk, dtype, dv=8 if flash_calls else 16)
-    calls = []
+    rules = {"scale": 0.3, **rules}
+    layout = rules.get("layout", "BNSD")
+    return rules, tensors(layout, sq, sk, dtype, dv=8 if flash_calls else 16)
+
+
+def assert_is_exact(ours, expected, dtype):
+    """Out, log-sum-exp and three gradients, against float64."""
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for got, wanted in zip(ours, expected, strict=True):
+        assert got.shape == wanted.shape
+        largest = max(float(wanted[wanted.isfinite()].abs().max()), 1.0)
+        torch.testing.assert_close(
+            got.detach().cpu().double(), wanted, rtol=tolerance, atol=tolerance * largest
+        )
+
+
+@dtypes
+@pytest.mark.parametrize("name", CASES)
+def test_calls_of_kernels_that_are_restated_here(name, dtype, monkeypatch):
+    rules, (q, k, v) = case(name, dtype)
+    problem, calls = Problem(**rules), []
     arrange = _attention_cuda._Flash.arrange
     monkeypatch.setattr(
         _attention_cuda._Flash, "arrange", lambda *x: calls.append(1) or arrange(*x)
     )
-    ours = _attention_cuda.forward(q, k, v, *problem.options())
-    expected_calls = flash_calls if flash_calls and dtype == torch.bfloat16 else 0
-    assert len(calls) == expected_calls
-    expected = _attention_cpu.forward(q, k, v, *problem.options())
-    dout = torch.linspace(-1, 1, expected[0].numel()).view(expected[0].shape).to(dtype)
-    given = (dout, q, k, v, *expected, *problem.options(), False)
-    ours += _attention_cuda.backward(*given)
-    expected += _attention_cpu.backward(*given)
-    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
-    for got, wanted in zip(ours, expected, strict=True):
-        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    out, lse = _attention_cuda.forward(q, k, v, *problem.options())
+    flash_calls = CASES[name][3]
+    assert len(calls) == (flash_calls if flash_calls and dtype == torch.bfloat16 else 0)
+    dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)
+    # The gradient kernels get what the device's forward would hand them: rounded numbers.
+    grads = _attention_cuda.backward(dout, q, k, v, out, lse, *problem.options(), False)[:3]
+    assert [x.dtype for x in (out, *grads)] == [dtype] * 4
+    expected = exact_attention.with_gradients(q, k, v, dout, **rules)
+    assert_is_exact((out, lse, *grads), expected, dtype)
+
+
+GPU_CASES = {
+    **{name: (CASES[name][0], *CASES[name][1:3]) for name in CASES},
+    "alibi": ({"mode": 3, "pse": torch.tensor([1.0, 0.5, 0.2, 0.1]), "pse_type": 2}, 40, 40),
+    "sink": ({"mode": 3, "sink": torch.tensor([0.5, -1.0, 2.0, 0.0])}, 9, 12),
+    "long": ({"mode": 3}, 300, 333),
+    "long-window": ({"mode": 4, "pre": 100, "next": 0}, 300, 333),
+    "long-prefix": ({"mode": 6, "prefix": [5, 330]}, 300, 333),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@dtypes
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_torchs_kernels_on_a_gpu(name, size, dtype):
+    """The same cases through autograd, with the kernels of this machine's torch."""
+    rules, sq, sk = GPU_CASES[name]
+    rules = {"scale": 0.3, **rules}
+    rules = {
+        key: x.to(dtype) if key == "pse" and rules["pse_type"] < 2 else x
+        for key, x in rules.items()
+    }
+    qkv = [x.cuda() for x in tensors(rules.get("layout", "BNSD"), sq, sk, dtype, d=size, dv=size)]
+    leaves = [x.requires_grad_() for x in qkv]
+    on_host = ("cu_q", "cu_k")
+    given = {
+        key: x.cuda() if isinstance(x, torch.Tensor) and key not in on_host else x
+        for key, x in rules.items()
+    }
+    out, lse = attention(*leaves, **given)
+    dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype).cuda()
+    grads = torch.autograd.grad(out, leaves, dout)
+    expected = exact_attention.with_gradients(*leaves, dout, **rules)
+    assert_is_exact((out, lse, *grads), expected, dtype)
+
+
+def places(x):
+    """``x`` with other strides and offsets."""
+    return [strided.placed(x, place) for place in strided.PLACES]
+
+
+@dtypes
+@pytest.mark.parametrize("name", ["causal", "packed", "mask", "bias"])
+def test_the_kernels_get_rows_that_begin_at_16_bytes(name, dtype):
+    """Slices with odd strides and offsets, in every tensor; the restated kernels assert it."""
+    rules, qkv = case(name, dtype)
+    problem = Problem(**rules)
+    for q, k, v in zip(*map(places, qkv), strict=True):
+        out, lse = _attention_cuda.forward(q, k, v, *problem.options())
+        for dout in places(torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)):
+            grads = _attention_cuda.backward(dout, q, k, v, out, lse, *problem.options(), False)
+        expected = exact_attention.with_gradients(q, k, v, dout, **rules)
+        assert_is_exact((out, lse, *grads[:3]), expected, dtype)
+
+
+def test_slices_of_a_projection_are_not_copied():
+    """The common case, one projection that is split into q, k and v, costs nothing."""
+    q, k, v = torch.zeros(2, 9, 4, 3 * 16, dtype=torch.bfloat16).chunk(3, -1)
+    assert all(_attention_cuda._aligned_vectors(x) is x for x in (q, k, v))
+    assert all(_attention_tiles.vectors(x) is x for x in (q, k, v))
 
 
 def test_alibi_in_16_bit_is_not_rounded_to_16_bit():
     """Its distances are no bf16 numbers, so the efficient kernel, which wants that, is not used."""
     q, k, v = tensors("BNSD", 600, 600, torch.bfloat16)
-    problem = Problem(scale=0.3, mode=3, pse=torch.tensor([1.0, 0.5, 0.2, 0.1]), pse_type=2)
-    ours, _ = _attention_cuda.forward(q, k, v, *problem.options())
-    expected, _ = _attention_cpu.forward(q, k, v, *problem.options())
-    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+    rules = {"scale": 0.3, "mode": 3, "pse": torch.tensor([1.0, 0.5, 0.2, 0.1]), "pse_type": 2}
+    ours, _ = _attention_cuda.forward(q, k, v, *Problem(**rules).options())
+    expected, _ = exact_attention.attend(q, k, v, **rules)
+    torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("size", [12, 16])
 def test_head_sizes_that_are_no_multiple_of_8(size):
     q, k, v = (x[..., :size] for x in tensors("BNSD", 9, 9, torch.bfloat16))
-    problem = Problem(scale=0.3, mode=2)
-    ours = _attention_cuda.forward(q, k, v, *problem.options())
-    expected = _attention_cpu.forward(q, k, v, *problem.options())
-    torch.testing.assert_close(ours[0], expected[0], rtol=2e-2, atol=2e-2)
+    ours, _ = _attention_cuda.forward(q, k, v, *Problem(scale=0.3, mode=2).options())
+    expected, _ = exact_attention.attend(q, k, v, scale=0.3, mode=2)
+    torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", ["cut-behind", "cut-in-front"])

@@ -1,4 +1,4 @@
-"""Attention against a dense softmax in fp64 whose mask is written out pair by pair."""
+"""Attention against a dense softmax in fp64 whose mask is written out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from exact_attention import INFINITE, dense, hidden
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -21,41 +22,6 @@ from mindspeed.testing import saved_for_backward
 
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 PREFIX_MASK = torch.zeros(3072, 2048, dtype=torch.bool)
-INFINITE = 2147483647
-
-
-def hidden(
-    mode, sq, sk, pre=INFINITE, next_=INFINITE, prefix=None, mask=None, first=False, last=False
-):
-    """The table of sparse modes, one pair at a time."""
-    d = sk - sq
-    table = torch.zeros(sq, sk, dtype=torch.bool)
-    for i, j in itertools.product(range(sq), range(sk)):
-        band = j > i + d + next_ or j < i + d - pre
-        table[i, j] = {
-            0: bool(mask is not None and mask[i, j]) or j > i + next_ or j < i - pre,
-            1: bool(mask is not None and mask[i, j]),
-            2: j > i,
-            3: j > i + d,
-            4: band,
-            5: j > i + d and j >= (prefix or 0),
-            6: j > i + d and j >= (prefix or 0),
-            7: band if last else j > i + d,
-            8: band if first else j > i,
-        }[mode]
-    return table
-
-
-def dense(q, k, v, masked, scale, bias=None, sink=None, kept=1.0):
-    """Attention on [b, n, s, d] with everything written out; rows that see nothing are 0."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * scale
-    scores = scores if bias is None else scores + bias
-    weights = scores.exp().masked_fill(masked, 0)
-    total = weights.sum(-1, keepdim=True)
-    total = total if sink is None else total + sink.exp().view(1, -1, 1, 1)
-    return weights / total.clamp(min=1e-300) * kept @ v, total.log().squeeze(-1)
-
 
 ORDERS = {"SBH": "sb(nd)", "BSH": "bs(nd)", "BSND": "bsnd", "BNSD": "bnsd"}
 
