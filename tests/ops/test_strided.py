@@ -61,6 +61,7 @@ def test_on_the_cpu_every_argument_of_every_sample(operator):
 WITH_TRITON = [one.name for one in WITH_SAMPLES if one.implementations["cuda"][0].kind == "triton"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_TRITON)
 def test_triton_kernels_under_the_interpreter(name, ranks, triton):
     environment = triton | {"TRITON_INTERPRET": "1"}
@@ -71,6 +72,7 @@ def test_triton_kernels_under_the_interpreter(name, ranks, triton):
 ON_NPU = [one.name for one in WITH_SAMPLES if one.implementations["npu"][0].kind == "torch_npu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_NPU)
 def test_on_the_emulated_npu(name, npu):
     found = npu(jobs.emulated, name, 2, timeout=240)
