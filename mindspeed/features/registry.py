@@ -18,11 +18,12 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.features import unavailable
 from mindspeed.features.feature import Feature, Problem
 from mindspeed.features.flags import add_flags, check_value, default_of, flags_of
 from mindspeed.features.level import LevelOptions
 
-_SUPPORT_MODULES = {"feature", "flags", "level", "registry"}
+_SUPPORT_MODULES = {"feature", "flags", "level", "registry", "unavailable"}
 
 
 @lru_cache(maxsize=1)
@@ -66,6 +67,7 @@ def add_arguments(
     add_flags(parser, LevelOptions, "mindspeed", file_values)
     for feature in all_features():
         add_flags(parser, feature.options, f"mindspeed: {feature.name}", file_values)
+    unavailable.add_flags(parser)
     return parser
 
 
@@ -117,6 +119,7 @@ def resolve(
     Raises:
         ConfigError: all problems of all features at once, one a line.
     """
+    unavailable.refuse(())
     features = list(all_features() if features is None else features)
     level_flag = next(flags_of(LevelOptions))
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
@@ -148,6 +151,7 @@ def refuse_unknown(
     known |= {item.name for item in flags_of(LevelOptions)}
     for name in names:
         if name not in known:
+            unavailable.refuse([name])
             near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.4)
             hint = f"; closest: {', '.join(near)}" if near else ""
             raise ConfigError(f"{where}unknown option {name!r}{hint}")

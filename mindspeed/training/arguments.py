@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.flags import flags_of
+from mindspeed.features.unavailable import Unavailable
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole, without_word
 from mindspeed.training.flag_types import Ignored, Switch, argparse_type, in_range, show
 from mindspeed.training.megatron_ranges import MEGATRON_RANGES
@@ -309,7 +310,7 @@ def _unknown_flags(parser: Parser, unknown: Sequence[str]) -> str:
     known = [
         name
         for name, action in parser._option_string_actions.items()
-        if name.startswith("--") and not isinstance(action, Ignored)
+        if name.startswith("--") and not isinstance(action, Ignored | Unavailable)
     ]
     lines = []
     for token in unknown:

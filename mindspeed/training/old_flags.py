@@ -38,20 +38,7 @@ _REASONS: dict[str, tuple[str, str, str]] = {
     ),
     "positions are what --position-embedding-type says": ("--no-position-embedding", "", ""),
     "--deepspeed_config says all there is": ("--deepspeed", "", ""),
-    "gate and up projection are always one layer": ("--mlp-layer-fusion", "", ""),
     "--manual-layers alone decides": ("--use-manual-layer-allocation", "", ""),
-    "fp32 copies of 16-bit gradients live only inside the optimizer's step here; "
-    "--grad-reduce-in-bf16 also keeps the buffer they are summed in at 16 bits": (
-        "--release-fp32-grad",
-        "",
-        "",
-    ),
-    "all micro-batches have one size here; the interleaved schedule "
-    "(--num-layers-per-virtual-pipeline-stage) makes the pipeline idle less": (
-        "--optimized-pipeline",
-        "",
-        "--manual-mbs",
-    ),
     "--auto-recompute-device-size decides before the first step, by the estimate of --dry-run": (
         "",
         "--auto-recompute-profiling-step",

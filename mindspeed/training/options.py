@@ -141,11 +141,6 @@ class ParallelOptions:
         "--use-distributed-optimizer and --use-megatron-fsdp say)",
         range=Range(0, 3),
     )
-    fold_mode: Literal["aiao"] | None = flag(
-        None,
-        "old flag: gradients are reduced while the backward pass still runs, as with "
-        "--overlap-grad-reduce",
-    )
     ddp_num_buckets: int | None = flag(None, "number of gradient buckets", range=POSITIVE)
     align_grad_reduce: bool = flag(True, "all pipeline stages reduce gradients at the same time")
     use_tp_pp_dp_mapping: bool = flag(False, "order ranks tp-cp-ep-pp-dp, not tp-cp-ep-dp-pp")

@@ -57,8 +57,6 @@ def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         )
     if tp == 1:
         args.sequence_parallel = False
-    if args.fold_mode is not None:
-        args.overlap_grad_reduce = True
     yield from zero.complete(args)
     if args.overlap_param_gather and not args.use_distributed_optimizer:
         yield "--overlap-param-gather needs --use-distributed-optimizer"

@@ -145,14 +145,7 @@ GOOD = {
     "seed's names": (
         [
             *TINY,
-            *["--no-add-gate", "--optimizer", "fused_adam", "--fold-mode", "aiao"],
-            *[
-                "--manual-mbs",
-                "example-config-1",
-                "--encoder-num-layers",
-                "2",
-                "--release-fp32-grad",
-            ],
+            *["--no-add-gate", "--optimizer", "fused_adam", "--encoder-num-layers", "2"],
             *["--no-untie-embeddings-and-output-weights", "--use-rotary-position-embeddings"],
         ],
     ),
@@ -242,8 +235,6 @@ def test_names_of_the_original_suite_are_accepted(results):
     assert values["num_layers"] == 2
     assert values["untie_embeddings_and_output_weights"] is False
     assert values["position_embedding_type"] == "rope"
-    assert values["ignored_flags"] == ["--manual-mbs", "--release-fp32-grad"]
-    assert values["overlap_grad_reduce"] is True  # --fold-mode
     layout = results["layers of stages"]["values"]["pipeline_model_parallel_layout"]
     assert layout == "Et|tttL"
     assert results["accumulation"]["values"]["global_batch_size"] == 12
@@ -266,12 +257,11 @@ def test_flags_without_effect_are_said_with_their_reasons():
     from mindspeed.training.old_flags import IGNORED, WHY, without_effect
 
     assert set(WHY) == set(IGNORED)
-    given = ["--release-fp32-grad", "--DDP-impl", "--data-impl", "--DDP-impl", "ZeRO stage 9"]
-    lines = list(without_effect([*given, "--optimized-pipeline", "--manual-mbs"]))
+    given = ["--no-position-embedding", "--DDP-impl", "--data-impl", "--DDP-impl", "ZeRO stage 9"]
+    lines = list(without_effect(given))
+    assert lines[0].startswith("without effect: --no-position-embedding (positions are what")
     assert lines[1] == "without effect: --DDP-impl --data-impl (it is the only way here)"
     assert lines[2] == "without effect: ZeRO stage 9"
-    assert lines[0].startswith("without effect: --release-fp32-grad (fp32 copies of 16-bit")
-    assert lines[3].startswith("without effect: --optimized-pipeline --manual-mbs (all micro-")
 
 
 def test_a_dumped_recipe_repeats_the_run(results, ranks):

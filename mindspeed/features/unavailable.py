@@ -1,0 +1,124 @@
+"""Flags of features that do not exist yet: every door refuses them until they do.
+
+The table follows ``docs/features.toml`` (``tests/training/test_unavailable.py``). The change that
+adds a feature deletes its line here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from mindspeed.errors import ConfigError
+
+# Feature, as the table of features calls it -> its flags.
+FEATURES: dict[str, str] = {
+    "Dynamic pipeline parallelism (DPP)": "--optimized-pipeline --manual-mbs",
+    "Fold3D": "--fold-mode",
+    "Adaptive selective recomputation": "--adaptive-recompute-device-swap "
+    "--adaptive-recompute-device-size --adaptive-recompute-profiling-step",
+    "Recomputation of the activation function": "--recompute-activation-function",
+    "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
+    "--recompute-in-advance",
+    "Recomputation of norms": "--recompute-norm",
+    "BF16 parameter copies reused": "--reuse-fp32-param",
+    "Mixed-precision memory reuse O1: no gradient copies": "--release-fp32-grad",
+    "Attention activations swapped to the host": "--swap-attention --swap-modules",
+    "MLP layer fusion": "--mlp-layer-fusion",
+    "MC2: matmul and collective in one kernel": "--use-ascend-mc2",
+    "Nano-pipe pipeline parallelism": "--use-nanopipe",
+    "High-dimensional (2D) tensor parallelism": "--tp-2d --tp-x --tp-y",
+    "Checkpoints to disk without Gloo groups": "--disable-gloo-group",
+    "No communication in TP recomputation": "--optimize-recomp-communication-level",
+    "Load-aware activation memory": "--moe-adaptive-recompute-activation",
+    "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
+    "Zero memory": "--moe-zero-memory",
+    "All-gather dispatcher with overlap": "--moe-allgather-overlap-comm",
+    "All-to-all dispatcher with overlap": "--moe-alltoall-overlap-comm",
+    "TP extends EP": "--moe-tp-extend-ep",
+    "Shared experts": "--n-shared-experts",
+    "DeepSpeed MoE": "--moe-model-type",
+    "Token rearrangement": "--enable-token-rearrange-opt",
+    "Dropless routing": "--moe-no-drop --moe-dynamic-padding",
+    "MLP communication hiding": "--use-pipe-experts",
+    "Ampipe communication hiding": "--ampipe-degree",
+    "Auto tuning: search for the parallel configuration": "--auto-tuning",
+}
+# Environment variable that switches a feature on -> the feature, and the values that are off.
+VARIABLES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "MEMORY_FRAGMENTATION": ("Memory fragmentation", ("", "0")),
+    "COC_PARALLEL_NUM": ("Computation over communication (CoC)", ("", "0", "1")),
+    "USE_COC_FUSED_KERNEL": ("CoC with fused kernels", ("", "0")),
+}
+# What does something similar today.
+INSTEAD: dict[str, str] = {
+    "--manual-mbs": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
+    "--optimized-pipeline": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
+    "--fold-mode": "--overlap-grad-reduce reduces gradients while the backward pass runs",
+    "--release-fp32-grad": "--grad-reduce-in-bf16 keeps gradients at 16 bits",
+    "--mlp-layer-fusion": "with --swiglu gate and up projection are one layer already",
+    "--n-shared-experts": "--moe-shared-expert-intermediate-size gives their width",
+}
+
+FLAGS: dict[str, str] = {
+    flag: feature for feature, flags in FEATURES.items() for flag in flags.split()
+}
+
+
+def problem(flag: str) -> str | None:
+    """What to say about a flag, by its spelling or its name in Python; None if it is not here."""
+    spelling = flag if flag.startswith("--") else "--" + flag.replace("_", "-")
+    if spelling not in FLAGS:
+        return None
+    hint = INSTEAD.get(spelling)
+    text = f"{spelling} is not available yet ({FLAGS[spelling]}): remove it"
+    return f"{text}; {hint}" if hint else text
+
+
+class Unavailable(argparse.Action):
+    """Refuses its flag."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        parser.error(problem(self.option_strings[0]) or "")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``parser`` does not know to it, in order to refuse them by name."""
+    known = parser._option_string_actions
+    group = parser.add_argument_group("not available yet")
+    for flag in FLAGS:
+        if flag not in known:
+            name = flag[2:].replace("-", "_") + "_unavailable"
+            group.add_argument(
+                flag,
+                action=Unavailable,
+                nargs="*",
+                dest=name,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+
+
+def refuse(names: Iterable[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse options and environment variables of features that do not exist yet.
+
+    Raises:
+        ConfigError: one line for each.
+    """
+    found = [*filter(None, map(problem, names)), *_variables(environment)]
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _variables(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, (feature, off) in VARIABLES.items():
+        if (value := environment.get(name, "")) not in off:
+            yield f"{name}={value} is not available yet ({feature}): unset it"
