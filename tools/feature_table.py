@@ -1,4 +1,4 @@
-"""Keep the tables of the README files and of the documentation equal to docs/*.toml, and honest.
+"""Keep the tables of the documentation and the README's count equal to docs/*.toml, and honest.
 
     python tools/feature_table.py            write the tables between their markers
     python tools/feature_table.py --check    fail where a table is out of date, a ticked feature
@@ -14,39 +14,18 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@dataclass(frozen=True)
-class Language:
-    """The words of one language around the tables."""
-
-    code: str
-    columns: tuple[str, str, str]
-    total: str
-    versions: tuple[str, ...]
-    tested: tuple[str, str]
-
-
-ENGLISH = Language(
-    "en",
-    ("Feature", "Flag or entry", "Test"),
-    "{ticked} of {total} features have a test.",
-    ("mindspeed", "Megatron", "PyTorch", "torch_npu", "CANN", "Python", "Tested"),
-    ("yes", "no"),
-)
-CHINESE = Language(
-    "zh",
-    ("特性", "参数或入口", "测试"),
-    "{total} 项特性中已有 {ticked} 项具备测试。",
-    ("mindspeed", "Megatron", "PyTorch", "torch_npu", "CANN", "Python", "已测试"),
-    ("是", "否"),
-)
+COLUMNS = {"en": ("Feature", "Flag or entry", "Test"), "zh": ("特性", "参数或入口", "测试")}
+COUNT = {
+    "en": "{ticked} of {total} features have a test.",
+    "zh": "{total} 项特性中已有 {ticked} 项具备测试。",
+}
+VERSIONS = ("mindspeed", "Megatron", "PyTorch", "torch_npu", "CANN", "Python", "Tested")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -60,65 +39,57 @@ def features() -> list[dict[str, str]]:
     return [feature for area in load("features.toml")["area"] for feature in area["features"]]
 
 
-def feature_table(language: Language, page: Callable[[str], str], tests: str | None) -> str:
-    """One folding table per area; ``tests`` is the way to the root, None where none leads there."""
+def feature_count(language: str) -> str:
+    """One sentence: how many features have a test."""
     everything = features()
     ticked = sum(bool(feature["test"]) for feature in everything)
-    lines = [language.total.format(ticked=ticked, total=len(everything)), ""]
+    return COUNT[language].format(ticked=ticked, total=len(everything))
+
+
+def feature_table(language: str, docs: str) -> str:
+    """The count, and one folding table per area; ``docs`` is the way to the folder of that name."""
+    lines = [feature_count(language), ""]
     for area in load("features.toml")["area"]:
         done = sum(bool(feature["test"]) for feature in area["features"])
-        title = f"{area[language.code]} ({done}/{len(area['features'])})"
+        title = f"{area[language]} ({done}/{len(area['features'])})"
         lines += [f"<details markdown><summary>{title}</summary>", ""]
-        lines += ["| | " + " | ".join(language.columns) + " |", "|---|---|---|---|"]
-        lines += [_row(feature, language, page, tests) for feature in area["features"]]
+        lines += ["| | " + " | ".join(COLUMNS[language]) + " |", "|---|---|---|---|"]
+        lines += [_row(feature, language, docs) for feature in area["features"]]
         lines += ["", "</details>", ""]
     return "\n".join(lines)
 
 
-def _row(
-    feature: dict[str, str], language: Language, page: Callable[[str], str], tests: str | None
-) -> str:
-    name = feature[language.code]
+def _row(feature: dict[str, str], language: str, docs: str) -> str:
+    name = feature[language]
     if "page" in feature:
-        name = f"[{name}]({page(feature['page'])})"
+        name = f"[{name}]({docs}{feature['page']})"
     flag = feature["flag"]
     flag = flag if flag.startswith("(") else f"`{flag}`"
     test = feature["test"]
-    file = test.split("::")[0]
-    label = f"`{file.removeprefix('tests/')}`"
-    if not test:
-        link = ""
-    elif tests is None:
-        link = label
-    else:
-        link = f"[{label}]({tests}{file})"
-    return f"| {'✅' if test else '☐'} | {name} | {flag} | {link} |"
+    file = f"`{test.split('::')[0].removeprefix('tests/')}`" if test else ""
+    return f"| {'✅' if test else '☐'} | {name} | {flag} | {file} |"
 
 
-def version_table(language: Language) -> str:
+def version_table() -> str:
     """What was tested here, and what the earlier projects named."""
     data = load("versions.toml")
     keys = ("mindspeed", "megatron", "torch", "torch_npu", "cann", "python")
-    lines = ["| " + " | ".join(language.versions) + " |", "|---" * len(language.versions) + "|"]
+    lines = ["| " + " | ".join(VERSIONS) + " |", "|---" * len(VERSIONS) + "|"]
     for version in (*data["version"], *data["history"]):
-        tested = language.tested[0 if version.get("tested") else 1]
+        tested = "yes" if version.get("tested") else "no"
         lines.append("| " + " | ".join([*(version[key] for key in keys), tested]) + " |")
     return "\n".join(lines)
 
 
 def tables() -> dict[Path, dict[str, str]]:
     """Content of every generated table, by file and marker."""
-    result: dict[Path, dict[str, str]] = {}
-    for file, language in (("README.md", ENGLISH), ("README.zh.md", CHINESE)):
-        result[ROOT / file] = {
-            "features": feature_table(language, lambda page: f"docs/{page}", ""),
-            "versions": version_table(language),
-        }
-    result[ROOT / "docs/features/index.md"] = {
-        "features": feature_table(ENGLISH, lambda page: f"../{page}", None)
+    return {
+        ROOT / "README.md": {"feature-count": feature_count("en")},
+        ROOT / "README.zh.md": {"feature-count": feature_count("zh")},
+        ROOT / "docs/features/index.md": {"features": feature_table("en", "../")},
+        ROOT / "docs/zh/features/index.md": {"features": feature_table("zh", "../../")},
+        ROOT / "docs/installation.md": {"versions": version_table()},
     }
-    result[ROOT / "docs/installation.md"] = {"versions": version_table(ENGLISH)}
-    return result
 
 
 def insert(text: str, marker: str, table: str) -> str:
