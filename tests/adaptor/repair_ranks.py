@@ -250,3 +250,61 @@ def enumeration_of_an_early_python_311() -> str:
     torch.save(Attribute(AttnBackend, "flash"), file)
     file.seek(0)
     return torch.load(file, weights_only=True).name
+
+
+def offloaded_optimizers(repaired: bool, resume: bool) -> dict[float, list[torch.Tensor]]:
+    """By the fraction of Adam on the host: the weights after six steps."""
+    from mindspeed.adaptor import session
+    from mindspeed.adaptor.repairs import optimizer_offload
+
+    if not repaired:
+        session.current().engine.remove(optimizer_offload.OWNER)
+    return {fraction: _offloaded_optimizer(fraction, resume) for fraction in (1.0, 0.4, 0.0)}
+
+
+def _offloaded_optimizer(fraction: float, resume: bool) -> list[torch.Tensor]:
+    """With ``resume`` the state goes through a file after three steps, read without code."""
+    import io
+
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    options = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+
+    def build(weights: list[torch.nn.Parameter]) -> HybridDeviceOptimizer:
+        return HybridDeviceOptimizer(
+            [{"params": weights[:2]}, {"params": weights[2:]}],
+            offload_fraction=fraction,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=FusedAdam,
+            param_update_in_fp32=True,
+            overlap_cpu_optimizer_d2h_h2d=True,
+            fused=True,
+            **options,
+        )
+
+    weights, gradients = adam_problem()
+    optimizer = build(weights)
+    for number, step in enumerate(gradients):
+        if resume and number == len(gradients) // 2:
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            optimizer = build(weights)
+            optimizer.load_state_dict(torch.load(file, weights_only=True))
+        for weight, gradient in zip(weights, step, strict=True):
+            weight.decoupled_grad = gradient
+        optimizer.step()
+    return [weight.detach().float() for weight in weights]
+
+
+def adam_problem() -> tuple[list[torch.nn.Parameter], list[list[torch.Tensor]]]:
+    """bf16 weights and their gradients of six steps."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(4, 3), (5,), (2, 6), (7,)]
+
+    def draw() -> list[torch.Tensor]:
+        return [torch.randn(shape, generator=generator) for shape in shapes]
+
+    weights = [torch.nn.Parameter(value.bfloat16()) for value in draw()]
+    return weights, [draw() for _ in range(6)]

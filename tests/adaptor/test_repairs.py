@@ -173,3 +173,25 @@ def test_batches_may_have_context_parallel_groups_of_their_own(ranks):
     for specs in ranks(4, function, setup=ADAPTOR, timeout=240):
         for spec, differences in specs.items():
             assert max(differences) < 1e-5, spec
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_optimizer_on_device_and_host_trains_all_weights(ranks, resume):
+    weights, gradients = repair_ranks.adam_problem()
+    masters = [weight.detach().float() for weight in weights]
+    adam = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    for step in gradients:
+        for master, gradient in zip(masters, step, strict=True):
+            master.grad = gradient
+        adam.step()
+    expected = [master.bfloat16().float() for master in masters]
+    function = repair_ranks.offloaded_optimizers
+    (trained,) = ranks(1, function, True, resume, setup=ADAPTOR, timeout=120)
+    for fraction, values in trained.items():
+        torch.testing.assert_close(values, expected, rtol=1e-2, atol=1e-6, msg=str(fraction))
+    if resume:
+        with pytest.raises(RankError, match=r"GLOBAL .*Adam"):
+            ranks(1, function, False, resume, setup=ADAPTOR, timeout=120)
+    else:
+        (untrained,) = ranks(1, function, False, resume, setup=ADAPTOR, timeout=120)
+        assert all(map(torch.equal, untrained[1.0], [w.detach().float() for w in weights]))

@@ -19,6 +19,7 @@ from mindspeed.adaptor.repairs import (
     layer_comm_types,
     local_spec,
     mla_rope_fusion,
+    optimizer_offload,
     optimizer_resume,
     packed_batch,
     process_groups,
@@ -26,7 +27,7 @@ from mindspeed.adaptor.repairs import (
     yarn,
 )
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient)
+_EVERYWHERE = (rng_tracker, latent_key_gradient, optimizer_offload)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_CPU = (process_groups, yarn)
