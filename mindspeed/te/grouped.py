@@ -227,6 +227,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
                 rng_tracker_name=rng_tracker_name,
             )
             mark_linear(weight, parallel_mode, rng_tracker_name)
+            self._mark_delayed(weight)
             self.register_parameter(f"weight{i}", weight)
         lay_in_one_buffer([getattr(self, f"weight{i}") for i in range(num_gemms)])
         for i in range(num_gemms if bias else 0):

@@ -143,17 +143,35 @@ def _now_or_later(
 
 
 def add_delayed(weight: torch.Tensor, wgrad: torch.Tensor | None, fuse: bool) -> None:
-    """Put a weight gradient that was computed outside autograd where autograd would have."""
-    if wgrad is None or (fuse and getattr(weight, "main_grad", None) is not None):
+    """Put a weight gradient that was computed outside autograd where autograd would have.
+
+    The placeholder of a gradient that is in ``main_grad`` already adds nothing, but whoever counts
+    finished gradients looks for it.
+    """
+    if wgrad is None:
         return
-    weight.grad = wgrad if weight.grad is None else weight.grad.add_(wgrad)
+    in_main_grad = fuse and getattr(weight, "main_grad", None) is not None
+    if weight.grad is None:
+        weight.grad = wgrad
+    elif not in_main_grad:
+        weight.grad.add_(wgrad)
 
 
 class DelayedWgrad:
-    """Weight gradients put off until ``backward_dw`` (mixed into modules with weights)."""
+    """Weight gradients put off until ``backward_dw`` (mixed into modules with weights).
+
+    A weight whose gradient is put off is marked ``skip_backward_post_hook``: its owner's hook
+    belongs after :meth:`backward_dw`
+    (:meth:`register_wgrad_accumulation_and_reduce_hooks`), not at the end of autograd's backward,
+    where there is no gradient yet.
+    """
 
     _delayed: deque[Callable[[], None]] | None
     _wgrad_hooks: list[Callable[[], Any]]
+
+    def _mark_delayed(self, weight: torch.Tensor) -> None:
+        if self._delayed is not None:
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def _init_delayed(self, delay: bool) -> None:
         self._delayed = deque() if delay else None
@@ -243,6 +261,7 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
             rng_tracker_name=rng_tracker_name,
         )
         mark_linear(self.weight, parallel_mode, rng_tracker_name)
+        self._mark_delayed(self.weight)
         self.bias: torch.Tensor | None = None
         if bias:
             self.bias = self.new_vector(self.out_features, 0.0, dtype=params_dtype, device=device)

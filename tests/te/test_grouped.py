@@ -50,6 +50,29 @@ def test_no_tokens_at_all():
     assert all(p.grad is not None and not p.grad.any() for p in grouped.parameters())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_owner_of_delayed_experts_is_told_of_every_gradient(fused):
+    delayed = layer(fuse_wgrad_accumulation=fused, delay_wgrad_compute=True)
+    plain, owned = layer(), []
+    for i in range(4):
+        weight = getattr(delayed, f"weight{i}")
+        weight.main_grad = torch.zeros_like(weight)
+        weight.grad_added_to_main_grad = False
+        assert weight.skip_backward_post_hook
+        assert not hasattr(getattr(delayed, f"bias{i}"), "skip_backward_post_hook")
+        delayed.register_wgrad_accumulation_and_reduce_hooks(lambda w=weight: owned.append(w.grad))
+    x = torch.randn(8, 6)
+    delayed(x, SPLITS).square().sum().backward()
+    plain(x, SPLITS).square().sum().backward()
+    assert not owned
+    delayed.backward_dw()
+    assert len(owned) == 4
+    for i, gradient in enumerate(owned):
+        there = getattr(delayed, f"weight{i}").main_grad if fused else gradient
+        torch.testing.assert_close(there, getattr(plain, f"weight{i}").grad)
+        assert gradient is not None
+
+
 @pytest.mark.parametrize("delay", [False, True])
 def test_fused_weight_gradients_reach_main_grad_of_every_expert(delay):
     fused = layer(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, bias=False)

@@ -99,6 +99,30 @@ def test_delayed_weight_gradients_come_in_order_with_backward_dw():
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_owner_of_a_delayed_weight_is_told_when_its_gradient_is_there(fused):
+    layer, plain = _linear(delay_wgrad_compute=True, fuse_wgrad_accumulation=fused), _linear()
+    layer.weight.main_grad = torch.zeros(4, 6)
+    layer.weight.grad_added_to_main_grad = False
+
+    def owner():  # what Megatron's DistributedDataParallel does
+        assert layer.weight.grad is not None
+        if not layer.weight.grad_added_to_main_grad:
+            layer.weight.main_grad.add_(layer.weight.grad)
+        layer.weight.grad = None
+
+    assert layer.weight.skip_backward_post_hook
+    assert not hasattr(layer.bias, "skip_backward_post_hook")
+    assert not hasattr(plain.weight, "skip_backward_post_hook")
+    layer.register_wgrad_accumulation_and_reduce_hooks(owner)
+    for _ in range(2):
+        x = torch.randn(5, 6)
+        layer(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        layer.backward_dw()
+    torch.testing.assert_close(layer.weight.main_grad, plain.weight.grad, rtol=1e-6, atol=1e-5)
+
+
 def test_frozen_weight_saves_no_input():
     layer = _linear()
     layer.weight.requires_grad_(False)
