@@ -149,13 +149,23 @@ class Trainer:
         )
 
 
-def forward_step(reader: Reader | None, model: Any) -> tuple[torch.Tensor, Any]:
-    """Forward pass of one micro-batch through one stage; Megatron's schedules call it."""
+def forward_step(
+    reader: Reader | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """Forward pass of one micro-batch through one stage; Megatron's schedules call it.
+
+    Args:
+        reader: micro-batches; None on a stage in the middle, which needs none.
+        model: one chunk.
+        return_schedule_plan: return what the pass would compute, in parts that the schedule runs
+            between those of another micro-batch (``--overlap-moe-expert-parallel-comm``).
+    """
+    compute = model.build_schedule_plan if return_schedule_plan else model
     if reader is None:  # a stage in the middle; its loss function is never called
-        return model(None, None, None), token_losses
+        return compute(None, None, None), token_losses
     batch = next(reader)
     packing = {key: batch[key] for key in ("packed_seq_params",) if key in batch}
-    output = model(
+    output = compute(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
