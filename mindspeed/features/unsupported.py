@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed import device
 from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.packed_documents import adaptive, resets
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -34,6 +36,19 @@ class Rule:
     problem: Problem
 
 
+def _context_parallel(megatron: Megatron) -> bool:
+    return (megatron.get("context_parallel_size") or 1) > 1
+
+
+def _has_documents(megatron: Megatron) -> bool:
+    packs = resets(megatron) or adaptive(megatron) or bool(megatron.get("sft"))
+    return packs or (megatron.get("fix_sub_seq_length") or -1) > 0
+
+
+def _on_host(megatron: Megatron) -> bool:
+    return device.current().name == "cpu"
+
+
 def _with(flag: str, *conditions: Callable[[Megatron], Any]) -> Callable[[Megatron], bool]:
     return lambda megatron: bool(megatron.get(flag)) and all(c(megatron) for c in conditions)
 
@@ -54,6 +69,47 @@ RULES = (
             "needs 16-bit parameters: fp32 ones are views into the gradient buffer's layout, "
             "which no optimizer on the host can own",
             "add --bf16 or --fp16, or drop it",
+        ),
+    ),
+    Rule(
+        _with("delay_wgrad_compute", lambda m: m.get("transformer_impl") == "local"),
+        Problem(
+            "--delay-wgrad-compute",
+            "the linear layers of the local layer spec cannot compute weight gradients apart",
+            "use --transformer-impl transformer_engine",
+        ),
+    ),
+    Rule(
+        _with("overlap_moe_expert_parallel_comm", _has_documents),
+        Problem(
+            "--overlap-moe-expert-parallel-comm",
+            "the schedule plan of a micro-batch does not say where its documents begin",
+            "drop it, or train without packed documents",
+        ),
+    ),
+    Rule(
+        _with("eod_mask_loss", _context_parallel, lambda m: not m.get("calculate_per_token_loss")),
+        Problem(
+            "--eod-mask-loss",
+            "with context parallelism the ranks have different numbers of tokens with a loss, and "
+            "the mean of their means is not the mean of the sequence",
+            "add --calculate-per-token-loss",
+        ),
+    ),
+    Rule(
+        _with("cpu_offloading", lambda m: m.get("cpu_offloading_weights")),
+        Problem(
+            "--cpu-offloading-weights",
+            "only activations can be kept in host memory",
+            "drop it (--optimizer-cpu-offload keeps optimizer states there)",
+        ),
+    ),
+    Rule(
+        _with("record_memory_history", _on_host),
+        Problem(
+            "--record-memory-history",
+            "PyTorch records the history of device memory only, and the CPU has none",
+            "drop it, or run on a GPU or NPU",
         ),
     ),
 )

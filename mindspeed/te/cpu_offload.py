@@ -47,6 +47,11 @@ class _Offload:
     def __exit__(self, *exception: Any) -> None:
         self._hooks.pop().__exit__(*exception)
 
+    @property
+    def inside_context(self) -> bool:
+        """Whether the forward of a layer is running; Megatron's own linear layers ask."""
+        return bool(self._hooks)
+
     def commit(self, x: torch.Tensor) -> torch.Tensor:
         """End a layer."""
         self.layer = (self.layer + 1) % self.model_layers

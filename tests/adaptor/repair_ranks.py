@@ -255,10 +255,10 @@ def enumeration_of_an_early_python_311() -> str:
 def offloaded_optimizers(repaired: bool, resume: bool) -> dict[float, list[torch.Tensor]]:
     """By the fraction of Adam on the host: the weights after six steps."""
     from mindspeed.adaptor import session
-    from mindspeed.adaptor.repairs import optimizer_offload
 
-    if not repaired:
-        session.current().engine.remove(optimizer_offload.OWNER)
+    names = ("bf16", "optimizer_cpu_offload", "use_precision_aware_optimizer")
+    if repaired:
+        session.current().configure(dict.fromkeys(names, True))
     return {fraction: _offloaded_optimizer(fraction, resume) for fraction in (1.0, 0.4, 0.0)}
 
 
@@ -308,3 +308,21 @@ def adam_problem() -> tuple[list[torch.nn.Parameter], list[list[torch.Tensor]]]:
 
     weights = [torch.nn.Parameter(value.bfloat16()) for value in draw()]
     return weights, [draw() for _ in range(6)]
+
+
+def counted_tokens(repaired: bool) -> list[float]:
+    """A sequence of 8 on two ranks: the tokens that count once and twice rolled, on this rank."""
+    from megatron.core import parallel_state
+
+    from mindspeed.adaptor import session
+
+    if repaired:
+        session.current().configure({"context_parallel_size": 2, "mtp_num_layers": 2})
+    from megatron.core.models.gpt import gpt_model
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    group, mask, counts = parallel_state.get_context_parallel_group(), torch.ones(1, 4), []
+    for _ in range(2):
+        mask, count = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
+        counts.append(float(count))
+    return counts

@@ -195,3 +195,10 @@ def test_an_optimizer_on_device_and_host_trains_all_weights(ranks, resume):
     else:
         (untrained,) = ranks(1, function, False, resume, setup=ADAPTOR, timeout=120)
         assert all(map(torch.equal, untrained[1.0], [w.detach().float() for w in weights]))
+
+
+def test_additional_tokens_are_counted_over_the_whole_sequence(ranks):
+    count = repair_ranks.counted_tokens
+    # Rank 0 of the zigzag holds the two ends of the sequence.
+    assert ranks(2, count, False, setup=ADAPTOR, timeout=120) == [[3.0, 2.0], [4.0, 4.0]]
+    assert ranks(2, count, True, setup=ADAPTOR, timeout=120) == [[3.5, 3.0]] * 2

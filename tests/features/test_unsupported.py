@@ -8,13 +8,31 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 
 OFFLOAD = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+DELAYED = OVERLAP | {"delay_wgrad_compute": True}
+LAYERS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
 
 REFUSED = {
     "offload-plain-optimizer": ({"optimizer_cpu_offload": True, "bf16": True}, "-precision-aware"),
     "offload-fp32": (OFFLOAD, "--bf16 or --fp16"),
+    "delayed-local": (DELAYED | {"transformer_impl": "local"}, "transformer_engine"),
+    "overlap-documents": (OVERLAP | {"reset_attention_mask": True}, "where its documents begin"),
+    "overlap-conversations": (OVERLAP | {"sft": True}, "where its documents begin"),
+    "uneven-loss-mask": ({"eod_mask_loss": True, "context_parallel_size": 2}, "per-token-loss"),
+    "offload-weights": (LAYERS | {"cpu_offloading_weights": True}, "only activations"),
+    "memory-history": ({"record_memory_history": True}, "device memory only"),
 }
 ACCEPTED = {
     "offload": OFFLOAD | {"bf16": True},
+    "delayed": DELAYED | {"transformer_impl": "transformer_engine"},
+    "overlap-local": OVERLAP | {"transformer_impl": "local"},
+    "per-token": {
+        "eod_mask_loss": True,
+        "context_parallel_size": 2,
+        "calculate_per_token_loss": True,
+    },
+    "one-rank": {"eod_mask_loss": True, "context_parallel_size": 1},
+    "layers": LAYERS | {"cpu_offloading_weights": False},
     "fp32": {"use_precision_aware_optimizer": True},
 }
 

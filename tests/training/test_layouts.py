@@ -25,6 +25,8 @@ MLA = (
 LOCAL = f"{GQA} --transformer-impl local"
 # Linear biases for positions, and layers with and without a window.
 ALIBI = f"{GQA} --position-embedding-type alibi --window-size 20,0 --window-attn-skip-freq 2"
+# Additional tokens: the loss of each is a mean of its own.
+MTP = f"{GQA} --mtp-num-layers 2"
 CP = "--context-parallel-size"
 ALGO = "--context-parallel-algo"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -81,6 +83,8 @@ LAYOUTS = {
     ),
     "context-tensor-sequence": (4, GQA, f"{CP} 2 --cp-comm-type p2p {TP} --sequence-parallel"),
     "context-by-layer": (2, GQA, f"{CP} 2 --cp-comm-type p2p a2a all_gather p2p"),
+    "mtp-context": (2, MTP, f"{CP} 2"),
+    "mtp-context-pipeline": (4, MTP, f"{CP} 2 {PP}"),
     "mla-context": (2, MLA, f"{CP} 2 {ALGO} megatron_cp_algo"),
     "local-context-double-ring": (
         4,
@@ -147,9 +151,31 @@ def test_layout_trains_like_one_rank(layout, one_rank):
     reference = one_rank(model)
     records = reference.train(world_size, flags)
     assert len(records) == 3
-    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+    further = [(name, 1e-6) for name in records[0] if name.endswith("_loss")]
+    for name, tolerance in (*further, ("grad_norm", 1e-4)):
         expected = pytest.approx(column(reference.records, name), rel=tolerance)
         assert column(records, name) == expected
+
+
+EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
+DELAYED = f"{EXPERT_OVERLAP} --delay-wgrad-compute"
+
+
+@pytest.mark.slow
+def test_micro_batches_that_hide_expert_communication_train_like_one_after_the_other(one_rank):
+    reference = one_rank(MOE)
+    experts = "--bf16 --expert-model-parallel-size 2"
+    plain = reference.train(2, experts)
+    for flags in (
+        EXPERT_OVERLAP,
+        f"{DELAYED} --overlap-grad-reduce",
+        f"{DELAYED} --no-gradient-accumulation-fusion",
+        f"{DELAYED} --no-gradient-accumulation-fusion --overlap-grad-reduce {DISTRIBUTED}",
+    ):
+        records = reference.train(2, f"{experts} {flags}")
+        for name, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
+            expected = pytest.approx(column(plain, name), rel=tolerance)
+            assert column(records, name) == expected, flags
 
 
 def test_bf16_follows_fp32(one_rank):

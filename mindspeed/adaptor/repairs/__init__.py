@@ -14,11 +14,13 @@ from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
     dataset_helpers,
     fused_kernels,
+    gpu_affinity,
     grouped_experts,
     latent_key_gradient,
     layer_comm_types,
     local_spec,
     mla_rope_fusion,
+    mtp_token_count,
     optimizer_offload,
     optimizer_resume,
     packed_batch,
@@ -27,13 +29,18 @@ from mindspeed.adaptor.repairs import (
     yarn,
 )
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient, optimizer_offload)
+_EVERYWHERE = (rng_tracker, latent_key_gradient)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_CPU = (process_groups, yarn)
 _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     packed_batch: lambda values: values.get("sft"),
+    mtp_token_count: lambda values: (
+        values.get("mtp_num_layers") and (values.get("context_parallel_size") or 1) > 1
+    ),
+    optimizer_offload: lambda values: values.get("optimizer_cpu_offload"),
     optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
+    gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
     layer_comm_types: layer_comm_types.needed,
 }
