@@ -6,8 +6,8 @@ trainer reads from a parameter (``tensor_model_parallel``, ``partition_dim``, ``
 ``sequence_parallel``) are set here as well.
 
 ``_extra_state`` is the key under which NVIDIA's modules keep fp8 scaling factors. Without fp8 it is
-an empty byte tensor, and so it always is here: checkpoints have the same keys, and a foreign extra
-state is never unpickled.
+an empty byte tensor; with delayed scaling it holds the factors as safetensors. NVIDIA's own extra
+states are pickles and never read.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch.nn.parameter import Parameter
 
 from mindspeed import device as devices
+from mindspeed.te.quantization import as_bytes, saved_factors
 
 Init = Callable[[torch.Tensor], Any]
 GetTracker = Callable[[], Any]
@@ -112,6 +113,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_size = 1
         self.sequence_parallel = False
         self.fp8 = False
+        self.save_original_input = False
         self.fp8_initialized = False
         self.fp8_calibration = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "recipe": None, "num_gemms": 0}
@@ -151,18 +153,25 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_group = tp_group
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Nothing to prepare: there are no fp8 scaling factors."""
+        """Nothing to prepare: scaling factors are made where a recipe needs them."""
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the empty tensor that stands for "no fp8 state"."""
-        return torch.empty(0, dtype=torch.uint8)
+        """Return the factors of delayed scaling as bytes; empty for every other recipe."""
+        scaling = self.fp8_meta.get("scaling")
+        if scaling is not None:
+            return scaling.to_bytes()  # type: ignore[no-any-return]
+        saved = self.fp8_meta.get("saved_scaling")  # read, and not used yet
+        return as_bytes(saved) if saved else torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Accept any extra state; fp8 scaling factors of another program are not used."""
-        if isinstance(state, torch.Tensor) and state.numel() > 0:
+        """Read what :meth:`get_extra_state` wrote; other programs' factors are not used."""
+        if not isinstance(state, torch.Tensor) or state.numel() == 0:
+            return
+        self.fp8_meta["saved_scaling"] = saved_factors(state)
+        if self.fp8_meta["saved_scaling"] is None:
             warnings.warn(
                 f"{type(self).__name__}: the checkpoint holds fp8 scaling factors "
-                f"({state.numel()} bytes); they are ignored because fp8 is not active here",
+                f"({state.numel()} bytes) of another program; they are not read",
                 stacklevel=2,
             )
 

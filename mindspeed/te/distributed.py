@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 
 from mindspeed.te import rng
+from mindspeed.te.fp8 import FP8GlobalStateManager, Recomputation
 
 _trackers: list[Any] = []
 
@@ -127,6 +128,8 @@ def checkpoint(
             "transformer_engine here; drop it, --sequence-parallel splits the activations anyway"
         )
     run = function if get_rng_state_tracker is None else _replayed(function, get_rng_state_tracker)
+    if FP8GlobalStateManager.is_fp8_enabled():
+        run = _with_same_factors(run)
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
@@ -145,6 +148,16 @@ def _replayed(function: Callable[..., Any], get_tracker: Callable[[], Any]) -> C
             return function(*args, **kwargs)
         finally:
             tracker.set_states(now)
+
+    return run
+
+
+def _with_same_factors(function: Callable[..., Any]) -> Callable[..., Any]:
+    recomputation = Recomputation()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recomputation.run():
+            return function(*args, **kwargs)
 
     return run
 

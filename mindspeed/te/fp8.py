@@ -1,40 +1,121 @@
-"""The fp8 surface: everything answers "off", and switching it on is refused with a reason.
+"""fp8 training emulated on the CPU: which recipe is active, and the scaling factors of modules.
 
-Megatron asks ``FP8GlobalStateManager`` in many places, also when fp8 is not used; the recipe
-classes must exist because Megatron subclasses one of them. Nothing here quantises.
+``fp8_autocast`` says that linear layers quantise their operands as a recipe tells
+(:mod:`mindspeed.te.quantization`) and multiply them in fp32, so that an fp8 configuration can be
+debugged without fp8 tensor cores. Parameters, gradients, norms and attention keep their dtype.
+Delayed scaling keeps maxima per module: those of inputs and weights step forward at the end of the
+outermost autocast, those of output gradients at the end of the backward pass of its first module.
+A recomputed forward uses the factors of the first run and observes nothing.
+
+fp8 parameters, fp4, custom recipes and fp8 attention are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-_REASON = (
-    "fp8 and fp4 training need NVIDIA's Transformer Engine on a GPU with fp8 tensor cores; "
-    "remove --fp8-format / --fp8-recipe / --fp8-param-gather / --fp4-format"
+from mindspeed import device as devices
+from mindspeed.te.quantization import (
+    AmaxHistory,
+    Cast,
+    Casts,
+    factors_as_bytes,
+    multiples_of,
+    reduce_maxima,
+    round_trip,
+    stateless_cast,
+)
+from mindspeed.te.recipes import DelayedScaling, NVFP4BlockScaling, Recipe
+
+_PARAMETERS = (
+    "fp8 parameters are not emulated, only fp8 multiplications; remove --fp8-param-gather or use "
+    "NVIDIA's Transformer Engine on a GPU with fp8 tensor cores"
 )
 
 
+@dataclass
+class _Autocast:
+    """One outermost ``fp8_autocast``: its recipe, and the modules that it served."""
+
+    recipe: Recipe
+    group: Any = None
+    states: dict[int, ScalingState] = field(default_factory=dict)
+    replay: _Replay | None = None
+
+
+@dataclass
+class _Replay:
+    """Factors that a forward pass used, in order, for the same pass once more."""
+
+    scales: list[torch.Tensor] = field(default_factory=list)
+    again: bool = False
+
+    def next(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return the factors to use: ``scale`` at first, those of the first run again."""
+        if self.again:
+            return self.scales.pop(0)
+        self.scales.append(scale)
+        return scale
+
+
+@dataclass
+class ScalingState:
+    """What delayed scaling remembers for the ``count`` multiplications of one module.
+
+    Attributes:
+        forward: Inputs, then weights.
+        backward: Output gradients.
+        weight_scale: Factors of the weights in this optimizer step: a weight is quantised once.
+    """
+
+    forward: AmaxHistory
+    backward: AmaxHistory
+    weight_scale: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, recipe: DelayedScaling, count: int) -> ScalingState:
+        """Return the state of a module that has seen nothing."""
+        format_ = recipe.fp8_format
+        return cls(
+            AmaxHistory(recipe, 2 * count, format_.forward_dtype),
+            AmaxHistory(recipe, count, format_.backward_dtype),
+        )
+
+    def to_bytes(self) -> torch.Tensor:
+        """Return the state for a checkpoint, ``uint8 [n]``."""
+        return factors_as_bytes({"forward": self.forward, "backward": self.backward})
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what :meth:`to_bytes` wrote."""
+        self.forward.restore(saved["forward.history"], saved["forward.scale"])
+        self.backward.restore(saved["backward.history"], saved["backward.scale"])
+
+
 class FP8GlobalStateManager:
-    """State of fp8 training: never active."""
+    """The autocast that is active in this process, under the names Megatron asks for."""
+
+    _active: _Autocast | None = None
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        """Return False."""
-        return False
+        """Say whether linear layers quantise now."""
+        return cls._active is not None
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        """Return False."""
+        """Return False: maxima are only observed together with quantisation."""
         return False
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """Return False."""
-        return False
+        """Say whether no module has been called in the active autocast yet."""
+        return cls._active is not None and not cls._active.states
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
@@ -42,24 +123,28 @@ class FP8GlobalStateManager:
         return False
 
     @classmethod
-    def get_fp8_recipe(cls) -> None:
-        """Return None."""
+    def get_fp8_recipe(cls) -> Recipe | None:
+        """Return the active recipe."""
+        return None if cls._active is None else cls._active.recipe
 
     @classmethod
-    def get_fp8_group(cls) -> None:
-        """Return None."""
+    def get_fp8_group(cls) -> Any:
+        """Return the group over which delayed scaling takes maxima."""
+        return None if cls._active is None else cls._active.group
 
     @classmethod
-    def get_fp8_autocast_state(cls) -> None:
-        """Return None."""
+    def get_fp8_autocast_state(cls) -> _Autocast | None:
+        """Return the active autocast, for :meth:`set_fp8_autocast_state`."""
+        return cls._active
 
     @classmethod
-    def set_fp8_autocast_state(cls, state: Any) -> None:
+    def set_fp8_autocast_state(cls, state: _Autocast | None) -> None:
         """Restore a state taken by :meth:`get_fp8_autocast_state`."""
+        cls._active = state
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: Any) -> None:
-        """Nothing to skip."""
+        """Nothing to skip: there are no CUDA graphs."""
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> None:
@@ -67,24 +152,182 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reset(cls) -> None:
-        """Nothing to reset."""
+        """Leave every autocast."""
+        cls._active = None
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, *args: Any, **kwargs: Any) -> None:
-        """No scaling factors to update."""
+        """Nothing to do: factors are updated where an autocast ends and in backward."""
 
 
+@contextlib.contextmanager
 def fp8_autocast(
     enabled: bool = False,
     calibrating: bool = False,
     fp8_recipe: Any = None,
     fp8_group: Any = None,
     _graph: bool = False,
-) -> Any:
-    """Return an empty context; raise when fp8 is asked for."""
-    if enabled or calibrating:
-        raise NotImplementedError(_REASON)
-    return contextlib.nullcontext()
+) -> Iterator[None]:
+    """Quantise the operands of linear layers inside the context.
+
+    Args:
+        enabled: Switch on; False switches off inside another autocast.
+        calibrating: Not available.
+        fp8_recipe: How to quantise; :class:`DelayedScaling` by default.
+        fp8_group: Ranks over which delayed scaling takes maxima.
+
+    Raises:
+        NotImplementedError: calibration, an unknown recipe, or a device other than the CPU.
+    """
+    if calibrating:
+        raise NotImplementedError("fp8 calibration is not emulated; call fp8_autocast(enabled=...)")
+    recipe = DelayedScaling() if fp8_recipe is None else fp8_recipe
+    if enabled:
+        refuse(recipe)
+    outer = FP8GlobalStateManager._active
+    active: _Autocast | None = None
+    if enabled and outer is not None:  # an inner recipe for a part of the model
+        active = replace(outer, recipe=recipe)
+    elif enabled:
+        active = _Autocast(recipe, fp8_group)
+    FP8GlobalStateManager._active = active
+    try:
+        yield
+    finally:
+        FP8GlobalStateManager._active = outer
+    if active is not None and outer is None and torch.is_grad_enabled():
+        _step([one.forward for one in active.states.values()], active)
+
+
+def _step(histories: Sequence[AmaxHistory], active: _Autocast) -> None:
+    """Take the maxima of all ranks and begin the next step of delayed scaling."""
+    if active.replay is not None and active.replay.again:
+        return
+    reduced = [one for one in histories if one.recipe.reduce_amax]
+    reduce_maxima(reduced, active.group)
+    for one in histories:
+        one.update()
+
+
+def refuse(recipe: Any) -> None:
+    """Raise when a recipe, or this device, is not emulated."""
+    here = devices.current().name
+    if here != "cpu":
+        raise NotImplementedError(
+            f"fp8 is emulated on the CPU only, this process runs on {here}: install NVIDIA's "
+            "Transformer Engine on a GPU with fp8 tensor cores, or remove --fp8-format"
+        )
+    if isinstance(recipe, NVFP4BlockScaling):
+        raise NotImplementedError("fp4 is not emulated: remove --fp4-format, or use --fp8-format")
+    if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+        raise NotImplementedError(
+            "attention in fp8 is not emulated: remove --fp8-dot-product-attention and "
+            "--fp8-multi-head-attention"
+        )
+    if not isinstance(recipe, DelayedScaling):
+        stateless_cast(recipe, torch.float8_e4m3fn, weight=False)
+
+
+def casts_of(
+    module: Any, count: int = 1, *, is_first_microbatch: bool | None = None
+) -> tuple[Casts, ...]:
+    """Return the casts of a module's ``count`` multiplications; empty outside of fp8.
+
+    Args:
+        module: Keeps its scaling factors in ``fp8_meta["scaling"]``.
+        count: Multiplications with a weight of their own.
+        is_first_microbatch: False: weights keep the factors of this step's first micro-batch.
+    """
+    active = FP8GlobalStateManager._active
+    if active is None:
+        return ()
+    recipe = active.recipe
+    if not isinstance(recipe, DelayedScaling):
+        forward = recipe.fp8_format.forward_dtype
+        one = Casts(
+            stateless_cast(recipe, forward, weight=False),
+            stateless_cast(recipe, forward, weight=True),
+            stateless_cast(recipe, recipe.fp8_format.backward_dtype, weight=False),
+            multiples=multiples_of(recipe),
+        )
+        return (one,) * count
+    state = module.fp8_meta.get("scaling")
+    if state is None:
+        state = module.fp8_meta["scaling"] = ScalingState.of(recipe, count)
+        saved = module.fp8_meta.pop("saved_scaling", None)
+        if saved is not None:
+            state.restore(saved)
+    return tuple(_delayed(active, recipe, state, count, is_first_microbatch))
+
+
+def _delayed(
+    active: _Autocast,
+    recipe: DelayedScaling,
+    state: ScalingState,
+    count: int,
+    is_first_microbatch: bool | None,
+) -> Iterator[Casts]:
+    again = active.replay is not None and active.replay.again
+    quantise_weight = is_first_microbatch is not False or state.weight_scale is None
+    if quantise_weight and not again:
+        state.weight_scale = state.forward.scale[count:]
+    assert state.weight_scale is not None
+    scales = torch.cat([state.forward.scale[:count], state.weight_scale])
+    if active.replay is not None:
+        scales = active.replay.next(scales)
+    first = not again and not active.states
+    if not again:
+        active.states[id(state)] = state
+
+    def finish() -> None:
+        _step([one.backward for one in active.states.values()], active)
+
+    def observe(index: int, wanted: bool) -> Callable[[torch.Tensor], None]:
+        history = state.forward
+        return (lambda x: history.observe(index, x)) if wanted else (lambda x: None)
+
+    def with_scale(index: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        return lambda x, summed: round_trip(x, scales[index], state.forward.dtype)
+
+    def gradient(index: int) -> Cast:
+        history = state.backward
+        return Cast(
+            lambda x, summed: round_trip(x, history.scale[index], history.dtype),
+            lambda x: history.observe(index, x),
+        )
+
+    for i in range(count):
+        yield Casts(
+            Cast(with_scale(i), observe(i, not again)),
+            Cast(with_scale(count + i), observe(count + i, quantise_weight and not again)),
+            gradient(i),
+            wgrad=not recipe.override_linear_precision[2],
+            finish=finish if first and i == 0 else lambda: None,
+        )
+
+
+class Recomputation:
+    """Runs a function now and once more later, both times with the same scaling factors."""
+
+    def __init__(self) -> None:
+        self._active = FP8GlobalStateManager._active
+        self._replay = _Replay()
+        self._runs = 0
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """The context of one run; the first one is the forward pass."""
+        if self._active is None:
+            yield
+            return
+        again, self._runs = self._runs > 0, self._runs + 1
+        replay = _Replay(list(self._replay.scales), True) if again else self._replay
+        before = FP8GlobalStateManager._active
+        FP8GlobalStateManager._active = replace(self._active, replay=replay)
+        try:
+            yield
+        finally:
+            FP8GlobalStateManager._active = before
 
 
 def fp8_model_init(
@@ -92,64 +335,56 @@ def fp8_model_init(
 ) -> Any:
     """Return an empty context; raise when parameters are to be created in fp8."""
     if enabled:
-        raise NotImplementedError(_REASON)
+        raise NotImplementedError(_PARAMETERS)
     return contextlib.nullcontext()
 
 
-def not_supported() -> tuple[bool, str]:
-    """Answer every ``check_*_support`` question."""
-    return False, _REASON
+def supported() -> tuple[bool, str]:
+    """Answer whether fp8 training is possible here."""
+    try:
+        refuse(DelayedScaling())
+    except NotImplementedError as reason:
+        return False, str(reason)
+    return True, ""
 
 
-class Fp8Padding:
-    """Padding of each expert's rows for fp8 matrix products: refused."""
+def align_size() -> int:
+    """Multiple of rows that an fp8 multiplication takes: 32 for MXFP8, else 16."""
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    return 32 if recipe is not None and recipe.mxfp8() else 16
+
+
+class Fp8Padding(torch.nn.Module):
+    """Pads the rows of each group with zeros to a multiple that fp8 multiplications take.
+
+    Args:
+        num_gemms: Number of groups.
+        align_size: The multiple; that of the active recipe by default.
+    """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
-        raise NotImplementedError(_REASON)
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size
+
+    def padded(self, m_splits: Sequence[int]) -> list[int]:
+        """Return the rows of each group with padding."""
+        multiple = self.align_size or align_size()
+        return [-(-rows // multiple) * multiple for rows in m_splits]
+
+    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """Return the padded rows ``[sum of padded, h]`` and the padded splits."""
+        splits = self.padded(m_splits)
+        parts = zip(inp.split(list(m_splits)), splits, strict=True)
+        return torch.cat([F.pad(x, (0, 0, 0, rows - x.shape[0])) for x, rows in parts]), splits
 
 
 class Fp8Unpadding(Fp8Padding):
-    """Takes the padding away: refused."""
+    """Takes the padding of :class:`Fp8Padding` away."""
 
-
-class Format(enum.Enum):
-    """Number formats a recipe may name."""
-
-    E4M3 = "E4M3"
-    E5M2 = "E5M2"
-    E2M1 = "E2M1"
-    HYBRID = "HYBRID"
-
-
-class Recipe:
-    """Base class of quantisation recipes; a recipe can be described but not run."""
-
-    def __init__(self, **options: Any) -> None:
-        self.__dict__.update(options)
-
-    def delayed(self) -> bool:
-        """Say whether this is delayed scaling."""
-        return isinstance(self, DelayedScaling)
-
-
-class DelayedScaling(Recipe):
-    """Scaling factors from a history of maxima."""
-
-
-class Float8CurrentScaling(Recipe):
-    """Scaling factors from the present tensor."""
-
-
-class Float8BlockScaling(Recipe):
-    """One scaling factor per block."""
-
-
-class MXFP8BlockScaling(Recipe):
-    """One exponent per 32 values."""
-
-
-class NVFP4BlockScaling(Recipe):
-    """Four-bit values with block scales."""
+    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
+        """Return the rows without padding; ``m_splits`` are those before padding."""
+        parts = zip(inp.split(self.padded(m_splits)), m_splits, strict=True)
+        return torch.cat([x[:rows] for x, rows in parts])
 
 
 class QuantizedTensor(torch.Tensor):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.te import kernels
+from mindspeed.te import fp8, kernels
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
 from mindspeed.te.linear import (
     DelayedWgrad,
@@ -25,6 +25,7 @@ from mindspeed.te.linear import (
     mark_linear,
     refuse_userbuffers,
 )
+from mindspeed.te.quantization import Cast, Casts, check_multiples
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -35,16 +36,26 @@ class _GroupedLinear(torch.autograd.Function):
         splits: list[int],
         dtype: torch.dtype,
         plan: Plan,
+        casts: tuple[Casts, ...],
         count: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         weights, biases = parameters[:count], parameters[count:]
         ctx.splits, ctx.dtype, ctx.plan, ctx.count = splits, dtype, plan, count
+        ctx.casts = casts
         ctx.x_dtype = x.dtype
         x = x.to(dtype)
         keep = any(w.requires_grad for w in weights)
         ctx.save_for_backward(x if keep else None, *parameters)
-        out = kernels.grouped_matmul(x, [w.to(dtype) for w in weights], splits, True)
+        cast = [w.to(dtype) for w in weights]
+        if casts:
+            for one, rows, weight in zip(casts, x.split(splits), weights, strict=True):
+                check_multiples(one.multiples, input=rows, weight=weight)
+                one.input.observe(rows)
+                one.weight.observe(weight)
+            x = _each([one.input for one in casts], x.split(splits), 1)
+            cast = _weights(casts, weights, 1)
+        out = kernels.grouped_matmul(x, cast, splits, True).to(dtype)
         for bias, rows in zip(biases, out.split(splits) if biases else (), strict=True):
             rows.add_(bias)
         return out
@@ -55,14 +66,43 @@ class _GroupedLinear(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         dgrad = None
+        for one, rows in zip(ctx.casts, grad.split(ctx.splits) if ctx.casts else (), strict=True):
+            one.grad.observe(rows)
         if ctx.needs_input_grad[0]:
-            cast = [w.to(ctx.dtype) for w in weights]
-            dgrad = kernels.grouped_matmul(grad, cast, ctx.splits, False).to(ctx.x_dtype)
-        wgrads = _weight_gradients(ctx, weights, x, grad)
+            cast, left = [w.to(ctx.dtype) for w in weights], grad
+            if ctx.casts:
+                left = _each([one.grad for one in ctx.casts], grad.split(ctx.splits), 1)
+                cast = _weights(ctx.casts, weights, 0)
+            dgrad = kernels.grouped_matmul(left, cast, ctx.splits, False).to(ctx.x_dtype)
+        wgrads = _weight_gradients(ctx, weights, *_wgrad_operands(ctx, x, grad))
         bgrads = []
         for bias, rows in zip(biases, grad.split(ctx.splits) if biases else (), strict=True):
             bgrads.append(rows.sum(0).to(bias.dtype) if bias.requires_grad else None)
-        return dgrad, None, None, None, None, *wgrads, *bgrads
+        for one in ctx.casts:
+            one.finish()
+        return dgrad, None, None, None, None, None, *wgrads, *bgrads
+
+
+def _each(casts: Sequence[Cast], parts: Sequence[torch.Tensor], summed: int) -> torch.Tensor:
+    """The rows of all groups, each group quantised by itself."""
+    return torch.cat([cast(rows, summed) for cast, rows in zip(casts, parts, strict=True)])
+
+
+def _weights(
+    casts: Sequence[Casts], weights: Sequence[torch.Tensor], summed: int
+) -> list[torch.Tensor]:
+    return [one.weight(weight, summed) for one, weight in zip(casts, weights, strict=True)]
+
+
+def _wgrad_operands(
+    ctx: Any, x: torch.Tensor | None, grad: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    if x is None or not ctx.casts or not ctx.casts[0].wgrad:
+        return x, grad
+    return (
+        _each([one.input for one in ctx.casts], x.split(ctx.splits), 0),
+        _each([one.grad for one in ctx.casts], grad.split(ctx.splits), 0),
+    )
 
 
 def _weight_gradients(
@@ -257,12 +297,17 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             splits,
             compute_dtype(inp, weights[0]),
             plan,
+            fp8.casts_of(self, self.num_gemms, is_first_microbatch=is_first_microbatch),
             self.num_gemms,
             *weights,
             *(biases if self.apply_bias else ()),
         )
         out = out.view(*inp.shape[:-1], self.out_features)
         return (out, biases) if self.return_bias else out
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return no bytes: Megatron would unpickle them to split them by expert."""
+        return torch.empty(0, dtype=torch.uint8)
 
     def extra_repr(self) -> str:
         """Return the shapes of this rank's weights."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.te import comm, kernels, ops
+from mindspeed.te import comm, fp8, kernels, ops
 from mindspeed.te.base import (
     GetTracker,
     Init,
@@ -120,11 +120,13 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Return the output, or ``(output, bias)`` with ``return_bias``."""
         split = comm.group_size(self.tp_group) > 1
+        casts = fp8.casts_of(self, 2, is_first_microbatch=is_first_microbatch) or (None, None)
         first = Plan(
             group=self.tp_group,
             gather_input=split and self.sequence_parallel,
             reduce_dgrad=split and not self.sequence_parallel,
             fuse_wgrad=self.fuse_wgrad_accumulation,
+            casts=casts[0],
         )
         x = kernels.normalize(
             inp,
@@ -135,7 +137,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             zero_centered_gamma=self.zero_centered_gamma,
         )
         x = self.activation(linear(x, self.fc1_weight, self.fc1_bias, first))
-        second = Plan(fuse_wgrad=self.fuse_wgrad_accumulation)
+        second = Plan(fuse_wgrad=self.fuse_wgrad_accumulation, casts=casts[1])
         out = linear(x, self.fc2_weight, None, second)
         out = comm.reduce_output(out, self.tp_group, self.sequence_parallel)
         if self.return_bias:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mindspeed.te import comm, kernels
+from mindspeed.te import comm, fp8, kernels
 from mindspeed.te.base import (
     DATA_PARALLEL_TRACKER,
     GetTracker,
@@ -33,17 +33,19 @@ from mindspeed.te.base import (
     get_dummy_wgrad,
     mark_tensor_parallel,
 )
+from mindspeed.te.quantization import Casts
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one linear layer communicates and where its weight gradient goes."""
+    """What a linear layer communicates, where its weight gradient goes, how it casts to fp8."""
 
     group: Any = None
     gather_input: bool = False
     reduce_dgrad: bool = False
     fuse_wgrad: bool = False
     delayed: deque[Callable[[], None]] | None = field(default=None, compare=False)
+    casts: Casts | None = field(default=None, compare=False)
 
 
 def weight_gradient(
@@ -95,6 +97,9 @@ class _Linear(torch.autograd.Function):
         x = x.to(dtype)
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         whole = comm.all_gather_first_dim(x, plan.group)[0] if plan.gather_input else x
+        if plan.casts is not None:
+            out = plan.casts.forward(whole, weight).to(dtype)
+            return out if bias is None else out + bias.to(dtype)
         return F.linear(whole, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -106,17 +111,27 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1] and plan.gather_input:
             x, gathering = comm.all_gather_first_dim(x, plan.group, async_op=True)
         dgrad, reducing = None, None
+        if plan.casts is not None:
+            plan.casts.grad.observe(grad)
         if ctx.needs_input_grad[0]:
-            dgrad = grad @ weight.to(ctx.dtype)
+            if plan.casts is None:
+                dgrad = grad @ weight.to(ctx.dtype)
+            else:
+                dgrad = plan.casts.dgrad(grad, weight).to(ctx.dtype)
             dgrad, reducing = _start_reduction(dgrad, plan)
         if gathering is not None:
             gathering.wait()
-        wgrad = _now_or_later(plan, weight, x, grad) if ctx.needs_input_grad[1] else None
+        wgrad = None
+        if ctx.needs_input_grad[1]:
+            operands = (x, grad) if plan.casts is None else plan.casts.wgrad_operands(x, grad)
+            wgrad = _now_or_later(plan, weight, *operands)
         bgrad = None
         if ctx.needs_input_grad[2]:
             bgrad = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
         if reducing is not None:
             reducing.wait()
+        if plan.casts is not None:
+            plan.casts.finish()
         return None if dgrad is None else dgrad.to(ctx.x_dtype), wgrad, bgrad, None, None
 
 
@@ -252,6 +267,7 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
         self._keep_local_features(in_features, out_features, parallel_mode)
         self.ub_name = ub_name
         self._init_delayed(delay_wgrad_compute)
+        self._first_microbatch: bool | None = None
         self.weight = self.new_weight(
             (self.out_features, self.in_features),
             init_method,
@@ -272,6 +288,7 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output, or ``(output, bias)`` with ``return_bias``."""
         row = self.parallel_mode == "row" and comm.group_size(self.tp_group) > 1
+        self._first_microbatch = is_first_microbatch
         out = self._multiply(inp, None if row or not self.apply_bias else self.bias)
         if row:
             out = comm.reduce_output(out, self.tp_group, self.sequence_parallel)
@@ -291,6 +308,7 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
             reduce_dgrad=column and not self.sequence_parallel,
             fuse_wgrad=self.fuse_wgrad_accumulation,
             delayed=self._delayed,
+            casts=next(iter(fp8.casts_of(self, is_first_microbatch=self._first_microbatch)), None),
         )
 
     def extra_repr(self) -> str:
@@ -360,10 +378,11 @@ class LayerNormLinear(Linear):
             rms=self.normalization == "RMSNorm",
             zero_centered_gamma=self.zero_centered_gamma,
         )
-        out = super().forward(normed)
+        out = super().forward(normed, is_first_microbatch)
         if not self.return_layernorm_output:
             return out
-        if self.return_layernorm_output_gathered and self._plan().gather_input:
+        column = self.parallel_mode == "column" and comm.group_size(self.tp_group) > 1
+        if self.return_layernorm_output_gathered and column and self.sequence_parallel:
             normed = comm.all_gather_first_dim(normed, self.tp_group)[0]
         return (*out, normed) if self.return_bias else (out, normed)
 

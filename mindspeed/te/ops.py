@@ -8,13 +8,14 @@ into them; the activation operations also serve ``--use-te-activation-func``. Ga
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.parameter import Parameter
 
-from mindspeed.te import comm, kernels
+from mindspeed.te import comm, fp8, kernels
 from mindspeed.te.base import TransformerEngineBaseModule, divide, place
 from mindspeed.te.linear import Plan, linear
 from mindspeed.te.norm import LayerNorm, RMSNorm
@@ -171,7 +172,8 @@ class BasicLinear(FusibleOperation):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x W^T``."""
-        return linear(x, self.weight, None, self.plan)
+        casts = next(iter(fp8.casts_of(self)), None)
+        return linear(x, self.weight, None, replace(self.plan, casts=casts))
 
 
 class ReduceScatter(FusibleOperation):

@@ -24,7 +24,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     TE: {},
     f"{TE}.common": {},
     f"{TE}.common.recipe": {
-        name: f"fp8:{name}"
+        name: f"recipes:{name}"
         for name in (
             "Recipe",
             "Format",
@@ -61,9 +61,9 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "FP8GlobalStateManager": "fp8:FP8GlobalStateManager",
         "fp8_autocast": "fp8:fp8_autocast",
         "fp8_model_init": "fp8:fp8_model_init",
-        "check_fp8_support": "fp8:not_supported",
-        "check_mxfp8_support": "fp8:not_supported",
-        "check_fp8_block_scaling_support": "fp8:not_supported",
+        "check_fp8_support": "fp8:supported",
+        "check_mxfp8_support": "fp8:supported",
+        "check_fp8_block_scaling_support": "fp8:supported",
     },
     f"{PT}.tensor": {"QuantizedTensor": "fp8:QuantizedTensor"},
     f"{PT}.distributed": {

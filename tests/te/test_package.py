@@ -53,20 +53,17 @@ def test_a_missing_piece_is_an_import_error(clean_modules):
         journal.undo()
 
 
-def test_what_needs_fp8_is_refused_by_the_flags_that_ask_for_it(clean_modules):
+def test_fp8_parameters_and_fp4_are_refused_by_their_flags(clean_modules):
     journal = Journal()
     te.install(journal, "cpu")
     try:
         pytorch = importlib.import_module("transformer_engine.pytorch")
-        uses = (
-            lambda: pytorch.fp8_autocast(enabled=True),
-            lambda: pytorch.fp8_model_init(enabled=True),
-            lambda: pytorch.Fp8Padding(2),
-            lambda: pytorch.Fp8Unpadding(2),
-        )
-        for use in uses:
-            with pytest.raises(NotImplementedError, match="remove --fp8-format"):
-                use()
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+        with pytest.raises(NotImplementedError, match="remove --fp8-param-gather"):
+            pytorch.fp8_model_init(enabled=True)
+        fp4 = pytorch.fp8_autocast(enabled=True, fp8_recipe=recipes.NVFP4BlockScaling())
+        with pytest.raises(NotImplementedError, match="remove --fp4-format"), fp4:
+            pass
     finally:
         journal.undo()
 
