@@ -20,8 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import safetensors
-import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -277,12 +275,17 @@ def factors_as_bytes(histories: Mapping[str, AmaxHistory]) -> torch.Tensor:
 
 def as_bytes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the bytes of a safetensors file, ``uint8 [n]``."""
-    return torch.frombuffer(bytearray(safetensors.torch.save(dict(tensors))), dtype=torch.uint8)
+    from safetensors.torch import save
+
+    return torch.frombuffer(bytearray(save(dict(tensors))), dtype=torch.uint8)
 
 
 def saved_factors(state: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """Read what :func:`as_bytes` wrote; None for any other bytes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     try:
-        return safetensors.torch.load(state.detach().cpu().contiguous().numpy().tobytes())
-    except (safetensors.SafetensorError, KeyError, ValueError):
+        return load(state.detach().cpu().contiguous().numpy().tobytes())
+    except (SafetensorError, KeyError, ValueError):
         return None

@@ -104,6 +104,27 @@ LAYOUTS = {
     ),
 }
 
+SIZES = "--ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe"  # that fp8 takes when cut in two
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+DELAYED = f"{GQA} {SIZES} delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+# Layouts that leave the blocks, or the tensors, that share a scaling factor as they are.
+FP8_LAYOUTS = {
+    "tensorwise-pipeline-recompute": (2, f"{GQA} {SIZES} tensorwise", f"{PP} {RECOMPUTE}"),
+    "blockwise-distributed-optimizer": (2, f"{GQA} {SIZES} blockwise", DISTRIBUTED),
+    "mxfp8-tensor-sequence": (2, f"{GQA} {SIZES} mxfp8", f"{TP} --sequence-parallel"),
+    "tensorwise-expert-parallel": (
+        2,
+        f"{MOE} {SIZES} tensorwise",
+        "--expert-model-parallel-size 2",
+    ),
+    "delayed-virtual-pipeline": (
+        2,
+        DELAYED,
+        f"{PP} --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "delayed-recompute": (1, DELAYED, RECOMPUTE),
+}
+
 
 class OneRank:
     """The initial weights of a model, saved by one rank, and that rank's losses from there."""
@@ -181,6 +202,28 @@ def test_micro_batches_that_hide_expert_communication_train_like_one_after_the_o
 def test_bf16_follows_fp32(one_rank):
     reference = one_rank(GQA)
     records = reference.train(2, f"--bf16 {TP} --sequence-parallel")
+    expected = column(reference.records, "lm_loss")
+    assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", FP8_LAYOUTS)
+def test_fp8_trains_like_one_rank_and_close_to_fp32(layout, one_rank):
+    world_size, model, flags = FP8_LAYOUTS[layout]
+    reference = one_rank(model)
+    records = reference.train(world_size, flags)
+    for name, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
+        expected = column(reference.records, name)
+        assert column(records, name) == pytest.approx(expected, rel=tolerance)
+    plain = column(one_rank(model.split(" --fp8")[0]).records, "lm_loss")
+    found = column(records, "lm_loss")
+    assert found == pytest.approx(plain, rel=1e-2) and found != pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp8_across_tensor_parallel_ranks_follows_fp32(recipe, one_rank):
+    reference = one_rank(f"{GQA} --ffn-hidden-size 192")
+    flags = f"--bf16 {TP} --sequence-parallel --fp8-format e4m3 --fp8-recipe {recipe}"
+    records = reference.train(2, flags)
     expected = column(reference.records, "lm_loss")
     assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-2)
 
