@@ -8,8 +8,8 @@ Megatron's wrappers (``TELinear``, ``TEGroupedLinear``, ``TEDotProductAttention`
 flags and its checkpoint names then work unchanged on CPU and NPU, and on a GPU without NVIDIA's
 package. ``MINDSPEED_TE=auto|substitute|native`` decides; ``auto`` takes the native package when it
 imports on CUDA. :mod:`mindspeed.te.package` lists what can be imported. fp8 casts are emulated on
-the CPU (:mod:`mindspeed.te.fp8`); userbuffers and CUDA graphs stay out: the flags that need them are
-refused by name.
+the CPU (:mod:`mindspeed.te.fp8`); userbuffers and CUDA graphs stay out: the flags that need them
+are refused by name.
 """
 
 from __future__ import annotations

@@ -211,7 +211,9 @@ def test_fp8_trains_like_one_rank_and_close_to_fp32(layout, one_rank):
     world_size, model, flags = FP8_LAYOUTS[layout]
     reference = one_rank(model)
     records = reference.train(world_size, flags)
-    for name, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
+    # With expert parallelism an expert's tensor holds the tokens of all ranks: another maximum.
+    loss = 1e-4 if "expert" in layout else 1e-5
+    for name, tolerance in (("lm_loss", loss), ("grad_norm", 100 * loss)):
         expected = column(reference.records, name)
         assert column(records, name) == pytest.approx(expected, rel=tolerance)
     plain = column(one_rank(model.split(" --fp8")[0]).records, "lm_loss")

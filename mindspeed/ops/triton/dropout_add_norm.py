@@ -1,11 +1,14 @@
 """Dropout, residual and normalisation, forward and backward.
 
-Forward: a program per row. Backward: up to ``_WIDEST_SUMS`` columns a few programs per
-multiprocessor walk over the rows, keep their part of the weight's and the bias's gradient in
-registers and write it once; wider rows have a program each that walks over their tiles, and a
+Forward: a program takes a tile of rows, or one row if that is wider. Backward: up to
+``_WIDEST_SUMS`` columns a few programs per multiprocessor walk over tiles of rows, the loads of the
+next tile under way while one is computed, keep their part of the weight's and the bias's gradient
+in registers and write it once; wider rows have a program each that walks over their tiles, and a
 second kernel sums the columns (but for the gradient of layerscale, which needs what only the first
 one has).
-The mask is drawn from ``(seed, offset + position)`` in both directions and never stored.
+The mask is drawn from ``(seed, offset + position)`` in both directions and never stored. One draw
+of the generator serves four columns: with one each, its arithmetic and not memory would set the
+pace.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import triton
 import triton.language as tl
 
 from mindspeed.ops.triton import _launch
-from mindspeed.ops.triton._launch import multiprocessors
+from mindspeed.ops.triton._launch import multiprocessors, row_tile
 
 _WIDEST_SUMS = 4096
-_TILE = 4096
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+_FORWARD_TILE, _BACKWARD_TILE, _TILE = 2048, 2048, 2048
+_WARPS_PER_MULTIPROCESSOR = 16
+_WIDEST_PIPELINED = 2048
+"""Wider rows keep enough bytes in flight alone, and the registers for more stages do not exist."""
 
 
 def forward(
@@ -38,7 +43,7 @@ def forward(
 ) -> tuple[torch.Tensor, ...]:
     """Return ``(out, pre, mean, rstd, mask)``; see :mod:`mindspeed.ops._dropout_add_norm`."""
     columns = x0.shape[-1]
-    rows = x0.contiguous().view(-1, columns)
+    matrix = x0.contiguous().view(-1, columns)
     pre_dtype = (x0 if residual is None else residual).dtype
     if residual_in_fp32:
         pre_dtype = torch.float32
@@ -47,13 +52,13 @@ def forward(
     rstd = torch.empty((*x0.shape[:-1], 1), dtype=torch.float32, device=x0.device)
     mean = rstd.new_empty(0) if rms else torch.empty_like(rstd)
     mask = x0.new_empty(x0.shape if want_mask else 0, dtype=torch.bool)
-    block, warps = _row(columns)
+    rows, block, warps = row_tile(columns, _FORWARD_TILE)
     seed, offset = _pair(rng)
     _launch.launch(
-        _forward, (rows.shape[0],), rows, _dense(residual), weight.contiguous(), _dense(bias),
+        _forward, (triton.cdiv(matrix.shape[0], rows),), matrix, _dense(residual), weight.contiguous(), _dense(bias),
         _dense(rowscale), _dense(layerscale), out, pre, None if rms else mean, rstd,
-        mask if want_mask else None, columns, seed, offset, p, eps,
-        DROP=rng is not None, BLOCK=block, num_warps=warps,
+        mask if want_mask else None, matrix.shape[0], columns, seed, offset, p, eps,
+        DROP=rng is not None, ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out, pre, mean, rstd, mask
 
@@ -76,13 +81,15 @@ def backward(
     """Return ``(dx0, dresidual, dweight, dbias, drowscale, dlayerscale)``."""
     columns = pre.shape[-1]
     dout = dout.contiguous()
-    rows = dout.numel() // columns if columns else 0
+    count = dout.numel() // columns if columns else 0
     dx0 = torch.empty(pre.shape, dtype=dout.dtype, device=pre.device)
     dresidual = torch.empty_like(pre) if separate else pre.new_empty(0)
     scaled = x0 is not None
     drowscale = torch.empty_like(rowscale) if scaled and rowscale is not None else None
     sum_layer = scaled and layerscale is not None
-    programs = min(rows, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(pre))
+    rows, block, warps = row_tile(columns, _BACKWARD_TILE)
+    most = multiprocessors(pre) * _WARPS_PER_MULTIPROCESSOR // warps
+    programs = min(triton.cdiv(count, rows), most)
     kinds = 3 if sum_layer else 2
     partial = torch.empty((kinds, programs, columns), dtype=torch.float32, device=pre.device)
     seed, offset = _pair(rng)
@@ -92,19 +99,19 @@ def backward(
         _dense(rowscale), _dense(layerscale), dx0, dresidual if separate else None, drowscale,
     )  # fmt: skip
     if columns <= _WIDEST_SUMS or sum_layer:
-        block, warps = _row(columns)
         _launch.launch(
-            _backward, (programs,), *arguments, partial, rows, columns, programs, seed, offset, p,
-            DROP=rng is not None, LAYER=sum_layer, BLOCK=block, num_warps=warps,
+            _backward, (programs,), *arguments, partial, count, columns, programs, seed, offset, p,
+            DROP=rng is not None, LAYER=sum_layer, ROWS=rows, BLOCK=block,
+            STAGES=2 if block <= _WIDEST_PIPELINED else 1, num_warps=warps,
         )  # fmt: skip
     else:
         _launch.launch(
-            _backward_tiled, (rows,), *arguments, columns, seed, offset, p,
+            _backward_tiled, (count,), *arguments, columns, seed, offset, p,
             DROP=rng is not None, BLOCK=_TILE, num_warps=8,
         )  # fmt: skip
         _launch.launch(
             _column_sums, (programs, triton.cdiv(columns, 1024)), dout, pre,
-            None if rms else mean, rstd, partial, rows, columns, programs, BLOCK=1024, num_warps=4,
+            None if rms else mean, rstd, partial, count, columns, programs, BLOCK=1024, num_warps=4,
         )  # fmt: skip
     sums = partial.sum(1)
     empty = pre.new_empty(0)
@@ -128,90 +135,99 @@ def _pair(rng: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if rng is None else (int(rng[0]) & 0x7FFFFFFF, int(rng[1]))
 
 
-def _row(columns: int) -> tuple[int, int]:
-    block = max(triton.next_power_of_2(columns), 128)
-    return block, min(max(block // 512, 4), 16)
+@triton.jit
+def _keep_factor(row, columns, seed, offset, p, ROWS: tl.constexpr, BLOCK: tl.constexpr, first):
+    """``1 / (1 - p)`` where a value is kept, else 0: columns from ``first`` on, ``[ROWS, BLOCK]``.
+
+    Four columns share a call of the generator; its number is ``offset`` and the place of the four
+    among all, a row's last rounded up: never more calls than ``reserve`` was asked for.
+    """
+    p = tl.cast(p, tl.float32)
+    four = tl.cast(row, tl.int64) * ((columns + 3) // 4) + first // 4 + tl.arange(0, BLOCK // 4)
+    # Calls beyond 2^32 continue with another seed.
+    low = tl.cast(offset, tl.int64) + four
+    high, low = (low >> 32).to(tl.int32), low.to(tl.int32)
+    a, b, c, d = tl.rand4x(seed + high, low)
+    drawn = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, BLOCK])
+    return tl.where(drawn >= p, 1.0 / (1.0 - p), 0.0)
 
 
 @triton.jit
-def _keep_factor(at, seed, offset, p):
-    """``1 / (1 - p)`` where the value at position ``at`` is kept, else 0."""
-    p = tl.cast(p, tl.float32)
-    # Positions beyond 2^32 continue with another seed.
-    high, low = (at >> 32).to(tl.int32), at.to(tl.int32)
-    return tl.where(tl.rand(seed + high, low + offset) >= p, 1.0 / (1.0 - p), 0.0)
+def _every_row(vector_ptr, column, inside):
+    """A vector for all rows of a tile, from L1 into the registers where the columns are."""
+    return tl.load(vector_ptr + column + tl.zeros_like(inside).to(tl.int32), mask=inside, other=0.0)
 
 
 @triton.jit
 def _forward(
     x0_ptr, residual_ptr, weight_ptr, bias_ptr, rowscale_ptr, layerscale_ptr, out_ptr, pre_ptr,
-    mean_ptr, rstd_ptr, mask_ptr, columns, seed, offset, p, eps,
-    DROP: tl.constexpr, BLOCK: tl.constexpr,
+    mean_ptr, rstd_ptr, mask_ptr, rows, columns, seed, offset, p, eps,
+    DROP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    exists, inside = row < rows, (row < rows) & (column < columns)
     at = row * columns + column
     h = tl.load(x0_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if rowscale_ptr is not None:
-        h *= tl.load(rowscale_ptr + row).to(tl.float32)
+        h *= tl.load(rowscale_ptr + row, mask=exists, other=0.0).to(tl.float32)
     if layerscale_ptr is not None:
-        h *= tl.load(layerscale_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        h *= _every_row(layerscale_ptr, column, inside).to(tl.float32)
     if DROP:
-        keep = _keep_factor(at, seed, offset, p)
+        keep = _keep_factor(row, columns, seed, offset, p, ROWS, BLOCK, 0)
         h *= keep
         if mask_ptr is not None:
             tl.store(mask_ptr + at, keep > 0, mask=inside)
     elif mask_ptr is not None:
-        tl.store(mask_ptr + at, column >= 0, mask=inside)
+        tl.store(mask_ptr + at, inside, mask=inside)
     if residual_ptr is not None:
         h += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     rounded = h.to(pre_ptr.dtype.element_ty)
     tl.store(pre_ptr + at, rounded, mask=inside)
     h = rounded.to(tl.float32)
     if mean_ptr is not None:
-        mean = tl.sum(h, 0) / columns
-        tl.store(mean_ptr + row, mean)
+        mean = tl.sum(h, 1, keep_dims=True) / columns
+        tl.store(mean_ptr + row, mean, mask=exists)
         h = tl.where(inside, h - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(h * h, 0) / columns + tl.cast(eps, tl.float32))
-    tl.store(rstd_ptr + row, rstd)
-    out = h * rstd * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(h * h, 1, keep_dims=True) / columns + tl.cast(eps, tl.float32))
+    tl.store(rstd_ptr + row, rstd, mask=exists)
+    out = h * rstd * _every_row(weight_ptr, column, inside).to(tl.float32)
     if bias_ptr is not None:
-        out += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        out += _every_row(bias_ptr, column, inside).to(tl.float32)
     tl.store(out_ptr + at, out, mask=inside)
 
 
 @triton.jit
-def _normed(pre_ptr, mean_ptr, at, row, rstd, inside):
-    x = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
+def _normed(pre_ptr, mean_ptr, base, at, row, rstd, exists, inside):
+    x = tl.load(pre_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
     if mean_ptr is not None:
-        x = tl.where(inside, x - tl.load(mean_ptr + row), 0.0)
+        x = tl.where(inside, x - tl.load(mean_ptr + row, mask=exists, other=0.0), 0.0)
     return x * rstd
 
 
 @triton.jit
 def _pass_on(
     g, dpre_ptr, x0_ptr, rowscale_ptr, layerscale_ptr, dx0_ptr, dresidual_ptr,
-    at, row, column, inside, seed, offset, p, DROP: tl.constexpr,
+    base, at, row, column, exists, inside, keep, DROP: tl.constexpr,
 ):  # fmt: skip
     """Write what goes to the residual and to x0; return what the scales' gradients sum."""
     if dpre_ptr is not None:
-        g += tl.load(dpre_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        g += tl.load(dpre_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
     if dresidual_ptr is not None:
-        tl.store(dresidual_ptr + at, g, mask=inside)
+        tl.store(dresidual_ptr + base + at, g, mask=inside)
     if DROP:
-        g *= _keep_factor(at, seed, offset, p)
+        g *= keep
     by_row, by_layer = g, g
     if rowscale_ptr is not None:
-        by_layer *= tl.load(rowscale_ptr + row).to(tl.float32)
+        by_layer *= tl.load(rowscale_ptr + row, mask=exists, other=0.0).to(tl.float32)
     dx0 = by_layer
     if layerscale_ptr is not None:
-        layerscale = tl.load(layerscale_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        layerscale = _every_row(layerscale_ptr, column, inside).to(tl.float32)
         dx0 *= layerscale
         by_row *= layerscale
-    tl.store(dx0_ptr + at, dx0, mask=inside)
+    tl.store(dx0_ptr + base + at, dx0, mask=inside)
     if x0_ptr is not None:
-        x0 = tl.load(x0_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x0 = tl.load(x0_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
         by_row *= x0
         by_layer *= x0
     return tl.where(inside, by_row, 0.0), tl.where(inside, by_layer, 0.0)
@@ -221,39 +237,47 @@ def _pass_on(
 def _backward(
     dout_ptr, dpre_ptr, pre_ptr, mean_ptr, rstd_ptr, weight_ptr, x0_ptr, rowscale_ptr,
     layerscale_ptr, dx0_ptr, dresidual_ptr, drowscale_ptr, partial_ptr, rows, columns, programs,
-    seed, offset, p, DROP: tl.constexpr, LAYER: tl.constexpr, BLOCK: tl.constexpr,
+    seed, offset, p, DROP: tl.constexpr, LAYER: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    dweight = tl.zeros([BLOCK], tl.float32)
-    dbias = tl.zeros([BLOCK], tl.float32)
-    dlayer = tl.zeros([BLOCK], tl.float32)
-    for row in range(first, rows, tl.num_programs(0)):
-        at = tl.cast(row, tl.int64) * columns + column
-        rstd = tl.load(rstd_ptr + row)
-        normed = _normed(pre_ptr, mean_ptr, at, row, rstd, inside)
-        dy = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)[None, :]
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    if LAYER:
+        dlayer = tl.zeros([ROWS, BLOCK], tl.float32)
+    first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
+    for number in tl.range(first, rows, step, num_stages=STAGES):
+        base, row = tl.cast(number, tl.int64) * columns, number + tl.arange(0, ROWS)[:, None]
+        exists, inside = row < rows, column < columns
+        if ROWS > 1:
+            inside = inside & exists
+        at = (row - number) * columns + column
+        rstd = tl.load(rstd_ptr + row, mask=exists, other=0.0)
+        normed = _normed(pre_ptr, mean_ptr, base, at, row, rstd, exists, inside)
+        dy = tl.load(dout_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
         dweight += dy * normed
         dbias += dy
-        g = dy * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        correlation = tl.sum(g * normed, 0) / columns
+        g = dy * _every_row(weight_ptr, column, inside).to(tl.float32)
+        correlation = tl.sum(g * normed, 1, keep_dims=True) / columns
         if mean_ptr is not None:
-            g -= tl.sum(g, 0) / columns
+            g -= tl.sum(g, 1, keep_dims=True) / columns
+        keep = g
+        if DROP:
+            keep = _keep_factor(row, columns, seed, offset, p, ROWS, BLOCK, 0)
         by_row, by_layer = _pass_on(
             rstd * (g - normed * correlation), dpre_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
-            dx0_ptr, dresidual_ptr, at, row, column, inside, seed, offset, p, DROP,
+            dx0_ptr, dresidual_ptr, base, at, row, column, exists, inside, keep, DROP,
         )  # fmt: skip
         if drowscale_ptr is not None:
-            tl.store(drowscale_ptr + row, tl.sum(by_row, 0))
+            tl.store(drowscale_ptr + row, tl.sum(by_row, 1, keep_dims=True), mask=exists)
         if LAYER:
             dlayer += by_layer
     size = tl.cast(programs, tl.int64) * columns
-    out = partial_ptr + first.to(tl.int64) * columns + column
-    tl.store(out, dweight, mask=inside)
-    tl.store(out + size, dbias, mask=inside)
+    out = partial_ptr + tl.program_id(0).to(tl.int64) * columns + column
+    tl.store(out, tl.sum(dweight, 0, keep_dims=True), mask=column < columns)
+    tl.store(out + size, tl.sum(dbias, 0, keep_dims=True), mask=column < columns)
     if LAYER:
-        tl.store(out + 2 * size, dlayer, mask=inside)
+        tl.store(out + 2 * size, tl.sum(dlayer, 0, keep_dims=True), mask=column < columns)
 
 
 @triton.jit
@@ -262,36 +286,38 @@ def _backward_tiled(
     layerscale_ptr, dx0_ptr, dresidual_ptr, drowscale_ptr, columns, seed, offset, p,
     DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    base, row = tl.program_id(0).to(tl.int64) * columns, tl.program_id(0)
+    exists = row >= 0
     rstd = tl.load(rstd_ptr + row)
-    total = tl.zeros([BLOCK], tl.float32)
-    products = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([1, BLOCK], tl.float32)
+    products = tl.zeros([1, BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+        column = start + tl.arange(0, BLOCK)[None, :]
         inside = column < columns
-        at = row * columns + column
-        g = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(dout_ptr + base + column, mask=inside, other=0.0).to(tl.float32)
         g *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
         total += g
-        products += g * _normed(pre_ptr, mean_ptr, at, row, rstd, inside)
-    correlation, mean = tl.sum(products, 0) / columns, 0.0
+        products += g * _normed(pre_ptr, mean_ptr, base, column, row, rstd, exists, inside)
+    correlation, mean = tl.sum(tl.sum(products, 1), 0) / columns, 0.0
     if mean_ptr is not None:
-        mean = tl.sum(total, 0) / columns
-    drow = tl.zeros([BLOCK], tl.float32)
+        mean = tl.sum(tl.sum(total, 1), 0) / columns
+    drow = tl.zeros([1, BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+        column = start + tl.arange(0, BLOCK)[None, :]
         inside = column < columns
-        at = row * columns + column
-        g = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(dout_ptr + base + column, mask=inside, other=0.0).to(tl.float32)
         g *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        normed = _normed(pre_ptr, mean_ptr, at, row, rstd, inside)
+        normed = _normed(pre_ptr, mean_ptr, base, column, row, rstd, exists, inside)
+        keep = g
+        if DROP:
+            keep = _keep_factor(row, columns, seed, offset, p, 1, BLOCK, start)
         by_row, _ = _pass_on(
             rstd * (g - mean - normed * correlation), dpre_ptr, x0_ptr, rowscale_ptr,
-            layerscale_ptr, dx0_ptr, dresidual_ptr, at, row, column, inside, seed, offset, p, DROP,
+            layerscale_ptr, dx0_ptr, dresidual_ptr, base, column, row, column, exists, inside, keep, DROP,
         )  # fmt: skip
         drow += by_row
     if drowscale_ptr is not None:
-        tl.store(drowscale_ptr + row, tl.sum(drow, 0))
+        tl.store(drowscale_ptr + row, tl.sum(tl.sum(drow, 1), 0))
 
 
 @triton.jit
