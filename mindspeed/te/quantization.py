@@ -267,7 +267,7 @@ def reduce_maxima(histories: list[AmaxHistory], group: dist.ProcessGroup | None)
 
 def factors_as_bytes(histories: Mapping[str, AmaxHistory]) -> torch.Tensor:
     """Return maxima and factors as the bytes of a safetensors file, ``uint8 [n]``."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, one in histories.items():
         tensors |= {f"{name}.history": one.history.clone(), f"{name}.scale": one.scale.clone()}
     return as_bytes(tensors)

@@ -55,8 +55,12 @@ def test_narrow_rows_share_a_program(name, hidden, ranks, triton):
     assert launch["resident"] * launch["warps"] >= 16  # of 64 that a multiprocessor holds
 
 
-def test_backward_of_dropout_draws_the_mask_of_the_forward_again(ranks, triton):
+@pytest.mark.parametrize(("rows", "columns"), [(30, 200), (2000, 3), (3, 5001)])
+def test_backward_of_dropout_draws_the_mask_of_the_forward_again(rows, columns, ranks, triton):
     environment = triton | {"TRITON_INTERPRET": "1"}
-    ((rate, same),) = ranks(1, jobs.dropout_masks, env=environment, timeout=240)
-    assert abs(rate - 0.7) < 4 * (0.7 * 0.3 / 6000) ** 0.5
+    ((rate, same, repeated),) = ranks(
+        1, jobs.dropout_masks, rows, columns, env=environment, timeout=240
+    )
+    assert abs(rate - 0.7) < 4 * (0.7 * 0.3 / (rows * columns)) ** 0.5
     assert same
+    assert not repeated  # neither another row's mask nor that of the numbers reserved next

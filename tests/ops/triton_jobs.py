@@ -42,21 +42,28 @@ def interpret(name: str, dtype: torch.dtype) -> float:
     return worst
 
 
-def dropout_masks() -> tuple[float, bool]:
-    """Rate of kept values in the forward, and whether the backward drops the same ones."""
-    rows, columns, p = 30, 200, 0.3
+def dropout_masks(rows: int, columns: int) -> tuple[float, bool, bool]:
+    """Rate of kept values in the forward, whether the backward drops the same, and repetitions."""
+    p = 0.3
     x, weight, rng = torch.ones(rows, columns), torch.ones(columns), torch.tensor([5, 8])
     _, forward = launcher("dropout_add_norm")
     _, pre, _, rstd, mask = forward(
         x, None, weight, None, None, None, rng, p, 1e-5, True, False, True
     )
+    following = rng + torch.tensor([0, rows * columns])
+    later = forward(x, None, weight, None, None, None, following, p, 1e-5, True, False, True)[-1]
+    flat = torch.cat([mask, later]).flatten()
+    size = flat.numel() // 2
+    agreement = (flat[:size] == flat[size:]).float().mean()
+    by_row = (mask[0] == mask[-1]).float().mean() if columns > 100 else torch.zeros(())
+    repeated = bool(agreement > 0.9) or bool(by_row > 0.9)
     _, backward = launcher("dropout_add_norm_backward")
     empty = rstd.new_empty(0)
     dx0, dresidual, *_ = backward(
         x, x * 3, pre, empty, rstd, weight, rng, None, None, None, p, True, True
     )
     same = torch.equal(pre != 0, mask) and torch.equal(dx0 != 0, mask & (dresidual != 0))
-    return float(mask.float().mean()), same
+    return float(mask.float().mean()), same, repeated
 
 
 def compile_for_hopper(name: str, hidden: int, dtype: torch.dtype) -> list[dict[str, Any]]:

@@ -55,8 +55,9 @@ def forward(
     rows, block, warps = row_tile(columns, _FORWARD_TILE)
     seed, offset = _pair(rng)
     _launch.launch(
-        _forward, (triton.cdiv(matrix.shape[0], rows),), matrix, _dense(residual), weight.contiguous(), _dense(bias),
-        _dense(rowscale), _dense(layerscale), out, pre, None if rms else mean, rstd,
+        _forward, (triton.cdiv(matrix.shape[0], rows),), matrix, _dense(residual),
+        weight.contiguous(), _dense(bias), _dense(rowscale), _dense(layerscale),
+        out, pre, None if rms else mean, rstd,
         mask if want_mask else None, matrix.shape[0], columns, seed, offset, p, eps,
         DROP=rng is not None, ROWS=rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
@@ -313,7 +314,8 @@ def _backward_tiled(
             keep = _keep_factor(row, columns, seed, offset, p, 1, BLOCK, start)
         by_row, _ = _pass_on(
             rstd * (g - mean - normed * correlation), dpre_ptr, x0_ptr, rowscale_ptr,
-            layerscale_ptr, dx0_ptr, dresidual_ptr, base, column, row, column, exists, inside, keep, DROP,
+            layerscale_ptr, dx0_ptr, dresidual_ptr, base, column, row, column,
+            exists, inside, keep, DROP,
         )  # fmt: skip
         drow += by_row
     if drowscale_ptr is not None:
