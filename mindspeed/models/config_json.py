@@ -1,9 +1,10 @@
 """``config.json`` <-> Megatron's flags, from one description.
 
 A codec knows a few keys of ``config.json`` and the flags they become. :meth:`Codec.read` turns the
-one into the other, :meth:`Codec.write` back; a family is a list of codecs. Keys are read in the
-spelling of transformers 5 and of older files, and written in the older one, which every reader
-knows (see :func:`normalized`).
+one into the other, :meth:`Codec.write` back; a family is a list of codecs. What a missing key means
+is not said here: the family's class in transformers has filled it in before
+(:meth:`mindspeed.models.family.Family.read`). Keys are written in the spelling of files older than
+transformers 5, which every reader knows (see :func:`normalized`).
 """
 
 from __future__ import annotations
@@ -32,18 +33,13 @@ def normalized(config: Config) -> dict[str, Any]:
     """``config`` with the rotary settings of either spelling under ``rope_theta`` and
     ``rope_scaling``, and without keys that are null."""
     result = {key: value for key, value in config.items() if value is not None}
-    rope = dict(result.pop("rope_parameters", {}))
-    if "rope_theta" in rope:
-        result["rope_theta"] = rope.pop("rope_theta")
-    if rope:
-        result["rope_scaling"] = rope
-    scaling = dict(result.get("rope_scaling", {}))
-    if "type" in scaling:
-        scaling["rope_type"] = scaling.pop("type")
-    if scaling.get("rope_type") == "default":
-        scaling = {}
-    result.pop("rope_scaling", None)
-    if scaling:
+    rope = {**result.pop("rope_scaling", {}), **result.pop("rope_parameters", {})}
+    scaling = {key: value for key, value in rope.items() if value is not None}
+    if "rope_theta" in scaling:
+        result["rope_theta"] = scaling.pop("rope_theta")
+    kind = scaling.pop("type", None)
+    scaling.setdefault("rope_type", kind or "default")
+    if scaling["rope_type"] != "default":
         result["rope_scaling"] = scaling
     return result
 
@@ -54,20 +50,20 @@ class Fields:
 
     Attributes:
         keys: Flag -> key, or several keys that mean the same; the first is written.
-        defaults: Flag -> what transformers assumes when the key is missing.
+        optional: Flags whose key may be null.
     """
 
     keys: Mapping[str, str | tuple[str, ...]]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
 
     def read(self, config: Config) -> Flags:
-        """Copy; a key that is missing and has no default is an error."""
+        """Copy; a key that is missing is an error."""
         flags = {}
         for flag, names in self._names():
             present = [name for name in names if name in config]
-            if not present and flag not in self.defaults:
+            if not present and flag not in self.optional:
                 raise ConfigError(f"config.json has no {names[0]}")
-            flags[flag] = config[present[0]] if present else self.defaults[flag]
+            flags[flag] = config[present[0]] if present else None
         return flags
 
     def write(self, args: Any) -> Flags:
@@ -85,19 +81,14 @@ class Always:
 
     Attributes:
         flags: Flag -> value.
-        keys: Key -> value that goes with it; another value in a file is refused.
+        keys: Key -> value that goes with it; ``fixed`` in the family's fields.
     """
 
     flags: Mapping[str, Any]
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, config: Config) -> Flags:
-        """The flags, after a look at the keys."""
-        for key, value in self.keys.items():
-            if config.get(key, value) != value:
-                raise ConfigError(
-                    f"config.json: {key} is {config[key]!r}; only {value!r} is supported"
-                )
+        """The flags."""
         return dict(self.flags)
 
     def write(self, args: Any) -> Flags:
@@ -110,12 +101,10 @@ class Heads:
     """Key/value heads and the size of a head.
 
     Attributes:
-        head_size_key: Whether the family's files may have ``head_dim``.
-        default_groups: Key/value heads of a file without ``num_key_value_heads``.
+        head_size_key: Whether ``head_dim`` is written where it follows from the other sizes.
     """
 
     head_size_key: bool = False
-    default_groups: int | None = None
 
     def read(self, config: Config) -> Flags:
         """Grouped-query attention only where there are fewer key/value heads."""
@@ -124,7 +113,12 @@ class Heads:
             raise ConfigError(
                 f"config.json: hidden_size {hidden} is not divisible by num_attention_heads {heads}"
             )
-        groups = config.get("num_key_value_heads", self.default_groups or heads)
+        groups = config.get("num_key_value_heads", heads)
+        if heads % groups:
+            raise ConfigError(
+                f"config.json: num_attention_heads {heads} is not divisible by "
+                f"num_key_value_heads {groups}"
+            )
         flags: Flags = {"kv_channels": config.get("head_dim", hidden // heads)}
         grouped = groups != heads
         flags["group_query_attention"] = grouped
@@ -143,60 +137,65 @@ class Heads:
 
 @dataclass(frozen=True)
 class Tied:
-    """``tie_word_embeddings``.
-
-    Attributes:
-        default: What a file without the key means.
-    """
-
-    default: bool = False
+    """``tie_word_embeddings``."""
 
     def read(self, config: Config) -> Flags:
         """Megatron's flag says the opposite."""
-        tied = config.get("tie_word_embeddings", self.default)
-        return {"untie_embeddings_and_output_weights": not tied}
+        return {"untie_embeddings_and_output_weights": not config["tie_word_embeddings"]}
 
     def write(self, args: Any) -> Flags:
         """The opposite of the flag."""
         return {"tie_word_embeddings": not args.untie_embeddings_and_output_weights}
 
 
+def rotary_base(config: Config) -> int:
+    """The base of the rotary embedding.
+
+    Raises:
+        ConfigError: There is none, or it has a fraction, which Megatron's flag cannot have.
+    """
+    if "rope_theta" not in config:
+        raise ConfigError("config.json has no rope_theta")
+    base = config["rope_theta"]
+    if int(base) != base:
+        raise ConfigError(
+            f"config.json: rope_theta is {base}; allowed is a whole number (--rotary-base)"
+        )
+    return int(base)
+
+
 @dataclass(frozen=True)
 class Rope:
-    """Base and scaling of the rotary embedding.
-
-    Attributes:
-        default_base: Base of a file that names none.
-    """
-
-    default_base: float = 10000.0
+    """Base and scaling of the rotary embedding."""
 
     def read(self, config: Config) -> Flags:
         """Plain, linear (positions divided by a factor) or Llama 3.1's scaling."""
-        base = config.get("rope_theta", self.default_base)
-        if int(base) != base:
-            raise ConfigError(f"config.json: rope_theta {base} is not a whole number")
-        flags: Flags = {"position_embedding_type": "rope", "rotary_base": int(base)}
+        head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        if head % 2:
+            raise ConfigError(f"config.json: head_dim is {head}; allowed is an even number")
+        flags: Flags = {"position_embedding_type": "rope", "rotary_base": rotary_base(config)}
         scaling = config.get("rope_scaling", {})
         kind = scaling.get("rope_type")
         if kind == "llama3":
             flags |= self._llama3(scaling)
-        elif kind == "linear" and scaling["factor"] == int(scaling["factor"]):
-            flags["rotary_seq_len_interpolation_factor"] = int(scaling["factor"])
+        elif kind == "linear" and (factor := scaling.get("factor")) and factor == int(factor):
+            flags["rotary_seq_len_interpolation_factor"] = int(factor)
         elif scaling:
             raise ConfigError(
-                f"config.json: rope_scaling {dict(scaling)} is not supported; llama3 and linear "
-                "with a whole factor are"
+                f"config.json: rope_scaling is {dict(scaling)}; allowed are llama3, and linear "
+                "with a whole factor"
             )
         return flags
 
     def _llama3(self, scaling: Config) -> Flags:
         for key, value in _LLAMA3.items():
-            if scaling.get(key, value) != value:
+            if scaling.get(key) != value:
                 raise ConfigError(
-                    f"config.json: rope_scaling.{key} is {scaling[key]}; Megatron Core has "
+                    f"config.json: rope_scaling.{key} is {scaling.get(key)}; Megatron Core has "
                     f"{value} built in"
                 )
+        if "factor" not in scaling:
+            raise ConfigError("config.json has no rope_scaling.factor")
         return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
 
     def write(self, args: Any) -> Flags:
@@ -225,16 +224,14 @@ class Switches:
     Attributes:
         key: The key, a bool.
         flags: The flags.
-        default: What a file without the key means.
     """
 
     key: str
     flags: tuple[str, ...]
-    default: bool = False
 
     def read(self, config: Config) -> Flags:
         """All flags alike."""
-        return dict.fromkeys(self.flags, bool(config.get(self.key, self.default)))
+        return dict.fromkeys(self.flags, config[self.key])
 
     def write(self, args: Any) -> Flags:
         """True if all are on."""
@@ -249,21 +246,32 @@ class Window:
 
     Attributes:
         enabled_by: Key that must be true for the window to count, in some families.
+        typed_layers: The family's class knows ``layer_types``.
     """
 
     enabled_by: str | None = None
+    typed_layers: bool = False
 
     def read(self, config: Config) -> Flags:
         """No window is no flag."""
         size = config.get("sliding_window")
-        if size is None or (self.enabled_by and not config.get(self.enabled_by)):
-            return {}
+        if self.enabled_by and not config[self.enabled_by]:
+            size = None
         kinds = set(config.get("layer_types", ()))
-        if kinds - {"sliding_attention"} or config.get("max_window_layers"):
+        if not kinds:
+            # Where no class has made types of it, releases of transformers do not agree on it.
+            partly = size is not None and bool(config.get("max_window_layers"))
+        elif size is None:
+            partly = kinds != {"full_attention"}
+        else:
+            partly = kinds not in ({"full_attention"}, {"sliding_attention"})
+        if partly:
             raise ConfigError(
                 "config.json: a sliding window in some layers only (layer_types, "
-                "max_window_layers) is not supported"
+                "max_window_layers) is not supported; allowed are all layers or none"
             )
+        if size is None or (self.typed_layers and kinds == {"full_attention"}):
+            return {}
         return {"window_size": (size - 1, 0)}
 
     def write(self, args: Any) -> Flags:
@@ -274,4 +282,7 @@ class Window:
             keys[self.enabled_by] = bool(window)
             if window:
                 keys["max_window_layers"] = 0
+        if self.typed_layers:
+            kind = "sliding_attention" if window else "full_attention"
+            keys["layer_types"] = [kind] * args.num_layers
         return keys

@@ -5,20 +5,20 @@ Codecs as in :mod:`mindspeed.models.config_json`, for the parts that only some f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.models.config_json import Config, Fields, Flags
+from mindspeed.models.config_json import Config, Fields, Flags, rotary_base
 
 _SOFTMAX_FIELDS = Fields(
     {
         "num_experts": ("num_local_experts", "num_experts"),
         "moe_router_topk": "num_experts_per_tok",
         "moe_aux_loss_coeff": "router_aux_loss_coef",
-    },
-    {"moe_aux_loss_coeff": 0.001},
+    }
 )
 
 
@@ -40,16 +40,17 @@ class SoftmaxExperts:
         """Flags of the experts and their router."""
         size_key = "moe_intermediate_size" if self.own_size else "intermediate_size"
         flags = _SOFTMAX_FIELDS.read(config)
+        _check_choice(flags["moe_router_topk"], flags["num_experts"])
         flags["moe_ffn_hidden_size"] = config[size_key]
         renormalize = self.renormalize
         if renormalize is None:
-            renormalize = config.get("norm_topk_prob", False)
+            renormalize = config["norm_topk_prob"]
         flags["moe_router_pre_softmax"] = not renormalize
         flags["moe_router_load_balancing_type"] = ["aux_loss"]
         flags["moe_token_dispatcher_type"] = "alltoall"
-        layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
-        dense = set(config.get("mlp_only_layers", ()))
-        pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
+        dense, step = set(config.get("mlp_only_layers", ())), config.get("decoder_sparse_step", 1)
+        layers = range(config["num_hidden_layers"])
+        pattern = [int(i not in dense and (i + 1) % step == 0) for i in layers]
         flags["moe_layer_freq"] = _frequency(pattern)
         return flags
 
@@ -80,19 +81,24 @@ class SigmoidExperts:
         topk / groups chosen.
         """
         topk, chosen = config["num_experts_per_tok"], config["topk_group"]
-        if config["n_group"] > 1 and topk != 2 * chosen:
+        experts, groups = config["n_routed_experts"], config["n_group"]
+        _check_choice(topk, experts)
+        if experts % groups or experts // groups < 2 or chosen > groups:
+            raise ConfigError(
+                f"config.json: n_group is {groups}; allowed is a divisor of n_routed_experts "
+                f"{experts} that leaves two experts or more, and is not below topk_group {chosen}"
+            )
+        if groups > 1 and topk != 2 * chosen:
             raise ConfigError(
                 f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: Megatron "
                 f"scores a group by its best {topk / chosen:g} experts, the model by its best 2"
             )
-        if not config.get("norm_topk_prob", True):
-            raise ConfigError("config.json: norm_topk_prob false is not supported here")
         layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
         size = config["moe_intermediate_size"]
         return {
-            "num_experts": config["n_routed_experts"],
+            "num_experts": experts,
             "moe_router_topk": topk,
-            "moe_router_num_groups": config["n_group"],
+            "moe_router_num_groups": groups,
             "moe_router_group_topk": chosen,
             "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
             "moe_router_score_function": "sigmoid",
@@ -133,40 +139,30 @@ class Latent:
             "qk_pos_emb_head_dim": "qk_rope_head_dim",
             "v_head_dim": "v_head_dim",
         },
-        {"q_lora_rank": None},
-    )
-    _YARN = Fields(
-        {
-            "rotary_scaling_factor": "factor",
-            "original_max_position_embeddings": "original_max_position_embeddings",
-            "beta_fast": "beta_fast",
-            "beta_slow": "beta_slow",
-            "mscale": "mscale",
-            "mscale_all_dim": "mscale_all_dim",
-        },
-        {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ("q_lora_rank",),
     )
 
     def read(self, config: Config) -> Flags:
         """Ranks, head sizes and rotary settings."""
-        if not config.get("rope_interleave", True):
-            raise ConfigError("config.json: rope_interleave false is not supported")
+        heads = config["num_attention_heads"]
+        if config.get("num_key_value_heads", heads) != heads:
+            raise ConfigError(
+                f"config.json: num_key_value_heads is {config['num_key_value_heads']}; allowed is "
+                f"num_attention_heads, {heads}"
+            )
         flags = {"multi_latent_attention": True, "qk_layernorm": True, **self._FIELDS.read(config)}
+        if flags["qk_pos_emb_head_dim"] % 2:
+            raise ConfigError(
+                f"config.json: qk_rope_head_dim is {flags['qk_pos_emb_head_dim']}; allowed is an "
+                "even number"
+            )
         flags |= {"position_embedding_type": "rope", "rope_type": "rope"}
         flags["apply_rope_fusion"] = False  # Megatron has it for training with YaRN only
-        flags["rotary_base"] = int(config.get("rope_theta", 10000))
+        flags["rotary_base"] = rotary_base(config)
         # Not the size of a head, but what Megatron wants to be told beside the latent sizes.
         flags["kv_channels"] = flags["v_head_dim"]
         flags["group_query_attention"] = False
-        scaling = config.get("rope_scaling")
-        if scaling is None:
-            return flags
-        if scaling["rope_type"] != "yarn":
-            raise ConfigError(f"config.json: rope_scaling {scaling['rope_type']} is not yarn")
-        flags |= {"rope_type": "yarn", **self._YARN.read(scaling)}
-        if flags["mscale"] != flags["mscale_all_dim"]:
-            raise ConfigError("config.json: mscale and mscale_all_dim must be equal for Megatron")
-        return flags
+        return flags | _read_yarn(config.get("rope_scaling", {}))
 
     def write(self, args: Any) -> Flags:
         """The same keys; a model without YaRN has no ``rope_scaling``."""
@@ -174,8 +170,88 @@ class Latent:
         keys |= {"rope_theta": float(args.rotary_base), "rope_interleave": True}
         keys["num_key_value_heads"] = args.num_attention_heads
         if args.rope_type == "yarn":
-            keys["rope_scaling"] = {"rope_type": "yarn", "type": "yarn", **self._YARN.write(args)}
+            keys["rope_scaling"] = _write_yarn(args)
         return keys
+
+
+def _read_yarn(scaling: Config) -> Flags:
+    """YaRN, whose two factors Hugging Face and Megatron write down in different ways.
+
+    With g(m) = 1 + 0.1 m ln(factor), they multiply
+
+    ============ =========================================================== =====================
+    what         Hugging Face                                                Megatron
+    ============ =========================================================== =====================
+    scores       g(mscale_all_dim)^2, or 1 without it                        g(mscale_all_dim)^2
+    sine, cosine attention_factor, or g(mscale) / g(mscale_all_dim) where    g(mscale) /
+                 both are there and not zero, or g(1)                        g(mscale_all_dim)
+    ============ =========================================================== =====================
+    """
+    kind = scaling.get("rope_type", "default")
+    if kind == "default":
+        return {}
+    if kind != "yarn":
+        raise ConfigError(f"config.json: rope_scaling.rope_type is {kind!r}; allowed is yarn")
+    if not {"factor", "original_max_position_embeddings"} <= scaling.keys():
+        raise ConfigError(
+            "config.json: rope_scaling has no factor or no original_max_position_embeddings"
+        )
+    factor, all_dim = float(scaling["factor"]), float(scaling.get("mscale_all_dim", 0))
+    mscale = float(scaling.get("mscale", 0))
+    if (wanted := scaling.get("attention_factor")) is not None:
+        mscale = _inverse_mscale(factor, wanted * _mscale(factor, all_dim))
+    elif not (mscale and all_dim):
+        wanted = _mscale(factor, 1.0) * _mscale(factor, all_dim)
+        mscale = _inverse_mscale(factor, wanted) if all_dim else 1.0
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "beta_fast": scaling.get("beta_fast") or 32,
+        "beta_slow": scaling.get("beta_slow") or 1,
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+    }
+
+
+def _write_yarn(args: Any) -> Flags:
+    keys: Flags = {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "factor": args.rotary_scaling_factor,
+        "original_max_position_embeddings": args.original_max_position_embeddings,
+        "beta_fast": args.beta_fast,
+        "beta_slow": args.beta_slow,
+    }
+    factor, mscale, all_dim = args.rotary_scaling_factor, args.mscale, args.mscale_all_dim
+    if all_dim:
+        keys["mscale_all_dim"] = all_dim
+    if mscale > 0 and all_dim:
+        keys["mscale"] = mscale
+    elif mscale != 1.0:
+        keys["attention_factor"] = _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return keys
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 1.0 + 0.1 * mscale * math.log(factor)
+
+
+def _inverse_mscale(factor: float, value: float) -> float:
+    """The argument with which :func:`_mscale` is ``value``."""
+    if factor <= 1:
+        if value != 1.0:
+            raise ConfigError(
+                f"config.json: rope_scaling.attention_factor is {value}; allowed is 1.0 with a "
+                "factor of 1"
+            )
+        return 1.0
+    if value < 1.0:
+        raise ConfigError(
+            "config.json: rope_scaling has factors that would need a negative --mscale "
+            f"(attention_factor times g(mscale_all_dim) is {value:g}; allowed is 1 and more)"
+        )
+    return (value - 1.0) / (0.1 * math.log(factor))
 
 
 @dataclass(frozen=True)
@@ -192,6 +268,14 @@ class FurtherTokens:
     def write(self, args: Any) -> Flags:
         """Their number."""
         return {"num_nextn_predict_layers": getattr(args, "mtp_num_layers", None) or 0}
+
+
+def _check_choice(topk: int, experts: int) -> None:
+    if topk > experts:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok is {topk}; allowed is at most the number of "
+            f"experts, {experts}"
+        )
 
 
 def _frequency(pattern: list[int]) -> int | list[int]:

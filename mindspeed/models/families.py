@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.json_fields import TEXT, check
+from mindspeed.models.config_fields import FIELDS
 from mindspeed.models.config_json import (
     Always,
     Codec,
@@ -38,18 +40,25 @@ _SIZES = {
     "max_position_embeddings": "max_position_embeddings",
     "vocab_size": "vocab_size",
     "layernorm_epsilon": "rms_norm_eps",
+    "init_method_std": "initializer_range",
 }
 _GATED = {
     "normalization": "RMSNorm",
     "swiglu": True,
     "add_bias_linear": False,
     "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
 }
-_LLAMA_LIKE: tuple[Codec, ...] = (
-    Fields(_SIZES, {"layernorm_epsilon": 1e-6}),
-    Always(_GATED, {"hidden_act": "silu"}),
-)
+_SILU = Always(_GATED, {"hidden_act": "silu"})
+_DROPOUT = Fields({"attention_dropout": "attention_dropout"})
+_NO_DROPOUT = Always({"attention_dropout": 0.0})
+_LLAMA_LIKE: tuple[Codec, ...] = (Fields(_SIZES), _SILU, _DROPOUT)
+# What a missing key means in the classes that are published beside the weights.
+_OWN_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 
 
 _FAMILIES = (
@@ -66,19 +75,25 @@ _FAMILIES = (
             Always({}, {"mlp_bias": False}),
         ),
         LLAMA,
+        FIELDS["llama"],
     ),
     Family(
         "internlm",
         ("internlm",),
         "InternLMForCausalLM",
         (
-            *_LLAMA_LIKE,
+            Fields(_SIZES),
+            _SILU,
+            _NO_DROPOUT,
             Heads(),
             Tied(),
             Rope(),
-            Switches("bias", ("add_qkv_bias", "add_dense_bias"), default=True),
+            Switches("bias", ("add_qkv_bias", "add_dense_bias")),
         ),
         LLAMA,
+        FIELDS["internlm"],
+        in_transformers=False,
+        defaults={**_OWN_DEFAULTS, "bias": True},
     ),
     Family(
         "baichuan",
@@ -86,12 +101,16 @@ _FAMILIES = (
         "BaichuanForCausalLM",
         (
             Fields({k: v for k, v in _SIZES.items() if k != "max_position_embeddings"}),
-            Always(_GATED, {"hidden_act": "silu"}),
+            _SILU,
+            _NO_DROPOUT,
             Heads(),
             Tied(),
             BaichuanKind(),
         ),
         BAICHUAN,
+        FIELDS["baichuan"],
+        in_transformers=False,
+        defaults=_OWN_DEFAULTS,
     ),
     Family(
         "bloom",
@@ -100,13 +119,15 @@ _FAMILIES = (
         (
             Fields(
                 {
-                    "num_layers": ("n_layer", "num_hidden_layers"),
-                    "num_attention_heads": ("n_head", "num_attention_heads"),
+                    "num_layers": "n_layer",
+                    "num_attention_heads": "n_head",
                     "hidden_size": "hidden_size",
                     "vocab_size": "vocab_size",
                     "layernorm_epsilon": "layer_norm_epsilon",
-                },
-                {"layernorm_epsilon": 1e-5},
+                    "init_method_std": "initializer_range",
+                    "hidden_dropout": "hidden_dropout",
+                    "attention_dropout": "attention_dropout",
+                }
             ),
             BloomSizes(),
             Always(
@@ -117,14 +138,14 @@ _FAMILIES = (
                     "openai_gelu": True,
                     "add_bias_linear": True,
                     "add_qkv_bias": True,
-                    "hidden_dropout": 0.0,
-                    "attention_dropout": 0.0,
                 },
                 {"apply_residual_connection_post_layernorm": False},
             ),
-            Tied(default=True),
+            Tied(),
         ),
         BLOOM,
+        FIELDS["bloom"],
+        defaults={"seq_length": 2048},
         prefixes=("transformer.",),
     ),
     Family(
@@ -137,9 +158,10 @@ _FAMILIES = (
             Heads(),
             Tied(),
             Rope(),
-            Window(enabled_by="use_sliding_window"),
+            Window(enabled_by="use_sliding_window", typed_layers=True),
         ),
         LLAMA,
+        FIELDS["qwen2"],
     ),
     Family(
         "qwen3",
@@ -152,16 +174,18 @@ _FAMILIES = (
             Tied(),
             Rope(),
             Switches("attention_bias", ("add_qkv_bias", "add_dense_bias")),
-            Window(enabled_by="use_sliding_window"),
+            Window(enabled_by="use_sliding_window", typed_layers=True),
         ),
         LLAMA,
+        FIELDS["qwen3"],
     ),
     Family(
         "mistral",
         ("mistral",),
         "MistralForCausalLM",
-        (*_LLAMA_LIKE, Heads(default_groups=8), Tied(), Rope(), Window()),
+        (*_LLAMA_LIKE, Heads(), Tied(), Rope(), Window()),
         LLAMA,
+        FIELDS["mistral"],
     ),
     Family(
         "mixtral",
@@ -169,13 +193,14 @@ _FAMILIES = (
         "MixtralForCausalLM",
         (
             *_LLAMA_LIKE,
-            Heads(default_groups=8),
+            Heads(),
             Tied(),
-            Rope(1e6),
+            Rope(),
             Window(),
             SoftmaxExperts("num_local_experts", own_size=False, renormalize=True),
         ),
         MIXTRAL,
+        FIELDS["mixtral"],
     ),
     Family(
         "qwen3_moe",
@@ -192,6 +217,7 @@ _FAMILIES = (
             SoftmaxExperts("num_experts", own_size=True, renormalize=None),
         ),
         QWEN_MOE,
+        FIELDS["qwen3_moe"],
     ),
     Family(
         "deepseek_v3",
@@ -203,10 +229,10 @@ _FAMILIES = (
             Latent(),
             SigmoidExperts(),
             FurtherTokens(),
-            # The norms inside latent attention have this epsilon whatever the file says.
-            Always({}, {"attention_bias": False, "rms_norm_eps": 1e-6}),
+            Always({}, {"attention_bias": False}),
         ),
         DEEPSEEK,
+        FIELDS["deepseek_v3"],
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
@@ -215,20 +241,21 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
 _ANY_GPT = Family("gpt", (), "", (), GPT)
 
 
-def family_of_config(config: Config) -> Family:
+def family_of_config(config: Config, where: str = "config.json") -> Family:
     """The family of a ``config.json``.
 
     Raises:
         ConfigError: Its ``model_type`` is not supported; names those that are.
     """
+    check(config, {"model_type": TEXT}, where, ConfigError)
     wanted = config.get("model_type", "")
     known = {kind: family for family in _FAMILIES for kind in family.model_types}
     if wanted in known:
         return known[wanted]
-    near = difflib.get_close_matches(str(wanted), known, n=3)
+    near = difflib.get_close_matches(wanted, known, n=3)
     hint = f"; the nearest: {', '.join(near)}" if near else ""
     raise ConfigError(
-        f"config.json: model_type {wanted!r} is not supported{hint}; supported are "
+        f"{where}: model_type {wanted!r} is not supported{hint}; supported are "
         f"{', '.join(sorted(known))}"
     )
 

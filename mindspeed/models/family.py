@@ -1,15 +1,26 @@
 """A family: what its ``config.json`` means and where its tensors go.
 
+A ``config.json`` is read in three steps: every key is checked against the family's declared fields,
+the family's class in transformers fills in what is missing, and the codecs turn the result into
+flags. Our own files (presets, exports) name every key that a codec reads and need the last step
+only; ``tests/models/test_presets.py`` compares the two ways.
+
 Whether a model is of a family is a question of flags: those that the family's codecs read and write
 must be as they say, and those that they do not mention must be off.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.json_fields import check
+from mindspeed.models.config_fields import Fields
 from mindspeed.models.config_json import Codec, Config, Flags, normalized
 from mindspeed.models.table import Rule
 
@@ -24,6 +35,9 @@ class Family:
         architecture: Class in transformers, written to ``config.json``.
         codecs: What ``config.json`` means.
         rules: Where tensors go.
+        fields: The keys that its ``config.json`` may have.
+        in_transformers: Its class is part of transformers, which knows what missing keys mean.
+        defaults: What missing keys mean that no class of transformers knows.
         prefixes: Prefixes that may be missing in files, for example ``transformer.``.
     """
 
@@ -32,6 +46,9 @@ class Family:
     architecture: str
     codecs: tuple[Codec, ...]
     rules: tuple[Rule, ...]
+    fields: Fields = field(default_factory=dict)
+    in_transformers: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
 
     @property
@@ -39,16 +56,86 @@ class Family:
         """Whether its models may have layers of multi-token prediction."""
         return any("{depth}" in rule.name for rule in self.rules)
 
-    def read(self, config: Config) -> Flags:
-        """Megatron's flags from a ``config.json``.
+    def further_layers(self, config: Config) -> int:
+        """Layers of multi-token prediction that a directory has, by its ``config.json``."""
+        if not self.predicts_further_tokens:
+            return 0
+        names = ("num_nextn_predict_layers", "num_mtp_layers")
+        return next((config[name] for name in names if config.get(name) is not None), 1)
+
+    @property
+    def config_class(self) -> Any:
+        """Its configuration class in transformers.
 
         Raises:
-            ConfigError: A key is missing, or its value has no counterpart in Megatron.
+            ConfigError: transformers is not installed.
         """
+        try:
+            module = importlib.import_module(
+                f"transformers.models.{self.name}.configuration_{self.name}"
+            )
+        except ImportError as error:
+            raise ConfigError(
+                f"a config.json of {self.model_types[0]} is read with transformers: "
+                f"pip install 'mindspeed[suite]' ({error})"
+            ) from error
+        return getattr(module, self.architecture.replace("ForCausalLM", "Config"))
+
+    def read(self, config: Config, where: str = "config.json") -> Flags:
+        """Megatron's flags from a ``config.json``.
+
+        Args:
+            config: The JSON object.
+            where: Name of the file, for messages.
+
+        Raises:
+            ConfigError: A key is missing, its value is not allowed, or has no counterpart in
+                Megatron.
+        """
+        check(config, {k: f.allowed for k, f in self.fields.items()}, where, ConfigError)
+        try:
+            return self.flags(self._completed(config))
+        except ConfigError as error:
+            said = str(error)
+            text = (
+                said.removeprefix("config.json") if said.startswith("config.json") else f": {said}"
+            )
+            raise ConfigError(where + text) from error
+
+    def flags(self, config: Config) -> Flags:
+        """Megatron's flags from a ``config.json`` in which no key is missing."""
         flags: Flags = {"model_family": self.name, "mask_padded_vocab": True}
         for codec in self.codecs:
             flags |= codec.read(normalized(config))
         return flags
+
+    def _completed(self, config: Config) -> Config:
+        """All keys that the codecs read, with the values that the model's class gives them.
+
+        Only declared keys enter the class: another one could be the name of a method.
+        """
+        given = {
+            key: config[key]
+            for key, declared in self.fields.items()
+            if key in config and declared.role != "no effect"
+        }
+        if not self.in_transformers:
+            return {**self.defaults, **{k: v for k, v in given.items() if v is not None}}
+        try:
+            made = self.config_class(**copy.deepcopy(given))
+        except ConfigError:
+            raise
+        except Exception as error:  # its own checks raise many types
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"transformers refuses it: {reason}") from error
+        found = {
+            key: getattr(made, key)
+            for key, declared in self.fields.items()
+            if declared.role != "no effect" and hasattr(made, key)
+        }
+        if "rope_parameters" in found:  # what the class has made of all spellings
+            given = {key: value for key, value in given.items() if not key.startswith("rope_")}
+        return {**self.defaults, **given, **found}
 
     def write(self, args: Any) -> Flags:
         """A ``config.json`` from a namespace of Megatron's flags."""
@@ -60,7 +147,7 @@ class Family:
     def describes(self, args: Any) -> bool:
         """Whether ``args`` are a model of this family: writing and reading gives them back."""
         try:
-            flags = self.read(self.write(args))
+            flags = self.flags(self.write(args))
         except (ConfigError, KeyError, TypeError, AttributeError, ZeroDivisionError):
             return False
         return not differing_flags(args, flags)
@@ -90,6 +177,7 @@ _NO_ARCHITECTURE = {
     "max_position_embeddings",
     "hidden_dropout",
     "attention_dropout",
+    "init_method_std",
     "apply_rope_fusion",
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
@@ -114,4 +202,6 @@ def differing_flags(args: Any, flags: Flags) -> dict[str, tuple[Any, Any]]:
 def _same(value: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple):
         return isinstance(value, list | tuple) and list(value) == list(expected)
+    if isinstance(value, float) and isinstance(expected, float):
+        return math.isclose(value, expected, rel_tol=1e-12)
     return bool(value == expected) or (not value and not expected)

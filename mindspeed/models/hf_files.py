@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.files import atomic_write_text, atomic_writer, check_path
+from mindspeed.json_fields import read_object
+from mindspeed.models.finite import check_finite
 from mindspeed.models.rows import overlap, source_rows
 from mindspeed.models.shape import CONFIG_KEYS
 from mindspeed.models.table import Parameter
@@ -30,7 +32,13 @@ CONFIG = "config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 # Buffers that old versions of transformers saved; they are computed, not learned.
-_COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+_COMPUTED = (
+    ".rotary_emb.inv_freq",
+    ".rotary_emb.cos_cached",
+    ".rotary_emb.sin_cached",
+    ".attn.masked_bias",
+    ".attn.bias",
+)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ROWS = 4096  # of a tensor that is compared piece by piece
 _DTYPE_NAMES = {
@@ -50,12 +58,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise ConfigError(f"{folder} is no Hugging Face model: there is no {CONFIG}")
-    try:
-        config = json.loads(check_path(path, "input").read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is no JSON object")
+    config = read_object(path, ConfigError)
     if config.get("quantization_config"):
         raise ConfigError(
             f"{path}: the weights are quantized (quantization_config); convert them to bf16 first"
@@ -63,13 +66,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def check_mtp(config: Mapping[str, Any], wanted: int | None, folder: str | Path) -> None:
+def check_mtp(there: int, wanted: int | None, folder: str | Path) -> None:
     """See that a directory has so many layers of multi-token prediction.
 
     Raises:
         CheckpointError: It has fewer.
     """
-    there = config.get("num_nextn_predict_layers") or 0
     if (wanted or 0) > there:
         raise CheckpointError(
             f"--mtp-num-layers {wanted}: {folder} has {there} layers of multi-token prediction "
@@ -102,22 +104,40 @@ class HFReader:
         """Names of all tensors, as the files spell them."""
         return list(self._file_of)
 
-    def surplus(self, parameters: Iterable[Parameter]) -> list[str]:
+    def surplus(
+        self, parameters: Iterable[Parameter], further_layers: int | None = None
+    ) -> list[str]:
         """Tensors that no parameter is made of, buffers that are computed left out.
 
-        Layers behind the last one predict further tokens (DeepSeek-V3); each is named once.
+        Args:
+            parameters: All of the model.
+            further_layers: Layers behind the last one that predict further tokens
+                (``num_nextn_predict_layers``); each is named once. None: the files have Megatron's
+                own names, and every other tensor is named.
+
+        Raises:
+            CheckpointError: A tensor belongs to modules that the model has, but has no place in
+                it, so that ``config.json`` describes another model.
         """
         table = list(parameters)
-        names = (name for p in table for name in (*p.sources, *p.copies))
+        names = {name for p in table for name in (*p.sources, *p.copies, *p.tied)}
         used = {self._stored(name) for name in names}
-        layers = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
+        rooms = {name.partition(".")[0] for name in used if name is not None} | {"lm_head"}
+        first = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
         found: dict[str, None] = {}
         for name in self._file_of:
             if name in used or name.endswith(_COMPUTED):
                 continue
             layer = _LAYER.match(name)
-            further = layer is not None and int(layer[1]) >= layers > 0
-            found[f"{layer[0]}* (multi-token prediction)" if layer and further else name] = None
+            if further_layers is None or name.partition(".")[0] not in rooms:
+                found[name] = None
+            elif layer is not None and first <= int(layer[1]) < first + further_layers:
+                found[f"{layer[0]}* (multi-token prediction)"] = None
+            else:
+                raise CheckpointError(
+                    f"{self.folder}: the model that {CONFIG} describes has no place for the tensor "
+                    f"{name}; correct {CONFIG}, or remove the tensor if the model is right"
+                )
         return list(found)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -156,8 +176,8 @@ class HFReader:
                 what a copy of it is.
         """
         self.check(parameter)
-        for copy in parameter.copies:
-            self._check_copy(parameter.sources[0], copy, start, count)
+        for copy in (*parameter.copies, *parameter.tied):
+            self._check_copy(parameter, copy, start, count)
         count = parameter.shape[0] - start if count is None else count
         width = [len(range(*columns.indices(size))) for size in parameter.shape[1:]]
         dtype = dtype or self.dtype(parameter.sources[0])
@@ -167,6 +187,7 @@ class HFReader:
                 part = self._slice(segment.name)
                 rows = slice(segment.start, segment.start + segment.count)
                 part = part[rows, columns] if width else part[rows]
+                check_finite(part, segment.name, self.folder / self._file(segment.name))
                 if segment.count == count:
                     return part.to(dtype)
                 if result is None:
@@ -189,9 +210,16 @@ class HFReader:
                     f"flags make it {list(expected)} (Megatron's {parameter.name}); look at "
                     f"{_fields(parameter, name, found, expected)}"
                 )
+            kind = _kind(self._slice(name))
+            if kind not in _DTYPE_NAMES.values():
+                raise CheckpointError(
+                    f"{self.folder / self._file(name)}: tensor {name} holds {kind} numbers; "
+                    f"weights are {', '.join(_DTYPE_NAMES.values())}"
+                )
 
-    def _check_copy(self, name: str, copy: str, start: int, count: int | None) -> None:
+    def _check_copy(self, parameter: Parameter, copy: str, start: int, count: int | None) -> None:
         """See that rows of a tensor are the same in its copy, where the files have that."""
+        name = parameter.sources[0]
         if copy not in self:
             return
         end = self.shape(name)[0]
@@ -201,6 +229,11 @@ class HFReader:
             for first in range(start, end, _ROWS)
             for size in (min(_ROWS, end - first),)
         )
+        if not same and copy in parameter.tied:
+            raise CheckpointError(
+                f"{self.folder}: {CONFIG} says tie_word_embeddings, but {copy} is not equal to "
+                f"{name}; set tie_word_embeddings to false there, as transformers then does"
+            )
         if not same:
             raise CheckpointError(
                 f"{self.folder}: {copy} is not equal to {name}; Megatron has one tensor for both, "
@@ -216,6 +249,13 @@ class HFReader:
             if short != name and short in self._file_of:
                 return short
         return None
+
+    def _file(self, name: str) -> str:
+        """The file that holds a tensor."""
+        stored = self._stored(name)
+        if stored is None:
+            raise CheckpointError(f"{self.folder}: there is no tensor {name}")
+        return self._file_of[stored]
 
     def _slice(self, name: str) -> Any:
         stored = self._stored(name)
@@ -254,6 +294,13 @@ class HFReader:
         raise CheckpointError(
             f"{self.folder}: there are no weights ({', '.join((*_INDEXES, *_SINGLE))})"
         )
+
+
+def _kind(part: Any) -> str:
+    """Type of a tensor's numbers, in safetensors' words."""
+    if isinstance(part, torch.Tensor):
+        return _DTYPE_NAMES.get(part.dtype, str(part.dtype).removeprefix("torch."))
+    return str(part.get_dtype())
 
 
 def _fields(

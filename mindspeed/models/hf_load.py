@@ -11,13 +11,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models.families import Family, differing_flags, family_of_config
-from mindspeed.models.hf_files import HFReader, check_mtp, read_config
+from mindspeed.models.hf_files import (
+    CONFIG,
+    HFReader,
+    check_mtp,
+    read_config,
+)
 from mindspeed.models.naming import addresses
 from mindspeed.models.shape import Shape, shape_of
 from mindspeed.models.table import Parameter, parameters
@@ -108,17 +114,19 @@ def load_hf(args: argparse.Namespace, modules: list[Any], folder: str) -> list[s
         CheckpointError: A tensor is missing, or the files hold another model.
     """
     config = read_config(folder)
-    family = family_of_config(config)
-    check_flags(args, family.read(config), folder)
-    check_mtp(config, args.mtp_num_layers, folder)
+    where = str(Path(folder) / CONFIG)
+    family = family_of_config(config, where)
+    check_flags(args, family.read(config, where), folder)
+    check_mtp(family.further_layers(config), args.mtp_num_layers, folder)
     shape = shape_of(args)
     reader = HFReader(folder, family.prefixes)
+    unused = reader.surplus(parameters(family.rules, shape), family.further_layers(config))
     for part in parts(modules, family, shape):
         size = part.data.shape
         columns = slice(part.start[1], part.start[1] + size[1]) if len(size) > 1 else slice(None)
         rows = reader.read(part.parameter, part.start[0], size[0], columns, part.data.dtype)
         part.data.copy_(rows)
-    return reader.surplus(parameters(family.rules, shape))
+    return unused
 
 
 def check_flags(args: argparse.Namespace, flags: dict[str, Any], folder: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed.errors import ConfigError
 from mindspeed.models.config_json import Config, Flags, Rope
 
 
@@ -16,19 +17,21 @@ class BloomSizes:
     """The MLP is always four times as wide, and there is no longest sequence."""
 
     def read(self, config: Config) -> Flags:
+        heads = config["n_head"]
+        if config["hidden_size"] % heads:
+            raise ConfigError(
+                f"config.json: hidden_size {config['hidden_size']} is not divisible by n_head "
+                f"{heads}"
+            )
         return {
             "ffn_hidden_size": 4 * config["hidden_size"],
-            "max_position_embeddings": config.get("seq_length", 2048),
-            "kv_channels": config["hidden_size"] // _heads(config),
+            "max_position_embeddings": config["seq_length"],
+            "kv_channels": config["hidden_size"] // heads,
             "group_query_attention": False,
         }
 
     def write(self, args: Any) -> Flags:
         return {"seq_length": args.max_position_embeddings}
-
-
-def _heads(config: Config) -> int:
-    return config["n_head"] if "n_head" in config else config["num_attention_heads"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,10 @@ class BaichuanKind:
 
     def read(self, config: Config) -> Flags:
         rotary = "max_position_embeddings" in config
-        length = config["max_position_embeddings" if rotary else "model_max_length"]
+        key = "max_position_embeddings" if rotary else "model_max_length"
+        if key not in config:
+            raise ConfigError("config.json has no max_position_embeddings and no model_max_length")
+        length = config[key]
         flags: Flags = {
             "max_position_embeddings": length,
             "lm_norm_weight": "z_loss_weight" in config,

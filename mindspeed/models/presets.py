@@ -1,7 +1,8 @@
 """Models by name (``--model llama2-7b``) or by a directory with a ``config.json``.
 
 ``presets.yaml`` holds what is in the published models' ``config.json``; it is read by the same
-codecs as a real file, so that a preset cannot mean anything else than its model.
+codecs as a real file, so that a preset cannot mean anything else than its model. A preset names
+every key that they read, so that no class of transformers has to be imported for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import yaml
 
 from mindspeed.errors import ConfigError
 from mindspeed.models.families import FAMILIES, family_of_config
-from mindspeed.models.hf_files import read_config
+from mindspeed.models.hf_files import CONFIG, read_config
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Preset:
     @property
     def flags(self) -> dict[str, Any]:
         """Megatron's flags."""
-        return FAMILIES[self.family].read(self.config)
+        return FAMILIES[self.family].flags(self.config)
 
 
 @functools.cache
@@ -64,8 +65,8 @@ def model_flags(model: str) -> dict[str, Any]:
     if model in known:
         return known[model].flags
     if Path(model).is_dir():
-        config = read_config(model)
-        return family_of_config(config).read(config)
+        config, where = read_config(model), str(Path(model) / CONFIG)
+        return family_of_config(config, where).read(config, where)
     near = difflib.get_close_matches(model, known, n=3, cutoff=0.4)
     hint = f"; closest: {', '.join(near)}" if near else ""
     raise ConfigError(

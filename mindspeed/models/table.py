@@ -42,6 +42,7 @@ class Rule:
         layers: In which layers it exists; multi-token prediction has the kind of the last one.
         copies: Names under which Hugging Face has it once more for each depth of multi-token
             prediction.
+        tied: Names under which a file may repeat it where it is the output layer, too.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Rule:
     needs: str | None = None
     layers: Literal["all", "dense", "moe"] = "all"
     copies: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Parameter:
         latent: Its layer's attention is latent attention.
         columns: Name of the size of its second dimension.
         copies: Further Hugging Face tensors that equal its only source.
+        tied: Hugging Face tensors that must equal its only source where a file has them; they are
+            never written.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Parameter:
     latent: bool
     columns: str | None = None
     copies: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -149,4 +154,5 @@ def _parameter(
             for name in rule.copies
             for further in range(shape["mtp"])
         ),
+        tied=() if "untied" in shape.has else rule.tied,
     )

@@ -31,6 +31,7 @@ _OUTSIDE = (
         padded_vocabulary("model.embed_tokens.weight"),
         "hidden",
         "rows",
+        tied=("lm_head.weight",),
     ),
     Rule("decoder.final_layernorm.weight", whole("model.norm.weight", "hidden")),
     Rule(
@@ -188,7 +189,12 @@ def _bloom() -> tuple[Rule, ...]:
         "decoder.final_layernorm": "transformer.ln_f",
     }
     words = padded_vocabulary("transformer.word_embeddings.weight")
-    rules = [Rule("embedding.word_embeddings.weight", words, "hidden", "rows")]
+    head = padded_vocabulary("lm_head.weight")
+    tied = ("lm_head.weight",)
+    rules = [
+        Rule("embedding.word_embeddings.weight", words, "hidden", "rows", tied=tied),
+        Rule("output_layer.weight", head, "hidden", "rows", needs="untied"),
+    ]
     for kind in ("weight", "bias"):
         rules += [Rule(f"{a}.{kind}", whole(f"{b}.{kind}", "hidden")) for a, b in norms.items()]
         for ours, theirs, rows, columns, split in pairs:

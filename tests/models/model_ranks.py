@@ -124,3 +124,19 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
         "further loss": further,
         "further logits": (rank, logits[0]) if logits else None,
     }
+
+
+def logits_of_each(folders: Sequence[str]) -> list[torch.Tensor | str]:
+    """Logits of several models in one process; a message where one is refused."""
+    from megatron.core import parallel_state
+
+    from mindspeed.errors import MindSpeedError
+
+    found: list[torch.Tensor | str] = []
+    for folder in folders:
+        try:
+            found.append(logits(folder))
+        except MindSpeedError as error:
+            found.append(str(error))
+        parallel_state.destroy_model_parallel()
+    return found

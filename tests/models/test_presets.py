@@ -108,12 +108,13 @@ def test_messages_name_what_is_wrong():
     with pytest.raises(ConfigError, match="the nearest: qwen3, qwen2"):
         family_of_config({"model_type": "qwen33"})
     llama = dict(presets()["llama3.1-8b"].config)
+    intern = {k: v for k, v in presets()["internlm-7b"].config.items() if k != "hidden_size"}
     with pytest.raises(ConfigError, match="no hidden_size"):
-        FAMILIES["llama"].read({k: v for k, v in llama.items() if k != "hidden_size"})
+        FAMILIES["internlm"].read(intern)
     scaling = {**llama["rope_scaling"], "low_freq_factor": 2.0}
     with pytest.raises(ConfigError, match=r"low_freq_factor is 2\.0"):
         FAMILIES["llama"].read({**llama, "rope_scaling": scaling})
-    with pytest.raises(ConfigError, match="hidden_act is 'gelu'"):
+    with pytest.raises(ConfigError, match='hidden_act is "gelu"; allowed is "silu" or "swish"'):
         FAMILIES["llama"].read({**llama, "hidden_act": "gelu"})
     deepseek = {**presets()["deepseek-v3"].config, "topk_group": 8}
     with pytest.raises(ConfigError, match="best 1 experts, the model by its best 2"):

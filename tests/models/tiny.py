@@ -94,7 +94,8 @@ class Case:
         save_file(self.on_disk(load_file(path)), path, {"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         config |= self.config_json
-        config = {key: value for key, value in config.items() if value is not None}
+        removed = {key for key, value in self.config_json.items() if value is None}
+        config = {key: value for key, value in config.items() if key not in removed}
         (folder / "config.json").write_text(json.dumps(config))
 
     def truth(self, model: Any, scratch: Path) -> dict[str, Any]:

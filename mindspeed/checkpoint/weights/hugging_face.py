@@ -66,7 +66,9 @@ def args_of(
     from mindspeed.training.recipe import flag_words
     from mindspeed.training.resolve import resolve
 
-    flags = family_of_config(config := read_config(folder)).read(config)
+    where = str(Path(folder) / CONFIG)
+    family = family_of_config(config := read_config(folder), where)
+    flags = family.read(config, where)
     parser = build_parser()
     words = [*flag_words(flags, parser), f"--seq-length={flags['max_position_embeddings']}"]
     words += ["--lr=1", "--train-iters=1", "--eval-iters=0", "--mock-data"]  # no part of a model
@@ -77,7 +79,7 @@ def args_of(
     else:
         words += ["--tokenizer-type=NullTokenizer"]
     if mtp_num_layers:
-        check_mtp(config, mtp_num_layers, folder)
+        check_mtp(family.further_layers(config), mtp_num_layers, folder)
         words += ["--mtp-num-layers", str(mtp_num_layers)]
     args = resolve(parser.parse_args(words), 1).args
     args.padded_vocab_size = args.vocab_size
@@ -103,12 +105,13 @@ class HFWeights(Weights):
         transformer_impl: Scheme = "transformer_engine",
         mtp_num_layers: int | None = None,
     ) -> None:
-        family = family_of_config(read_config(folder))
+        config = read_config(folder)
+        family = family_of_config(config, str(Path(folder) / CONFIG))
         super().__init__(str(folder), args_of(folder, transformer_impl, mtp_num_layers), family)
         self._reader = HFReader(folder, family.prefixes)
         for parameter in self.table:
             self._reader.check(parameter)
-        self.unused = self._reader.surplus(self.table)
+        self.unused = self._reader.surplus(self.table, family.further_layers(config))
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Type of its first source."""

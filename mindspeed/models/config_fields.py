@@ -1,0 +1,245 @@
+"""Every key of ``config.json`` that a family's class in transformers knows, and its role here.
+
+============= =====================================================================================
+used          a codec reads it, after transformers' own class has filled in what is missing
+no effect     the model computes the same whatever it is (training of other heads, caches, names)
+fixed         it changes the model, and Megatron has one value only; every other one is refused
+============= =====================================================================================
+
+``tests/models/test_config_fields.py`` compares these tables with the fields of the installed
+classes, so that a field that is new in transformers is noticed, and changes every field of a tiny
+model to see that its role is true. Keys that no class knows are ignored, as transformers does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mindspeed.json_fields import (
+    ANYTHING,
+    BOOL,
+    NULL,
+    TEXT,
+    Allowed,
+    Either,
+    ListOf,
+    Object,
+    OneOf,
+    Real,
+    Whole,
+    or_null,
+)
+
+Role = Literal["used", "no effect", "fixed"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key.
+
+    Attributes:
+        allowed: Its values.
+        role: What becomes of it.
+    """
+
+    allowed: Allowed
+    role: Role
+
+
+Fields = Mapping[str, Field]
+
+
+def used(allowed: Allowed) -> Field:
+    """A key that a codec reads; null stands for the class's default."""
+    return Field(or_null(allowed), "used")
+
+
+def fixed(*values: Any) -> Field:
+    """A key that must have one of these values, or be missing."""
+    return Field(OneOf(*values, None), "fixed")
+
+
+_NO_EFFECT = Field(ANYTHING, "no effect")
+_SIZE = Whole(1, 2**24)
+_COUNT = Whole(1, 2**16)
+_IDS = Either(Whole(), ListOf(Whole()))
+
+
+def _no_effect(*names: str) -> dict[str, Field]:
+    return dict.fromkeys(names, _NO_EFFECT)
+
+
+# Keys inside rope_parameters or rope_scaling.
+ROPE: Fields = {
+    "rope_theta": used(Real(2, 1e12)),
+    "rope_type": used(TEXT),
+    "type": used(TEXT),
+    "factor": used(Real(1, 1e6)),
+    "original_max_position_embeddings": used(Whole(1, 2**24)),
+    "low_freq_factor": used(Real(0, 1e6)),
+    "high_freq_factor": used(Real(0, 1e6)),
+    "attention_factor": used(Real(1e-6, 1e6)),
+    "beta_fast": used(Real(0, 1e6)),
+    "beta_slow": used(Real(0, 1e6)),
+    "mscale": used(Real(0, 1e6)),
+    "mscale_all_dim": used(Real(0, 1e6)),
+    "truncate": fixed(True),
+    "partial_rotary_factor": fixed(1.0),
+    "short_factor": fixed(),
+    "long_factor": fixed(),
+    "mrope_section": fixed(),
+}
+_ROPE_OBJECT = used(Object({name: field.allowed for name, field in ROPE.items()}))
+
+_EVERY: Fields = {
+    **_no_effect(
+        "transformers_version",
+        "architectures",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "use_cache",
+        "pretraining_tp",
+        "output_router_logits",
+        "dtype",
+        "torch_dtype",
+    ),
+    "is_encoder_decoder": fixed(False),
+    "per_layer_config": fixed(),
+    "original_max_position_embeddings": fixed(),
+    "bos_token_id": used(_IDS),
+    "eos_token_id": used(_IDS),
+    "pad_token_id": used(Whole(-1)),
+    "initializer_range": used(Real(0, 1)),
+    "vocab_size": used(Whole(1, 2**26)),
+    "hidden_size": used(_SIZE),
+    "num_hidden_layers": used(Whole(1, 10_000)),
+    "num_attention_heads": used(_COUNT),
+    "tie_word_embeddings": used(BOOL),
+}
+_ROTARY: Fields = {
+    "rope_parameters": _ROPE_OBJECT,
+    "rope_scaling": _ROPE_OBJECT,
+    "rope_theta": ROPE["rope_theta"],
+    "partial_rotary_factor": ROPE["partial_rotary_factor"],
+}
+_GATED: Fields = {
+    **_EVERY,
+    "intermediate_size": used(_SIZE),
+    "max_position_embeddings": used(Whole(1)),
+    "rms_norm_eps": used(Real(0, 1)),
+    "hidden_act": fixed("silu", "swish"),
+}
+_DROPOUT: Fields = {"attention_dropout": used(Real(0, 1))}
+_LLAMA_LIKE: Fields = {
+    **_GATED,
+    **_ROTARY,
+    **_DROPOUT,
+    "num_key_value_heads": used(_COUNT),
+    "head_dim": used(_COUNT),
+}
+_WINDOW: Fields = {
+    "sliding_window": used(Whole(1)),
+    # Mistral's class does not know it, and later versions give it a meaning.
+    "layer_types": used(ListOf(TEXT)),
+}
+_SWITCHED_WINDOW: Fields = {
+    **_WINDOW,
+    "use_sliding_window": used(BOOL),
+    "max_window_layers": used(Whole()),
+}
+_BIAS: Fields = {"attention_bias": used(BOOL)}
+_EXPERTS: Fields = {
+    "num_experts": used(_COUNT),
+    "num_local_experts": used(_COUNT),
+    "num_experts_per_tok": used(_COUNT),
+    "router_aux_loss_coef": used(Real(0, 1e6)),
+}
+_PLAIN_ROPE = Field(
+    or_null(Object({"rope_theta": OneOf(10000.0), "rope_type": OneOf("default"), "factor": NULL})),
+    "fixed",
+)
+_OWN: Fields = {
+    # Classes beside the weights: their rotary base is in the code.
+    **_GATED,
+    "rope_parameters": _PLAIN_ROPE,
+    "rope_scaling": _PLAIN_ROPE,
+    "rope_theta": fixed(10000.0),
+}
+
+FIELDS: Mapping[str, Fields] = {
+    "llama": {**_LLAMA_LIKE, **_BIAS, "mlp_bias": fixed(False)},
+    "qwen2": {**_LLAMA_LIKE, **_SWITCHED_WINDOW},
+    "qwen3": {**_LLAMA_LIKE, **_SWITCHED_WINDOW, **_BIAS},
+    "mistral": {**_LLAMA_LIKE, **_WINDOW},
+    "mixtral": {**_LLAMA_LIKE, **_WINDOW, **_EXPERTS, "router_jitter_noise": fixed(0.0)},
+    "qwen3_moe": {
+        **_LLAMA_LIKE,
+        **_SWITCHED_WINDOW,
+        **_BIAS,
+        **_EXPERTS,
+        "moe_intermediate_size": used(_SIZE),
+        "norm_topk_prob": used(BOOL),
+        "decoder_sparse_step": used(_COUNT),
+        "mlp_only_layers": used(ListOf(Whole())),
+    },
+    "deepseek_v3": {
+        **_GATED,
+        **_ROTARY,
+        **_DROPOUT,
+        "num_key_value_heads": used(_COUNT),
+        # The norms inside latent attention have this epsilon whatever the file says.
+        "rms_norm_eps": fixed(1e-6),
+        "attention_bias": fixed(False),
+        "rope_interleave": fixed(True),
+        "norm_topk_prob": fixed(True),
+        "n_routed_experts": used(_COUNT),
+        "num_local_experts": used(_COUNT),
+        "num_experts_per_tok": used(_COUNT),
+        "n_shared_experts": used(Whole(0, 2**16)),
+        "n_group": used(_COUNT),
+        "topk_group": used(_COUNT),
+        "routed_scaling_factor": used(Real(0, 1e6)),
+        "first_k_dense_replace": used(Whole()),
+        "moe_intermediate_size": used(_SIZE),
+        "q_lora_rank": used(_SIZE),
+        "kv_lora_rank": used(_SIZE),
+        "qk_nope_head_dim": used(_SIZE),
+        "qk_rope_head_dim": used(_SIZE),
+        "v_head_dim": used(_SIZE),
+        # Layers behind the last one: read where --mtp-num-layers asks for them.
+        "num_mtp_layers": Field(or_null(Whole(0, 64)), "no effect"),
+        "num_nextn_predict_layers": Field(or_null(Whole(0, 64)), "no effect"),
+        # Of the class beside the weights, which has the same model under more names.
+        "scoring_func": fixed("sigmoid"),
+        "topk_method": fixed("noaux_tc"),
+        "moe_layer_freq": fixed(1),
+    },
+    "bloom": {
+        **_EVERY,
+        **_DROPOUT,
+        **_no_effect("slow_but_exact"),
+        "n_layer": used(Whole(1, 10_000)),
+        "n_head": used(_COUNT),
+        "n_embed": used(_SIZE),
+        "layer_norm_epsilon": used(Real(0, 1)),
+        "hidden_dropout": used(Real(0, 1)),
+        "apply_residual_connection_post_layernorm": fixed(False),
+        "seq_length": used(Whole(1)),
+    },
+    "internlm": {
+        **_OWN,
+        "bias": used(BOOL),
+        "rotary": fixed({"base": 10000, "type": "dynamic"}, {"base": 10000, "type": "origin"}),
+    },
+    "baichuan": {
+        **_OWN,
+        "model_max_length": used(Whole(1)),
+        "z_loss_weight": used(Real(0, 1e6)),
+    },
+}
