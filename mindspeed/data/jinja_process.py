@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.data import jinja_renderer
-from mindspeed.errors import DataError
+from mindspeed.errors import ConfigError, DataError
 
 SECONDS = 5  # of processor time a request; ordinary templates take less than a millisecond
 MEMORY = 1 << 30  # bytes of address space
@@ -41,7 +41,8 @@ class JinjaProcess:
         source: the Jinja program.
 
     Raises:
-        DataError: it is no valid Jinja, or compiling it needs more than the limits.
+        DataError: it is no valid Jinja.
+        ConfigError: compiling it needs more than the limits.
     """
 
     def __init__(self, name: str, source: str) -> None:
@@ -52,7 +53,8 @@ class JinjaProcess:
         """The text of every mapping of variables, which must be JSON.
 
         Raises:
-            DataError: the template raises, or needs more than the limits.
+            DataError: the template refuses these variables, or fails with them.
+            ConfigError: it needs more than the limits.
         """
         try:
             request = jinja_renderer.encoded({"renderings": list(renderings)})
@@ -83,10 +85,15 @@ class JinjaProcess:
             _TIME: f"needs more than {SECONDS} seconds of processor time",
             _DEATH: "ended its process: ",
         }[reply["error"]]
-        raise DataError(f"the chat template {self._name} {what}{reply['message']}")
+        said = f"the chat template {self._name} {what}{reply['message']}"
+        if reply["error"] in _OF_THE_TEMPLATE:
+            raise ConfigError(f"{said}: choose another --prompt-type, or a shorter conversation")
+        raise DataError(said)
 
 
 _TIME, _DEATH = "time", "death"
+# The next conversation would fare no better: nothing is skipped, the run ends.
+_OF_THE_TEMPLATE = (_TIME, _DEATH, jinja_renderer.MEMORY, jinja_renderer.TOO_LONG)
 
 
 class _Child:

@@ -11,7 +11,7 @@ import pytest
 from mindspeed.data import jinja_process, templates
 from mindspeed.data.hf_template import JinjaTemplate
 from mindspeed.data.jinja_process import JinjaProcess
-from mindspeed.errors import DataError
+from mindspeed.errors import ConfigError, DataError, MindSpeedError
 
 USER = [{"role": "user", "content": "hello"}]
 MEMORY, TIME = "needs more than 1024 MiB of memory", "needs more than 0.5 seconds of processor time"
@@ -56,8 +56,9 @@ def _half_a_second(monkeypatch):
 @pytest.mark.parametrize("case", GREEDY)
 def test_a_greedy_or_wrong_template_is_one_sentence(case):
     source, said = GREEDY[case]
-    with pytest.raises(DataError, match=f"^the chat template t {said}"):
+    with pytest.raises(MindSpeedError, match=f"^the chat template t {said}") as caught:
         JinjaTemplate("t", source, {}).render(USER)
+    assert isinstance(caught.value, ConfigError) == ("more than" in str(caught.value))
 
 
 def test_a_template_goes_on_after_a_conversation_that_needed_too_much():
@@ -65,7 +66,7 @@ def test_a_template_goes_on_after_a_conversation_that_needed_too_much():
     process = JinjaProcess("t", source + "{% endfor %}{% endfor %}{{ m.n }}{% endfor %}")
     for _ in range(2):
         assert process.render([{"messages": [{"n": 3}]}] * 2) == ["3", "3"]
-        with pytest.raises(DataError, match="processor time"):
+        with pytest.raises(ConfigError, match="processor time: choose another --prompt-type"):
             process.render([{"messages": [{"n": 99999}]}])
     with pytest.raises(DataError, match="refuses the conversation: 'm' is undefined"):
         JinjaProcess("t", "{{ m.n }}").render([{}])
@@ -74,7 +75,7 @@ def test_a_template_goes_on_after_a_conversation_that_needed_too_much():
 def test_a_killed_process_is_named_and_started_anew():
     process = JinjaProcess("t", "{{ a }}")
     os.kill(process._child._process.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match="the chat template t ended its process: status -9"):
+    with pytest.raises(ConfigError, match="the chat template t ended its process: status -9"):
         process.render([{"a": 1}])
     assert process.render([{"a": 1}]) == ["1"]
 
@@ -131,7 +132,16 @@ def test_helpers_and_options_are_those_of_transformers():
         assert ours == theirs, source
 
 
-def test_a_template_file_is_named(tmp_path):
+def test_a_greedy_template_file_is_refused_before_work_starts(tmp_path):
     (tmp_path / "greedy.jinja").write_text("{{ 'a' * 10**10 }}")
-    with pytest.raises(DataError, match=r"greedy\.jinja needs more than 1024 MiB of memory"):
-        templates.load(tmp_path / "greedy.jinja", tmp_path).render(USER)
+    with pytest.raises(ConfigError, match=r"greedy\.jinja needs more than 1024 MiB of memory"):
+        templates.load(tmp_path / "greedy.jinja", tmp_path)
+
+
+def test_a_conversation_that_exceeds_the_limits_ends_preprocessing(tmp_path):
+    """Records that a template refuses are skipped; five seconds a record would be hours."""
+    source = "{% for a in range(100) %}{% for b in range(messages[0].content | length) %}"
+    source += "{% for c in range(999) %}{% endfor %}{% endfor %}{% endfor %}"
+    template = JinjaTemplate("t", source, {})
+    with pytest.raises(ConfigError, match="processor time"):
+        template.render([{"role": "user", "content": "a" * 999}])
