@@ -204,6 +204,27 @@ def test_statistics_are_those_of_a_mean():
     assert result["subjects"]["physician"]["stderr"] is None  # one question has no deviation
 
 
+def test_pass_at_ten_is_the_mean_over_problems():
+    """Twelve programs for each of two problems, of which 1 and 3 are right."""
+    outcomes = [
+        {"task": "human_eval", "subject": "", "index": problem, "correct": number < right}
+        for problem, right in enumerate((1, 3))
+        for number in range(12)
+    ]
+    result = report.summary(task("human_eval"), outcomes)
+    both = [report.pass_at_k(12, right, 10) for right in (1, 3)]
+    assert result["pass@10"] == pytest.approx(sum(both) / 2) and result["score"] == pytest.approx(
+        (1 / 12 + 3 / 12) / 2
+    )
+    assert "pass@100" not in result
+    assert (
+        f"pass@10  {'':11}{100 * result['pass@10']:.2f}".split()
+        == next(
+            line for line in report.table({"human_eval": result}).splitlines() if "pass@10" in line
+        ).split()
+    )
+
+
 @pytest.mark.parametrize(
     ("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (10, 0, 10), (10, 10, 1), (4, 3, 2)]
 )

@@ -215,6 +215,7 @@ def test_pass_at_k_counts_problems_not_programs(tmp_path):
     )
     result = results["tasks"]["human_eval"]
     assert (result["metric"], result["questions"], result["score"]) == ("pass@1", 10, 0.5)
+    assert results["code_execution"] == execute.record()
 
 
 def test_a_task_without_choices_cannot_be_compared(tmp_path):

@@ -117,3 +117,14 @@ def test_the_log_names_device_and_figures(monkeypatch):
     model = "model throughput per NPU, causal attention counted half / whole (TFLOP/s/NPU)"
     assert halved < whole
     assert describe(measured, SHAPE) == f"{executed} | {model}: {halved:.4g} / {whole:.4g}"
+
+
+def test_model_throughput_is_shared_by_the_ranks(monkeypatch):
+    ranks = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 8)
+    measured = Throughput(without_recompute=3e12, with_recompute=4e12, sequences=8, seconds=2.0)
+    alone = describe(measured, SHAPE).split(": ")[-1].split(" / ")
+    monkeypatch.setattr(throughput, "dist", ranks)
+    shared = describe(measured, SHAPE).split(": ")[-1].split(" / ")
+    assert [float(value) * 8 for value in shared] == pytest.approx(
+        list(map(float, alone)), rel=1e-3
+    )

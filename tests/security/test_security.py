@@ -101,6 +101,7 @@ class TestAudit:
     def test_links_are_not_followed(self, run: Path, tmp_path: Path) -> None:
         write(tmp_path / "elsewhere" / "secret.bin", 0o666)
         (run / "link").symlink_to(tmp_path / "elsewhere")
+        (run / "linked.bin").symlink_to(tmp_path / "elsewhere" / "secret.bin")
         assert findings(run)["data sets"].found == "1, all within"
 
     @pytest.mark.parametrize(("umask", "status"), [(0o027, "ok"), (0o077, "ok"), (0o022, "note")])

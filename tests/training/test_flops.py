@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed.profiling import ModelShape, model_flops
 from mindspeed.training.flops import flops_of_tokens, training_flops
 
 
@@ -53,11 +54,13 @@ def test_experts_count_as_often_as_tokens_visit_them(frequency, sparse):
     assert difference == 3 * sparse * (routed - dense)
 
 
+MLA = {
+    "multi_latent_attention": True, "group_query_attention": False, "q_lora_rank": 48,
+    "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+
+
 def test_latent_attention_counts_its_low_rank_projections():
-    mla = {
-        "multi_latent_attention": True, "group_query_attention": False, "q_lora_rank": 48,
-        "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
-    }  # fmt: skip
     s, h, heads = 128, 256, 8
     query = matmul(s, h, 48) + matmul(s, 48, heads * 24) + 2 * s * 48
     latent = matmul(s, h, 32) + matmul(s, 32, heads * 32) + 2 * s * 32
@@ -65,10 +68,43 @@ def test_latent_attention_counts_its_low_rank_projections():
     layer = (
         query + latent + matmul(s, h, 8) + core + matmul(s, heads * 16, h) + 3 * matmul(s, h, 704)
     )
-    assert training_flops(shape(**mla), 1) == 3 * (4 * layer + matmul(s, h, 1024))
+    assert training_flops(shape(**MLA), 1) == 3 * (4 * layer + matmul(s, h, 1024))
 
 
 def test_sequences_of_any_lengths_cost_what_each_costs_alone():
     lengths = [128, 7, 40]
     together = flops_of_tokens(shape(), sum(lengths), sum(n * n for n in lengths) / 2)
     assert together == sum(training_flops(shape(seq_length=n), 1) for n in lengths)
+
+
+MOE = {
+    "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128,
+    "moe_shared_expert_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("pattern", [None, [1, 1, 1, 0], [0, 0, 0, 1]])
+def test_a_prediction_layer_is_one_more_layer_of_the_last_kind_and_one_more_output(depth, pattern):
+    """It joins two vectors of hidden size (DeepSeek-V3, equation 21) and has three norms."""
+    s, h, vocab = 128, 256, 1024
+    moe = {} if pattern is None else {**MOE, "moe_layer_freq": pattern}
+    attention = matmul(s, h, 256 + 2 * 64) + matmul(s, 256, s) + matmul(s, 256, h)
+    dense = 3 * matmul(s, h, 704)
+    routed = 3 * (2 * matmul(s, h, 128) + matmul(s, h, 64))
+    mlp = routed if pattern is not None and pattern[-1] else dense
+    joined = matmul(s, 2 * h, h) + 2 * s * 3 * h
+    difference = training_flops(shape(**moe, mtp_num_layers=depth), 1) - training_flops(
+        shape(**moe), 1
+    )
+    assert difference == 3 * depth * (attention + mlp + joined + matmul(s, h, vocab))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mtp_num_layers": 2}, {**MOE, "moe_layer_freq": 2}, MLA, {**MLA, "q_lora_rank": None}],
+    ids=["dense", "prediction", "experts", "latent", "latent keys and values"],
+)
+def test_the_log_and_the_profiler_count_the_same(changes):
+    args = shape(**changes)
+    assert training_flops(args, 3) == model_flops(ModelShape.from_megatron(vars(args)), 3)

@@ -17,6 +17,7 @@ def portion(rank: int = 0, consumed: int = 0, total: int = 22) -> Portion:
 def test_sequential_ranks_take_turns_and_drop_the_incomplete_end():
     assert list(SequentialSampler(portion(0, total=11))) == [[0, 1], [4, 5]]
     assert list(SequentialSampler(portion(1, total=11))) == [[2, 3], [6, 7]]
+    assert list(SequentialSampler(portion(1, total=12))) == [[2, 3], [6, 7], [10, 11]]
 
 
 def test_sequential_continues_after_the_consumed_samples():
