@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mindspeed.checkpoint import directory, shards
 from mindspeed.checkpoint.state import (
     ARCHITECTURE,
     DETAILS,
+    SHAPES,
     check_architecture,
     model_key,
     restore_rng,
@@ -39,7 +41,7 @@ from mindspeed.checkpoint.weights.convert import (
 from mindspeed.checkpoint.weights.hugging_face import args_of
 from mindspeed.checkpoint.weights.torch_dist import common_state
 from mindspeed.checkpoint.weights.whole import Adapted
-from mindspeed.errors import CheckpointError, MindSpeedError
+from mindspeed.errors import CheckpointError, ConfigError, MindSpeedError
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
@@ -128,24 +130,58 @@ def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
     return common_state(latest(root, step))["args"]
 
 
-def take_architecture(args: argparse.Namespace, saved: argparse.Namespace) -> None:
+def take_architecture(
+    args: argparse.Namespace, saved: argparse.Namespace, given: Collection[str] = ()
+) -> None:
     """Give ``args`` the model's shape of a checkpoint (``--use-checkpoint-args``).
 
     No-op layers are no part of that shape: those of ``args`` stay, those of ``saved`` don't count.
+
+    Args:
+        args: values of the run, changed in place.
+        saved: values of the run that wrote the checkpoint.
+        given: names that the user has set: they stay as they are.
+
+    Raises:
+        ConfigError: one of ``given`` contradicts the shape of the weights in the checkpoint.
     """
-    noop_layers, saved = indices_of(getattr(args, "noop_layers", None)), without_noop_layers(saved)
-    for name in (*ARCHITECTURE, *DETAILS):
-        if hasattr(saved, name):
-            setattr(args, name, getattr(saved, name))
-    if noop_layers:
-        args.num_layers += len(noop_layers)
-        if isinstance(args.moe_layer_freq, list):
-            args.moe_layer_freq = with_noop(args.moe_layer_freq, noop_layers)
-    if not getattr(saved, "group_query_attention", False):
-        args.num_query_groups = None
+    taken = _architecture(saved, indices_of(getattr(args, "noop_layers", None)))
+    contradictions = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} contradicts the checkpoint, which has "
+        f"{theirs}: drop the flag, or load without --use-checkpoint-args"
+        for name, theirs in taken.items()
+        if name in given
+        and name in (*ARCHITECTURE, *SHAPES)
+        and _comparable(name, getattr(args, name), taken) != _comparable(name, theirs, taken)
+    ]
+    if contradictions:
+        raise ConfigError("\n".join(contradictions))
+    for name, value in taken.items():
+        if name not in given:
+            setattr(args, name, value)
     for name in ("tokenizer_type", "tokenizer_model", "vocab_size"):
         if getattr(args, name, None) is None:
             setattr(args, name, getattr(saved, name, None))
+
+
+def _architecture(saved: argparse.Namespace, noop_layers: Collection[int]) -> dict[str, Any]:
+    """The shape of a checkpoint's model, with the no-op layers of a run."""
+    saved = without_noop_layers(saved)
+    taken = {n: getattr(saved, n) for n in (*ARCHITECTURE, *DETAILS) if hasattr(saved, n)}
+    if noop_layers:
+        taken["num_layers"] += len(noop_layers)
+        if isinstance(taken.get("moe_layer_freq"), list):
+            taken["moe_layer_freq"] = with_noop(taken["moe_layer_freq"], noop_layers)
+    if not taken.get("group_query_attention"):
+        taken["num_query_groups"] = None
+    return taken
+
+
+def _comparable(name: str, value: Any, taken: Mapping[str, Any]) -> Any:
+    """``4`` and the pattern that it means are the same layers."""
+    if name == "moe_layer_freq" and isinstance(value, int):
+        return [int(layer % value == 0) for layer in range(taken.get("num_layers", 0))]
+    return value
 
 
 def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Loaded:

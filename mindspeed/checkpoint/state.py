@@ -54,8 +54,19 @@ ARCHITECTURE = (
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
 )
-# Also taken from a checkpoint with --use-checkpoint-args.
+# Also taken from a checkpoint with --use-checkpoint-args. Of these, some change which weights there
+# are or how large (SHAPES); with the others the weights can be trained further.
+SHAPES = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "moe_layer_freq",
+    "moe_router_enable_expert_bias",
+)
 DETAILS = (
+    *SHAPES,
     "seq_length",
     "max_position_embeddings",
     "rotary_base",
@@ -77,21 +88,14 @@ DETAILS = (
     "mask_padded_vocab",
     "z_loss_weight",
     "layernorm_epsilon",
-    "moe_layer_freq",
     "moe_router_topk",
     "moe_router_pre_softmax",
     "moe_router_score_function",
-    "moe_router_enable_expert_bias",
     "moe_router_topk_scaling_factor",
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_dtype",
     "moe_token_dispatcher_type",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
 )
 
 

@@ -100,7 +100,15 @@ DERIVED = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises :class:`ConfigError` instead of ending the process."""
+    """An argument parser that raises :class:`ConfigError` instead of ending the process.
+
+    Attributes:
+        set_by_python: names of defaults that a script gave, which count as given by the user.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_by_python: set[str] = set()
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(without_word(message))
@@ -170,6 +178,15 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
     if problems := list(_out_of_range(parser, args)):
         raise ConfigError("\n".join(problems))
     return args
+
+
+def set_by(tokens: Sequence[str], parser: Parser) -> set[str]:
+    """Names that these words set: parsed over a namespace where nothing has a value yet."""
+    nothing = object()
+    names = {action.dest for action in parser._actions}
+    empty = argparse.Namespace(**dict.fromkeys(names, nothing))
+    found, _ = parser.parse_known_args(list(tokens), empty)
+    return {name for name in names if getattr(found, name) is not nothing}
 
 
 def _out_of_range(parser: Parser, args: argparse.Namespace) -> Iterable[str]:

@@ -26,7 +26,7 @@ from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
 from mindspeed.training.old_flags import without_effect
-from mindspeed.training.recipe import dump, parse_with_recipe
+from mindspeed.training.recipe import dump, given, parse_with_recipe
 from mindspeed.training.resolve import Settings, assume_inputs, resolve
 from mindspeed.training.resolve_parallel import default_ranks
 
@@ -55,9 +55,9 @@ def prepare(
     parser = parser or build_parser(with_help=bool({"-h", "--help"} & set(argv)))
     args = parse_with_recipe(argv, parser)
     _warn_of_ignored(args)
-    recipe = dump(args, parser)
     if args.use_checkpoint_args and args.load:
-        take_architecture(args, saved_args(args.load, args.ckpt_step))
+        take_architecture(args, saved_args(args.load, args.ckpt_step), given(argv, parser))
+    recipe = dump(args, parser)
     assumed = args.dry_run and assume_inputs(args)
     settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe, training=training)
     session.install().configure(vars(args))
@@ -115,6 +115,7 @@ def parser_of(
     if wrong := [name for name in args_defaults or {} if name not in known]:
         raise ConfigError(f"args_defaults: no flag sets {', '.join(wrong)}")
     parser.set_defaults(**(args_defaults or {}))
+    parser.set_by_python |= set(args_defaults or {})
     return parser
 
 

@@ -32,7 +32,7 @@ from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
 from mindspeed.parsing import read_yaml
 from mindspeed.training import deepspeed
-from mindspeed.training.arguments import Parser, parse, section_of
+from mindspeed.training.arguments import Parser, parse, section_of, set_by
 from mindspeed.training.flag_types import DTYPES, Switch
 from mindspeed.training.options import SECTIONS
 
@@ -48,29 +48,40 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
         ConfigError: the recipe cannot be read, a key is unknown or in the wrong section, or a flag
             is wrong.
     """
+    words, model, deepspeed_file = _all_words(tokens, parser)
+    if model is not None:
+        words = [*flag_words(model_flags(model), parser), *words]
+    if deepspeed_file is None:
+        return parse(words, parser)
+    from_file = deepspeed.read(deepspeed_file)
+    args = parse([*flag_words(from_file, parser), *words], parser)
+    deepspeed.check_agreement(deepspeed_file, from_file, args)
+    missing = deepspeed.not_done(deepspeed_file)
+    args.ignored_flags = [*getattr(args, "ignored_flags", []), *missing]
+    return args
+
+
+def given(tokens: Sequence[str], parser: Parser) -> set[str]:
+    """Names that the user has set, by words, by a recipe or by Python; not by ``--model``."""
+    return set_by(_all_words(tokens, parser)[0], parser) | parser.set_by_python
+
+
+def _all_words(tokens: Sequence[str], parser: Parser) -> tuple[list[str], str | None, str | None]:
+    """The words of the recipe and the command line; the model and the file of DeepSpeed's."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--model")
     finder.add_argument("--load")
     finder.add_argument("--deepspeed_config", "--deepspeed-config")
-    given = list(tokens)
-    path = finder.parse_known_args(given)[0].config
+    words = list(tokens)
+    path = finder.parse_known_args(words)[0].config
     if path is not None:
-        given = [*recipe_words(find(path, parser), parser, path), *given]
-    found = finder.parse_known_args(given)[0]
+        words = [*recipe_words(find(path, parser), parser, path), *words]
+    found = finder.parse_known_args(words)[0]
     model = found.model
     if model is None and is_hf(found.load):
         model = folder_of(found.load)
-    if model is not None:
-        given = [*flag_words(model_flags(model), parser), *given]
-    if found.deepspeed_config is None:
-        return parse(given, parser)
-    from_file = deepspeed.read(found.deepspeed_config)
-    args = parse([*flag_words(from_file, parser), *given], parser)
-    deepspeed.check_agreement(found.deepspeed_config, from_file, args)
-    missing = deepspeed.not_done(found.deepspeed_config)
-    args.ignored_flags = [*getattr(args, "ignored_flags", []), *missing]
-    return args
+    return words, model, found.deepspeed_config
 
 
 def find(name: str, parser: Parser) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from trainer_job import SETUP, printed, train
 
 from mindspeed.checkpoint.load import take_architecture
 from mindspeed.checkpoint.state import check_architecture
-from mindspeed.errors import CheckpointError
+from mindspeed.errors import CheckpointError, ConfigError
 
 TP2 = ["--tensor-model-parallel-size", "2"]
 NOOP = ["--num-layers", "6", "--noop-layers", "0,5", "--pipeline-model-parallel-size", "2"]
@@ -66,3 +66,24 @@ def test_the_architecture_of_a_checkpoint_fits_the_noop_layers_of_the_run(
     args = Namespace(num_layers=1, noop_layers=noop_layers, moe_layer_freq=1, num_experts=None)
     take_architecture(args, saved)
     assert (args.num_layers, args.moe_layer_freq) == (num_layers, frequency)
+
+
+def test_given_flags_stay_or_contradict():
+    def run(**values):
+        return Namespace(**{"num_layers": 4, "noop_layers": ["0,3"], "seq_length": 8, **values})
+
+    saved = Namespace(
+        num_layers=2, seq_length=16, moe_layer_freq=2, num_experts=4, tokenizer_type="x"
+    )
+    args = run(moe_layer_freq=1, num_experts=None, tokenizer_type=None)
+    take_architecture(args, saved, {"num_layers", "seq_length"})
+    assert (args.num_layers, args.seq_length, args.num_experts) == (4, 8, 4)
+    assert args.tokenizer_type == "x"
+    with pytest.raises(
+        ConfigError, match="--num-experts 8 contradicts the checkpoint"
+    ):
+        take_architecture(run(num_experts=8), saved, {"num_experts"})
+    with pytest.raises(ConfigError, match="--moe-layer-freq 1 contradicts the checkpoint"):
+        take_architecture(run(moe_layer_freq=1, noop_layers=()), saved, {"moe_layer_freq"})
+    same = run(moe_layer_freq=[1, 0], noop_layers=())
+    take_architecture(same, saved, {"moe_layer_freq"})

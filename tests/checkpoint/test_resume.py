@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fault
 import pytest
+import yaml
 from trainer_job import SETUP, metrics, printed, train
 
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
@@ -112,8 +113,25 @@ def test_another_model_is_refused_with_the_fields_that_differ(ranks, tmp_path):
     (result,) = ranks(1, train, other, setup=SETUP, backend=None, timeout=240)
     assert "--num-layers: 4 in the checkpoint, now 2" in result["error"]
     assert "--normalization: RMSNorm in the checkpoint, now LayerNorm" in result["error"]
-    (result,) = run(ranks, 1, [*other, "--use-checkpoint-args", "--train-iters", "6"])
+    (result,) = ranks(
+        1, train, [*other, "--use-checkpoint-args"], setup=SETUP, backend=None, timeout=240
+    )
+    assert "--num-layers 2 contradicts the checkpoint, which has 4" in result["error"]
+    assert "--normalization LayerNorm contradicts the checkpoint" in result["error"]
+
+
+def test_the_architecture_of_the_checkpoint_leaves_given_flags_alone(ranks, tmp_path):
+    """Without a flag for the shape it is the checkpoint's; the recipe says what is trained."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(ranks, 1, ["--save", str(first), "--exit-interval", "1"])
+    going_on = ["--load", str(first), "--save", str(second), "--use-checkpoint-args"]
+    going_on += ["--seq-length", "32", "--rotary-base", "500"]
+    (result,) = run(ranks, 1, going_on)
     assert result["iteration"] == 6
+    recipe = yaml.safe_load((second / "iter_0000006" / "config.yaml").read_text())
+    assert recipe["data"]["seq_length"] == 32
+    assert recipe["model"]["rotary_base"] == 500
+    assert recipe["model"]["num_layers"] == 4
 
 
 FROZEN = ["--lr", "0", "--train-iters", "2"]  # steps change nothing, but copy fp32 to bf16
