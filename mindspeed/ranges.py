@@ -13,7 +13,9 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from mindspeed.errors import ConfigError
 
 MAX_SIZE = 2**31 - 1
 MAX_COUNT = 2**63 - 1
@@ -157,9 +159,17 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{text} ({range})" if text else f"({range})"
 
 
-def without_word(message: str) -> str:
-    """``argument --lr: nan must be ...`` of argparse as ``--lr nan must be ...``."""
-    return re.sub(r"^argument (-[\w-]+)[\w/-]*: ", r"\1 ", message)
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises :class:`ConfigError` instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """``argument --lr: nan must be ...`` of argparse as ``--lr nan must be ...``."""
+        raise ConfigError(re.sub(r"^argument (-[\w-]+)[\w/-]*: ", r"\1 ", message))
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.nargs is None and arg_strings == ["--"]:  # argparse takes it for no value at all
+            raise argparse.ArgumentError(action, "'--' is no value")
+        return super()._get_values(action, arg_strings)
 
 
 def _shown(value: float) -> str:

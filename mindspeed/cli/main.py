@@ -18,12 +18,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
 
 from mindspeed import __version__
-from mindspeed.errors import DEBUG, ConfigError, describe
+from mindspeed.errors import DEBUG, describe
 from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
-from mindspeed.ranges import HelpFormatter, without_word
+from mindspeed.ranges import HelpFormatter, Parser
 
 COMMANDS: dict[str, str] = {
     "quickstart": "the whole way on this machine: from text to a tuned, evaluated model",
@@ -104,7 +103,7 @@ def dispatch(command: str, rest: list[str]) -> int:
     module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
     if getattr(module, "PASS_THROUGH", False):
         return int(module.run(rest))
-    parser = _CommandParser(
+    parser = Parser(
         f"mindspeed {command}",
         description=module.__doc__,
         formatter_class=HelpFormatter,
@@ -114,13 +113,6 @@ def dispatch(command: str, rest: list[str]) -> int:
     args = parser.parse_args(own)
     args.flags = flags
     return int(module.run(args))
-
-
-class _CommandParser(argparse.ArgumentParser):
-    """Says what is wrong in one line instead of behind a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{without_word(message)} (see {self.prog} --help)")
 
 
 def _without_debug(argv: list[str]) -> tuple[list[str], bool]:

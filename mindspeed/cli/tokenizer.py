@@ -10,13 +10,13 @@ megabytes are plenty for a vocabulary.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.parsing import parse_json
 from mindspeed.ranges import MAX_SIZE, whole
 
 HELP = "train a byte-level BPE tokenizer"
@@ -58,19 +58,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _texts(paths: list[Path], key: str) -> Iterator[str]:
     for path in paths:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if path.suffix != ".jsonl":
-                    yield line
-                elif line.strip():
-                    yield _text(line, key, f"{path}:{number}")
+        try:
+            with open(path, encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):
+                    if path.suffix != ".jsonl":
+                        yield line
+                    elif line.strip():
+                        yield _text(line, key, f"{path}:{number}")
+        except UnicodeDecodeError as error:
+            raise DataError(f"--input {path} is no text in UTF-8") from error
 
 
 def _text(line: str, key: str, place: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: no JSON: {error}") from error
+    record = parse_json(line, place, DataError)
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         has = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__

@@ -235,7 +235,9 @@ def _columnar_blocks(path: Path, kind: str) -> Iterator[Block]:
             size = whole * (done + len(rows)) // total - whole * done // total
             yield Block(str(path), done + 1, rows, size)
             done += len(rows)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:  # damage is an OSError without a number
+        if isinstance(error, OSError) and error.errno:
+            raise
         raise DataError(f"{path} is no valid {kind} file: {error}") from error
 
 

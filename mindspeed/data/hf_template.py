@@ -10,15 +10,15 @@ are the answers, also where a template trims them or drops the reasoning of earl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed.data.hf_tokenizer import check_config, read_config
 from mindspeed.data.jinja_process import JinjaProcess
 from mindspeed.data.templates import ChatTemplate, Message, Rendered, Span
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.files import check_path
+from mindspeed.parsing import read_json, read_text
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -39,7 +39,7 @@ def load(tokenizer: Any, source: Path | None = None) -> JinjaTemplate:
     directory = Path(directory)
     config = _config(directory)
     if source is not None and source.suffix == ".jinja":
-        text = check_path(source, "input").read_text("utf-8")
+        text = read_text(source, str(source), DataError)
         return JinjaTemplate(str(source), text, config)
     return JinjaTemplate("hf", _template(directory, config), config)
 
@@ -161,10 +161,11 @@ def _align(text: str, parts: list[str]) -> list[Span] | None:
 def _template(directory: Path, config: Mapping[str, Any]) -> str:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return check_path(file, "input").read_text("utf-8")
+        return read_text(file, str(file), DataError)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+        named = [entry for entry in found if isinstance(entry, dict)]
+        found = {entry.get("name"): entry.get("template") for entry in named}.get("default")
     if not isinstance(found, str):
         raise DataError(
             f"the tokenizer in {directory} has no chat template (neither chat_template.jinja nor "
@@ -174,18 +175,14 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = directory / name
-        if path.is_file():
-            try:
-                config |= json.loads(check_path(path, "input").read_text("utf-8"))
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path} is no valid JSON: {error}") from error
+    config = read_config(directory)
     file = directory / "tokenizer.json"
     if "added_tokens_decoder" not in config and file.is_file():
-        added = json.loads(check_path(file, "input").read_text("utf-8")).get("added_tokens", [])
-        config["added_tokens_decoder"] = {str(token["id"]): token for token in added}
+        content = read_json(file, str(file), DataError)
+        added = content.get("added_tokens") if isinstance(content, dict) else None
+        tokens = enumerate(added if isinstance(added, list) else ())
+        config["added_tokens_decoder"] = {str(number): token for number, token in tokens}
+        check_config(config, str(file))
     return config
 
 

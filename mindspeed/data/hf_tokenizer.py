@@ -21,6 +21,7 @@ from typing import Any
 from mindspeed.data.tokenizer import END_OF_TEXT, TextTokenizer, TokenizerOptions, Tokens
 from mindspeed.errors import ConfigError, DataError, MindSpeedError
 from mindspeed.files import check_path
+from mindspeed.parsing import read_json, read_text
 
 # Classes that are nothing but their tokenizer.json: reading that file gives the same ids.
 _GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
@@ -50,7 +51,7 @@ def open_directory(directory: Path, options: TokenizerOptions) -> TextTokenizer:
     backend: _FileBackend | _TransformersBackend
     file = directory / "tokenizer.json"
     if config.get("tokenizer_class") in _GENERIC_CLASSES and file.exists():
-        backend = _FileBackend(_from_json(file.read_text("utf-8"), str(file)), config)
+        backend = _FileBackend(_from_json(read_text(file, str(file), DataError), str(file)), config)
     else:
         backend = _TransformersBackend(directory, config, options.trust_remote_code)
     return HuggingFaceTokenizer(directory, backend, special)
@@ -261,10 +262,35 @@ def read_config(directory: Path) -> dict[str, Any]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = directory / name
         if path.exists():
-            try:
-                config |= json.loads(check_path(path, "input").read_text("utf-8"))
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path} is no valid JSON: {error}") from error
+            config |= check_config(read_json(path, str(path), DataError), str(path))
+    return config
+
+
+def check_config(config: Any, where: str) -> dict[str, Any]:
+    """A tokenizer's configuration whose fields that are read here have the kinds they must have.
+
+    Raises:
+        DataError: one has another kind; names the file and the field.
+    """
+    if not isinstance(config, dict):
+        raise DataError(f"{where}: a JSON object is expected")
+    for name, value in config.items():
+        if name == "tokenizer_class" and not isinstance(value, str | None):
+            raise DataError(f"{where}: {name} must be a text, not {value!r:.60}")
+        if name.endswith("_token") and not name.startswith(("add_", "use_")):
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, str | None):
+                raise DataError(f"{where}: {name} must be a text, not {value!r:.60}")
+    added = config.get("added_tokens_decoder", {})
+    tokens = list(added.values()) if isinstance(added, dict) else [None]
+    if not all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in tokens):
+        raise DataError(f"{where}: added tokens must be objects with a content")
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        extra = config.get(name) or []
+        listed = extra if isinstance(extra, dict | list) else [None]
+        texts = [token.get("content") if isinstance(token, dict) else token for token in listed]
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{where}: {name} must be a list of texts")
     return config
 
 

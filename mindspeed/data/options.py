@@ -91,6 +91,8 @@ def check(options: PreprocessOptions) -> None:
     Raises:
         ConfigError: names the flag and what is allowed, or the output that exists already.
     """
+    if not options.output_prefix.name:
+        raise ConfigError(f"--output-prefix {options.output_prefix}: a name of files is expected")
     handler = handlers.find(options.handler)
     handler.with_keys(options.map_keys)
     if options.workers < 1:

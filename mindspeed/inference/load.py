@@ -8,7 +8,6 @@ parallelism and virtual stages play no role in generation and are left off.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,9 @@ from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.files import check_path
 from mindspeed.inference.foreign_tokenizer import without_text
 from mindspeed.models.hf_load import folder_of, is_hf
+from mindspeed.parsing import read_json
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
 from mindspeed.training.configs import transformer_config
@@ -164,10 +163,10 @@ def _ends(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[int]:
     path = Path(folder or "") / "generation_config.json"
     if folder is None or not path.is_file():
         return
-    try:
-        found = json.loads(check_path(path, "input").read_text("utf-8")).get("eos_token_id")
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise DataError(f"{path} is no valid JSON object: {error}") from error
+    settings = read_json(path, str(path), DataError)
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} is no valid JSON object")
+    found = settings.get("eos_token_id")
     listed = found if isinstance(found, list) else [found]
     yield from (
         token for token in listed if isinstance(token, int) and token < tokenizer.vocab_size

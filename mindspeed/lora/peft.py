@@ -10,7 +10,6 @@ parameter of three dimensions for all (``target_parameters``).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ from mindspeed.lora.hf_names import (
 from mindspeed.lora.peft_blocks import Block, divided, unfused
 from mindspeed.models.shape import Shape
 from mindspeed.models.table import Parameter
+from mindspeed.parsing import read_json
+from mindspeed.ranges import ABOVE_ZERO, POSITIVE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -80,16 +81,42 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         CheckpointError: It is damaged, or asks for more than a plain adapter.
     """
     path = Path(folder) / CONFIG
-    try:
-        values: dict[str, Any] = json.loads(check_path(path, "input").read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+    values = read_json(path, str(path), CheckpointError)
+    if problem := _problem(values):
+        raise CheckpointError(f"{path}: {problem}")
     for name, allowed in _PLAIN.items():
         if name in values and values[name] not in allowed:
             raise CheckpointError(
                 f"{path}: {name} = {values[name]!r} is not supported; only plain LoRA adapters are"
             )
     return values
+
+
+def _problem(values: Any) -> str | None:
+    """What is wrong with the numbers of an ``adapter_config.json``."""
+    if not isinstance(values, dict):
+        return "a JSON object is expected"
+    for name, limits in {"r": POSITIVE, "lora_alpha": ABOVE_ZERO}.items():
+        pattern = values.get("rank_pattern" if name == "r" else "alpha_pattern") or {}
+        if not isinstance(pattern, dict):
+            return f"{name}: patterns are a JSON object of modules and numbers"
+        for number in (values.get(name), *pattern.values()):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                return f"{name} must be a number, not {number!r:.60}"
+            if wrong := limits.problem(number):
+                return f"{name} {wrong}"
+            if name == "r" and number != int(number):
+                return f"r must be a whole number, not {number}"
+    dropout = values.get("lora_dropout") or 0.0
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+        return f"lora_dropout must be a number, not {dropout!r:.60}"
+    for name in ("target_modules", "modules_to_save", "exclude_modules"):
+        named = values.get(name) or []
+        if not isinstance(named, str) and not (
+            isinstance(named, list) and all(isinstance(one, str) for one in named)
+        ):
+            return f"{name} must be names of modules, not {named!r:.60}"
+    return None
 
 
 def read(folder: str | Path) -> PeftFiles:

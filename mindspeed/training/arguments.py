@@ -19,13 +19,14 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from mindspeed import ranges
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.flags import flags_of
 from mindspeed.features.unavailable import Unavailable
-from mindspeed.ranges import HelpFormatter, Range, range_of, whole, without_word
+from mindspeed.ranges import HelpFormatter, Range, range_of, whole
 from mindspeed.training.flag_types import Ignored, Switch, argparse_type, in_range, show
 from mindspeed.training.megatron_ranges import MEGATRON_RANGES
 from mindspeed.training.old_flags import ALIASES, IGNORED
@@ -99,8 +100,8 @@ DERIVED = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises :class:`ConfigError` instead of ending the process.
+class Parser(ranges.Parser):
+    """The trainer's parser.
 
     Attributes:
         set_by_python: names of defaults that a script gave, which count as given by the user.
@@ -109,9 +110,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.set_by_python: set[str] = set()
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(without_word(message))
 
 
 def build_parser(*, with_help: bool = False) -> Parser:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import traceback
+import warnings
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig, SGDOptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.training.arguments import namespace_name
 
 
@@ -43,6 +46,26 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         if isinstance(value, list) and len(value) == 1:
             values[name] = value[0]
     return config_class(**values)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Let Megatron Core's classes look at final values, before any process group exists.
+
+    Raises:
+        ConfigError: one of them refuses the values.
+    """
+    builders = (transformer_config, partial(ddp_config, num_parameters=1), optimizer_config)
+    for build in builders:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the run itself warns
+                build(args)
+        except MindSpeedError:
+            raise
+        except Exception as error:  # asserts, ValueError and more, some of them without a message
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            reason = " ".join(str(error).split()) or f"{place.line} does not hold"
+            raise ConfigError(f"Megatron Core refuses these flags: {reason}") from error
 
 
 def ddp_config(args: argparse.Namespace, num_parameters: int) -> DistributedDataParallelConfig:

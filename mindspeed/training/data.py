@@ -34,7 +34,7 @@ from mindspeed.data.instruction import InstructionConfig, InstructionDataset, pa
 from mindspeed.data.ordered import InOrderDataset, InOrderMockDataset, LastTokenDataset
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
 from mindspeed.data.weighted import Part, PartsBuilder, parse
-from mindspeed.errors import DataError
+from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
 from mindspeed.training.batches import Batch, MicroBatches
 from mindspeed.training.counting import CountedRows, FullRows
@@ -73,6 +73,11 @@ def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-entries // multiple) * multiple
+    elif args.padded_vocab_size < entries:
+        raise ConfigError(
+            f"--padded-vocab-size {args.padded_vocab_size} is less than the {entries} entries of the "
+            "vocabulary: raise it or leave it out"
+        )
     return tokenizer
 
 

@@ -21,7 +21,7 @@ from mindspeed.adaptor import session
 from mindspeed.checkpoint.load import saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer
 from mindspeed.errors import ConfigError
-from mindspeed.training import recompute, setup
+from mindspeed.training import configs, recompute, setup
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
@@ -61,6 +61,7 @@ def prepare(
     assumed = args.dry_run and assume_inputs(args)
     settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe, training=training)
     session.install().configure(vars(args))
+    configs.check(args)
     if training and not assumed:
         check_files(args)
     named = args.tokenizer_type or args.tokenizer_model

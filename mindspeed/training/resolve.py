@@ -216,6 +216,15 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
             "--auto-recompute-device-size chooses what is recomputed: drop "
             "--checkpoint-activations, --checkpoint-policy and --recompute-..."
         )
+    if args.position_embedding_type == "rope" and not args.multi_latent_attention:
+        rotated = int((args.kv_channels or 2) * args.rotary_percent)
+        if rotated < 2 or rotated % 2:
+            yield (
+                f"--position-embedding-type rope rotates pairs: {rotated} of --kv-channels "
+                f"{args.kv_channels} (--rotary-percent {args.rotary_percent}) is no even number"
+            )
+    if args.recompute_granularity == "full" and (args.recompute_num_layers or 0) > args.num_layers:
+        yield f"--recompute-num-layers {args.recompute_num_layers} of {args.num_layers} layers"
     if args.max_position_embeddings < args.seq_length:
         yield f"--max-position-embeddings is smaller than --seq-length {args.seq_length}"
     if sum((args.swiglu, args.squared_relu, args.quick_geglu)) > 1:
@@ -225,6 +234,8 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
 def _experts(args: argparse.Namespace) -> Iterator[str]:
     """Megatron says so too, but only in the first step, as a traceback of every rank."""
     tp = args.tensor_model_parallel_size
+    if args.num_experts and args.moe_router_topk > args.num_experts:
+        yield f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts}"
     if args.num_experts and tp > 1 and not args.sequence_parallel:
         yield (
             f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tp} needs "

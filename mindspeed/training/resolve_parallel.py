@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from collections.abc import Iterator
 
 from mindspeed import device
@@ -43,6 +45,15 @@ def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
             f"= {size} parallel ranks: start a multiple of {size} processes or change "
             "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size"
         )
+    hierarchy = args.hierarchical_context_parallel_sizes
+    if hierarchy is not None and math.prod(hierarchy) != cp:
+        yield (
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, hierarchy))}: their product "
+            f"must be --context-parallel-size {cp}"
+        )
+    settings = args.nccl_communicator_config_path
+    if settings is not None and not os.path.isfile(settings):
+        yield f"--nccl-communicator-config-path {settings}: there is no such file"
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = tp
     if ep > 1 and not args.num_experts:
@@ -82,7 +93,11 @@ def _pipeline(args: argparse.Namespace) -> Iterator[str]:
             PipelineParallelLayerLayout as Layout,
         )
 
-        stages = Layout.get_num_stages_from_str(layout)
+        try:
+            stages = Layout.get_num_stages_from_str(layout)
+        except (AssertionError, ValueError) as error:
+            yield f"--pipeline-model-parallel-layout {layout}: {error}"
+            return
         if stages % pp:
             yield f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of {pp}"
         chunks = stages // pp

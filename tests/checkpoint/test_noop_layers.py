@@ -79,9 +79,7 @@ def test_given_flags_stay_or_contradict():
     take_architecture(args, saved, {"num_layers", "seq_length"})
     assert (args.num_layers, args.seq_length, args.num_experts) == (4, 8, 4)
     assert args.tokenizer_type == "x"
-    with pytest.raises(
-        ConfigError, match="--num-experts 8 contradicts the checkpoint"
-    ):
+    with pytest.raises(ConfigError, match="--num-experts 8 contradicts the checkpoint"):
         take_architecture(run(num_experts=8), saved, {"num_experts"})
     with pytest.raises(ConfigError, match="--moe-layer-freq 1 contradicts the checkpoint"):
         take_architecture(run(moe_layer_freq=1, noop_layers=()), saved, {"moe_layer_freq"})

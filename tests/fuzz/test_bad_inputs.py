@@ -1,0 +1,53 @@
+"""Bad inputs over all commands: no traceback, no signal, no silent success, nothing endless.
+
+Another seed finds other inputs: ``python tests/fuzz/run_bad_inputs.py SEED COUNT EMPTY_DIRECTORY``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def run(seed: int, count: int, directory: Path) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "run_bad_inputs.py",
+            str(seed),
+            str(count),
+            str(directory),
+        ],
+        cwd=HERE,
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_a_few_known_bad_inputs(tmp_path):
+    result = run(0, 24, tmp_path)
+    assert result["ran"] >= 24
+    assert result["wrong"] == []
+
+
+@pytest.mark.slow
+def test_a_thousand_bad_inputs(tmp_path):
+    result = run(0, 1000, tmp_path)
+    assert result["ran"] == 1000
+    assert result["wrong"] == [], json.dumps(result["wrong"][:10], indent=1)
