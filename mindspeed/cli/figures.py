@@ -74,6 +74,7 @@ def draw(
     for column, name in enumerate(panels):
         _draw_panel(figure.add_subplot(grid[-1, column]), runs, name)
     if title:
+        title = title.encode("utf-8", "replace").decode("utf-8")
         figure.suptitle(title, fontsize=14, fontweight="bold", color="#0f172a")
     buffer = io.BytesIO()
     figure.savefig(buffer, format=output.suffix[1:], dpi=130)

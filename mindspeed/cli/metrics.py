@@ -7,16 +7,17 @@ iteration twice: the later line counts.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import DataError
+from mindspeed.ranges import FINITE
 
 METRICS_FILE = "metrics.jsonl"
 LOSS, VALIDATION_LOSS = "lm_loss", "validation_loss"
+_MOST_ITERATIONS = 2**53  # what a picture can tell apart
 
 Curve = Mapping[int, float]  # iteration -> value
 
@@ -88,15 +89,15 @@ def _record(line: str) -> dict[str, Any] | None:
     """The line as a mapping with an iteration; None for half a line of a killed run."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    valid = isinstance(record, dict) and isinstance(record.get("iteration"), int)
-    return record if valid else None
+    iteration = record.get("iteration") if isinstance(record, dict) else None
+    return record if type(iteration) is int and 0 <= iteration < _MOST_ITERATIONS else None
 
 
 def _is_number(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    return number and value in FINITE
 
 
 def relative_errors(reference: Run, other: Run) -> Curve:

@@ -75,8 +75,8 @@ def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
         args.padded_vocab_size = -(-entries // multiple) * multiple
     elif args.padded_vocab_size < entries:
         raise ConfigError(
-            f"--padded-vocab-size {args.padded_vocab_size} is less than the {entries} entries of the "
-            "vocabulary: raise it or leave it out"
+            f"--padded-vocab-size {args.padded_vocab_size} is less than the {entries} entries of "
+            "the vocabulary: raise it or leave it out"
         )
     return tokenizer
 

@@ -21,6 +21,7 @@ from mindspeed.adaptor import session
 from mindspeed.checkpoint.load import saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer
 from mindspeed.errors import ConfigError
+from mindspeed.files import make_dirs
 from mindspeed.training import configs, recompute, setup
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
@@ -64,6 +65,8 @@ def prepare(
     configs.check(args)
     if training and not assumed:
         check_files(args)
+    if training and not args.dry_run:
+        _make_directory(args.save)
     named = args.tokenizer_type or args.tokenizer_model
     _remember(args, load_tokenizer(args) if training or named else None)
     if training and args.auto_recompute_device_size is not None:
@@ -71,6 +74,15 @@ def prepare(
         if os.environ.get("RANK", "0") == "0":
             print(f" {note}", file=sys.stderr)
     return settings
+
+
+def _make_directory(save: str | None) -> None:
+    """Create the directory of checkpoints now, rather than find out after hours that it cannot."""
+    try:
+        if save is not None:
+            make_dirs(save)
+    except OSError as error:
+        raise ConfigError(f"--save {save} cannot be created: {error.strerror or error}") from error
 
 
 def initialize_megatron(

@@ -78,6 +78,8 @@ def train(
                 if args.save_interval and iteration % args.save_interval == 0:
                     _save(saver, iteration, gathering, log)
     gathering.stop()
+    if warning := trainer.skipped.at_end(iteration):
+        log.message(warning)
     if "test" in held_out and reason is None:
         loss = evaluate(args, model, trainer, held_out["test"])
         log.report_held_out("test", iteration, loss)

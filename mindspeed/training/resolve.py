@@ -235,7 +235,8 @@ def _experts(args: argparse.Namespace) -> Iterator[str]:
     """Megatron says so too, but only in the first step, as a traceback of every rank."""
     tp = args.tensor_model_parallel_size
     if args.num_experts and args.moe_router_topk > args.num_experts:
-        yield f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts}"
+        count = args.num_experts
+        yield f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {count}"
     if args.num_experts and tp > 1 and not args.sequence_parallel:
         yield (
             f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tp} needs "

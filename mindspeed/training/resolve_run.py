@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from mindspeed.checkpoint.directory import tracked
 from mindspeed.lora import flags as lora_flags
@@ -69,11 +71,35 @@ def output(args: argparse.Namespace) -> Iterator[str]:
             args.load, args.finetune = args.save, False  # the run has begun: continue it
     if args.save_interval is not None and args.save is None:
         yield "--save-interval needs --save"
+    for name in ("save", "tensorboard_dir", "config_logger_dir"):
+        path = getattr(args, name, None)
+        given = path is not None and (path != "" or name != "config_logger_dir")  # its default
+        if given and (problem := _no_directory(path)):
+            yield f"--{name.replace('_', '-')} {path}: {problem}"
+    if args.metrics_file is not None and os.path.isdir(args.metrics_file):
+        yield f"--metrics-file {args.metrics_file} is a directory: name a file"
     yield from lora_flags.complete(args)
     if args.use_checkpoint_args and args.load is None:
         yield "--use-checkpoint-args needs --load"
     yield from missing_packages(args)
     args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
+
+
+def _no_directory(path: str) -> str | None:
+    """Why no files can be written below ``path``, which may not exist yet."""
+    if not path.strip():
+        return "a directory is expected"
+    nearest = Path(path)
+    try:
+        while not nearest.exists() and nearest.parent != nearest:
+            nearest = nearest.parent
+    except (OSError, ValueError) as error:  # too long, a null byte
+        return getattr(error, "strerror", None) or str(error)
+    if not nearest.is_dir():
+        return f"{nearest} is no directory"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{nearest} cannot be written"
+    return None
 
 
 def data(args: argparse.Namespace) -> Iterator[str]:

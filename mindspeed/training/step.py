@@ -26,6 +26,7 @@ from mindspeed.training import zero
 from mindspeed.training.batches import MicroBatches
 from mindspeed.training.data import Reader
 from mindspeed.training.model import TrainedModel
+from mindspeed.training.overflow import SkippedSteps
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Trainer:
         self._model = model
         self._schedule = get_forward_backward_func()
         self._nonfinite = 0
+        self.skipped = SkippedSteps(args)
 
     def step(self, readers: Sequence[Reader | None], iteration: int) -> StepResult:
         """Run one optimizer step.
@@ -78,6 +80,7 @@ class Trainer:
         updated, grad_norm, _ = model.optimizer.step()
         if args.check_for_nan_in_loss_and_grad:
             self._check_gradients(grad_norm, iteration)
+        self.skipped.after_step(updated, losses, model.optimizer.get_loss_scale, iteration)
         if updated:
             model.schedule.step(
                 get_num_microbatches() * args.micro_batch_size * args.data_parallel_size

@@ -4,8 +4,8 @@
     choices      every choice, with a word that is none
     words        every text and path, with what people and attackers type there
     mixtures     one to three flags of the trainer at once, each value allowed for itself
-    structures   recipes, DeepSpeed's, config.json, adapters, tokenizers: one value replaced, one key
-                 removed, twice, unknown
+    structures   recipes, DeepSpeed's, config.json, adapters, tokenizers: a value of another kind, a
+                 key less, a key more
     bytes        any of the files cut off, flipped, replaced by something else
 
 A case says whether it must be refused; where it need not, it may also be accepted, but never end
@@ -97,20 +97,11 @@ KNOWN_DRY = (
     *("--padded-vocab-size 5", "--hierarchical-context-parallel-sizes 2", "--eval-interval 0"),
     *("--nccl-communicator-config-path /x", "--num-workers -1", "--distributed-timeout-minutes 0"),
     "--recompute-num-layers 99 --recompute-granularity full --recompute-method uniform",
-    *(
-        "--save /proc/x",
-        "--save /etc/passwd",
-        "--tensorboard-dir /proc/x",
-        "--metrics-file /proc/x",
-    ),
-    *(
-        "--metrics-file .",
-        "--config-logger-dir /proc/x",
-        "--fp8-format e4m3",
-        "--config-logger-dir ''",
-    ),
+    *("--save /etc/passwd", "--save /etc/passwd/x", "--tensorboard-dir /etc/passwd", "--save ''"),
+    *("--metrics-file .", "--config-logger-dir /etc/passwd/x"),
 )
 KNOWN: tuple[tuple[str, ...], ...] = (
+    ("pretrain", *TINY, "--save", "/proc/x"),
     ("convert", "--input", "model", "--output", "/proc/x"),
     ("convert", "--input", "model", "--output", "out", "--max-shard-size", "nan"),
     ("convert", "--input", "model", "--output", "out", "--added-token-num", "99999999999"),
@@ -377,6 +368,10 @@ def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+PREPROCESS = (
+    *("preprocess", "--input", "corpus.jsonl", "--tokenizer-model", "model"),
+    *("--output-prefix", "p"),
+)
 # File -> command lines that read it.
 READERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "model/config.json": (
@@ -388,11 +383,11 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("generate", "--load", "hf:model", "--prompt", "a", "--max-new-tokens", "1"),
     ),
     "model/tokenizer.json": (
-        ("preprocess", "--input", "corpus.jsonl", "--tokenizer-model", "model", "--output-prefix", "p"),
+        PREPROCESS,
         ("generate", "--load", "hf:model", "--prompt", "a", "--max-new-tokens", "1"),
     ),
     "model/tokenizer_config.json": (
-        ("preprocess", "--input", "corpus.jsonl", "--tokenizer-model", "model", "--output-prefix", "p"),
+        PREPROCESS,
         ("chat", "--load", "hf:model", "--hf-chat-template", "--max-new-tokens", "1"),
     ),
     "model/model.safetensors": (("convert", "--input", "model", "--output", "out"),),
@@ -404,7 +399,7 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("merge-lora", "--load", "hf:model", "--lora-load", "adapter", "--save", "out"),
     ),
     "corpus.jsonl": (
-        ("preprocess", "--input", "corpus.jsonl", "--tokenizer-model", "model", "--output-prefix", "p"),
+        PREPROCESS,
         ("tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "out"),
     ),
     "boolq/dev.jsonl": (
@@ -418,11 +413,10 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("chat", "--load", "hf:model", "--prompt-type", "template.jinja", "--max-new-tokens", "1"),
     ),
     "params.json": (
-        ("preprocess", "--input", "corpus.jsonl", "--tokenizer-model", "model", "--output-prefix", "p",
-         "--hf-datasets-params", "params.json"),
+        (*PREPROCESS, "--hf-datasets-params", "params.json"),
     ),
     "data.parquet": (
-        ("preprocess", "--input", "data.parquet", "--tokenizer-model", "model", "--output-prefix", "p"),
+        (*PREPROCESS, "--input", "data.parquet"),
     ),
     "settings.yaml": ((*DRY, "--micro-batch-size", "1"),),
 }  # fmt: skip

@@ -116,3 +116,18 @@ def killed_in_save(save: int, moment: str) -> None:
         directory.harden_tree = dying(directory.harden_tree)
     else:
         directory.atomic_write_text = dying(directory.atomic_write_text)
+
+
+def weights_that_are_not_numbers() -> None:
+    """The model begins with NaN."""
+    from mindspeed.training.step import Trainer
+
+    start = Trainer.__init__
+
+    def with_nan(self: Any, args: Any, model: Any) -> None:
+        start(self, args, model)
+        for chunk in model.chunks:
+            next(chunk.parameters()).data.fill_(float("nan"))
+        model.optimizer.reload_model_params()
+
+    Trainer.__init__ = with_nan

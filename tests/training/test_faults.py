@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import fault
 import pytest
+import torch
 from trainer_job import SETUP, metrics, train
+
+from mindspeed.errors import TrainingError
+from mindspeed.training.overflow import SkippedSteps
 
 PP2 = ["--pipeline-model-parallel-size", "2"]
 
@@ -58,3 +64,40 @@ def test_the_batch_grows_with_the_samples_consumed(ranks, tmp_path):
     (result,) = ranks(1, train, flags, setup=SETUP, backend=None, timeout=240)
     assert result["error"] is None
     assert [r["global_batch_size"] for r in metrics(file)] == [2, 2, 4, 6, 8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("iterations", [2, 12])
+def test_fp16_with_a_loss_that_is_never_finite_fails(iterations, ranks):
+    """Each step is skipped, which is how loss scaling works; but nothing is trained."""
+    flags = ["--fp16", "--train-iters", str(iterations)]
+    fault_and_args = [fault.weights_that_are_not_numbers]
+    (result,) = ranks(1, train, flags, *fault_and_args, setup=SETUP, backend=None, timeout=240)
+    steps = min(iterations, 8)
+    assert f"iteration {steps}: the loss is not finite and {steps} steps in a row were" in (
+        result["error"] or "no error"
+    )
+
+
+@pytest.mark.parametrize(
+    "steps, said",
+    [
+        ([(False, 1.0, 2.0**32)] * 40 + [(True, 1.0, 1.0)], None),
+        ([(False, float("nan"), 8.0)] * 7 + [(True, 1.0, 8.0)] + [(False, 1.0, 8.0)] * 99, None),
+        ([(False, float("nan"), 8.0)] * 8, "the loss is not finite and 8 steps"),
+        ([(False, 1.0, 1.0)] * 7 + [(True, 1.0, 1.0)] + [(False, 1.0, 1.0)] * 7, None),
+        ([(False, 1.0, 1.0)] * 8, "the gradients overflow at the smallest loss scale"),
+    ],
+)
+def test_steps_are_skipped_for_some_time_but_not_for_ever(steps, said):
+    def scale_of(value):
+        return lambda: torch.tensor(value)
+
+    watch = SkippedSteps(Namespace(fp16=True, loss_scale=None, min_loss_scale=1.0))
+    error = None
+    try:
+        for number, (updated, loss, scale) in enumerate(steps, start=1):
+            watch.after_step(updated, torch.tensor([[loss, 1]]), scale_of(scale), number)
+    except TrainingError as problem:
+        error = str(problem)
+    assert said is None or said in (error or "no error")
+    assert (error is None) == (said is None)
