@@ -155,3 +155,10 @@ def test_the_comparison_can_fail_another_seed_gives_other_losses(reference, tmp_
     one_rank = reference(MODEL)
     run = one_rank.train(tmp_path, 1, "--seed 4321")
     assert run.losses != pytest.approx(one_rank.run.losses, rel=2e-6)
+
+
+def test_tensor_parallel_ranks_cut_the_master_weights_of_one_rank(tmp_path):
+    flags = f"{MODEL} {TRAINING} --use-cpu-initialization".split()
+    one_rank = pretrain(tmp_path, 1, *flags)
+    run = pretrain(tmp_path, 2, *flags, "--tensor-model-parallel-size", "2")
+    assert run.losses == pytest.approx(one_rank.losses, rel=2e-6)

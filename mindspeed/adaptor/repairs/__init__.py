@@ -16,6 +16,7 @@ from mindspeed.adaptor.repairs import (
     fused_kernels,
     gpu_affinity,
     grouped_experts,
+    jit_warmup,
     latent_key_gradient,
     layer_comm_types,
     local_spec,
@@ -42,6 +43,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
     gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
+    jit_warmup: lambda values: values.get("use_cpu_initialization"),
     layer_comm_types: layer_comm_types.needed,
 }
 
