@@ -58,6 +58,7 @@ def describe(operator: Operator) -> dict[str, object]:
             name: {
                 "runs": operator.chosen(name).kind,
                 "refused": dict(operator.refusals(name)),
+                "note": operator.chosen(name).note,
             }
             for name in DEVICES
         },
@@ -89,3 +90,7 @@ def _print_explanation(operator: Operator) -> None:
             here = f"refused: {why}" if why else "runs" if one is runs else "not reached"
             table.add_row(name, one.kind, here)
     console.print(table)
+    for name in DEVICES:
+        for one in operator.implementations[name]:
+            if one.note:
+                console.print(f"{name}, {one.kind}: {one.note}", markup=False, highlight=False)

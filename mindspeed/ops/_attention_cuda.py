@@ -58,9 +58,8 @@ def forward(
                 qt, kt, vt, *call.positions, False, **call.keywords
             )
         views[3][:, :, rows] = call.back(got, v.shape[-1])
-        # A row that sees nothing comes back as +inf.
-        log_sum = log_sum.masked_fill(log_sum == float("inf"), float("-inf"))
         views[4][:, :, rows] = log_sum.unsqueeze(0) if problem.layout == "TND" else log_sum
+        tiles.settle_blind_rows(run.pieces, (views[3], 0.0), (views[4], float("-inf")))
     return out, lse
 
 
@@ -92,6 +91,7 @@ def backward(
         )  # fmt: skip
         for at, where, got in zip((5, 6, 7), (rows, columns, columns), grads, strict=True):
             views[at][:, :, where] = call.back(got, views[at].shape[-1])
+        tiles.settle_blind_rows(run.pieces, (views[5], 0.0))
     return dq, dk, dv, dpse if problem.pse is None else dpse.to(problem.pse.dtype)
 
 

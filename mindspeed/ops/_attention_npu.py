@@ -3,7 +3,8 @@
 Of the statistics only the log-sum-exp is kept. The gradient kernel computes ``exp(score - max) /
 sum``, so it gets that as the maximum and a sum of 1. Rules go as sparse modes with the compressed
 mask; what they cannot say (a top-left band over packed sequences of different lengths) runs tile by
-tile in plain torch. ALiBi goes with squares only; other rectangles are cut into them.
+tile in plain torch. ALiBi goes with squares only; other rectangles are cut into them. What the
+kernels return for rows that see nothing is not documented, and is overwritten.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ from mindspeed.ops._visibility import (
 from mindspeed.ops.attention_mask import causal_mask, prefix_mask
 
 LANES = 8
+_BEYOND_ALL_SCORES = 1e30
+_NO_RULE = "npu_fusion_attention has no sparse mode for this mask"
+NOTE = (
+    "the plain formula runs for masks without a sparse mode: top-left bands and explicit masks "
+    "with a band over packed sequences of different lengths, packs with queries but no keys, and "
+    f"ALiBi of rectangles that are not cut into at most {squares.MOST} squares. What the device "
+    "returns for queries that see nothing is overwritten: output 0, log-sum-exp -inf, gradient 0"
+)
 _UNDER_ITS_OWN_NAME = {"BSND": "BSND", "BNSD": "BNSD", "TND": "TND", "SBND": "SBH"}
 
 
@@ -52,7 +61,10 @@ def forward(
         return tiles.forward(problem, None, q, k, v)
     with default_generator_at(q, problem.rng):
         out, top, total, *_ = call.run("", scale=problem.scale)
-    return call.split(out, q), top[..., 0] + total[..., 0].log()
+    out, lse = call.split(out, q), top[..., 0] + total[..., 0].log()
+    views = bnsd(out, problem.layout), tiles.lse_view(problem, lse)
+    tiles.settle_blind_rows(problem.pieces(q, k), (views[0], 0.0), (views[1], float("-inf")))
+    return out, lse
 
 
 def backward(
@@ -70,8 +82,12 @@ def backward(
     call = _call(problem, q, k, v) if q.numel() and k.numel() else None
     if call is None:
         return tiles.backward(problem, None, dout, q, k, v, out, lse, pse_grad)
-    # A row that sees nothing: any finite number does, since its scores are -inf.
-    top = lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1).repeat_interleave(LANES, -1)
+    # A row that sees nothing has probabilities exp(score - top) = 0, whatever its scores are.
+    top = lse.masked_fill(lse == float("-inf"), _BEYOND_ALL_SCORES)
+    tiles.settle_blind_rows(
+        problem.pieces(q, k), (tiles.lse_view(problem, top), _BEYOND_ALL_SCORES)
+    )
+    top = top.unsqueeze(-1).repeat_interleave(LANES, -1)
     seed, offset = (0, 0) if problem.rng is None else problem.rng.tolist()
     dq, dk, dv, dpse, *_ = call.run(
         "_grad",
@@ -88,7 +104,9 @@ def backward(
         dpse = q.new_empty(0, dtype=q.dtype if problem.pse is None else problem.pse.dtype)
     else:
         dpse = dpse.sum_to_size(problem.pse.shape).to(problem.pse.dtype)
-    return call.split(dq, q), call.split(dk, k), call.split(dv, v), dpse
+    dq = call.split(dq, q)
+    tiles.settle_blind_rows(problem.pieces(q, k), (bnsd(dq, problem.layout), 0.0))
+    return dq, call.split(dk, k), call.split(dv, v), dpse
 
 
 def _is_alibi_of_rectangles(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -96,9 +114,6 @@ def _is_alibi_of_rectangles(problem: Problem, q: torch.Tensor, k: torch.Tensor) 
     if not problem.has_slopes:
         return False
     return any(p.sight.queries != p.sight.keys for p in problem.pieces(q, k))
-
-
-_NO_RULE = "npu_fusion_attention has no sparse mode for this mask"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Forward and backward cut the same tiles and draw the same dropout mask for each.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ ROWS = 256
 """Queries of a tile."""
 
 Operands = Callable[[torch.Tensor], torch.dtype]
+Rows = tuple[torch.Tensor, float]
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,25 @@ def backward_piece(
     if wide != q.dtype:
         dk.copy_(dk_sum)
         dv.copy_(dv_sum)
+
+
+def settle_blind_rows(pieces: Iterable[Piece], *results: Rows) -> None:
+    """Overwrite what a kernel returned for queries that see nothing.
+
+    No kernel documents what that is, so nothing may depend on it: not even that it is a number.
+
+    Args:
+        pieces: The sequences that the kernel attended in.
+        *results: Tensors ``[b, n, s]`` or ``[b, n, s, d]`` of all rows (views of the result), and
+            what to write.
+    """
+    for piece in pieces:
+        blind = piece.sight.blind(results[0][0].device)
+        if blind is None:
+            continue
+        for x, value in results:
+            part = x[:, :, piece.rows]
+            part.masked_fill_(blind if part.dim() == 3 else blind.unsqueeze(-1), value)
 
 
 def merge(

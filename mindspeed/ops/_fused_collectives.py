@@ -22,6 +22,12 @@ from mindspeed.ops._registry import Implementation, note_fallback, plain_torch, 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+_NPU_NOTE = (
+    "the plain formula runs for fp32, inner lengths outside of [256, 65535), other numbers of "
+    "ranks than 2, 4, 8 and 16, and empty matrices"
+)
+
+
 def _npu_unfit(a: torch.Tensor, ranks: int) -> str | None:
     """Why torch_npu's fused kernels do not take these operands, or None."""
     if a.dtype not in _HALVES:
@@ -142,10 +148,14 @@ def _symmetric_gather_into(
 
 
 NPU: dict[str, Implementation] = {
-    "coc_matmul_all_reduce": torch_npu(_npu_all_reduce, "npu_mm_all_reduce_base"),
-    "coc_matmul_reduce_scatter": torch_npu(_npu_reduce_scatter, "npu_mm_reduce_scatter_base"),
-    "coc_all_gather_matmul": torch_npu(_npu_gather, "npu_all_gather_base_mm"),
-    "coc_all_gather_matmul_v2": torch_npu(_npu_gather_into, "npu_all_gather_base_mm"),
+    "coc_matmul_all_reduce": torch_npu(_npu_all_reduce, "npu_mm_all_reduce_base", note=_NPU_NOTE),
+    "coc_matmul_reduce_scatter": torch_npu(
+        _npu_reduce_scatter, "npu_mm_reduce_scatter_base", note=_NPU_NOTE
+    ),
+    "coc_all_gather_matmul": torch_npu(_npu_gather, "npu_all_gather_base_mm", note=_NPU_NOTE),
+    "coc_all_gather_matmul_v2": torch_npu(
+        _npu_gather_into, "npu_all_gather_base_mm", note=_NPU_NOTE
+    ),
 }
 SYMMETRIC_MEMORY: dict[str, Implementation] = {
     "coc_matmul_reduce_scatter": plain_torch(_symmetric_reduce_scatter, _no_symmetric_memory),

@@ -238,7 +238,14 @@ MM_ALL_REDUCE = Operator(
     " -> Tensor",
     reference=_reference,
     fake=_fake,
-    npu=[torch_npu(_npu, "npu_mm_all_reduce_base", "npu_trans_quant_param")],
+    npu=[
+        torch_npu(
+            _npu,
+            "npu_mm_all_reduce_base",
+            "npu_trans_quant_param",
+            note="the plain formula runs for fp32 and an empty x1",
+        )
+    ],
     flops=product_flops,
     samples=lambda dtype: (),  # without a group there is nothing to run
     public="mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm",

@@ -68,12 +68,15 @@ class Implementation:
         load: returns the kernel, which takes the arguments of the op; called once.
         refused: says why it cannot run in this process, or None.
         reads_strides: takes arguments as they lie in memory; others get contiguous ones.
+        note: what ``mindspeed ops --explain`` says of it, above all for which arguments it runs the
+            plain formula all the same.
     """
 
     kind: str
     load: Callable[[], Kernel]
     refused: Callable[[], str | None]
     reads_strides: bool = True
+    note: str = ""
 
 
 def triton(kernel: str, *, reads_strides: bool = False) -> Implementation:
@@ -94,18 +97,19 @@ def triton(kernel: str, *, reads_strides: bool = False) -> Implementation:
     return Implementation("triton", load, refused, reads_strides)
 
 
-def torch_npu(kernel: Kernel, *needs: str) -> Implementation:
+def torch_npu(kernel: Kernel, *needs: str, note: str = "") -> Implementation:
     """A kernel made of calls into torch_npu.
 
     Args:
         kernel: takes the arguments of the op, tensors on the NPU.
         *needs: names in ``torch.ops.npu`` (or ``namespace::name``) that it calls.
+        note: what to know of it, above all for which arguments it runs the plain formula.
     """
 
     def refused() -> str | None:
         return next((why for name in needs if (why := missing_npu_op(name))), None)
 
-    return Implementation("torch_npu", lambda: kernel, refused)
+    return Implementation("torch_npu", lambda: kernel, refused, note=note)
 
 
 def plain_torch(kernel: Kernel, refused: Callable[[], str | None] = lambda: None) -> Implementation:

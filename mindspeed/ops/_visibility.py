@@ -99,6 +99,23 @@ class Sight:
             hidden = hidden & (key >= prefix)
         return hidden if given is None else hidden | given
 
+    def blind(self, device: torch.device) -> torch.Tensor | None:
+        """True for queries that see no key, broadcastable to ``[b, n, queries]``; None: all see."""
+        everything = slice(0, self.queries), slice(0, self.keys)
+        if self.mask is not None:
+            hidden = self.hidden(*everything, device)
+            assert hidden is not None
+            return hidden.expand(*hidden.shape[:-2], self.queries, self.keys).all(-1)
+        # Query i sees keys from i + low to i + high, as far as there are any.
+        first, last = max(0, -self.high), min(self.queries, self.keys - self.low)
+        first = self.queries if self.low > self.high else first
+        prefix = (0,) if self.prefix is None else self.prefix
+        if (first <= 0 and last >= self.queries) or min(prefix) > 0:
+            return None
+        query = torch.arange(self.queries, device=device)
+        beyond = (query < first) | (query >= last)
+        return torch.tensor(prefix, device=device).view(-1, 1, 1).le(0) & beyond
+
     def pairs(self) -> int:
         """How many (query, key) pairs band and prefix let meet, per sequence and head."""
         first = torch.arange(self.queries, dtype=torch.int64)

@@ -245,7 +245,10 @@ ATTENTION_BACKWARD = Operator(
     cuda=[plain_torch(_attention_cuda.backward)],
     npu=[
         torch_npu(
-            _attention_npu.backward, "npu_fusion_attention_grad", "npu_fusion_attention_grad_v2"
+            _attention_npu.backward,
+            "npu_fusion_attention_grad",
+            "npu_fusion_attention_grad_v2",
+            note=_attention_npu.NOTE,
         )
     ],
     samples=_samples_backward,
@@ -261,7 +264,10 @@ ATTENTION = Operator(
     cuda=[plain_torch(_with_sink(_attention_cuda.forward))],
     npu=[
         torch_npu(
-            _with_sink(_attention_npu.forward), "npu_fusion_attention", "npu_fusion_attention_v2"
+            _with_sink(_attention_npu.forward),
+            "npu_fusion_attention",
+            "npu_fusion_attention_v2",
+            note=_attention_npu.NOTE,
         )
     ],
     autograd=(_save, _backward),

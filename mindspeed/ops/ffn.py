@@ -277,7 +277,7 @@ FFN = Operator(
     reference=_reference,
     fake=_fake,
     cuda=[plain_torch(_reference)],
-    npu=[torch_npu(_npu, "npu_ffn")],
+    npu=[torch_npu(_npu, "npu_ffn", note="the plain formula runs for fp32")],
     flops=_flops,
     samples=_samples,
     workload=_workload,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
-from mindspeed.ops._registry import Operator, torch_npu, triton
+from mindspeed.ops._registry import Operator, note_fallback, torch_npu, triton
 
 _AT_ONCE = 64
 """Tokens or rows whose fp32 copies the CPU kernels hold at a time."""
@@ -164,13 +164,43 @@ def _unpermute_backward_reference(
     return dpermuted, dprobs[:-1].view(probs.shape).to(probs.dtype)
 
 
+_SORTED_NUMBERS, _SORTED_COPIES = 16777215, 512
+_NPU_NOTE = (
+    f"the plain formula runs for maps with {_SORTED_NUMBERS} entries or more, or more than "
+    f"{_SORTED_COPIES} to a token (the experts of a routing map): limits of aclnnMoeTokenPermute"
+)
+
+
+def _npu_refuses(name: str, rows: torch.Tensor) -> bool:
+    """Whether torch_npu's kernels do not take a map; then says so once."""
+    tokens, width = rows.shape
+    if width <= _SORTED_COPIES and rows.numel() < _SORTED_NUMBERS:
+        return False
+    note_fallback(name, f"this map is [{tokens}, {width}]; {_NPU_NOTE}")
+    return True
+
+
 def _permute_npu(
     tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: bool
 ) -> torch.Tensor:
-    if padded or not num_rows:  # the op knows no rows without a token
+    # For the op, 0 rows are all.
+    if not num_rows or not rows.numel() or _npu_refuses("moe_permute", rows):
         return _permute_reference(tokens, rows, num_rows, padded)
-    # The op sorts; rows in the order of their numbers are where we want them.
-    return torch.ops.npu.npu_moe_token_permute(tokens, rows, num_rows)[0]  # type: ignore[no-any-return]
+    # The op sorts: rows in the order of their numbers are where we want them, and what is no copy
+    # goes behind the last row, as what is dropped does.
+    numbers = rows.masked_fill(rows < 0, num_rows) if padded else rows
+    out = torch.ops.npu.npu_moe_token_permute(tokens, numbers, num_rows)[0]
+    if not padded:
+        return out  # type: ignore[no-any-return]
+    if out.shape[0] < num_rows:
+        out = torch.nn.functional.pad(out, (0, 0, 0, num_rows - out.shape[0]))
+    return _without_tail(out, rows)
+
+
+def _without_tail(permuted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Zero in place the rows that nobody goes to; they are the last ones."""
+    place = torch.arange(permuted.shape[0], device=rows.device)
+    return permuted.masked_fill_((place >= (rows >= 0).sum()).unsqueeze(1), 0)
 
 
 def _unpermute_npu(
@@ -179,6 +209,8 @@ def _unpermute_npu(
     tokens, width = rows.shape
     if not rows.numel() or not permuted.numel():
         return permuted.new_zeros(tokens, permuted.shape[1])
+    if _npu_refuses("moe_unpermute", rows):
+        return _unpermute_reference(permuted, rows, probs, padded)
     flat = _npu_rows(rows, permuted)
     if probs is not None:
         return torch.ops.npu.npu_moe_token_unpermute(permuted, flat, probs)  # type: ignore[no-any-return]
@@ -190,10 +222,14 @@ def _unpermute_npu(
 def _unpermute_backward_npu(
     dy: torch.Tensor, permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor, padded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if padded or not rows.numel() or not permuted.numel():
+    empty = not rows.numel() or not permuted.numel()
+    if empty or _npu_refuses("moe_unpermute_backward", rows):
         return _unpermute_backward_reference(dy, permuted, rows, probs, padded)
     flat = _npu_rows(rows, permuted)
-    return torch.ops.npu.npu_moe_token_unpermute_grad(permuted, dy.contiguous(), flat, probs)  # type: ignore[no-any-return]
+    dpermuted, dprobs = torch.ops.npu.npu_moe_token_unpermute_grad(
+        permuted, dy.contiguous(), flat, probs
+    )
+    return _without_tail(dpermuted, rows) if padded else dpermuted, dprobs
 
 
 def _npu_rows(rows: torch.Tensor, permuted: torch.Tensor) -> torch.Tensor:
@@ -309,7 +345,7 @@ MOE_PERMUTE = Operator(
     reference=_permute_reference,
     fake=_permute_fake,
     cuda=[triton("moe_permutation:permute")],
-    npu=[torch_npu(_permute_npu, "npu_moe_token_permute")],
+    npu=[torch_npu(_permute_npu, "npu_moe_token_permute", note=_NPU_NOTE)],
     autograd=(_permute_save, _permute_backward),
     samples=_permute_samples,
     workload=_permute_workload,
@@ -321,7 +357,14 @@ MOE_UNPERMUTE = Operator(
     reference=_unpermute_reference,
     fake=_unpermute_fake,
     cuda=[triton("moe_permutation:unpermute")],
-    npu=[torch_npu(_unpermute_npu, "npu_moe_token_unpermute", "npu_moe_token_permute_grad_v2")],
+    npu=[
+        torch_npu(
+            _unpermute_npu,
+            "npu_moe_token_unpermute",
+            "npu_moe_token_permute_grad_v2",
+            note=_NPU_NOTE,
+        )
+    ],
     autograd=(_unpermute_save, _unpermute_backward),
     samples=_unpermute_samples,
     workload=_unpermute_workload,
@@ -334,7 +377,7 @@ MOE_UNPERMUTE_BACKWARD = Operator(
     reference=_unpermute_backward_reference,
     fake=_unpermute_backward_fake,
     cuda=[triton("moe_permutation:unpermute_backward")],
-    npu=[torch_npu(_unpermute_backward_npu, "npu_moe_token_unpermute_grad")],
+    npu=[torch_npu(_unpermute_backward_npu, "npu_moe_token_unpermute_grad", note=_NPU_NOTE)],
     samples=_unpermute_backward_samples,
     workload=_unpermute_backward_workload,
 )

@@ -105,7 +105,13 @@ GROUPMATMUL_ADD = Operator(
     reference=_reference,
     fake=_fake,
     cuda=[triton("groupmatmul_add:accumulate")],
-    npu=[torch_npu(_npu, "npu_grouped_matmul_add_")],
+    npu=[
+        torch_npu(
+            _npu,
+            "npu_grouped_matmul_add_",
+            note="the plain formula runs for fp32 operands, and a grad that is not fp32",
+        )
+    ],
     flops=product_flops,
     samples=_samples,
     workload=_workload,

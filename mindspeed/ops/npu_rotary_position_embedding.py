@@ -30,6 +30,10 @@ _check = Check("npu_rotary_position_embedding")
 _MODES = ("half", "interleave")
 _LARGEST_HEAD = 896
 _NPU_SPREAD = 1000
+_NPU_NOTE = (
+    f"the plain formula runs for {_LARGEST_HEAD} rotated channels or more, cos and sin that are "
+    f"spread over {_NPU_SPREAD} or more, and interleaved pairs with cos and sin for each head"
+)
 
 
 def npu_rotary_position_embedding(
@@ -220,7 +224,7 @@ ROTARY_BACKWARD = Operator(
     reference=_reference_backward,
     fake=_fake,
     cuda=[triton("rotary:backward", reads_strides=True)],
-    npu=[torch_npu(_npu_backward, "npu_rotary_mul_backward")],
+    npu=[torch_npu(_npu_backward, "npu_rotary_mul_backward", note=_NPU_NOTE)],
     samples=_samples,
     workload=_workload,
     compiles=True,
@@ -231,7 +235,7 @@ ROTARY = Operator(
     reference=_reference,
     fake=_fake,
     cuda=[triton("rotary:forward", reads_strides=True)],
-    npu=[torch_npu(_npu, "npu_rotary_mul")],
+    npu=[torch_npu(_npu, "npu_rotary_mul", note=_NPU_NOTE)],
     autograd=(_save, _backward),
     samples=_samples,
     workload=_workload,

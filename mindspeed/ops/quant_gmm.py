@@ -269,7 +269,9 @@ QUANT_GROUPED_MATMUL = Operator(
     " Tensor? per_token_scale, Tensor ends, int act_type, ScalarType output_dtype) -> Tensor",
     reference=_reference,
     fake=_fake,
-    npu=[torch_npu(_npu, "npu_grouped_matmul")],
+    npu=[
+        torch_npu(_npu, "npu_grouped_matmul", note="the plain formula runs for output_dtype int8")
+    ],
     flops=product_flops,
     samples=_samples,
     workload=_workload,

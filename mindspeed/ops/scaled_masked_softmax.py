@@ -116,6 +116,11 @@ def _npu_mask(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return mask.expand(mask.shape[0], mask.shape[1], *x.shape[2:]).contiguous()
 
 
+_NPU_NOTE = (
+    "the plain formula runs for numbers of queries or keys that are not multiples of 32 up to 4096"
+)
+
+
 def _npu_takes(x: torch.Tensor) -> bool:
     sides = all(32 <= size <= 4096 and size % 32 == 0 for size in x.shape[2:])
     return sides and x.numel() > 0
@@ -180,7 +185,7 @@ SOFTMAX_BACKWARD = Operator(
     " -> Tensor",
     reference=_reference_backward,
     fake=_fake_backward,
-    npu=[torch_npu(_npu_backward, "npu_scaled_masked_softmax_backward")],
+    npu=[torch_npu(_npu_backward, "npu_scaled_masked_softmax_backward", note=_NPU_NOTE)],
     samples=_samples_backward,
     workload=_workload_backward,
 )
@@ -189,7 +194,7 @@ SOFTMAX = Operator(
     "scaled_masked_softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
     reference=_reference,
     fake=_fake,
-    npu=[torch_npu(_npu, "npu_scaled_masked_softmax")],
+    npu=[torch_npu(_npu, "npu_scaled_masked_softmax", note=_NPU_NOTE)],
     autograd=(_save, _backward),
     samples=_samples,
     workload=_workload,

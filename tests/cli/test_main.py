@@ -90,9 +90,11 @@ def test_operators_as_table_json_and_explanation(capsys):
     assert main(["ops", "--json", "--explain", "rms_norm"]) == 0
     (one,) = json.loads(capsys.readouterr().out)
     assert one["public"] == "mindspeed.ops.rms_norm.rms_norm"
-    assert one["devices"]["cpu"] == {"runs": "reference", "refused": {}}
+    assert one["devices"]["cpu"] == {"runs": "reference", "refused": {}, "note": ""}
     assert one["devices"]["npu"]["refused"] == {"torch_npu": "torch_npu is not installed"}
     assert main(["ops", "--explain", "rms_norm"]) == 0
     assert "refused: torch_npu is not installed" in capsys.readouterr().out
+    assert main(["ops", "--explain", "moe_permute"]) == 0
+    assert "npu, torch_npu: the plain formula runs for maps" in capsys.readouterr().out
     assert main(["ops", "--explain", "rms_nrom"]) == 1
     assert "no operator 'rms_nrom'" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mindspeed.ops.attention import attention
+from tests.ops import exact_attention
 
 
 def _qkv(device: str, queries: int, keys: int) -> list[torch.Tensor]:
@@ -27,6 +28,26 @@ def gradients(device: str, options: dict[str, Any], queries: int, keys: int) -> 
 
 def npu_and_cpu(*arguments: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return gradients("npu", *arguments), gradients("cpu", *arguments)
+
+
+def npu_and_exact(
+    options: dict[str, Any], queries: int, keys: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Output, log-sum-exp and gradients on the device, and written out in float64."""
+    qkv = [x.detach() for x in _qkv("cpu", queries, keys)]
+    packed = options.get("layout") == "TND"
+    qkv = [x[:, 0] for x in qkv] if packed else qkv
+    given = {"layout": "SBND", "scale": 0.3, **options}
+    leaves = [x.npu().requires_grad_() for x in qkv]
+    moved = {
+        name: x.npu() if isinstance(x, torch.Tensor) and not name.startswith("cu_") else x
+        for name, x in given.items()
+    }
+    out, lse = attention(*leaves, **moved)
+    dout = torch.linspace(-1, 2, out.numel()).view(out.shape)
+    grads = torch.autograd.grad(out, leaves, dout.npu())
+    ours = [x.detach().cpu() for x in (out, lse, *grads)]
+    return ours, exact_attention.with_gradients(*qkv, dout, **given)
 
 
 def calls(

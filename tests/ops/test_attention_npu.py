@@ -68,6 +68,46 @@ def test_alibi_of_rectangles_is_cut_into_squares(npu, name):
     assert found == [(one, mode) for one in names for mode in modes]
 
 
+BLIND = {
+    # the first queries of a tall causal mask, a band beside the keys, rows of a mask, a prefix
+    "causal": {"mode": 3},
+    "band-before": {"mode": 4, "pre": 9, "next": -2},
+    "band-behind": {"mode": 0, "pre": -3, "next": 9},
+    "mask": {
+        "mask": torch.tensor([False, True, False, False, True, True, False]).view(7, 1).expand(7, 5)
+    },
+    "mask-of-samples": {
+        "mask": torch.arange(7).view(1, 1, 7, 1) < torch.tensor([0, 3]).view(2, 1, 1, 1)
+    },
+    "prefix": {"mode": 5, "prefix": [0, 2]},
+    "sink": {"mode": 3, "sink": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "bias": {"mode": 3, "pse": torch.arange(5.0).expand(1, 1, 7, 5)},
+    "everything": {"mode": 4, "pre": 9, "next": -9},
+}
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_rows_that_see_nothing_do_not_depend_on_what_the_device_returns(npu, name):
+    """The emulated operators return NaN for them, as output, statistics and gradient."""
+    options = BLIND[name]
+    if "mask" in options:  # the batch of attention_npu_jobs is 2
+        shape = options["mask"].shape[-2]
+        options = {"mask": options["mask"].expand(*options["mask"].shape[:-2], shape, 5)}
+    ours, expected = npu(jobs.npu_and_exact, options, 7, 5)
+    for got, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_pack_that_see_nothing(npu):
+    options = {
+        "mode": 3, "layout": "TND",
+        "cu_q": torch.tensor([0, 4, 9]), "cu_k": torch.tensor([0, 2, 7]),
+    }  # fmt: skip
+    ours, expected = npu(jobs.npu_and_exact, options, 9, 7)
+    for got, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_what_no_sparse_mode_says_runs_the_formula(npu):
     packed = {"layout": "TND", "mode": 0, "pre": 3, "next": 0}
     lengths = {"cu_q": torch.tensor([0, 2, 5]), "cu_k": torch.tensor([0, 4, 7])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import moe_npu_jobs
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -322,3 +323,27 @@ def test_padded_mode_is_refused():
         npu_moe_token_permute(torch.zeros(T, H), EXPERTS, padded_mode=True)
     with pytest.raises(NotImplementedError, match="padded_mode"):
         npu_moe_token_unpermute(torch.zeros(14, H), torch.arange(14).int(), padded_mode=True)
+
+
+FUSED = [
+    "npu::npu_moe_token_permute",
+    "npu::npu_moe_token_permute_grad_v2",
+    "npu::npu_moe_token_unpermute",
+    "npu::npu_moe_token_unpermute_grad",
+]
+
+
+@pytest.mark.parametrize("rows", [None, 40, 90], ids=["all", "some-dropped", "padded"])
+def test_a_routing_map_goes_through_the_fused_operators_of_the_npu(rows, npu):
+    """Rows that nobody goes to are zero whatever the device leaves there."""
+    ours, expected, seen = npu(moe_npu_jobs.npu_and_cpu, 19, 10, rows)
+    assert seen == FUSED
+    for got, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_more_experts_than_the_fused_operators_take_go_through_the_formula(npu):
+    ours, expected, seen = npu(moe_npu_jobs.npu_and_cpu, 3, 513, None)
+    assert seen == []
+    for got, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)

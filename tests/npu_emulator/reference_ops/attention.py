@@ -4,9 +4,9 @@ Each call becomes one `_Problem`, cut into pieces [b, n, s, d]: one for the dens
 sequence for TND. The gradient starts from the max, sum and output handed in, as the device's does:
 a caller that hands in those of a larger softmax (ring attention) gets its part of that gradient.
 
-Not documented, and chosen here: a row without any key has output 0, max -3.4e38 and sum 0;
-the softmax statistics of TND lie in memory sequence by sequence as [n, s, 8] unless
-``softmax_layout="TND"``, under the shape [t, n, 8].
+Not documented, and chosen here: a row without any key has NaN as output, statistics and gradient,
+so that nothing can come to rely on it; the softmax statistics of TND lie in memory sequence by
+sequence as [n, s, 8] unless ``softmax_layout="TND"``, under the shape [t, n, 8].
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from npu_emulator.reference_ops._common import refuse, require
 EVERYTHING = 2147483647
 LANES = 8  # each statistic is stored eight times
 COMPRESSED = (2, 3, 4, 6, 7, 8)
-NO_KEY = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def _forward(problem: _Problem, q, k, v):
     for index, (qi, ki, vi, _) in enumerate(_triples(problem, q, k, v)):
         logits = problem.logits(qi, ki, index)
         top = torch.cat((logits, problem.sink_logit().expand(*logits.shape[:-1], 1)), -1).amax(-1)
-        top = top.clamp(min=NO_KEY)[..., None]
+        top = top[..., None]  # -inf for a row without any key, where all that follows is NaN
         p = torch.exp(logits - top)
         total = p.sum(-1, keepdim=True) + torch.exp(problem.sink_logit() - top)
         p = p / total.clamp(min=torch.finfo(torch.float32).tiny)
@@ -253,7 +252,8 @@ def _backward(problem: _Problem, q, k, v, dy, maximum, total, out):
         delta = (dys[index] * outs[index]).sum(-1, keepdim=True)
         dlogits = p * (dys[index] @ vi.transpose(-1, -2) * kept - delta)
         add_up = lambda t, g=groups: t.unflatten(1, (-1, g)).sum(2)  # noqa: E731
-        dqs.append(dlogits @ ki * problem.scale)
+        blind = problem.logits(qi, ki, index).eq(-torch.inf).all(-1, keepdim=True)
+        dqs.append((dlogits @ ki * problem.scale).masked_fill(blind, torch.nan))
         dks.append(add_up(dlogits.transpose(-1, -2) @ qi) * problem.scale)
         dvs.append(add_up((p * kept).transpose(-1, -2) @ dys[index]))
         dpses.append(dlogits if problem.pse_type == 0 else dlogits * problem.scale)

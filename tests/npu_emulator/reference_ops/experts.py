@@ -18,9 +18,12 @@ def _rows_of_slots(experts):
 
 
 def _to_rows(slots, rows, count):
-    """Slots [n, H] in the order of rows; those beyond `count` are dropped."""
+    """Slots [n, H] in the order of rows; those beyond `count` are dropped.
+
+    Rows that no slot goes to are NaN: what the device leaves there is not documented.
+    """
     kept = rows < count
-    result = slots.new_zeros(count, *slots.shape[1:])
+    result = slots.new_full((count, *slots.shape[1:]), float("nan"))
     result[rows[kept].long()] = slots[kept]
     return result
 
@@ -36,6 +39,13 @@ def _to_slots(permuted, rows):
 def npu_moe_token_permute(tokens, indices, num_out_tokens=None, padded_mode=False):
     """Returns the permuted tokens and sorted_indices (int32, one per slot)."""
     refuse("npu_moe_token_permute", {"padded_mode": padded_mode})
+    require(
+        "npu_moe_token_permute",
+        indices.numel() < 16777215 and bool(((indices >= 0) & (indices < 16777215)).all()),
+        "fewer than 16777215 indices, each in [0, 16777215)",
+    )
+    few = indices.dim() == 1 or indices.size(1) <= 512
+    require("npu_moe_token_permute", few, "at most 512 indices to a token")
     rows, wanted = _rows_of_slots(indices), num_out_tokens or 0
     count = min(wanted, rows.numel()) if wanted > 0 else rows.numel() + wanted
     slots = tokens.repeat_interleave(indices.numel() // max(tokens.size(0), 1), 0)
