@@ -1,6 +1,11 @@
 """How long an adaptive plan takes: the layout, and the plan with all its moves and parts.
 
     python benchmarks/attention_planning.py [--repeats 5] [--json out.json]
+    python benchmarks/attention_planning.py --planners
+
+The second prints balance (mean and worst), rows received (worst and mean rank) and parts of the
+mask (the rank with most) of this and other planners, without times: the table of
+docs/attention-plans.md.
 
 Masks are packed documents with the lengths of a pretraining corpus (published by MagiAttention), 20
 samples. Times are processor time of one thread, the best of some repeats, because planning competes
@@ -21,14 +26,16 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed.attention import Layout, Mask, figures, planners
+from mindspeed.attention import Layout, Mask, figures, planners, zigzag
+from mindspeed.attention.plan import work_on
 from mindspeed.attention.planners.adaptive import adaptive_layout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from attention.reference_planners import mask_of, pretraining
+from attention import reference_planners as reference
+from attention.reference_planners import mask_of, measures, pretraining
 
 K = 1024
-CASES = ((128 * K, 8, None), (256 * K, 16, 64 * K))
+CASES = ((128 * K, 8, None), (256 * K, 16, 64 * K), (256 * K, 16, None))
 SAMPLES = 20
 
 
@@ -37,7 +44,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="the best of so many is taken")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--planners", action="store_true", help="compare planners, without times")
     args = parser.parse_args()
+    if args.planners:
+        for case in CASES:
+            compare(*case)
+        return
     results = [measure(*case, args.repeats) for case in CASES]
     found = {
         "python": platform.python_version(),
@@ -77,6 +89,39 @@ def measure(size: int, ranks: int, cap: int | None, repeats: int) -> dict[str, o
         "worst_rows": statistics.mean(max(price.fetched) / ring for price in prices),
         "mean_rows": statistics.mean(sum(price.fetched) / ranks / ring for price in prices),
     }
+
+
+PLANNERS: dict[str, Callable[[list[int], Mask, int], Layout]] = {
+    "zigzag over everything": lambda lengths, mask, ranks: zigzag(mask.size, ranks),
+    "zigzag in each document": lambda lengths, mask, ranks: reference.per_document(lengths, ranks),
+    "torch, round robin of blocks": lambda lengths, mask, ranks: reference.ptrr(mask, ranks),
+    "min-heap of chunks of 2048": lambda lengths, mask, ranks: reference.min_heap(
+        mask, ranks, 2048
+    ),
+    "min-heap of chunks of 512": lambda lengths, mask, ranks: reference.min_heap(mask, ranks, 512),
+    "adaptive": lambda lengths, mask, ranks: adaptive_layout(mask, ranks),
+}
+
+
+def compare(size: int, ranks: int, cap: int | None) -> None:
+    """One kind of mask, by each planner."""
+    longest = "as they come" if cap is None else f"at most {cap}"
+    print(f"{size} tokens, {ranks} ranks, documents {longest}")
+    samples = [pretraining(size, seed, cap) for seed in range(SAMPLES)]
+    for name, planner in PLANNERS.items():
+        found, parts = [], []
+        for lengths in samples:
+            mask = mask_of(lengths)
+            layout = planner(lengths, mask, ranks)
+            found.append(measures(mask, layout))
+            most = [len(work_on(mask, own, ((0, mask.size),))) for own in layout.segments]
+            parts.append(max(most))
+        balance, worst, mean = map(statistics.mean, zip(*found, strict=True))
+        print(
+            f"  {name:<30}{balance:.3f} ({min(one[0] for one in found):.3f})  "
+            f"rows {worst:.3f} / {mean:.3f}  parts {statistics.mean(parts):.0f}",
+            flush=True,
+        )
 
 
 def layout(mask: Mask, ranks: int) -> Layout:
