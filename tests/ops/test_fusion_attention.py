@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import exact_attention
 import pytest
 import torch
 from exact_attention import INFINITE, dense, hidden
@@ -525,3 +526,17 @@ def test_sequences_that_are_not_there_end_with_zeros():
     out = npu_fusion_attention(q, k, v, 4, "TND", **ends)[0]
     same = npu_fusion_attention(q, k, v, 4, "TND", **LENGTHS)[0]
     assert torch.equal(out, same)
+
+
+def test_a_tile_reaches_as_far_as_the_longest_prefix_of_the_batch():
+    """More queries than a tile has; one prefix ends behind the band of the first tile."""
+    tensors_ = tensors(2, 2, 2, 300, 300, dtype=torch.float32)
+    given = {"mode": 6, "prefix": [5, 290], "scale": 0.3}
+    dout = torch.linspace(-1, 1, tensors_[0].numel()).view(tensors_[0].shape)
+    leaves = [x.requires_grad_() for x in tensors_]
+    out, lse = attention(*leaves, **given)
+    ours = [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+    assert_equal(ours, exact_attention.with_gradients(*leaves, dout, **given), 1e-4)
+    sight = Problem(mode=6, prefix=[5, 290]).sight(300, 300)
+    assert sight.reach(0, 256) == (0, 290)
+    assert sight.reach(256, 300) == (0, 300)

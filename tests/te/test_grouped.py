@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mindspeed.te import fused_experts, kernels
 from mindspeed.te.grouped import GroupedLinear, gmm
 from mindspeed.testing import assert_close_with_grads
 
@@ -77,16 +78,19 @@ def test_the_owner_of_delayed_experts_is_told_of_every_gradient(fused):
 def test_fused_weight_gradients_reach_main_grad_of_every_expert(delay):
     fused = layer(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, bias=False)
     plain = layer(bias=False)
-    for weight in fused.parameters():
-        weight.main_grad = torch.zeros_like(weight)
+    before = [torch.randn_like(weight) for weight in fused.parameters()]  # of earlier micro-batches
+    for weight, earlier in zip(fused.parameters(), before, strict=True):
+        weight.main_grad = earlier.clone()
         weight.grad_added_to_main_grad = False
     for _ in range(2):
         x = torch.randn(8, 6)
         fused(x, SPLITS).square().sum().backward()
         plain(x, torch.tensor(SPLITS)).square().sum().backward()
         fused.backward_dw()
-    for ours, expected in zip(fused.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.main_grad, expected.grad, rtol=1e-6, atol=1e-5)
+    parts = zip(fused.parameters(), plain.parameters(), before, strict=True)
+    for ours, expected, earlier in parts:
+        total = earlier + expected.grad
+        torch.testing.assert_close(ours.main_grad, total, rtol=1e-6, atol=1e-5)
         assert ours.grad_added_to_main_grad
 
 
@@ -96,6 +100,22 @@ def test_return_bias_returns_one_bias_per_group():
     assert [b is getattr(grouped, f"bias{i}") for i, b in enumerate(biases)] == [True] * 4
     grouped.return_bias, grouped.apply_bias = False, False
     assert torch.equal(grouped(x, SPLITS), y)
+
+
+@pytest.mark.parametrize("kernels_", [kernels, fused_experts], ids=["formula", "fused"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_weight_gradients_are_added_to_what_the_buffer_holds(kernels_, stacked):
+    """Of every expert, and an expert without tokens keeps what it had."""
+    left, right = torch.randn(8, 5), torch.randn(8, 6)
+    before = torch.randn(len(SPLITS), 5, 6)
+    buffers = list(before.clone()) if stacked else [part.clone() for part in before]
+    kernels_.accumulate_grouped_wgrad(left, right, SPLITS, buffers)
+    start = 0
+    for buffer, earlier, rows in zip(buffers, before, SPLITS, strict=True):
+        part = slice(start, start + rows)
+        expected = earlier + left[part].T @ right[part]
+        torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-5)
+        start += rows
 
 
 @pytest.mark.parametrize("trans_b", [False, True])
