@@ -52,6 +52,14 @@ _OPTIONS = (
         "runs on {device} with its {te} engine; leave it out (--bf16 trains everywhere)",
     ),
     _Option(
+        "--use-torch-fsdp2 (and --ckpt-format torch_dcp, which goes with it alone)",
+        lambda values: values.get("use_torch_fsdp2"),
+        _anywhere,
+        "Megatron's wrapper of torch's FSDP2 ends in a TypeError in the first step of 0.16.1, on "
+        "every device (finish_grad_sync has no force_all_reduce); use --use-megatron-fsdp "
+        "--data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor",
+    ),
+    _Option(
         "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
         lambda values: (
             values.get("use_megatron_fsdp")

@@ -336,7 +336,8 @@ def _check_optimizer(
     if kind is None:
         readable, instead = not args.use_distributed_optimizer, "go on with --zero-stage 0"
     elif not args.use_distributed_optimizer:
-        readable, instead = False, "go on with --use-distributed-optimizer (--zero-stage 1)"
+        readable = kind == shards.SHARDING
+        instead = "go on with --use-distributed-optimizer (--zero-stage 1)"
     elif args.use_megatron_fsdp:
         readable = kind == shards.SHARDING
         instead = "go on with --zero-stage 1, or save it with --dist-ckpt-optim-fully-reshardable"

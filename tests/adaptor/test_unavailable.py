@@ -17,6 +17,7 @@ OFF = {
     "cuda_graph_impl": "none",
     "enable_cuda_graph": False,
     "fp4": None,
+    "use_torch_fsdp2": False,
     "fp4_param": False,
     "use_megatron_fsdp": False,
     "data_parallel_sharding_strategy": "no_shard",
@@ -38,6 +39,7 @@ CASES = {
     "fp4": ({"fp4": "e2m1"}, FP4, {("cuda", "native")}),
     "fp4 parameters": ({"fp4_param": True}, FP4, {("cuda", "native")}),
     "no_shard": ({**FSDP, "data_parallel_sharding_strategy": "no_shard"}, NO_SHARD, set()),
+    "FSDP2": ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 .*use --use-megatron-fsdp", set()),
     "options of NCCL": (
         {"nccl_communicator_config_path": "x.yaml"},
         "it describes communicators of NCCL, this device is npu",

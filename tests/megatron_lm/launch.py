@@ -19,9 +19,9 @@ _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)", r
 
 @dataclass(frozen=True)
 class Run:
-    """The printed losses and gradient norms of a run, from iteration 1; iteration 2 is left out.
+    """The printed losses and gradient norms of a run, without those of its second iteration.
 
-    Megatron-LM prints the mean of iterations 1 and 2 as iteration 2.
+    Megatron-LM prints the mean of the first two iterations (of a resumed run, too) as the second.
     """
 
     losses: tuple[float, ...]
@@ -57,7 +57,8 @@ def pretrain(directory: Path, nproc: int, *flags: str, timeout: int = 300) -> Ru
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MINDSPEED_DEVICE": "cpu"}
-    env |= {"PYTHONPATH": str(checkout), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), env.get("PYTHONPATH"))))
+    env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # a GPU's, not demanded from a CPU
     done = subprocess.run(
         command, env=env, cwd=directory, capture_output=True, text=True, timeout=timeout
     )
@@ -68,6 +69,6 @@ def pretrain(directory: Path, nproc: int, *flags: str, timeout: int = 300) -> Ru
 
 def _read(output: str) -> Run:
     rows = [(int(number), float(loss), float(norm)) for number, loss, norm in _LOSS.findall(output)]
-    rows = [row for row in rows if row[0] != 2]
     assert rows, output[-6000:]
+    del rows[1:2]
     return Run(tuple(r[1] for r in rows), tuple(r[2] for r in rows), output)

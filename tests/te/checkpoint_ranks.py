@@ -23,10 +23,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Job:
     """One data-parallel model with its optimizer."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], repaired: bool = True) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
+
+        from mindspeed.adaptor.repairs.optimizer_resume import load_without_gradients
 
         half = {"bf16": True, "params_dtype": torch.bfloat16} if options.get("bf16") else {}
         cfg = gpt_ranks.config("rmsnorm-swiglu-gqa", gradient_accumulation_fusion=True, **half)
@@ -41,7 +43,10 @@ class Job:
                 k: v for k, v in options.items() if k != "bf16"
             },
         )  # fmt: skip
-        self.optimizer = get_megatron_optimizer(config, [self.model])
+        make = (
+            load_without_gradients(get_megatron_optimizer) if repaired else get_megatron_optimizer
+        )
+        self.optimizer = make(config, [self.model])
 
     def step(self, number: int) -> tuple[float, float]:
         """Train on batch ``number`` and return loss and gradient norm."""
@@ -73,13 +78,7 @@ def resume(
     """Train 5 steps; save after 3; load into a new job and train its last 2 again."""
     gpt_ranks.start()
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from mindspeed.adaptor.repairs.optimizer_resume import load_without_gradients
-
-    if repaired:
-        load = load_without_gradients(DistributedOptimizer.load_state_dict)
-        DistributedOptimizer.load_state_dict = load
     metadata = {
         "distrib_optim_sharding_type": sharding,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -90,7 +89,7 @@ def resume(
     dist_checkpointing.save(first.sharded(False, metadata), folder)
     expected = [first.step(number) for number in (3, 4)]
 
-    second = Job(options)
+    second = Job(options, repaired)
     state = dist_checkpointing.load(second.sharded(True, metadata), folder)
     second.model.module.load_state_dict(state["model"])
     second.optimizer.load_state_dict(state["optimizer"])

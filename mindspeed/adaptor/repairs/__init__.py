@@ -13,6 +13,7 @@ from typing import Any
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
     dataset_helpers,
+    fsdp_swiglu,
     fused_kernels,
     gpu_affinity,
     grouped_experts,
@@ -22,10 +23,12 @@ from mindspeed.adaptor.repairs import (
     local_spec,
     mla_rope_fusion,
     mtp_token_count,
+    optimizer_groups,
     optimizer_offload,
     optimizer_resume,
     packed_batch,
     process_groups,
+    rng_shards,
     rng_tracker,
     yarn,
 )
@@ -42,6 +45,11 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     optimizer_offload: lambda values: values.get("optimizer_cpu_offload"),
     optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
     gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
+    optimizer_groups: lambda values: any(
+        values.get(name) for name in ("load", "num_experts", "use_distributed_optimizer")
+    ),
+    rng_shards: lambda values: values.get("load") and values.get("num_experts"),
+    fsdp_swiglu: lambda values: values.get("use_megatron_fsdp") and values.get("swiglu"),
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
     jit_warmup: lambda values: values.get("use_cpu_initialization"),
     layer_comm_types: layer_comm_types.needed,

@@ -1,9 +1,9 @@
-"""The distributed optimizer can't load fp32 parameters it has saved in its own layout.
+"""An fp32 model cannot load the states of the distributed optimizer that it has saved.
 
-The main parameters of an fp32 model are views of the model's, and a ``dp_reshardable`` checkpoint
-(the default of ``--use-distributed-optimizer``) is copied into them in place, which autograd
-refuses: "a view of a leaf Variable that requires grad is being used in an in-place operation".
-Loading needs no gradients.
+The main parameters of an fp32 model are views of the model's. A ``dp_reshardable`` checkpoint (the
+default of ``--use-distributed-optimizer``) and the file of ``--ckpt-format torch`` are copied into
+them in place, which autograd refuses: "a view of a leaf Variable that requires grad is being used
+in an in-place operation". Loading needs no gradients.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from mindspeed.adaptor.patch import Patch
 OWNER = "repair:optimizer-resume"
 
 
-def load_without_gradients(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``DistributedOptimizer.load_state_dict``."""
+def load_without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_megatron_optimizer``: what it returns loads without gradients."""
 
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.no_grad():
-            original(self, *args, **kwargs)
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        optimizer = original(*args, **kwargs)
+        for name in ("load_state_dict", "load_parameter_state"):
+            if hasattr(optimizer, name):
+                setattr(optimizer, name, torch.no_grad()(getattr(optimizer, name)))
+        return optimizer
 
-    return load_state_dict
+    return get_megatron_optimizer
 
 
 PATCHES = (
     Patch(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+        "megatron.core.optimizer:get_megatron_optimizer",
         load_without_gradients,
         OWNER,
         "an fp32 model resumes from the distributed optimizer's own checkpoint layout",
-        expects="(self, state_dict)",
+        expects="(config, model_chunks, ...)",
     ),
 )

@@ -1,0 +1,109 @@
+"""Chains of an unmodified Megatron-LM script: saved in one layout, continued in another.
+
+Every row is a checkpoint format, an optimizer and a change of layout that Megatron documents
+(docs/api-guide/core/dist_checkpointing.md): ``torch_dist`` changes every size for an optimizer that
+is not distributed and with ``--dist-ckpt-optim-fully-reshardable``, the data-parallel size only in
+the default format of the distributed optimizer; ``torch`` (legacy) and ``fsdp_dtensor`` go on as
+they are. The truth is the second half of the run that saved.
+
+Repairs: ``optimizer_groups``, ``optimizer_resume``, ``rng_shards``, ``fsdp_swiglu``. The quick
+chains of the trainer are in ``tests/checkpoint/test_chains.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.megatron_lm.launch import Run, pretrain
+from tests.megatron_lm.test_matrix import MLA, MODEL, MOE, TRAINING
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
+
+DEEPSEEK = (
+    f"{MLA} {MOE.removeprefix(MODEL)} --moe-layer-freq ([0]*1+[1]*3) "
+    "--moe-shared-expert-intermediate-size 32"
+)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+EP2 = "--expert-model-parallel-size 2"
+DISTRIBUTED = "--use-distributed-optimizer"
+RESHARDABLE = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
+LEGACY = "--ckpt-format torch"
+FSDP = (
+    f"{DISTRIBUTED} --use-megatron-fsdp --no-gradient-accumulation-fusion "
+    "--ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
+)
+
+# name: (model, ranks and flags of the run that saves, ranks and flags of the one that goes on)
+CHAINS = {
+    # torch_dist, an optimizer that is not distributed
+    "plain same": (MODEL, 2, "", 2, ""),
+    "plain data 2 to 1": (MODEL, 2, "", 1, ""),
+    "plain tensor 2 to pipeline 2": (MODEL, 2, TP2, 2, PP2),
+    "plain pipeline 2 to virtual pipeline": (MODEL, 2, PP2, 2, VPP2),
+    "plain pipeline 2 to context 2": (MODEL, 2, PP2, 2, "--context-parallel-size 2"),
+    "plain experts 2 to tensor 2": (MOE, 2, EP2, 2, TP2),
+    "plain tensor 2 to experts 2": (MOE, 2, TP2, 2, EP2),
+    "plain experts 1 to experts 2": (MOE, 2, "", 2, EP2),
+    "plain deepseek experts 2 to pipeline 2": (DEEPSEEK, 2, EP2, 2, PP2),
+    # torch_dist, the distributed optimizer's default: the data-parallel size may change
+    "distributed same": (MODEL, 2, DISTRIBUTED, 2, DISTRIBUTED),
+    "distributed data 2 to 1": (MODEL, 2, DISTRIBUTED, 1, DISTRIBUTED),
+    # torch_dist, fully reshardable
+    "reshardable tensor 2 to pipeline 2": (
+        MODEL,
+        2,
+        f"{TP2} {RESHARDABLE}",
+        2,
+        f"{PP2} {RESHARDABLE}",
+    ),
+    "reshardable to default": (MODEL, 2, f"{TP2} {RESHARDABLE}", 2, f"{PP2} {DISTRIBUTED}"),
+    "reshardable to plain": (MODEL, 2, RESHARDABLE, 2, ""),
+    "reshardable experts 2 to tensor 2": (
+        MOE,
+        2,
+        f"{EP2} {RESHARDABLE}",
+        2,
+        f"{TP2} {RESHARDABLE}",
+    ),
+    "reshardable deepseek to plain pipeline": (DEEPSEEK, 2, f"{EP2} {RESHARDABLE}", 2, PP2),
+    # torch, the legacy format
+    "legacy plain": (MODEL, 2, f"{LEGACY} {TP2}", 2, f"{LEGACY} {TP2}"),
+    "legacy distributed": (MODEL, 2, f"{LEGACY} {DISTRIBUTED}", 2, f"{LEGACY} {DISTRIBUTED}"),
+    # Megatron-FSDP
+    "fsdp optimizer": (MODEL, 2, f"{FSDP} optim", 2, f"{FSDP} optim"),
+    "fsdp gradients": (MODEL, 2, f"{FSDP} optim_grads", 2, f"{FSDP} optim_grads"),
+    "fsdp parameters": (MODEL, 2, f"{FSDP} optim_grads_params", 2, f"{FSDP} optim_grads_params"),
+    "fsdp data 2 to 1": (MODEL, 2, f"{FSDP} optim_grads_params", 1, f"{FSDP} optim_grads_params"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """``saved(model, ranks, flags)``: a run of five iterations and its checkpoint of the second."""
+    made: dict[tuple[str, int, str], tuple[Run, str]] = {}
+
+    def get(model: str, nproc: int, flags: str) -> tuple[Run, str]:
+        key = (model, nproc, flags)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            save = f"--save {folder}/c --save-interval 2 --train-iters 5"
+            made[key] = (
+                pretrain(folder, nproc, *f"{model} {TRAINING} {flags} {save}".split()),
+                (f"{folder}/c"),
+            )
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_losses_go_on(chain, saved, tmp_path):
+    model, ranks, saving, further_ranks, going_on = CHAINS[chain]
+    whole, checkpoint = saved(model, ranks, saving)
+    load = f"--load {checkpoint} --ckpt-step 2 --train-iters 5"
+    rest = pretrain(tmp_path, further_ranks, *f"{model} {TRAINING} {going_on} {load}".split())
+    # Printed: 1, 3, 4, 5 of the whole run, 3 and 5 of the rest.
+    assert rest.losses == pytest.approx((whole.losses[1], whole.losses[3]), rel=2e-6)
+    assert rest.grad_norms == pytest.approx((whole.grad_norms[1], whole.grad_norms[3]), abs=2e-3)
