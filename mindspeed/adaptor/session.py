@@ -34,7 +34,6 @@ from mindspeed.adaptor.repairs import (
 )
 from mindspeed.adaptor.repairs.mla_rope_fusion import corrected_arguments
 from mindspeed.adaptor.seams import Seams
-from mindspeed.adaptor.unavailable import unavailable
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError, VersionError
 from mindspeed.features.registry import Configuration, refuse_unknown, resolve
@@ -96,8 +95,6 @@ class Session:
             refuse_unknown(values)
         # A view, not a copy: Megatron sets some values later (the padded vocabulary size).
         values = ChainMap(values, from_file)  # type: ignore[arg-type]  # it is only read
-        if problems := unavailable(values, self.device.name, self.te):
-            raise ConfigError("\n".join(problems))
         for name, value in corrected_arguments(values, self.device.name).items():
             values[name] = value  # in Megatron's own namespace
         new = resolve(values, self.device.name)

@@ -49,6 +49,15 @@ def _on_host(megatron: Megatron) -> bool:
     return device.current().name == "cpu"
 
 
+def _without_cuda(megatron: Megatron) -> bool:
+    return device.current().name != "cuda"
+
+
+def _captures_graphs(megatron: Megatron) -> bool:
+    old_names = megatron.get("enable_cuda_graph") or megatron.get("external_cuda_graph")
+    return bool(old_names) or megatron.get("cuda_graph_impl") not in (None, "none")
+
+
 def _with(flag: str, *conditions: Callable[[Megatron], Any]) -> Callable[[Megatron], bool]:
     return lambda megatron: bool(megatron.get(flag)) and all(c(megatron) for c in conditions)
 
@@ -110,6 +119,44 @@ RULES = (
             "--record-memory-history",
             "PyTorch records the history of device memory only, and the CPU has none",
             "drop it, or run on a GPU or NPU",
+        ),
+    ),
+    Rule(
+        lambda m: _captures_graphs(m) and _without_cuda(m),
+        Problem(
+            "--cuda-graph-impl (--enable-cuda-graph, --external-cuda-graph)",
+            "CUDA graphs need an NVIDIA GPU",
+            "drop it",
+        ),
+    ),
+    Rule(
+        _with("use_torch_fsdp2"),
+        Problem(
+            "--use-torch-fsdp2 (and --ckpt-format torch_dcp, which goes with it alone)",
+            "Megatron's wrapper of torch's FSDP2 ends in a TypeError in the first step of 0.16.1, "
+            "on every device (finish_grad_sync has no force_all_reduce)",
+            "use --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+            "--ckpt-format fsdp_dtensor",
+        ),
+    ),
+    Rule(
+        _with(
+            "use_megatron_fsdp", lambda m: m.get("data_parallel_sharding_strategy") == "no_shard"
+        ),
+        Problem(
+            "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
+            "Megatron-FSDP 0.16.1 does not add up the gradients of data-parallel ranks with "
+            "no_shard, its default",
+            "choose optim, optim_grads or optim_grads_params, or drop --use-megatron-fsdp, which "
+            "shards nothing either",
+        ),
+    ),
+    Rule(
+        _with("nccl_communicator_config_path", lambda m: device.current().name == "npu"),
+        Problem(
+            "--nccl-communicator-config-path",
+            "it describes communicators of NCCL, and an NPU has none",
+            "drop it",
         ),
     ),
 )
