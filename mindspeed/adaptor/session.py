@@ -28,6 +28,7 @@ from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import (
     absent_triton,
+    checkpoint_pickles,
     enumerations,
     repairs_for,
     repairs_for_arguments,
@@ -71,6 +72,7 @@ class Session:
             te.install(self.journal)
         absent_triton.install(self.hooks)
         enumerations.install(self.hooks, self.journal)
+        checkpoint_pickles.install(self.hooks, self.journal)
         for patch in repairs_for(self.device.name, self.te):
             self.engine.add(patch)
         for patch in argument_patches(self._configure_from_namespace):

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import CheckpointError
+from mindspeed.unpickle import read_object
 
 
 class GlobalTensors:
@@ -111,7 +112,7 @@ class GlobalTensors:
             raise CheckpointError(f"{self._folder}: {index.fqn} is stored compressed")
         with open(self._folder / info.relative_path, "rb") as file:
             view: Any = _create_file_view(file, info.offset, info.length)
-            tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
+            tensor: torch.Tensor = read_object(view, map_location="cpu")
         return tensor
 
 

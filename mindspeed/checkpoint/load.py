@@ -7,6 +7,7 @@ read is given up by all ranks together, and the one before it is taken, with a w
 from __future__ import annotations
 
 import argparse
+import pickle
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -41,13 +42,14 @@ from mindspeed.checkpoint.weights.convert import (
 from mindspeed.checkpoint.weights.hugging_face import args_of
 from mindspeed.checkpoint.weights.torch_dist import common_state
 from mindspeed.checkpoint.weights.whole import Adapted
-from mindspeed.errors import CheckpointError, ConfigError, MindSpeedError
+from mindspeed.errors import CheckpointError, ConfigError, MindSpeedError, SecurityError
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
 from mindspeed.models.shape import shape_of
 from mindspeed.pipeline.noop_layers import with_noop
 from mindspeed.training.model import BuiltModel, TrainedModel
+from mindspeed.unpickle import refusal
 
 _DAMAGE = (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, ValueError)
 
@@ -87,6 +89,7 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
             except MindSpeedError:
                 raise
             except _DAMAGE as error:
+                _raise_refusal(error, path)
                 reason = f"damaged: {str(error).strip().splitlines()[0][:200]}"
         tried[path] = reason
         if dist.get_rank() == 0:
@@ -97,6 +100,18 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     if dist.get_rank() == 0 and args.load != args.save:
         print(f" WARNING --load {args.load}: there is no checkpoint, starting fresh", flush=True)
     return None
+
+
+def _raise_refusal(error: BaseException, path: Path) -> None:
+    """Raise what torch's checkpoint library wrapped, on all ranks, if a file was refused.
+
+    A checkpoint that would run code is no damaged one: nothing takes its place silently.
+    """
+    for failure, _ in getattr(error, "failures", {}).values():
+        if isinstance(failure, pickle.UnpicklingError):
+            failure = refusal(failure)
+        if isinstance(failure, SecurityError):
+            raise SecurityError(f"{path}: {failure}") from error
 
 
 def latest(root: str, step: int | None = None) -> Path:

@@ -1,36 +1,18 @@
-"""The index of a checkpoint is a pickle; look through it before anybody unpickles it.
+"""The index of a checkpoint is a pickle; it is read through an allow-list.
 
-torch.distributed.checkpoint stores its index (``.metadata``) as a pickle. A pickle may name any
-function of any installed package and have it called. :func:`read_index` reads the file with an
-unpickler that knows the few classes an index consists of and refuses every other name.
+torch.distributed.checkpoint stores its index (``.metadata``) as a pickle, which may name any
+function and have it called. :func:`read_index` reads the file of a directory with
+:func:`mindspeed.unpickle.read_index`, which knows the few classes that an index consists of.
 """
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mindspeed.errors import SecurityError
-from mindspeed.security import enum_member
-
-_MODULES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.planner",
-    "torch.distributed.checkpoint.filesystem",
-)
-_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("pathlib", "PosixPath"),
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
-}
+from mindspeed import unpickle
+from mindspeed.errors import CheckpointError, SecurityError
 
 
 def read_index(checkpoint: Path) -> Metadata:
@@ -38,26 +20,15 @@ def read_index(checkpoint: Path) -> Metadata:
 
     Raises:
         SecurityError: names the module and the object.
+        CheckpointError: it is damaged.
     """
     try:
         with open(checkpoint / ".metadata", "rb") as file:
-            index: Metadata = _IndexReader(file).load()
+            index = unpickle.read_index(file)
     except SecurityError as error:
         raise SecurityError(f"refusing to load {checkpoint}: {error}") from None
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(f"{checkpoint}/.metadata is damaged: {error!r}") from error
+    if not isinstance(index, Metadata):
+        raise CheckpointError(f"{checkpoint}/.metadata is no index of a checkpoint")
     return index
-
-
-class _IndexReader(pickle.Unpickler):
-    """Resolves the classes of an index and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        plain = module in _MODULES and "." not in name
-        if plain or is_dtype or (module, name) in _NAMES:
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):
-            return enum_member
-        raise SecurityError(
-            f"its index asks for {module}.{name}, which no index of a checkpoint needs; it may run "
-            "code"
-        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mindspeed.errors import CheckpointError, ConfigError
+from mindspeed.errors import CheckpointError, ConfigError, SecurityError
 from mindspeed.files import atomic_write_text, atomic_writer, check_path
 from mindspeed.json_fields import read_object
 from mindspeed.models.finite import check_finite
 from mindspeed.models.rows import overlap, source_rows
 from mindspeed.models.shape import CONFIG_KEYS
 from mindspeed.models.table import Parameter
+from mindspeed.security import safe_torch_load
 
 CONFIG = "config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -274,7 +276,10 @@ class HFReader:
                 if file.endswith(".safetensors"):
                     self._open[file] = safe_open(path, "pt")
                 else:
-                    self._open[file] = torch.load(path, "cpu", weights_only=True, mmap=True)
+                    # Only archives, which torch.save writes by default, can be mapped.
+                    self._open[file] = safe_torch_load(path, mmap=zipfile.is_zipfile(path))
+            except SecurityError:
+                raise
             except (SafetensorError, OSError, RuntimeError, EOFError) as error:
                 raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
         return self._open[file]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed.errors import CheckpointError
+from mindspeed.errors import CheckpointError, SecurityError
 from mindspeed.files import make_dirs, secure_open
 from mindspeed.security import safe_torch_load
 
@@ -116,6 +116,8 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         # Only archives, which torch.save writes by default, can be mapped.
         state: dict[str, Any] = safe_torch_load(path, mmap=zipfile.is_zipfile(path))
+    except SecurityError:
+        raise
     except (RuntimeError, OSError, EOFError) as error:
         raise CheckpointError(
             f"{path} is damaged or truncated: {str(error).splitlines()[0]}"

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 
 from mindspeed.checkpoint.global_tensors import GlobalTensors, StoredTensor, write_tensors
 from mindspeed.checkpoint.state import sharding_metadata, stored_args
 from mindspeed.checkpoint.weights.whole import Weights
-from mindspeed.errors import CheckpointError
+from mindspeed.errors import CheckpointError, SecurityError
 from mindspeed.files import atomic_write_text, atomic_writer
 from mindspeed.models.families import Family
 from mindspeed.models.naming import address, addresses
 from mindspeed.models.table import Parameter
-from mindspeed.security import ENUM_MEMBER
+from mindspeed.security import safe_torch_load
 
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")  # the rest is the optimizer's
 _LAYERS = ("decoder.", "mtp.")
@@ -72,9 +71,21 @@ class TorchDistWeights(Weights):
 
 
 def common_state(path: Path) -> dict[str, Any]:
-    """What a ``torch_dist`` checkpoint holds beside tensors: values of the run, iteration ..."""
-    torch.serialization.add_safe_globals([ENUM_MEMBER])
-    return dist_checkpointing.load_common_state_dict(str(path))
+    """What a ``torch_dist`` checkpoint holds beside tensors: values of the run, iteration ...
+
+    Raises:
+        SecurityError: It holds more than tensors and plain values.
+        CheckpointError: It is damaged.
+    """
+    try:
+        common = safe_torch_load(path / "common.pt")
+    except SecurityError:
+        raise
+    except (RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}/common.pt is damaged: {error}") from error
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path}/common.pt is no common part of a checkpoint")
+    return common
 
 
 def write_torch_dist(weights: Weights, folder: Path, *, max_file_bytes: int) -> None:

@@ -1,0 +1,130 @@
+"""Checkpoints are unpickled by torch, Megatron and NVIDIA's engine; here through allow-lists.
+
+torch.distributed.checkpoint opens the index of a directory and every object in it (generator
+states, extra state) with plain ``pickle``, so loading a checkpoint runs whatever its author put
+there, also through Megatron-LM's own ``load_checkpoint``. Modules with fp8 weights unpickle their
+extra state a second time, and Megatron's data sets let numpy unpickle cached index maps. These
+functions of torch, and the names ``pickle`` and ``numpy`` in these modules, are replaced with ours
+as soon as they are imported (:mod:`mindspeed.unpickle`).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy
+
+from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.errors import SecurityError
+from mindspeed.journal import Journal
+from mindspeed.unpickle import PickleModule, read_index, read_object
+
+OWNER = "security"
+PLANNER = "torch.distributed.checkpoint.default_planner"
+READER = "torch.distributed.checkpoint.filesystem"
+ENGINES = (
+    "megatron.core.extensions.transformer_engine",
+    "transformer_engine.pytorch.module.base",
+    "transformer_engine.pytorch.ops.op",
+    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
+)
+DATA_SETS = tuple(
+    f"megatron.core.datasets.{name}"
+    for name in ("gpt_dataset", "blended_dataset", "masked_dataset")
+)
+
+
+def install(hooks: PostImportHooks, journal: Journal) -> None:
+    """Replace the readers when their modules are imported."""
+
+    def planner(module: ModuleType) -> None:
+        journal.set(module.DefaultLoadPlanner, "load_bytes", _load_bytes, owner=OWNER)
+
+    def reader(module: ModuleType) -> None:
+        journal.set(module.FileSystemReader, "read_metadata", _read_metadata, owner=OWNER)
+
+    def data_set(module: ModuleType) -> None:
+        journal.set(module, "numpy", _Numpy(), owner=OWNER)
+
+    hooks.when_imported(PLANNER, planner)
+    hooks.when_imported(READER, reader)
+    for name in ENGINES:
+        hooks.when_imported(name, lambda module: guard_engine(module, journal))
+    for name in DATA_SETS:
+        hooks.when_imported(name, data_set)
+
+
+def guard_engine(module: ModuleType, journal: Journal) -> None:
+    """Let a module of NVIDIA's engine, or Megatron's on top of it, read extra state with a list."""
+    if not hasattr(module, "pickle"):
+        return
+    journal.set(module, "pickle", PickleModule, owner=OWNER)
+    for holder in list(vars(module).values()):
+        if isinstance(holder, type) and holder.__module__ == module.__name__:
+            taken = vars(holder).get("set_extra_state")
+            if taken is not None:
+                journal.set(holder, "set_extra_state", _checked(taken), owner=OWNER)
+
+
+def _load_bytes(self: Any, read_item: Any, value: Any) -> None:
+    """``DefaultLoadPlanner.load_bytes``: put an object where the state dict wants it."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    name = read_item.dest_index.fqn
+    try:
+        found = read_object(value)
+    except SecurityError as error:
+        raise SecurityError(f"refusing to load {name}: {error}") from None
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], found)
+    else:
+        self.state_dict[name] = found
+
+
+def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``FileSystemReader.read_metadata``: the index, with this reader's number in it."""
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    path = self._get_metadata_path(kwargs.get("rank"))
+    try:
+        with self.fs.create_stream(path, "rb") as file:
+            index = read_index(file)
+    except SecurityError as error:
+        raise SecurityError(f"refusing to load {path}: {error}") from None
+    if getattr(index, "storage_meta", None) is None:
+        index.storage_meta = StorageMeta()
+    index.storage_meta.load_id = self.load_id
+    return index
+
+
+def _checked(set_extra_state: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Early engines stored a file in memory and load it without a list: look through it first."""
+
+    @functools.wraps(set_extra_state)
+    def checked(self: Any, state: Any) -> None:
+        if isinstance(state, io.BytesIO):
+            read_object(io.BytesIO(state.getvalue()), map_location="cpu")
+        set_extra_state(self, state)
+
+    return checked
+
+
+class _Numpy:
+    """The module numpy, whose ``load`` reads arrays and never a pickle."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(numpy, name)
+
+    @staticmethod
+    def load(file: Any, *args: Any, **kwargs: Any) -> Any:
+        """``numpy.load`` of an index map."""
+        try:
+            return numpy.load(file, *args, **{**kwargs, "allow_pickle": False})
+        except ValueError as error:
+            raise SecurityError(
+                f"{file} is no index map of a data set ({error}); delete it, it is built again"
+            ) from error
