@@ -49,6 +49,10 @@ class CheckpointError(MindSpeedError):
     """A checkpoint is missing, damaged or of another architecture."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is not what was written; another checkpoint may be good."""
+
+
 class TrainingError(MindSpeedError, RuntimeError):
     """Training cannot go on, for example because the loss is not finite."""
 

@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mindspeed.errors import SecurityError
+from mindspeed.errors import DamagedCheckpoint, SecurityError
 from mindspeed.files import PRIVATE_UMASK, PathLike, check_path
 
 Status = Literal["ok", "note", "bad"]
@@ -103,6 +103,7 @@ def safe_torch_load(path: PathLike, *, allow_pickle: bool = False, **options: An
 
     Raises:
         SecurityError: the file needs ``allow_pickle``, or has it and could be tampered with.
+        DamagedCheckpoint: it is no such file.
     """
     import torch
 
@@ -113,13 +114,26 @@ def safe_torch_load(path: PathLike, *, allow_pickle: bool = False, **options: An
         return torch.load(path, weights_only=not allow_pickle, **options)
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        name = f" (it asks for {wanted[1]})" if wanted else ""
+        if wanted is None and not _is_pickle(Path(path)):
+            raise DamagedCheckpoint(f"{path} is damaged: it is no file of torch.save") from error
         raise SecurityError(
-            f"{path} holds more than tensors{name}; loading it could run any code. If you trust "
-            "whoever wrote it, convert it to safetensors or load it with allow_pickle=True"
+            f"{path} holds more than tensors ({_asks_for(wanted)}); loading it could run any "
+            "code. If you trust whoever wrote it, convert it to safetensors or load it with "
+            "allow_pickle=True"
         ) from error
     except SecurityError as error:
         raise SecurityError(f"refusing to load {path}: {error}") from None
+
+
+def _asks_for(wanted: re.Match[str] | None) -> str:
+    return "it is a plain pickle" if wanted is None else f"it asks for {wanted[1]}"
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether a file is a pickle that torch.save did not write: that has protocol 2."""
+    with open(path, "rb") as file:
+        head = file.read(2)
+    return head[:1] == b"\x80" and head[1:] > b"\x02"
 
 
 def enum_member(kind: Any, name: str) -> Enum:

@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from mindspeed.errors import SecurityError
+from mindspeed.errors import DamagedCheckpoint, MindSpeedError, SecurityError
 from mindspeed.security import ENUM_MEMBER, enum_member
 
 _INDEX_MODULES = (
@@ -62,8 +62,14 @@ def read_index(file: IO[bytes]) -> Any:
 
     Raises:
         SecurityError: It names an object that no index needs, or a file outside its directory.
+        DamagedCheckpoint: It is no pickle.
     """
-    index = _IndexReader(file).load()
+    try:
+        index = _IndexReader(file).load()
+    except SecurityError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise DamagedCheckpoint(f"it is damaged: {error!r}") from error
     for info in (getattr(index, "storage_data", None) or {}).values():
         check_relative(getattr(info, "relative_path", ""), "its index")
     return index
@@ -78,6 +84,7 @@ def read_object(file: IO[bytes], **options: Any) -> Any:
 
     Raises:
         SecurityError: It names anything else.
+        DamagedCheckpoint: It is no file of ``torch.save``.
     """
     import torch
 
@@ -97,13 +104,19 @@ def read_state(data: bytes) -> Any:
     return _StateReader(io.BytesIO(data)).load()
 
 
-def refusal(error: pickle.UnpicklingError) -> SecurityError:
-    """The reason why ``torch.load(weights_only=True)`` refused a file, as one sentence."""
-    wanted = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(
-        r"(?:class|function|type) (?:<class ')?([\w.]+)", str(error)
-    )
-    name = f" (it asks for {wanted[1]})" if wanted else ""
-    return SecurityError(f"an entry holds more than tensors{name}; loading it could run any code")
+def refusal(error: pickle.UnpicklingError) -> MindSpeedError:
+    """Why ``torch.load(weights_only=True)`` refused a file, as one sentence.
+
+    Returns:
+        A :class:`SecurityError` if it names what is not listed, else a :class:`DamagedCheckpoint`.
+    """
+    if wanted := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return SecurityError(
+            f"an entry holds more than tensors (it asks for {wanted[1]}); loading it could run any "
+            "code"
+        )
+    reason = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()
+    return DamagedCheckpoint(f"an entry is damaged ({reason[0] if reason else 'no pickle'})")
 
 
 def check_relative(name: Any, where: str) -> str:

@@ -1,7 +1,8 @@
 """A checkpoint directory: names, which checkpoints are complete, which are deleted.
 
 A checkpoint is written as ``iter_0000100.tmp`` and renamed when all its bytes are on disk; then the
-tracker file is replaced. So a directory with its final name is complete, whenever a run is killed.
+tracker file is replaced. So a directory with its final name is complete, whenever a run is killed,
+and what happens to its bytes later its digests show (:mod:`mindspeed.checkpoint.digests`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed.errors import CheckpointError
-from mindspeed.files import atomic_write_text, harden_tree
+from mindspeed.checkpoint import digests
+from mindspeed.errors import CheckpointError, DamagedCheckpoint
+from mindspeed.files import (
+    DIRECTORY_MODE,
+    atomic_write_text,
+    check_path,
+    harden_tree,
+    make_dirs,
+)
+from mindspeed.unpickle import check_relative
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SIDECAR = "mindspeed.json"
 CONFIG = "config.yaml"
 RELEASE = "release"
 _NAME = re.compile(r"iter_(\d{7,})")
+_TENSORS = (".distcp", ".safetensors", "model_optim_rng.pt", "_model_states.pt")
 _LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|old)")
 
 
@@ -50,10 +60,28 @@ def iterations(root: str | Path) -> list[int]:
 def tracked(root: str | Path) -> int | str | None:
     """What the tracker file names: an iteration, ``"release"``, or None without a readable one."""
     try:
-        text = (Path(root) / TRACKER).read_text("utf-8").strip()
+        text = (Path(root) / TRACKER).read_bytes().strip()
     except OSError:
         return None
-    return text if text == RELEASE else int(text) if text.isdecimal() else None
+    return RELEASE if text == RELEASE.encode() else int(text) if text.isdigit() else None
+
+
+def tracker_problem(root: str | Path) -> str | None:
+    """How the tracker file disagrees with the checkpoints beside it; None if it agrees.
+
+    A tracker has no digest: it is Megatron-LM's, and people write it by hand to go back.
+    """
+    found, latest = iterations(root), tracked(root)
+    path = Path(root) / TRACKER
+    if latest == RELEASE or (latest is None and not found and not path.exists()):
+        return None
+    if latest is None:
+        return f"{path} is damaged" if path.exists() else f"{path} is missing"
+    if latest not in found:
+        return f"{path} names iteration {latest}, which is not there"
+    if found[0] > latest:
+        return f"{path} names iteration {latest}, but there is a later one, {found[0]}"
+    return None
 
 
 def candidates(root: str | Path, step: int | None = None) -> Iterator[Path]:
@@ -81,21 +109,46 @@ def candidates(root: str | Path, step: int | None = None) -> Iterator[Path]:
 
 
 def problem_with(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be loaded, as far as names and sizes tell; None if it can."""
+    """Why a checkpoint cannot be loaded, as far as all files but the tensors tell; None if it can.
+
+    Its names and sizes, and the contents of the small files; tensors are checked while they are
+    read.
+    """
     if not checkpoint.is_dir():
         return "there is no such directory"
     for name in ("metadata.json", "common.pt", ".metadata"):
         if not (checkpoint / name).is_file():
             return f"{name} is missing"
+    return damage_of(checkpoint, whole=False)
+
+
+def damage_of(checkpoint: Path, *, whole: bool) -> str | None:
+    """The first file of a checkpoint that is not what was written; None if there is none.
+
+    Args:
+        checkpoint: Directory of one iteration, or ``release``, of any format.
+        whole: Read the files with tensors, too.
+    """
+    try:
+        stored = digests.Digests.read(checkpoint)
+    except DamagedCheckpoint as error:
+        return str(error)
+    if stored is not None:
+        small = [name for name in stored.files if not name.endswith(_TENSORS)]
+        return stored.problem(None if whole else small)
     sidecar = checkpoint / SIDECAR
     if not sidecar.is_file():  # written by Megatron-LM
         return None
     try:
-        sizes: dict[str, int] = json.loads(sidecar.read_text("utf-8"))["files"]
-    except (ValueError, KeyError, TypeError):
+        values = json.loads(sidecar.read_text("utf-8"))
+        sizes: dict[str, int] = values["files"]
+        with_digests = values.get("digests")
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"{SIDECAR} is damaged"
+    if with_digests:
+        return f"{digests.NAME} is missing"
     for name, size in sizes.items():
-        path = checkpoint / name
+        path = checkpoint / check_relative(name, str(sidecar))
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
@@ -103,19 +156,57 @@ def problem_with(checkpoint: Path) -> str | None:
     return None
 
 
-def publish(
-    root: str | Path, iteration: int, extra: dict[str, Any], texts: Mapping[str, str]
-) -> None:
-    """Make a written checkpoint the latest one: texts, sidecar, sync, rename, tracker.
+def others(checkpoint: Path) -> str:
+    """What to load instead of a damaged checkpoint, as the end of a sentence."""
+    found = root_and_iteration(str(checkpoint))[1]
+    for iteration in iterations(checkpoint.parent):
+        path = path_of(checkpoint.parent, iteration)
+        if iteration != found and problem_with(path) is None:
+            return f"; {path.name} is complete: take it with --ckpt-step {iteration}"
+    return ""
 
-    On one rank. ``texts`` are further files by their names.
+
+def begin(root: str | Path, iteration: int) -> Path:
+    """Make the empty directory into which a checkpoint is written. On one rank.
+
+    Raises:
+        SecurityError: A symbolic link is in its place.
+        OSError: It cannot be made.
+    """
+    make_dirs(root)
+    remove_leftovers(root)
+    path = unfinished_path_of(root, iteration)
+    check_path(path, "output")
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(mode=DIRECTORY_MODE)
+    return path
+
+
+def publish(
+    root: str | Path,
+    iteration: int,
+    extra: dict[str, Any],
+    texts: Mapping[str, str],
+    written: Mapping[str, digests.FileDigest] | None = None,
+) -> None:
+    """Make a written checkpoint the latest one: texts, sidecar, digests, sync, rename, tracker.
+
+    On one rank.
+
+    Args:
+        root: Directory of checkpoints.
+        iteration: Of this one.
+        extra: Goes into the sidecar.
+        texts: Contents of additional files by their names.
+        written: Digests of files that were made while they were written.
     """
     unfinished, final = unfinished_path_of(root, iteration), path_of(root, iteration)
     for name, text in texts.items():
         (unfinished / name).write_text(text, "utf-8")
     files = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
-    text = json.dumps({**extra, "iteration": iteration, "files": files}, indent=1)
-    (unfinished / SIDECAR).write_text(text, "utf-8")
+    values = {**extra, "iteration": iteration, "files": files, "digests": digests.NAME}
+    (unfinished / SIDECAR).write_text(json.dumps(values, indent=1), "utf-8")
+    add_digests(unfinished, written)
     harden_tree(unfinished)
     for path in unfinished.iterdir():
         _sync(path)
@@ -125,6 +216,16 @@ def publish(
     unfinished.rename(final)
     _sync(Path(root))
     atomic_write_text(Path(root) / TRACKER, str(iteration))
+
+
+def add_digests(folder: Path, written: Mapping[str, digests.FileDigest] | None = None) -> None:
+    """Write the digests of all files of a checkpoint beside them.
+
+    Args:
+        folder: Its directory.
+        written: Digests that are known already; the other files are read.
+    """
+    (folder / digests.NAME).write_text(digests.digest_all(folder, written).text(), "utf-8")
 
 
 def remove_leftovers(root: str | Path) -> None:
@@ -164,7 +265,8 @@ def require_some(root: str | Path, tried: dict[Path, str]) -> None:
     """
     if tried:
         reasons = "\n".join(f"  {path}: {reason}" for path, reason in tried.items())
-        raise CheckpointError(f"--load {root}: no checkpoint can be loaded\n{reasons}")
+        hint = others(next(iter(tried))) if len(tried) == 1 else ""
+        raise CheckpointError(f"--load {root}: no checkpoint can be loaded{hint}\n{reasons}")
 
 
 def _sync(path: Path) -> None:

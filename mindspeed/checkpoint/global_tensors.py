@@ -35,8 +35,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from mindspeed.checkpoint import directory
+from mindspeed.checkpoint.digests import CheckedFile, Digests
 from mindspeed.checkpoint.untrusted import read_index
-from mindspeed.errors import CheckpointError
+from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.unpickle import read_object
 
 
@@ -48,11 +50,14 @@ class GlobalTensors:
 
     Raises:
         SecurityError: Its index names something that no index needs.
+        DamagedCheckpoint: A file is not what was written; also while reading.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         self._folder = checkpoint
-        index = read_index(checkpoint)
+        self._digests = Digests.read(checkpoint)
+        self._file: tuple[str, CheckedFile] | None = None
+        index = read_index(checkpoint, self._digests)
         described = index.state_dict_metadata.items()
         self._tensors = {k: v for k, v in described if isinstance(v, TensorStorageMetadata)}
         self._storage: dict[MetadataIndex, Any] = index.storage_data
@@ -110,10 +115,26 @@ class GlobalTensors:
         info = self._storage[index]
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self._folder}: {index.fqn} is stored compressed")
-        with open(self._folder / info.relative_path, "rb") as file:
-            view: Any = _create_file_view(file, info.offset, info.length)
+        try:
+            view: Any = _create_file_view(
+                self._opened(info.relative_path), info.offset, info.length
+            )
             tensor: torch.Tensor = read_object(view, map_location="cpu")
+        except DamagedCheckpoint as error:
+            hint = directory.others(self._folder)
+            raise DamagedCheckpoint(f"{self._folder}: {error}{hint}") from error
+        except (RuntimeError, OSError, EOFError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise DamagedCheckpoint(f"{self._folder}: {index.fqn}: {reason}") from error
         return tensor
+
+    def _opened(self, name: str) -> CheckedFile:
+        """A file of the checkpoint; the last one stays open, it knows which blocks are good."""
+        if self._file is None or self._file[0] != name:
+            if self._file is not None:
+                self._file[1].close()
+            self._file = name, CheckedFile(self._folder / name, self._digests)
+        return self._file[1]
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """Loading: the latest good checkpoint, whatever layout and trainer wrote it.
 
-Names and sizes are checked before anything is read; a checkpoint that turns out damaged while it is
-read is given up by all ranks together, and the one before it is taken, with a warning.
+Names, sizes and small files are checked before anything is read, tensors while they are read; a
+checkpoint that turns out damaged is given up by all ranks together, and the one before it is taken,
+with a warning.
 """
 
 from __future__ import annotations
 
 import argparse
-import pickle
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from mindspeed.checkpoint import directory, shards
+from mindspeed.checkpoint import digests, directory, shards
+from mindspeed.checkpoint.read import on_all_ranks, read_sharded
 from mindspeed.checkpoint.state import (
     ARCHITECTURE,
     DETAILS,
@@ -42,16 +41,13 @@ from mindspeed.checkpoint.weights.convert import (
 from mindspeed.checkpoint.weights.hugging_face import args_of
 from mindspeed.checkpoint.weights.torch_dist import common_state
 from mindspeed.checkpoint.weights.whole import Adapted
-from mindspeed.errors import CheckpointError, ConfigError, MindSpeedError, SecurityError
+from mindspeed.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
 from mindspeed.models.shape import shape_of
 from mindspeed.pipeline.noop_layers import with_noop
 from mindspeed.training.model import BuiltModel, TrainedModel
-from mindspeed.unpickle import refusal
-
-_DAMAGE = (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -81,37 +77,23 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     if (other := _in_another_format(args.load, args.ckpt_step)) is not None:
         return _load_whole_weights(args, model, other)
     tried: dict[Path, str] = {}
-    for path in _agreed_candidates(args):
-        reason = directory.problem_with(path)
-        if reason is None:
-            try:
-                return _load_one(args, model, path, adapter)
-            except MindSpeedError:
-                raise
-            except _DAMAGE as error:
-                _raise_refusal(error, path)
-                reason = f"damaged: {str(error).strip().splitlines()[0][:200]}"
-        tried[path] = reason
+    candidates, doubt = _agreed_candidates(args)
+    if doubt is not None and dist.get_rank() == 0:
+        print(f" WARNING {doubt}", flush=True)
+    for place, path in enumerate(candidates, start=1):
+        try:
+            return _load_one(args, model, path, adapter)
+        except DamagedCheckpoint as error:
+            tried[path] = str(error).removeprefix(f"{path}: ")
         if dist.get_rank() == 0:
-            print(f" WARNING {path} cannot be loaded ({reason}); trying the one before", flush=True)
+            more = "; trying the one before" if place < len(candidates) else ""
+            print(f" WARNING {path} cannot be loaded ({tried[path]}){more}", flush=True)
     directory.require_some(args.load, tried)
     if args.exit_on_missing_checkpoint or args.ckpt_step is not None:
         raise CheckpointError(f"--load {args.load}: there is no checkpoint")
     if dist.get_rank() == 0 and args.load != args.save:
         print(f" WARNING --load {args.load}: there is no checkpoint, starting fresh", flush=True)
     return None
-
-
-def _raise_refusal(error: BaseException, path: Path) -> None:
-    """Raise what torch's checkpoint library wrapped, on all ranks, if a file was refused.
-
-    A checkpoint that would run code is no damaged one: nothing takes its place silently.
-    """
-    for failure, _ in getattr(error, "failures", {}).values():
-        if isinstance(failure, pickle.UnpicklingError):
-            failure = refusal(failure)
-        if isinstance(failure, SecurityError):
-            raise SecurityError(f"{path}: {failure}") from error
 
 
 def latest(root: str, step: int | None = None) -> Path:
@@ -243,20 +225,33 @@ def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint:
     return Loaded(checkpoint, 0)
 
 
-def _agreed_candidates(args: argparse.Namespace) -> list[Path]:
-    """What rank 0 sees, so that all ranks try the same ones."""
+def _agreed_candidates(args: argparse.Namespace) -> tuple[list[Path], str | None]:
+    """What rank 0 sees, so that all ranks try the same ones; and what is odd about it."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        found = [[str(path) for path in directory.candidates(args.load, args.ckpt_step)]]
+        paths = [str(path) for path in directory.candidates(args.load, args.ckpt_step)]
+        doubt = directory.tracker_problem(args.load) if args.ckpt_step is None else None
+        found = [(paths, doubt if paths else None)]
     dist.broadcast_object_list(found, src=0)
-    return [Path(path) for path in found[0]]
+    paths, doubt = found[0]
+    return [Path(path) for path in paths], doubt
+
+
+def _read_small_files(path: Path) -> tuple[Metadata, dict[str, Any], bool]:
+    """The index and the common part of a checkpoint, and whether it has digests.
+
+    Raises:
+        DamagedCheckpoint: A file of it is missing or damaged.
+    """
+    if (problem := directory.problem_with(path)) is not None:
+        raise DamagedCheckpoint(problem)
+    return read_index(path), common_state(path), (path / digests.NAME).is_file()
 
 
 def _load_one(
     args: argparse.Namespace, model: BuiltModel, path: Path, adapter: bool = False
 ) -> Loaded:
-    index = read_index(path)
-    common = common_state(path)
+    index, common, with_digests = on_all_ranks(lambda: _read_small_files(path))
     saved = common.get("args", argparse.Namespace())
     check_architecture(args, saved, str(path))
     weights_only = args.finetune or path.name == directory.RELEASE
@@ -287,9 +282,7 @@ def _load_one(
         is_loading=True,
         adapter=adapter,
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        state = dist_checkpointing.load(wanted, str(path), strict=args.dist_ckpt_strictness)
+    state = read_sharded(wanted, path, strict=args.dist_ckpt_strictness)
     _apply(model, state, with_optimizer, path)
     if with_rng:
         restore_rng(state["rng_state"])
@@ -297,7 +290,7 @@ def _load_one(
     if not weights_only:
         args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
         args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
-    _say(path, iteration, with_optimizer, same_layout)
+    _say(path, iteration, with_optimizer, same_layout, with_digests)
     return Loaded(path, iteration)
 
 
@@ -370,12 +363,16 @@ def _check_optimizer(
         )
 
 
-def _say(path: Path, iteration: int, optimizer: bool, same_layout: bool) -> None:
+def _say(
+    path: Path, iteration: int, optimizer: bool, same_layout: bool, with_digests: bool
+) -> None:
     if dist.get_rank() != 0:
         return
     notes = [] if optimizer else ["without optimizer"]
     if not same_layout:
         notes.append("other parallel sizes: random number generators are seeded afresh")
+    if not with_digests:
+        notes.append("no digests: damage inside its tensors would not be noticed")
     print(
         f" loaded {path} at iteration {iteration}" + (f" ({', '.join(notes)})" if notes else ""),
         flush=True,

@@ -11,6 +11,7 @@ import argparse
 import platform
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,7 @@ from mindspeed import device
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
 from mindspeed.checkpoint.writer import Writing, queue_in_this_process
-from mindspeed.errors import CheckpointError
-from mindspeed.files import make_dirs
+from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.lora import adapted
 from mindspeed.lora.config import DESCRIPTION
 from mindspeed.lora.export import export_peft
@@ -119,7 +119,7 @@ class Saver:
             rng=not args.no_save_rng,
             adapter=adapters is not None,
         )
-        self._prepare(path, _bytes_to_write(state))
+        self._prepare(iteration, _bytes_to_write(state))
         state.update(
             args=stored_args(args),
             checkpoint_version=3.0,
@@ -137,7 +137,7 @@ class Saver:
             )
         return Writing(request, in_background=args.async_save)
 
-    def _prepare(self, path: Path, size: int) -> None:
+    def _prepare(self, iteration: int, size: int) -> None:
         """Make the directory and see that there is room, on rank 0; all ranks learn the outcome.
 
         Raises:
@@ -146,12 +146,7 @@ class Saver:
         where = device.current().torch_device()
         needed = torch.tensor(size, dtype=torch.float32, device=where)
         dist.all_reduce(needed)
-        answer: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            answer = [_make_room(path, needed.item())]
-        dist.broadcast_object_list(answer, src=0)
-        if answer[0] is not None:
-            raise CheckpointError(answer[0])
+        _on_rank_0(lambda: _make_room(self._args.save, iteration, needed.item()))
 
     def _complete(self) -> None:
         if self._pending is None:
@@ -159,28 +154,36 @@ class Saver:
         iteration, writing, position, started = self._pending
         self._pending = None
         try:
-            writing.finish()
+            digests = writing.finish()
+            _on_rank_0(lambda: self._publish(iteration, position, digests, started))
         except CheckpointError as error:
             self._note_failure(iteration, error)
             return
-        if dist.get_rank() == 0:
-            args = self._args
-            files = {directory.CONFIG: self._config}
-            if self._description is not None:
-                files[DESCRIPTION] = self._description
-            directory.publish(args.save, iteration, position, files)
+        self.last_saved, self._failure = iteration, None
+
+    def _publish(
+        self, iteration: int, position: dict[str, Any], digests: Any, started: float
+    ) -> None:
+        """Make the written checkpoint the latest one, then clear up. On rank 0."""
+        args = self._args
+        files = {directory.CONFIG: self._config}
+        if self._description is not None:
+            files[DESCRIPTION] = self._description
+        directory.publish(args.save, iteration, position, files, digests)
+        seconds = time.perf_counter() - started
+        deleted: list[int] = []
+        try:
             if args.lora_export == "peft" and self._description is not None:
                 export_peft(directory.path_of(args.save, iteration), Path(args.save) / "peft")
             deleted = directory.remove_old(args.save, args.keep_last, args.save_retain_interval)
             directory.remove_leftovers(args.save)
-            seconds = time.perf_counter() - started
-            print(
-                f" saved iteration {iteration} to {args.save} in {seconds:.1f} s"
-                + (f", deleted {', '.join(map(str, deleted))}" if deleted else ""),
-                flush=True,
-            )
-        dist.barrier()
-        self.last_saved, self._failure = iteration, None
+        except (OSError, MindSpeedError) as error:
+            print(f" WARNING after saving iteration {iteration}: {error}", flush=True)
+        print(
+            f" saved iteration {iteration} to {args.save} in {seconds:.1f} s"
+            + (f", deleted {', '.join(map(str, deleted))}" if deleted else ""),
+            flush=True,
+        )
 
     def _note_failure(self, iteration: int, error: CheckpointError) -> None:
         root = self._args.save
@@ -215,18 +218,35 @@ class Saver:
         }
 
 
-def _make_room(path: Path, needed: float) -> str | None:
-    """Create an empty directory for ``needed`` bytes; returns what went wrong."""
-    try:
-        make_dirs(path.parent)
-        directory.remove_leftovers(path.parent)
-        make_dirs(path)
-        free = shutil.disk_usage(path.parent).free
-    except OSError as error:
-        return str(error)
+def _make_room(root: str, iteration: int, needed: float) -> None:
+    """Create an empty directory for ``needed`` bytes.
+
+    Raises:
+        CheckpointError: There is no room for them.
+    """
+    path = directory.begin(root, iteration)
+    free = shutil.disk_usage(path.parent).free
     if free < needed + _RESERVE_BYTES:
-        return f"No space left on device: {needed:.2e} bytes are needed, {free:.2e} are free"
-    return None
+        raise CheckpointError(
+            f"No space left on device: {needed:.2e} bytes are needed, {free:.2e} are free"
+        )
+
+
+def _on_rank_0(action: Callable[[], None]) -> None:
+    """Run ``action`` on rank 0; what goes wrong there is an error on all ranks. Collective.
+
+    Raises:
+        CheckpointError: It failed; says why.
+    """
+    answer: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (OSError, MindSpeedError) as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0] is not None:
+        raise CheckpointError(answer[0])
 
 
 def _bytes_to_write(state: dict[str, Any]) -> int:

@@ -12,23 +12,31 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed import unpickle
-from mindspeed.errors import CheckpointError, SecurityError
+from mindspeed.checkpoint.digests import CheckedFile, Digests
+from mindspeed.errors import CheckpointError, DamagedCheckpoint, SecurityError
 
 
-def read_index(checkpoint: Path) -> Metadata:
+def read_index(checkpoint: Path, digests: Digests | None = None) -> Metadata:
     """The index of a checkpoint; refused if it names anything that an index does not need.
+
+    Args:
+        checkpoint: Directory of one iteration.
+        digests: Its digests, where it has them.
 
     Raises:
         SecurityError: names the module and the object.
-        CheckpointError: it is damaged.
+        DamagedCheckpoint: it is damaged.
+        CheckpointError: it cannot be opened.
     """
     try:
-        with open(checkpoint / ".metadata", "rb") as file:
+        with CheckedFile(checkpoint / ".metadata", digests) as file:
             index = unpickle.read_index(file)
     except SecurityError as error:
         raise SecurityError(f"refusing to load {checkpoint}: {error}") from None
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f"{checkpoint}/.metadata is damaged: {error!r}") from error
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{checkpoint}/.metadata cannot be read: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint}/.metadata: {error.strerror}") from error
     if not isinstance(index, Metadata):
-        raise CheckpointError(f"{checkpoint}/.metadata is no index of a checkpoint")
+        raise DamagedCheckpoint(f"{checkpoint}/.metadata is no index of a checkpoint")
     return index

@@ -1,13 +1,15 @@
-"""Writing the files of a checkpoint inside this process.
+"""Writing the files of a checkpoint, and their digests, inside this process.
 
 Megatron writes with a queue server it spawns and writer processes it forks. Forking a process with
 communication threads is risky, and starting processes takes seconds where the data of a small model
 takes milliseconds. Here Megatron plans and formats the checkpoint and the same files are written by
-this thread, or by one background thread while training goes on.
+this thread, or by one background thread while training goes on. Every byte goes through a hash on
+its way (:mod:`mindspeed.checkpoint.digests`).
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -18,10 +20,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from mindspeed import device
+from mindspeed.checkpoint.digests import DigestingFile, FileDigest
 from mindspeed.errors import CheckpointError
+from mindspeed.files import secure_open
 
 
 @contextmanager
@@ -47,6 +51,7 @@ class Writing:
         self._request = request
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._digests: dict[str, FileDigest] = {}
         if request.async_fn is None:  # nothing to write on this rank
             return
         _, _, results = request.async_fn_args
@@ -66,8 +71,11 @@ class Writing:
         running = self._thread is not None and self._thread.is_alive()
         return not _anywhere(running)
 
-    def finish(self) -> None:
+    def finish(self) -> dict[str, FileDigest]:
         """Wait for the files, then write the index. Collective.
+
+        Returns:
+            The digests of the files of all ranks.
 
         Raises:
             CheckpointError: a rank could not write; the index is missing then, and all ranks raise.
@@ -81,34 +89,33 @@ class Writing:
             raise CheckpointError("another rank could not write its part")
         for finalize in self._request.finalize_fns:
             finalize()
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, self._digests)
+        return {name: digest for files in written for name, digest in files.items()}
 
     def _write(self, buckets: list[Any], results: queue.Queue[Any]) -> None:
         outcome: dict[int, Any] = {}
         try:
-            for index, bucket in enumerate(buckets):
-                answer: queue.Queue[Any] = queue.Queue()
-                FileSystemWriterAsync.write_preloaded_data(
-                    list(self._request.async_fn.args[0]),
-                    local_proc_idx=index,
-                    write_bucket=bucket,
-                    results_queue=answer,
-                    count_queue=_NoCount(),
-                    use_fsync=True,
-                )
-                _, outcome[index] = answer.get()
-                if isinstance(outcome[index], BaseException):
-                    raise outcome[index]
+            for index, (path, name, (objects, tensors)) in enumerate(buckets):
+                with secure_open(path, "wb") as raw:
+                    file = DigestingFile(raw)
+                    outcome[index] = [
+                        filesystem_async._write_item(
+                            *self._request.async_fn.args[0],
+                            file,
+                            data,
+                            item,
+                            name,
+                            serialization_format=SerializationFormat.TORCH_SAVE,
+                        )
+                        for item, data in (*objects, *tensors)
+                    ]
+                    raw.flush()
+                    os.fsync(raw.fileno())
+                self._digests[name] = file.hash.digest()
         except BaseException as error:  # also in a thread: every error is shown by finish()
             self._error = error
         results.put(outcome)
-
-
-class _NoCount:
-    """Stands in for the queue by which Megatron counts its writer processes."""
-
-    def get(self) -> None: ...
-
-    def task_done(self) -> None: ...
 
 
 def _copied(buckets: list[Any]) -> list[Any]:

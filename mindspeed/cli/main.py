@@ -36,7 +36,7 @@ COMMANDS: dict[str, str] = {
     "convert": "convert weights between Hugging Face and Megatron",
     "export": "write a trained model for transformers",
     "merge-lora": "merge an adapter into its base model, or write it for peft",
-    "verify": "compare a checkpoint's logits with those of transformers",
+    "verify": "compare a checkpoint's files with their digests, or its logits with transformers",
     "generate": "continue a text with a trained model",
     "chat": "talk with a model",
     "serve": "answer requests in the form of OpenAI's API",

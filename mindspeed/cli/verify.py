@@ -1,6 +1,12 @@
-"""``mindspeed verify``: does transformers compute what this checkpoint computes?
+"""``mindspeed verify``: is a checkpoint as it was written, and does transformers compute the same?
 
+    mindspeed verify --checkpoint runs/my
     mindspeed verify --load runs/my --hf exported --input corpus.jsonl
+
+The first form reads every file of a checkpoint, or of all checkpoints in a directory, and compares
+it with the digests that were stored when it was written. The status is 1 when a file differs.
+
+The second form compares two models.
 
 Both models read the same text in one process, and their logits are compared. The status is 1 when
 they differ by more than ``--tolerance``. The Hugging Face directory is usually one that ``mindspeed
@@ -23,20 +29,23 @@ from mindspeed.ranges import NOT_NEGATIVE, number, whole
 if TYPE_CHECKING:
     import torch
 
-HELP = "compare a checkpoint's logits with those of transformers"
+HELP = "compare a checkpoint's files with their digests, or its logits with transformers"
 
 TOLERANCE = {"fp32": 1e-3, "half": 0.25}  # largest difference of a logit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
-    parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="compare its files with their digests"
+    )
+    parser.add_argument("--load", metavar="DIR", help="directory of checkpoints")
     parser.add_argument(
         "--ckpt-step", type=whole(0), help="iteration to load (default: the latest)"
     )
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face model")
+    parser.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face model")
     parser.add_argument(
-        "--input", type=Path, required=True, metavar="FILE", help="text, or jsonl with a text field"
+        "--input", type=Path, metavar="FILE", help="text, or jsonl with a text field"
     )
     parser.add_argument("--samples", type=whole(1), default=8, help="sequences (default: 8)")
     parser.add_argument(
@@ -64,7 +73,30 @@ class Comparison:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load both models, compare, print."""
+    """Compare files with digests, or two models with each other; print."""
+    if args.checkpoint is not None:
+        return _examine(args)
+    if missing := [f"--{name}" for name in ("load", "hf", "input") if not getattr(args, name)]:
+        raise ConfigError(
+            f"{', '.join(missing)} missing: give --checkpoint DIR to compare files with their "
+            "digests, or --load DIR --hf DIR --input FILE to compare two models"
+        )
+    return _compare_models(args)
+
+
+def _examine(args: argparse.Namespace) -> int:
+    if args.load or args.hf or args.input:
+        raise ConfigError("--checkpoint looks at files alone: leave out --load, --hf and --input")
+    from mindspeed.checkpoint.examine import examine
+
+    good = True
+    for finding in examine(args.checkpoint):
+        good &= finding.problem is None
+        print(f"{finding.path}: {finding.extent if finding.problem is None else finding.problem}")
+    return 0 if good else 1
+
+
+def _compare_models(args: argparse.Namespace) -> int:
     if not (args.hf / "config.json").is_file():
         raise ConfigError(f"--hf {args.hf}: no Hugging Face model, it has no config.json")
     texts = _texts(args.input)

@@ -198,10 +198,10 @@ def _copy_slice(parameter: Any, whole: torch.Tensor, rank: int) -> None:
 
 @torch.no_grad()
 def _load_checkpoint(modules: list[Any], path: Path) -> None:
-    from megatron.core import dist_checkpointing
+    from mindspeed.checkpoint.read import read_sharded
 
     check_adapter(modules, path)
     states = {str(index): sharded_state(module) for index, module in enumerate(modules)}
-    loaded = dist_checkpointing.load(states, str(path))
+    loaded = read_sharded(states, path)
     for index, module in enumerate(modules):
         module.load_state_dict(loaded.get(str(index), {}), strict=False)

@@ -29,6 +29,7 @@ from mindspeed.models.rows import overlap, source_rows
 from mindspeed.models.shape import CONFIG_KEYS
 from mindspeed.models.table import Parameter
 from mindspeed.security import safe_torch_load
+from mindspeed.unpickle import check_relative
 
 CONFIG = "config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -90,6 +91,7 @@ class HFReader:
 
     Raises:
         CheckpointError: There are no weights, or a file of the index is missing.
+        SecurityError: The index names a file outside the directory.
     """
 
     def __init__(self, folder: str | Path, prefixes: Sequence[str] = ()) -> None:
@@ -289,9 +291,12 @@ class HFReader:
             path = self.folder / name
             if path.is_file():
                 try:
-                    return dict(json.loads(path.read_text("utf-8"))["weight_map"])
+                    files = dict(json.loads(path.read_text("utf-8"))["weight_map"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise CheckpointError(f"{path} is damaged: {error}") from error
+                for file in files.values():
+                    check_relative(file, str(path))
+                return files
         for name in _SINGLE:
             if (self.folder / name).is_file():
                 opened = self._opened(name)

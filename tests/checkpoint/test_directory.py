@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed.checkpoint import directory
-from mindspeed.errors import CheckpointError
+from mindspeed.errors import CheckpointError, SecurityError
 
 
 def write(root: Path, iteration: int) -> Path:
@@ -85,7 +85,7 @@ def test_a_save_killed_before_the_tracker_loads_the_tracked_one(tmp_path):
         (lambda path: (path / "__0_0.distcp").write_text("short"), "has 5 bytes, not 18"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: (path / "common.pt").unlink(), "common.pt is missing"),
-        (lambda path: (path / directory.SIDECAR).write_text("{"), "mindspeed.json is damaged"),
+        (lambda path: (path / directory.SIDECAR).write_text("{"), "mindspeed.json has 1 b"),
     ],
 )
 def test_damage_that_sizes_show_is_found_before_loading(tmp_path, damage, reason):
@@ -107,6 +107,62 @@ def test_only_the_newest_are_kept_and_every_retained_interval(tmp_path):
         write(tmp_path, iteration)
     assert directory.remove_old(tmp_path, keep_last=2, keep_every=20) == [30, 10]
     assert directory.iterations(tmp_path) == [50, 40, 20]
+
+
+def test_the_tracked_checkpoint_is_kept_however_old_it_is(tmp_path):
+    """Somebody went back to iteration 10: the next save must not take it away."""
+    for iteration in (10, 20, 30):
+        write(tmp_path, iteration)
+    (tmp_path / directory.TRACKER).write_text("10")
+    assert directory.remove_old(tmp_path, keep_last=1, keep_every=None) == [20]
+    assert directory.iterations(tmp_path) == [30, 10]
+
+
+def test_the_tracker_names_a_checkpoint_only_when_it_has_its_name_and_is_synced(
+    tmp_path, monkeypatch
+):
+    events, rename, sync = [], Path.rename, directory._sync
+    monkeypatch.setattr(Path, "rename", lambda p, to: [events.append("rename"), rename(p, to)][1])
+    monkeypatch.setattr(directory, "_sync", lambda p: [events.append(p.name), sync(p)][1])
+
+    def track(path, text):
+        assert directory.problem_with(directory.path_of(tmp_path, int(text))) is None
+        events.append("tracker")
+
+    monkeypatch.setattr(directory, "atomic_write_text", track)
+    write(tmp_path, 10)
+    assert events[-3:] == ["rename", tmp_path.name, "tracker"]
+    assert "iter_0000010.tmp" in events and "__0_0.distcp" in events[: events.index("rename")]
+
+
+def test_a_save_that_cannot_get_its_name_leaves_the_tracker(tmp_path, monkeypatch):
+    write(tmp_path, 10)
+
+    def fails(path, to):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError):
+        write(tmp_path, 20)
+    assert directory.tracked(tmp_path) == 10
+
+
+@pytest.mark.parametrize("to", ["directory", "file", "nothing"])
+def test_a_link_in_the_place_of_a_new_checkpoint_is_not_followed(to, tmp_path):
+    outside = tmp_path / "outside"
+    if to == "directory":
+        outside.mkdir()
+        (outside / "precious").write_text("a")
+    elif to == "file":
+        outside.write_text("a")
+    root = tmp_path / "root"
+    root.mkdir()
+    directory.unfinished_path_of(root, 7).symlink_to(outside)
+    with pytest.raises(SecurityError, match="symbolic link"):
+        directory.begin(root, 7)
+    if to == "directory":
+        assert [path.name for path in outside.iterdir()] == ["precious"]
+    assert directory.begin(root, 8).is_dir()
 
 
 def test_saving_an_iteration_again_replaces_it(tmp_path):

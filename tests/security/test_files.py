@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pickle
 import signal
 import stat
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 from mindspeed import files
 from mindspeed.errors import SecurityError
 from mindspeed.files import SecurityWarning
+from mindspeed.unpickle import check_relative
 
 
 def mode(path: Path) -> int:
@@ -324,3 +327,74 @@ class TestChecks:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             files.warn_if_world_writable([open_file])
+
+
+class TestNames:
+    """A file name that stands in a file leads nowhere but into the directory of that file."""
+
+    OUTSIDE = ("/etc/passwd", "../secret", "a/../../secret", "..", "a\0b", 7, None)
+
+    @pytest.mark.parametrize("name", OUTSIDE)
+    def test_names_that_lead_out_are_refused(self, name: object) -> None:
+        with pytest.raises(SecurityError, match="outside its directory"):
+            check_relative(name, "the index")
+
+    @pytest.mark.parametrize("name", ["a", "a/b", "..a", "a..b", "./a"])
+    def test_names_inside_are_kept(self, name: str) -> None:
+        assert check_relative(name, "the index") == name
+
+    @pytest.mark.parametrize(
+        "index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"]
+    )
+    @pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/secret.bin"])
+    def test_an_index_of_weights(self, tmp_path: Path, index: str, name: str) -> None:
+        from mindspeed.models.hf_files import HFReader
+
+        (tmp_path / index).write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(SecurityError, match=index):
+            HFReader(tmp_path)
+
+    def test_the_index_of_a_checkpoint(self, tmp_path: Path) -> None:
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+        from mindspeed.checkpoint.untrusted import read_index
+
+        where = {MetadataIndex("a"): _StorageInfo("../__0_0.distcp", 0, 1)}
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=where)))
+        with pytest.raises(SecurityError, match=r"\.\./__0_0\.distcp"):
+            read_index(tmp_path)
+
+    def test_digests_sidecar_and_deepspeeds_tracker(self, tmp_path: Path) -> None:
+        from mindspeed.checkpoint import directory
+        from mindspeed.checkpoint.digests import Digests, digest_of
+        from mindspeed.checkpoint.weights.convert import find_checkpoint
+
+        folder = tmp_path / "iter_0000001"
+        folder.mkdir()
+        secret = tmp_path / "secret"
+        secret.write_text("a")
+        known = Digests(folder, {"../secret": digest_of(secret)})
+        (folder / "digests.jsonl").write_text(known.text())
+        with pytest.raises(SecurityError):
+            Digests.read(folder)
+        (folder / "digests.jsonl").unlink()
+        (folder / "mindspeed.json").write_text(json.dumps({"files": {"../secret": 1}}))
+        with pytest.raises(SecurityError):
+            directory.damage_of(folder, whole=True)
+        (folder / "latest").write_text("../")
+        with pytest.raises(SecurityError):
+            find_checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "file in a linked directory"])
+def test_hardening_a_tree_never_reaches_behind_a_link(tmp_path: Path, kind: str) -> None:
+    outside, tree = tmp_path / "outside", tmp_path / "tree"
+    outside.mkdir(mode=0o755)
+    tree.mkdir(mode=0o750)
+    (outside / "file").write_text("a")
+    (outside / "file").chmod(0o666)
+    outside.chmod(0o777)
+    (tree / "link").symlink_to(outside / "file" if kind == "file" else outside)
+    assert files.harden_tree(tree) == 0
+    assert (mode(outside), mode(outside / "file")) == (0o777, 0o666)

@@ -14,6 +14,8 @@ pytest.importorskip("transformers")
 import planted_jobs as jobs
 from trainer_job import SETUP, TINY
 
+from tests.forked import run_all
+
 LORA = ["--lora-r", "2", "--lora-target-modules", "linear_qkv"]
 MODEL = [*TINY, "--transformer-impl", "transformer_engine"]
 
@@ -31,7 +33,7 @@ def sources(rank_pool, tmp_path_factory):
         [*convert, str(names["safetensors"]), "--format", "safetensors"],
         ["export", "--hf", "--load", good, "--output", str(names["hf"])],
     ]
-    (results,) = rank_pool.run(1, jobs.run_all, commands, setup=SETUP, backend=None, timeout=240)
+    (results,) = rank_pool.run(1, run_all, commands, setup=SETUP, backend=None, timeout=240)
     assert [status for status, _ in results] == [0] * 4, results
     return names
 

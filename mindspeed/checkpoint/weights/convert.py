@@ -35,12 +35,13 @@ from mindspeed.checkpoint.weights.torch_dist import (
     write_torch_dist,
 )
 from mindspeed.checkpoint.weights.whole import Adapted, Weights, padded_vocab
-from mindspeed.errors import CheckpointError
-from mindspeed.files import atomic_write_text, harden_tree, make_dirs
+from mindspeed.errors import CheckpointError, DamagedCheckpoint
+from mindspeed.files import atomic_write_text, check_path, harden_tree, make_dirs
 from mindspeed.models.families import Family
 from mindspeed.models.hf_files import CONFIG
 from mindspeed.models.layout import Layout
 from mindspeed.models.naming import Scheme
+from mindspeed.unpickle import check_relative
 
 Format = Literal["hf", "torch_dist", "torch", "deepspeed", "safetensors"]
 FORMATS: tuple[Format, ...] = ("hf", "torch_dist", "torch", "deepspeed", "safetensors")
@@ -108,13 +109,19 @@ def open_weights(
     if checkpoint is None:
         which = "" if step is None else f" of iteration {step}"
         raise CheckpointError(f"{path} holds neither a checkpoint{which} nor a {CONFIG}")
+    if holds_whole_weights(checkpoint):
+        problem = directory.damage_of(checkpoint, whole=True)
+    else:
+        problem = directory.problem_with(checkpoint)
+    if problem is not None:
+        raise DamagedCheckpoint(
+            f"{checkpoint} cannot be read: {problem}{directory.others(checkpoint)}"
+        )
     if is_legacy(checkpoint):
         known = HFWeights(like, mtp_num_layers=mtp_num_layers).args if like else None
         return LegacyWeights(checkpoint, known, family)
     if (checkpoint / ARGS).is_file():
         return SafetensorsWeights(checkpoint, family)
-    if (problem := directory.problem_with(checkpoint)) is not None:
-        raise CheckpointError(f"{checkpoint} cannot be read: {problem}")
     args = common_state(checkpoint)["args"]
     return TorchDistWeights(checkpoint, args, family(args))
 
@@ -127,8 +134,11 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path | None:
         if candidate.is_dir():
             return candidate
     tracker = path / _DEEPSPEED_TRACKER
-    if tracker.is_file() and (named := path / tracker.read_text("utf-8").strip()).is_dir():
-        return named
+    if tracker.is_file():
+        name = tracker.read_text("utf-8", errors="replace").strip()
+        named = path / check_relative(name, str(tracker))
+        if name and named.is_dir():
+            return named
     return None
 
 
@@ -235,9 +245,12 @@ def _published(output: Path, format_: Format) -> Iterator[Path]:
             raise CheckpointError(f"{output} holds checkpoints already; give a new directory")
     made = [p for p in (output, *output.parents) if not p.exists()]
     unfinished = final.with_name(final.name + ".tmp")
+    check_path(unfinished, "output")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         yield make_dirs(unfinished)
+        if format_ != "hf":
+            directory.add_digests(unfinished)
         harden_tree(unfinished)
         unfinished.rename(final)
     except BaseException:

@@ -13,7 +13,7 @@ import torch
 from mindspeed.checkpoint.global_tensors import GlobalTensors, StoredTensor, write_tensors
 from mindspeed.checkpoint.state import sharding_metadata, stored_args
 from mindspeed.checkpoint.weights.whole import Weights
-from mindspeed.errors import CheckpointError, SecurityError
+from mindspeed.errors import CheckpointError, DamagedCheckpoint, SecurityError
 from mindspeed.files import atomic_write_text, atomic_writer
 from mindspeed.models.families import Family
 from mindspeed.models.naming import address, addresses
@@ -75,16 +75,16 @@ def common_state(path: Path) -> dict[str, Any]:
 
     Raises:
         SecurityError: It holds more than tensors and plain values.
-        CheckpointError: It is damaged.
+        DamagedCheckpoint: It is damaged.
     """
     try:
         common = safe_torch_load(path / "common.pt")
     except SecurityError:
         raise
     except (RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}/common.pt is damaged: {error}") from error
+        raise DamagedCheckpoint(f"{path}/common.pt is damaged: {error}") from error
     if not isinstance(common, dict):
-        raise CheckpointError(f"{path}/common.pt is no common part of a checkpoint")
+        raise DamagedCheckpoint(f"{path}/common.pt is no common part of a checkpoint")
     return common
 
 

@@ -1,0 +1,127 @@
+"""Read a directory of checkpoints from begin to end and say which files are not what was written.
+
+Checkpoints of ours have digests. In others the entries of tensor files are archives with checksums
+of their own (CRC-32, which loading does not look at); their index has none.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mindspeed.checkpoint import directory
+from mindspeed.checkpoint.digests import Digests
+from mindspeed.errors import CheckpointError, MindSpeedError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One checkpoint, or the tracker.
+
+    Attributes:
+        path: What was looked at.
+        problem: What is wrong, with the name of the file; None if nothing is.
+        extent: How much was compared, and with what.
+    """
+
+    path: Path
+    problem: str | None
+    extent: str = ""
+
+
+def examine(path: Path) -> Iterator[Finding]:
+    """Look at one checkpoint, or at all of a directory and at its tracker.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+    """
+    one = (path / ".metadata").is_file() or (path / directory.SIDECAR).is_file()
+    if one or directory.root_and_iteration(str(path))[1] is not None:
+        yield _examined(path)
+        return
+    found = [directory.path_of(path, iteration) for iteration in directory.iterations(path)]
+    release = path / directory.RELEASE
+    found += [release] if release.is_dir() else []
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint (iter_0000100, or release)")
+    tracker = directory.tracker_problem(path)
+    yield Finding(path / directory.TRACKER, tracker, "names the latest checkpoint")
+    for checkpoint in found:
+        yield _examined(checkpoint)
+
+
+def _examined(checkpoint: Path) -> Finding:
+    if not checkpoint.is_dir():
+        return Finding(checkpoint, "there is no such directory")
+    problem = directory.damage_of(checkpoint, whole=True)
+    if problem is not None:
+        return Finding(checkpoint, problem)
+    stored = Digests.read(checkpoint)
+    if stored is not None:
+        size = sum(file.size for file in stored.files.values())
+        return Finding(checkpoint, None, f"{len(stored.files)} files, {size:,} bytes as written")
+    try:
+        count = 0
+        for name, archive in _archives(checkpoint):
+            with archive as opened:
+                if (bad := opened.testzip()) is not None:
+                    return Finding(checkpoint, f"{name} is damaged: checksum of {bad}")
+            count += 1
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
+        return Finding(checkpoint, f"{name} is damaged: {error}")
+    except MindSpeedError as error:
+        return Finding(checkpoint, str(error))
+    return Finding(checkpoint, None, f"no digests; {count} entries have their own checksums")
+
+
+def _archives(checkpoint: Path) -> Iterator[tuple[str, Any]]:
+    """What ``torch.save`` wrote: whole files, and entries of the files that an index describes."""
+    for path in sorted(checkpoint.rglob("*.pt")):
+        if zipfile.is_zipfile(path):
+            yield path.name, zipfile.ZipFile(path)
+    if not (checkpoint / ".metadata").is_file():
+        return
+    if "megatron.core" not in sys.modules:
+        import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    from mindspeed.checkpoint.untrusted import read_index
+
+    for key, info in read_index(checkpoint).storage_data.items():
+        with open(checkpoint / info.relative_path, "rb") as file:
+            part: Any = _Part(file, info.offset, info.length)
+            yield f"{info.relative_path} ({key.fqn})", zipfile.ZipFile(part)
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file as a file; torch's own view cannot seek from its end."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        super().__init__()
+        self._file, self._start, self._size, self._position = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("before the begin of an entry")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._file.seek(self._start + self._position)
+        data = self._file.read(max(0, min(len(buffer), self._size - self._position)))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

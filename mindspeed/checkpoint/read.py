@@ -1,0 +1,129 @@
+"""Reading the sharded part of a checkpoint: every block is checked, and errors say what is wrong.
+
+Megatron plans the reading and torch's checkpoint library opens the files. Here that library opens
+them through :class:`~mindspeed.checkpoint.digests.CheckedFile`, and what it wraps into one report
+of all ranks becomes one of our errors, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import torch as strategy
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from mindspeed import device
+from mindspeed.checkpoint.digests import CheckedFile, Digests
+from mindspeed.errors import CheckpointError, DamagedCheckpoint, MindSpeedError
+from mindspeed.unpickle import refusal
+
+_DAMAGE = (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, ValueError)
+
+
+def read_sharded(wanted: dict[str, Any], checkpoint: Path, **options: Any) -> dict[str, Any]:
+    """Fill a sharded state dict. Collective.
+
+    Args:
+        wanted: Megatron's sharded tensors and objects.
+        checkpoint: Directory of one iteration.
+        **options: Arguments of ``dist_checkpointing.load``.
+
+    Returns:
+        The same with data, and the common part.
+
+    Raises:
+        DamagedCheckpoint: A file is not what was written; on all ranks.
+        SecurityError: An object would run code; on all ranks.
+    """
+    digests = Digests.read(checkpoint)
+    try:
+        with _checked_files(digests), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            state: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint), **options)
+    except MindSpeedError:
+        raise
+    except _DAMAGE as error:
+        raise _cause(error, checkpoint) from error
+    return state
+
+
+def on_all_ranks(action: Callable[[], Any]) -> Any:
+    """Run ``action`` on this rank; if it raises on one rank, all ranks raise. Collective.
+
+    Raises:
+        DamagedCheckpoint: A file is not what was written, on some rank.
+        CheckpointError: Another rank raised another error.
+    """
+    error: MindSpeedError | None = None
+    result = None
+    try:
+        result = action()
+    except MindSpeedError as raised:
+        error = raised
+    except _DAMAGE as raised:
+        error = DamagedCheckpoint(_first_line(raised))
+    kind = 0 if error is None else 1 if isinstance(error, DamagedCheckpoint) else 2
+    worst = torch.tensor([kind], dtype=torch.int32, device=device.current().torch_device())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    if worst.item() > kind:
+        other = CheckpointError if worst.item() == 2 else DamagedCheckpoint
+        raise other("another rank cannot read it")
+    if error is not None:
+        raise error
+    return result
+
+
+@contextmanager
+def _checked_files(digests: Digests | None) -> Iterator[None]:
+    """While inside, Megatron's reader opens files that check themselves."""
+    before = strategy._get_filesystem_reader
+
+    def reader(*args: Any, **kwargs: Any) -> Any:
+        made = before(*args, **kwargs)
+        made.fs = _CheckedFiles(digests)
+        return made
+
+    strategy._get_filesystem_reader = reader
+    try:
+        yield
+    finally:
+        strategy._get_filesystem_reader = before
+
+
+class _CheckedFiles(FileSystem):
+    """torch's access to files, for reading."""
+
+    def __init__(self, digests: Digests | None) -> None:
+        self._digests = digests
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with CheckedFile(Path(path), self._digests) as file:
+            yield file
+
+
+def _cause(error: BaseException, checkpoint: Path) -> MindSpeedError:
+    """What went wrong first, on any rank, in one sentence."""
+    failures = cast(dict[int, Any], getattr(error, "failures", {}))
+    for failure, _ in (failures[rank] for rank in sorted(failures)):
+        if isinstance(failure, pickle.UnpicklingError):
+            failure = refusal(failure)
+        if isinstance(failure, MindSpeedError):
+            return type(failure)(f"{checkpoint}: {failure}")
+    first = next((failures[rank][0] for rank in sorted(failures)), error)
+    return DamagedCheckpoint(f"damaged: {_first_line(first)}")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or repr(error)
+    return text.splitlines()[0][:200]
