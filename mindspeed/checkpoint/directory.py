@@ -157,13 +157,13 @@ def damage_of(checkpoint: Path, *, whole: bool) -> str | None:
 
 
 def others(checkpoint: Path) -> str:
-    """What to load instead of a damaged checkpoint, as the end of a sentence."""
+    """What to do about a damaged checkpoint, as the end of a sentence."""
     found = root_and_iteration(str(checkpoint))[1]
     for iteration in iterations(checkpoint.parent):
         path = path_of(checkpoint.parent, iteration)
         if iteration != found and problem_with(path) is None:
             return f"; {path.name} is complete: take it with --ckpt-step {iteration}"
-    return ""
+    return f" (if it was changed on purpose, delete {digests.NAME} and {SIDECAR} beside it)"
 
 
 def begin(root: str | Path, iteration: int) -> Path:

@@ -7,9 +7,11 @@ asking for each tensor when its turn comes. Both hold one tensor, or one file, i
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import queue
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +195,13 @@ def write_tensors(
     try:
         dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise error.failures[0][0] from None  # what happened, also Ctrl-C, instead of its report
+        cause = error.failures[0][0]  # what happened, also Ctrl-C, instead of its report
+        if isinstance(cause, RuntimeError) and "inline_container" in str(cause):
+            # torch's archive writer: the file system took fewer bytes than it was given.
+            free = shutil.disk_usage(folder).free
+            reason = f"cannot be written, {free:,} bytes are free"
+            raise OSError(errno.ENOSPC, reason, str(folder)) from None
+        raise cause from None
 
 
 class _Planner(SavePlanner):

@@ -29,7 +29,7 @@ import mindspeed
 from mindspeed import device
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
-from mindspeed.checkpoint.writer import Writing, queue_in_this_process
+from mindspeed.checkpoint.writer import Writing, errors_kept, queue_in_this_process
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.lora import adapted
 from mindspeed.lora.config import DESCRIPTION
@@ -131,11 +131,12 @@ class Saver:
             strategy = FullyParallelSaveStrategyWrapper(
                 strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
             )
-        with queue_in_this_process():
+        errors: list[BaseException] = []
+        with queue_in_this_process(), errors_kept(errors):
             request = dist_checkpointing.save(
                 state, str(path), strategy, async_sharded_save=True, content_metadata=metadata
             )
-        return Writing(request, in_background=args.async_save)
+        return Writing(request, in_background=args.async_save, errors=errors)
 
     def _prepare(self, iteration: int, size: int) -> None:
         """Make the directory and see that there is room, on rank 0; all ranks learn the outcome.

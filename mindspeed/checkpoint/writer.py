@@ -9,17 +9,20 @@ its way (:mod:`mindspeed.checkpoint.digests`).
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from mindspeed import device
@@ -39,17 +42,54 @@ def queue_in_this_process() -> Iterator[None]:
         filesystem_async._results_queue = before
 
 
+@contextmanager
+def errors_kept(errors: list[BaseException]) -> Iterator[None]:
+    """While inside, what Megatron writes on rank 0 alone keeps its error instead of raising it.
+
+    The other ranks go on to a collective, so rank 0 must get there, too. Afterwards all ranks can
+    agree that the checkpoint has failed.
+
+    Args:
+        errors: Gets what was raised (a full disk, no permission).
+    """
+
+    def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except (OSError, RuntimeError) as error:  # torch.save has RuntimeError for a full disk
+                errors.append(error)
+
+        return kept
+
+    places: list[tuple[Any, str]] = [
+        (TorchCommonSaveStrategy, "save_common"),
+        (filesystem_async.FileSystemWriterAsync, "finish"),
+        (serialization, "save_config"),
+    ]
+    with ExitStack() as stack:
+        for holder, name in places:
+            before = vars(holder)[name]
+            setattr(holder, name, keeping(before))
+            stack.callback(setattr, holder, name, before)
+        yield
+
+
 class Writing:
     """The files of one checkpoint, being written.
 
     Args:
         request: Megatron's plan, from ``dist_checkpointing.save(async_sharded_save=True)``.
         in_background: write in a thread; the data is copied first, so training may change it.
+        errors: What went wrong on this rank already.
     """
 
-    def __init__(self, request: AsyncRequest, *, in_background: bool) -> None:
+    def __init__(
+        self, request: AsyncRequest, *, in_background: bool, errors: Sequence[BaseException] = ()
+    ) -> None:
         self._request = request
-        self._error: BaseException | None = None
+        self._error: BaseException | None = next(iter(errors), None)
         self._thread: threading.Thread | None = None
         self._digests: dict[str, FileDigest] = {}
         if request.async_fn is None:  # nothing to write on this rank
@@ -82,16 +122,25 @@ class Writing:
         """
         if self._thread is not None:
             self._thread.join()
-        failed = self._error is not None
-        if _anywhere(failed):
-            if failed:
-                raise CheckpointError(str(self._error)) from self._error
-            raise CheckpointError("another rank could not write its part")
-        for finalize in self._request.finalize_fns:
-            finalize()
+        self._raise_everywhere()
+        errors: list[BaseException] = []
+        with errors_kept(errors):
+            for finalize in self._request.finalize_fns:
+                finalize()
+        self._error = next(iter(errors), None)
+        self._raise_everywhere()
         written: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(written, self._digests)
         return {name: digest for files in written for name, digest in files.items()}
+
+    def _raise_everywhere(self) -> None:
+        """Raise on all ranks if this or another one has an error. Collective."""
+        failed = self._error is not None
+        if _anywhere(failed):
+            if failed:
+                reason = str(self._error).strip().splitlines() or [repr(self._error)]
+                raise CheckpointError(reason[0]) from self._error
+            raise CheckpointError("another rank could not write its part")
 
     def _write(self, buckets: list[Any], results: queue.Queue[Any]) -> None:
         outcome: dict[int, Any] = {}

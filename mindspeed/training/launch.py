@@ -16,8 +16,12 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType
+from typing import cast
 
 import torch.distributed as dist
+
+from mindspeed.training.guard import tell_ranks
+from mindspeed.training.parent import LAUNCHER
 
 _POLL_SECONDS = 0.05
 _SECONDS_TO_STOP = 10.0
@@ -31,7 +35,8 @@ def inside_a_job() -> bool:
 def run_ranks(command: Sequence[str], ranks: int) -> int:
     """Run ``command`` once per rank and wait.
 
-    When one rank fails the others are stopped within seconds. SIGTERM and SIGINT are handed on to
+    When one rank fails the others are stopped within seconds; what ends or stops a rank from
+    outside is said here, because the rank cannot. SIGTERM and SIGINT are handed on to
     the ranks, which save and end by themselves.
 
     Args:
@@ -55,7 +60,7 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
         subprocess.Popen(command, env=_environment(rank, ranks, port)) for rank in range(ranks)
     ]
     with _SignalsHandedOn(processes):
-        status = _wait(processes)
+        status = _wait(processes, store)
     del store
     return status
 
@@ -76,6 +81,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCHER: str(os.getpid()),
     }
 
 
@@ -83,16 +89,54 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> int:
+    stopped: set[int] = set()
     while True:
         states = [process.poll() for process in processes]
-        failed = next((state for state in states if state not in (None, 0)), None)
-        if failed is not None:
+        failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
+        if failed:
+            # A signal is the cause; the ranks that it did not reach fail behind it.
+            rank = next((r for r in failed if cast(int, states[r]) < 0), failed[0])
+            state = cast(int, states[rank])
+            if state < 0:
+                _say(f"rank {rank} was ended by {_signal_name(-state)}")
+            tell_ranks(store, rank)
             _stop(processes)
-            return failed if failed > 0 else 128 - failed
+            return state if state > 0 else 128 - state
         if all(state == 0 for state in states):
             return 0
+        stopped = _say_stopped(processes, stopped)
         time.sleep(_POLL_SECONDS)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    return f"{name} (killed, for example for want of memory)" if name == "SIGKILL" else name
+
+
+def _say_stopped(processes: Sequence[subprocess.Popen[bytes]], known: set[int]) -> set[int]:
+    """Name the ranks that were stopped since the last look; returns all that are stopped."""
+    now = {rank for rank, process in enumerate(processes) if _is_stopped(process.pid)}
+    for rank in sorted(now - known):
+        pid = processes[rank].pid
+        _say(f"rank {rank} is stopped and does not answer; kill -CONT {pid} continues it")
+    return now
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal (``T`` in Linux's process table)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+def _say(line: str) -> None:
+    print(f"mindspeed: {line}", file=sys.stderr, flush=True)
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

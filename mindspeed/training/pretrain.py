@@ -10,15 +10,18 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     init_num_microbatches_calculator,
     update_num_microbatches,
 )
 
+from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
 from mindspeed.lora import adapted
+from mindspeed.lora import flags as lora_flags
 from mindspeed.training import adapters, data, loop, setup
 from mindspeed.training.counting import CountedRows, FullRows
 from mindspeed.training.flops import training_flops
@@ -46,6 +49,8 @@ def _train(settings: Settings, provider: ModelProvider) -> int:
     args = settings.args
     tokenizer = data.load_tokenizer(args)
     count_batches(args)
+    if _is_finished(args):
+        return int(args.train_iters)
     model = build(args, provider)
     iteration = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer)
@@ -63,6 +68,21 @@ def _train(settings: Settings, provider: ModelProvider) -> int:
         source = args.lora_load if adapted(model.chunks) else args.load
         saver.last_saved = iteration if source == args.save else None
     return loop.train(args, model, readers, held_out, iteration, saver, rows)
+
+
+def _is_finished(args: argparse.Namespace) -> bool:
+    """Whether ``--auto-resume`` finds the checkpoint of the last iteration; says so. Collective."""
+    if not args.auto_resume or not (args.load == args.save or lora_flags.asked(args)):
+        return False
+    answer = [False]
+    if dist.get_rank() == 0:
+        last = directory.path_of(args.save, args.train_iters)
+        same = directory.tracked(args.save) == args.train_iters
+        answer = [same and directory.problem_with(last) is None]
+        if answer[0]:
+            print(f" nothing left to do: {last} is the last iteration of this job", flush=True)
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
 
 
 def resume(args: argparse.Namespace, model: TrainedModel) -> int:

@@ -20,11 +20,13 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
+from mindspeed.errors import describe
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
 
 Metrics = Mapping[str, Any]
@@ -70,12 +72,13 @@ def open_sinks(args: argparse.Namespace, done: int) -> list[Sink]:
     on_terminal = args.progress_bar and sys.stderr.isatty()
     sinks: list[Sink] = [ProgressBar(done, args.train_iters) if on_terminal else Console()]
     path = args.metrics_file or (args.save and str(Path(args.save) / "metrics.jsonl"))
+    say = sinks[0].message
     if path:
-        sinks.append(JsonLines(Path(path), done))
-    if args.tensorboard_dir:
-        sinks.append(TensorBoard(args, done))
+        sinks.append(Dispensable(f"metrics file {path}", lambda: JsonLines(Path(path), done), say))
+    if folder := args.tensorboard_dir:
+        sinks.append(Dispensable(f"TensorBoard {folder}", lambda: TensorBoard(args, done), say))
     if args.wandb_project:
-        sinks.append(WeightsAndBiases(args, done))
+        sinks.append(Dispensable("W&B", lambda: WeightsAndBiases(args, done), say))
     return sinks
 
 
@@ -131,6 +134,46 @@ class ProgressBar:
 
     def close(self) -> None:
         self._bar.close()
+
+
+class Dispensable:
+    """A sink that training goes on without when its files cannot be written; says so once.
+
+    Args:
+        name: What to call it.
+        make: Opens it.
+        say: Prints a line.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
+        self._name = name
+        self._say = say
+        self._sink: Sink | None = None
+        with self._given_up_on_failure():
+            self._sink = make()
+
+    def record(self, iteration: int, metrics: Metrics, line: str) -> None:
+        with self._given_up_on_failure():
+            if self._sink is not None:
+                self._sink.record(iteration, metrics, line)
+
+    def message(self, text: str) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def close(self) -> str | None:
+        with self._given_up_on_failure():
+            if self._sink is not None:
+                return self._sink.close()
+        return None
+
+    @contextmanager
+    def _given_up_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._sink = None
+            self._say(f" WARNING {self._name}: {describe(error)}; training goes on without it")
 
 
 class JsonLines(Silent):

@@ -95,6 +95,7 @@ def test_megatron_to_megatron_keeps_trained_padding(directories, tmp_path):
     tensors = load_file(path)
     tensors["output_layer.weight"][100:] = 3.0
     save_file(tensors, path)
+    path.with_name("digests.jsonl").unlink()  # changed on purpose
     two, one = Target("torch", Layout(tensor=2, pipeline=2)), Target("torch")
     last = chain(first, tmp_path / "b", two, one, Target("torch_dist"), Target("safetensors"))
     same(files(last / "release"), tensors)
@@ -275,6 +276,9 @@ def test_damaged_and_hostile_legacy_files(directories, tmp_path, capsys):
     path = release / "mp_rank_01_000" / "model_optim_rng.pt"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_000/model_optim_rng\.pt has \d+ bytes"):
+        open_weights(tmp_path / "a")
+    (release / "digests.jsonl").unlink()
     with pytest.raises(CheckpointError, match=r"mp_rank_01_000/model_optim_rng\.pt is damaged or"):
         open_weights(tmp_path / "a")
     state = {"model": {}, "args": Code()}
@@ -298,6 +302,7 @@ def test_parameters_that_no_rule_knows_are_named(directories, tmp_path):
     state = torch.load(path, weights_only=False)
     state["model"]["decoder.layers.0.adapter.weight"] = torch.ones(2)
     torch.save(state, path)
+    (tmp_path / "release" / "digests.jsonl").unlink()
     assert open_weights(tmp_path).unused == ["decoder.layers.0.adapter.weight"]
 
 

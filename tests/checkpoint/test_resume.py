@@ -92,6 +92,31 @@ def test_a_full_disk_at_the_last_save_is_an_error_that_names_what_is_intact(rank
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
 
 
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        (f"{STRATEGIES}.common", "TorchCommonSaveStrategy.save_common"),
+        (f"{STRATEGIES}.filesystem_async", "FileSystemWriterAsync.finish"),
+        ("megatron.core.dist_checkpointing.serialization", "save_config"),
+        ("mindspeed.checkpoint.directory", "harden_tree"),
+        ("mindspeed.checkpoint.directory", "atomic_write_text"),
+    ],
+    ids=["common part", "index", "description", "digests", "tracker"],
+)
+def test_a_disk_that_is_full_for_what_rank_0_writes_alone_stops_nothing(
+    module, name, ranks, tmp_path
+):
+    """The other ranks are in a collective meanwhile: nobody may hang or leave."""
+    flags = [*TP2, "--save", str(tmp_path), "--save-interval", "1", "--train-iters", "3"]
+    run(ranks, 2, flags, fault.disk_full_in, module, name, 2)
+    kept = {path.name for path in tmp_path.glob("iter_*")}
+    assert kept >= {"iter_0000001", "iter_0000003"} and not any(".tmp" in name for name in kept)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
 def test_a_damaged_last_checkpoint_is_given_up_for_the_one_before(ranks, tmp_path):
     save = tmp_path / "c"
     flags = [*TP2, "--save", str(save), "--save-interval", "1"]

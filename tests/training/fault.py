@@ -35,6 +35,26 @@ def disk_full_at(saves: tuple[int, ...], rank: int) -> None:
     filesystem_async._write_item = fails
 
 
+def disk_full_in(module: str, name: str, save: int) -> None:
+    """A function that only rank 0 calls during a save (1, 2, ...) meets a full disk."""
+    import importlib
+
+    holder: Any = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        holder = getattr(holder, part)
+    original, calls = getattr(holder, last), []
+
+    @functools.wraps(original)
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == save and int(os.environ["RANK"]) == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*args, **kwargs)
+
+    setattr(holder, last, fails)
+
+
 def signal_in_step(step: int, rank: int) -> None:
     """One rank gets SIGTERM while it runs a step."""
     from mindspeed.training.step import Trainer

@@ -7,10 +7,11 @@ from argparse import Namespace
 import fault
 import pytest
 import torch
-from trainer_job import SETUP, metrics, train
+from trainer_job import SETUP, command, metrics, train
 
 from mindspeed.errors import TrainingError
 from mindspeed.training.overflow import SkippedSteps
+from tests.forked import run_all
 
 PP2 = ["--pipeline-model-parallel-size", "2"]
 
@@ -101,3 +102,36 @@ def test_steps_are_skipped_for_some_time_but_not_for_ever(steps, said):
         error = str(problem)
     assert said is None or said in (error or "no error")
     assert (error is None) == (said is None)
+
+
+@pytest.mark.parametrize("length", ["--train-iters", "--train-samples"])
+def test_a_finished_job_that_is_started_again_is_a_success_in_one_line(length, ranks, tmp_path):
+    """Also when its data are gone: nothing is read, built, trained, evaluated or saved."""
+    number = "2" if length == "--train-iters" else "16"
+    words = ["pretrain", *command([length, number])]
+    words += ["--save", str(tmp_path / "c"), "--auto-resume"]
+    ((first, again, other),) = ranks(
+        1,
+        run_all,
+        [words, words, [*words, "--tensorboard-dir", str(tmp_path / "c")]],
+        setup=SETUP,
+        backend=None,
+        timeout=240,
+    )
+    assert first[0] == 0, first[1]
+    for status, output in (again, other):
+        assert status == 0
+        (line,) = output.splitlines()
+        assert "nothing left to do" in line and "iter_0000002" in line
+    assert [path.name for path in (tmp_path / "c").glob("events*")] == []
+
+
+def test_a_finished_job_whose_last_checkpoint_is_damaged_trains_it_again(ranks, tmp_path):
+    flags = [*PP2, "--save", str(tmp_path), "--save-interval", "1", "--train-iters", "2"]
+    run(ranks, flags)
+    (tmp_path / "iter_0000002" / "common.pt").write_bytes(b"")
+    results = run(ranks, [*flags, "--auto-resume"])
+    assert [(result["error"], result["iteration"]) for result in results] == [(None, 2)] * 2
+    assert (tmp_path / "iter_0000002" / "common.pt").stat().st_size > 0
+    results = run(ranks, [*flags, "--auto-resume"])
+    assert [result["error"] for result in results] == [None, None]

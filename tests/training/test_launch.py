@@ -40,9 +40,9 @@ sys.exit(run_ranks([sys.executable, sys.argv[1]], int(sys.argv[2])))
 # without having left its job (mindspeed.training.setup.leave_job).
 
 
-def launch(tmp_path: Path, body: str, ranks: int = 4) -> subprocess.Popen[str]:
+def launch(tmp_path: Path, body: str, ranks: int = 4, program: str = RANK) -> subprocess.Popen[str]:
     script = tmp_path / "rank.py"
-    script.write_text(RANK.replace("{body}", body))
+    script.write_text(program.replace("{body}", body))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(script), str(ranks)],
@@ -65,9 +65,145 @@ def test_a_rank_that_raises_ends_all_and_its_error_is_the_only_one(tmp_path):
 def test_a_rank_that_is_killed_ends_all_and_the_others_say_what_they_saw(tmp_path):
     job = launch(tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", ranks=3)
     output, _ = job.communicate(timeout=120)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert output.count("mindspeed: rank 1 was ended by SIGKILL") == 1
+    assert output.count("mindspeed pretrain [rank") <= 1  # one of the others may have been quicker
+    assert "Traceback" not in output
+
+
+EARLY = """
+import os, signal, sys, time
+import torch.distributed as dist
+from mindspeed.training.guard import stop_together
+
+with stop_together("pretrain"):
+    rank = int(os.environ["RANK"])
+    {body}
+    dist.init_process_group("gloo")
+    dist.barrier()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None",
+            "rank 1 was ended by SIGKILL",
+        ),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSEGV) if rank == 0 else None",
+            "rank 0 was ended by SIGSEGV",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "assert rank != 1, 'no room'",
+            "[rank 1]: unexpected AssertionError: no room",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_cause_is_shown_when_a_rank_dies_before_the_ranks_have_met(tmp_path, body, said):
+    job = launch(tmp_path, body, 3, EARLY)
+    started = time.monotonic()
+    output, _ = job.communicate(timeout=120)
     assert job.returncode != 0
-    assert "lost contact with another rank" in output
-    assert output.count("mindspeed pretrain [rank") == 1
+    assert said in output
+    assert "lost contact" not in output and "Traceback" not in output
+    assert time.monotonic() - started < 100, "the others did not wait for it"
+
+
+def wait_for(found, seconds: float = 90.0):
+    """What ``found()`` returns as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := found():
+            return result
+        time.sleep(0.1)
+    raise AssertionError("nothing was found")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+NOTE_PID = "open({folder!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))"
+
+
+def noted(folder: Path, ranks: int) -> list[int]:
+    """The process ids that :data:`NOTE_PID` wrote, when all are there."""
+    texts = [path.read_text() for path in sorted(folder.glob("pid*"))]
+    return [int(text) for text in texts] if len(texts) == ranks and all(texts) else []
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path):
+    """Those that are blocked, too: they wait for a lock that never comes."""
+    note = NOTE_PID.format(folder=str(tmp_path))
+    job = launch(tmp_path, f"{note}; import threading; threading.Event().wait()", 2, EARLY)
+    pids = wait_for(lambda: noted(tmp_path, 2))
+    assert all(map(is_alive, pids))
+    job.kill()
+    wait_for(lambda: not any(map(is_alive, pids)), 10)
+
+
+@pytest.mark.slow
+def test_ranks_end_when_torchrun_is_killed(tmp_path):
+    note = NOTE_PID.format(folder=str(tmp_path))
+    job = torchrun(tmp_path, f"{note}; import threading; threading.Event().wait()")
+    pids = wait_for(lambda: noted(tmp_path, 2))
+    job.kill()
+    wait_for(lambda: not any(map(is_alive, pids)), 10)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_said_not_to_answer(tmp_path):
+    """By the launcher at once, by the other ranks when their collective times out."""
+    timeout = "__import__('datetime').timedelta(seconds=8)"
+    body = (
+        f"{NOTE_PID.format(folder=str(tmp_path))}; "
+        f"dist.init_process_group('gloo', timeout={timeout}); dist.barrier(); "
+        "os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else None; dist.barrier()"
+    )
+    job = launch(tmp_path, body, 3, EARLY)
+    try:
+        output, _ = job.communicate(timeout=120)
+    finally:
+        for pid in noted(tmp_path, 3):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+    assert job.returncode == 1, output
+    assert "mindspeed: rank 1 is stopped and does not answer" in output
+    (line,) = [line for line in output.splitlines() if "mindspeed pretrain [rank" in line]
+    assert "rank 1 does not answer: the process is stopped" in line
+    assert "killed or crashed" not in output
+
+
+@pytest.mark.slow
+def test_torchruns_report_ends_with_our_line(tmp_path):
+    body = "if rank == 1: raise MindSpeedError('--lr 0: at least 1e-9')"
+    output, _ = (job := torchrun(tmp_path, body)).communicate(timeout=120)
+    assert job.returncode == 1
+    cause = output.partition("Root Cause")[2]
+    assert "mindspeed pretrain [rank 1]: --lr 0: at least 1e-9" in cause, output
+
+
+def torchrun(folder: Path, body: str) -> subprocess.Popen[str]:
+    script = folder / "rank.py"
+    script.write_text("from mindspeed.errors import MindSpeedError\n" + EARLY.format(body=body))
+    unset = ("RANK", "WORLD_SIZE")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env={k: v for k, v in os.environ.items() if k not in unset} | {"MINDSPEED_DEVICE": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def test_sigterm_to_the_launcher_reaches_every_rank(tmp_path):

@@ -249,3 +249,37 @@ def test_one_rank_writes_and_a_resumed_training_repeats_no_iteration(ranks, tmp_
     assert [r["lm_loss"] for r in written] == pytest.approx(
         [value for _, value in shown["lm loss"]], rel=1e-6
     )
+
+
+class Full:
+    """A file on a disk that fills up."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    def flush(self): ...
+
+    def close(self):
+        self.write("")
+
+
+def test_training_goes_on_when_the_disk_of_the_metrics_is_full(tmp_path, capsys):
+    _, kept = sinks.open_sinks(settings(metrics_file=str(tmp_path / "m.jsonl")), 0)
+    kept.record(1, {"iteration": 1}, "one")
+    kept._sink._file.close()
+    kept._sink._file = Full()
+    for iteration in (2, 3):
+        kept.record(iteration, {"iteration": iteration}, "line")
+    assert kept.close() is None
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(" WARNING metrics file") and "No space left on device" in line
+    assert [r["iteration"] for r in records(tmp_path / "m.jsonl")] == [1]
+
+
+def test_training_begins_without_a_metrics_file_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("a")
+    _, kept = sinks.open_sinks(settings(metrics_file=str(tmp_path / "file" / "m.jsonl")), 0)
+    kept.record(1, {"iteration": 1}, "one")
+    assert kept.close() is None
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "WARNING metrics file" in line and "goes on without it" in line

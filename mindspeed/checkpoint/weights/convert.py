@@ -253,11 +253,13 @@ def _published(output: Path, format_: Format) -> Iterator[Path]:
             directory.add_digests(unfinished)
         harden_tree(unfinished)
         unfinished.rename(final)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         for folder in made:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+        if isinstance(error, OSError) and error.strerror and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(output)) from error
         raise
     if format_ != "hf":
         atomic_write_text(output / directory.TRACKER, directory.RELEASE)

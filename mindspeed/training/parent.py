@@ -1,0 +1,48 @@
+"""A rank ends when the process that started it is gone: kill -9 of a launcher leaves nobody behind.
+
+On Linux the kernel ends the rank (``PR_SET_PDEATHSIG``); elsewhere, and where the kernel was asked
+too late, a thread notices that the parent is another one. Only launchers that stay for the whole
+job count: ours, and torchrun. A shell that starts ranks in the background may go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+LAUNCHER = "MINDSPEED_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+def launcher_of(environment: Mapping[str, str]) -> int | None:
+    """Process id of the launcher of this rank; None if there is none that stays."""
+    given = environment.get(LAUNCHER, "")
+    if given.isdigit() and (int(given) == os.getppid() or not _exists(int(given))):
+        return int(given)  # of a parent, not of an ancestor: a rank may start programs
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
+
+
+def end_with(launcher: int) -> None:
+    """Let the kernel end this process when ``launcher``, its parent, ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if is_gone(launcher):
+        os._exit(1)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def is_gone(launcher: int) -> bool:
+    """Whether ``launcher`` is the parent of this process no more."""
+    return os.getppid() != launcher
