@@ -222,6 +222,10 @@ def test_verify_finds_one_changed_byte(directories, tmp_path, form):
             path.write_bytes(data.replace(wanted, changed))
             broken += 1
     assert broken == 1
+    if form != "hf":
+        with pytest.raises(CheckpointError, match="do not have their digest"):
+            verify(written, tmp_path / "out")
+        (tmp_path / "out" / "release" / "digests.jsonl").unlink()
     with pytest.raises(CheckpointError, match=r"decoder\.final_layernorm\.weight is not what"):
         verify(written, tmp_path / "out")
 
