@@ -102,6 +102,7 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[Generator]
     from mindspeed.inference.load import Source, load_model, resolve_source
     from mindspeed.training.guard import stop_together
     from mindspeed.training.launch import inside_a_job, run_ranks
+    from mindspeed.training.resolve_parallel import check_fits_here
     from mindspeed.training.setup import leave_job
 
     model, tokenizer = args.load, args.tokenizer_model
@@ -109,6 +110,7 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[Generator]
     size = args.tp * args.pp * getattr(args, "dp", 1)
     if not inside_a_job() and size > 1:
         resolve_source(source, size)  # says what is wrong once, before any rank starts
+        check_fits_here(size)
         return run_ranks(command_line(command, args), size)
     with stop_together(command):
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone

@@ -38,6 +38,7 @@ def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.training.guard import stop_together
     from mindspeed.training.launch import inside_a_job, run_ranks
+    from mindspeed.training.resolve_parallel import check_fits_here
 
     if inside_a_job():
         with stop_together(command):
@@ -45,6 +46,7 @@ def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int
     settings = _prepare(argv, None, command, defaults)
     if settings.args.world_size == 1 or settings.args.dry_run:
         return _train(settings)
+    check_fits_here(settings.args.world_size)
     ranks = [sys.executable, "-m", "mindspeed", command, *argv]
     return run_ranks(ranks, settings.args.world_size)
 

@@ -8,7 +8,11 @@ import os
 from collections.abc import Iterator
 
 from mindspeed import device
+from mindspeed.device import host_memory
+from mindspeed.errors import ConfigError
 from mindspeed.training import zero
+
+_BYTES_OF_A_RANK = 256 << 20  # torch and Megatron Core, imported
 
 
 def model_parallel_size(args: argparse.Namespace) -> int:
@@ -30,6 +34,21 @@ def default_ranks(args: argparse.Namespace) -> int:
     if args.devices is None:
         return smallest
     return args.devices if args.dry_run or device.current().count() >= args.devices else smallest
+
+
+def check_fits_here(ranks: int) -> None:
+    """Look whether this machine can hold the processes of a job that a command starts itself.
+
+    Raises:
+        ConfigError: it cannot: its memory is less than the interpreters and libraries alone need.
+    """
+    most = max(8, host_memory.total() // _BYTES_OF_A_RANK)
+    if ranks > most:
+        raise ConfigError(
+            f"{ranks} ranks do not fit on this machine, whose memory holds {most} at most: start "
+            "them with torchrun on several machines, choose smaller parallel sizes or --nproc, or "
+            "look at them with --dry-run"
+        )
 
 
 def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:

@@ -72,9 +72,10 @@ def output(args: argparse.Namespace) -> Iterator[str]:
     if args.save_interval is not None and args.save is None:
         yield "--save-interval needs --save"
     for name in ("save", "tensorboard_dir", "config_logger_dir"):
-        path = getattr(args, name, None)
-        given = path is not None and (path != "" or name != "config_logger_dir")  # its default
-        if given and (problem := _no_directory(path)):
+        path: str | None = getattr(args, name, None)
+        if path is None or (path == "" and name == "config_logger_dir"):  # its default
+            continue
+        if problem := _no_directory(path):
             yield f"--{name.replace('_', '-')} {path}: {problem}"
     if args.metrics_file is not None and os.path.isdir(args.metrics_file):
         yield f"--metrics-file {args.metrics_file} is a directory: name a file"

@@ -102,6 +102,7 @@ KNOWN_DRY = (
 )
 KNOWN: tuple[tuple[str, ...], ...] = (
     ("pretrain", *TINY, "--save", "/proc/x"),
+    ("pretrain", *TINY, "--nproc", "1000000"),
     ("convert", "--input", "model", "--output", "/proc/x"),
     ("convert", "--input", "model", "--output", "out", "--max-shard-size", "nan"),
     ("convert", "--input", "model", "--output", "out", "--added-token-num", "99999999999"),

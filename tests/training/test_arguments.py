@@ -6,6 +6,8 @@ import pytest
 from command_line import parse_all
 from trainer_job import SETUP, TINY, command
 
+from mindspeed.errors import ConfigError
+
 
 def _without_batch() -> list[str]:
     at = TINY.index("--global-batch-size")
@@ -274,3 +276,13 @@ def test_a_dumped_recipe_repeats_the_run(results, ranks):
         assert second["error"] is None
         first = dict(results[name]["values"], config=None)
         assert dict(second["values"], config=None) == first
+
+
+def test_a_million_ranks_are_not_started_on_one_machine(monkeypatch):
+    from mindspeed.device import host_memory
+    from mindspeed.training.resolve_parallel import check_fits_here
+
+    monkeypatch.setattr(host_memory, "total", lambda: 16 << 30)
+    check_fits_here(64)
+    with pytest.raises(ConfigError, match="65 ranks do not fit on this machine"):
+        check_fits_here(65)
