@@ -33,7 +33,7 @@ def run(seed: int, count: int, directory: Path) -> dict[str, Any]:
         env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -47,6 +47,7 @@ def test_a_few_known_bad_inputs(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_thousand_bad_inputs(tmp_path):
     result = run(0, 1000, tmp_path)
     assert result["ran"] == 1000
