@@ -267,7 +267,7 @@ def _load_one(
     metadata = sharding_metadata(args) if metadata is None else metadata
     same_layout = _same_layout(args, saved)
     if with_optimizer:
-        _check_optimizer(args, metadata, same_layout, path)
+        _check_optimizer(args, saved, metadata, same_layout, path)
     with_rng = (
         same_layout
         and any(key.startswith("rng_state") for key in index.state_dict_metadata)
@@ -333,7 +333,11 @@ def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
 
 
 def _check_optimizer(
-    args: argparse.Namespace, metadata: dict[str, Any], same_layout: bool, path: Path
+    args: argparse.Namespace,
+    saved: argparse.Namespace,
+    metadata: dict[str, Any],
+    same_layout: bool,
+    path: Path,
 ) -> None:
     """See that this run can read the optimizer of a checkpoint.
 
@@ -344,7 +348,9 @@ def _check_optimizer(
     if kind is None:
         readable, instead = not args.use_distributed_optimizer, "go on with --zero-stage 0"
     elif not args.use_distributed_optimizer:
-        readable = kind == shards.SHARDING
+        # The fp32 copies of 16-bit parameters have another name in each of the two optimizers.
+        half = any(getattr(run, name, False) for run in (args, saved) for name in ("bf16", "fp16"))
+        readable = kind == shards.SHARDING and not half
         instead = "go on with --use-distributed-optimizer (--zero-stage 1)"
     elif args.use_megatron_fsdp:
         readable = kind == shards.SHARDING

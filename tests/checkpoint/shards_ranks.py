@@ -15,10 +15,13 @@ def refusals(forms: Sequence[tuple[str | None, str]]) -> list[str]:
     messages = []
     for kind, ours in forms:
         args = argparse.Namespace(
-            use_distributed_optimizer=ours != "whole", use_megatron_fsdp=ours == "shares"
+            use_distributed_optimizer=ours != "whole",
+            use_megatron_fsdp=ours == "shares",
+            bf16=True,  # an fp32 optimizer that is not distributed reads "fully_reshardable"
         )
         try:
-            _check_optimizer(args, {"distrib_optim_sharding_type": kind}, True, Path("saved"))
+            metadata = {"distrib_optim_sharding_type": kind}
+            _check_optimizer(args, args, metadata, True, Path("saved"))
         except CheckpointError as error:
             messages.append(str(error))
         else:
