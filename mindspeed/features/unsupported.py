@@ -58,6 +58,15 @@ def _captures_graphs(megatron: Megatron) -> bool:
     return bool(old_names) or megatron.get("cuda_graph_impl") not in (None, "none")
 
 
+def _renormalised_top_1(megatron: Megatron) -> bool:
+    return (
+        megatron.get("moe_router_topk") == 1
+        and megatron.get("moe_router_score_function", "softmax") == "softmax"
+        and not megatron.get("moe_router_pre_softmax")
+        and megatron.get("moe_router_load_balancing_type") != "sinkhorn"
+    )
+
+
 def _with(flag: str, *conditions: Callable[[Megatron], Any]) -> Callable[[Megatron], bool]:
     return lambda megatron: bool(megatron.get(flag)) and all(c(megatron) for c in conditions)
 
@@ -103,6 +112,23 @@ RULES = (
             "with context parallelism the ranks have different numbers of tokens with a loss, and "
             "the mean of their means is not the mean of the sequence",
             "add --calculate-per-token-loss",
+        ),
+    ),
+    Rule(
+        _with("num_experts", _renormalised_top_1),
+        Problem(
+            "--moe-router-topk 1",
+            "the renormalised probability of a single expert is always 1, which Megatron refuses: "
+            "the router would never learn",
+            "add --moe-router-pre-softmax, or choose more experts",
+        ),
+    ),
+    Rule(
+        _with("cpu_offloading", lambda m: not m.get("cpu_offloading_num_layers")),
+        Problem(
+            "--cpu-offloading",
+            "no layer is offloaded",
+            "add --cpu-offloading-num-layers",
         ),
     ),
     Rule(

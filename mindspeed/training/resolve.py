@@ -189,6 +189,8 @@ def _batch(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _model(args: argparse.Namespace) -> Iterator[str]:
+    if args.cpu_offloading_num_layers:
+        args.cpu_offloading = True  # as in Megatron-LM
     tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 exclude each other"

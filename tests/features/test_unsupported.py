@@ -19,6 +19,8 @@ REFUSED = {
     "overlap-documents": (OVERLAP | {"reset_attention_mask": True}, "where its documents begin"),
     "overlap-conversations": (OVERLAP | {"sft": True}, "where its documents begin"),
     "uneven-loss-mask": ({"eod_mask_loss": True, "context_parallel_size": 2}, "per-token-loss"),
+    "offload-no-layer": ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
+    "top-1": ({"num_experts": 4, "moe_router_topk": 1}, "--moe-router-pre-softmax"),
     "offload-weights": (LAYERS | {"cpu_offloading_weights": True}, "only activations"),
     "memory-history": ({"record_memory_history": True}, "device memory only"),
 }
@@ -32,6 +34,8 @@ ACCEPTED = {
         "calculate_per_token_loss": True,
     },
     "one-rank": {"eod_mask_loss": True, "context_parallel_size": 1},
+    "top-1-softmax": {"num_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "top-2": {"num_experts": 4, "moe_router_topk": 2},
     "layers": LAYERS | {"cpu_offloading_weights": False},
     "fp32": {"use_precision_aware_optimizer": True},
 }
