@@ -166,7 +166,7 @@ class ConversationEncoder:
     def __call__(self, block: Block) -> Encoded:
         counts = Counts()
         rows = _usable(block, counts, self._read)
-        conversations = [item for row in rows for item in row if self._says_something(item, counts)]
+        conversations = [item for row in rows for item in row]
         samples = self._encode([rendered for _, rendered in conversations])
         kept = []
         for (messages, _), sample in zip(conversations, samples, strict=True):
@@ -230,13 +230,6 @@ class ConversationEncoder:
             messages = shorter
             sample = self._encode([self._render(messages)])[0]
         return sample.fit(self._limit)
-
-    @staticmethod
-    def _says_something(item: tuple[handlers.Conversation, Rendered], counts: Counts) -> bool:
-        answers = (m["content"] for m in item[0] if m["role"] == "assistant")
-        found = any(answer.strip() for answer in answers)
-        counts.empty += not found
-        return found
 
 
 def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatTemplate:

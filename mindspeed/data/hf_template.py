@@ -5,21 +5,29 @@ importing transformers, in Jinja's sandbox and in a child process with limits of
 (:mod:`mindspeed.data.jinja_process`). Such a program says nothing about which
 characters are the assistant's, so it runs twice: once with the answers, once with marks in their
 place. What stands between the marks is the format; where the two renderings agree on it, the rest
-are the answers, also where a template trims them or drops the reasoning of earlier turns.
+are the answers, also where a template trims them or drops the reasoning of earlier turns. A
+template with ``{% generation %}`` marks says it: what stands between them is trained, nothing else.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed.data.hf_tokenizer import check_config, read_config
 from mindspeed.data.jinja_process import JinjaProcess
+from mindspeed.data.jinja_renderer import GENERATION
 from mindspeed.data.templates import ChatTemplate, Message, Rendered, Span
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.parsing import read_json, read_text
 
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION_MARKS = (
+    "\N{OBJECT REPLACEMENT CHARACTER}begin\N{OBJECT REPLACEMENT CHARACTER}",
+    "\N{OBJECT REPLACEMENT CHARACTER}end\N{OBJECT REPLACEMENT CHARACTER}",
+)
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -58,18 +66,21 @@ class JinjaTemplate(ChatTemplate):
     def __init__(self, name: str, source: str, config: Mapping[str, Any]) -> None:
         self.name = name
         self._program = JinjaProcess(name, source)
+        self._marks_answers = bool(_GENERATION_TAG.search(source))
         self._tokens = {key: _content(config.get(key)) for key in _TOKEN_NAMES}
         self._known = _special_tokens(config)
         self.special = ()
         self.stop = self._stop()
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+        if self._marks_answers:
+            return self._render_marked(messages, add_generation_prompt)
         marked = [
             {**message, "content": _mark(index)} if message.get("role") == "assistant" else message
             for index, message in enumerate(messages)
         ]
         answers = [index for index, m in enumerate(messages) if m.get("role") == "assistant"]
-        text, frame = self._run(messages, marked, add_generation_prompt)
+        text, frame = self._run(add_generation_prompt, {"messages": messages}, {"messages": marked})
         parts = _split(frame, [_mark(index) for index in answers])
         spans = _locate(text, parts, [messages[index]["content"] for index in answers])
         if parts is None or spans is None:
@@ -80,17 +91,36 @@ class JinjaTemplate(ChatTemplate):
             )
         return Rendered(text, tuple((a, b + self._stop_length(text[b:])) for a, b in spans))
 
-    def _run(
-        self,
-        messages: Sequence[Message],
-        marked: Sequence[Message],
-        add_generation_prompt: bool,
-    ) -> list[str]:
-        """The conversation as text, once with its answers and once with marks in their place."""
+    def _render_marked(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
+        """A template that says itself what the assistant's part is, as transformers reads it."""
+        marks = dict(zip(GENERATION, _GENERATION_MARKS, strict=True))
+        text, marked = self._run(
+            add_generation_prompt, {"messages": messages}, {"messages": messages, **marks}
+        )
+        begin, end = _GENERATION_MARKS
+        spans: list[Span] = []
+        before, *blocks = marked.split(begin)
+        position = len(before)
+        for block in blocks:
+            inside, _, after = block.partition(end)
+            spans.append((position, position + len(inside)))
+            position += len(inside) + len(after)
+        if marked.replace(begin, "").replace(end, "") != text:
+            raise DataError(
+                f"the chat template {self.name} writes other text around its {{% generation %}} "
+                "marks than without them: choose another --prompt-type"
+            )
+        return Rendered(text, tuple(spans))
+
+    def _run(self, add_generation_prompt: bool, *conversations: Mapping[str, Any]) -> list[str]:
+        """Conversations as texts."""
         tokens = {name: token for name, token in self._tokens.items() if token is not None}
         common = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         return self._program.render(
-            [{"messages": list(turns), **common, **tokens} for turns in (messages, marked)]
+            [
+                {**common, **tokens, **given, "messages": list(given["messages"])}
+                for given in conversations
+            ]
         )
 
     def _stop(self) -> tuple[str, ...]:
@@ -99,7 +129,8 @@ class JinjaTemplate(ChatTemplate):
         example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             rendered = self.render(example)
-            found.insert(0, rendered.text[slice(*rendered.spans[0])].removeprefix("b").strip())
+            for span in rendered.spans[:1]:
+                found.insert(0, rendered.text[slice(*span)].removeprefix("b").strip())
         except DataError:  # a template that wants other messages says so when it gets them
             pass
         return tuple(dict.fromkeys(token for token in found if token))

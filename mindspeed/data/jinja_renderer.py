@@ -24,6 +24,7 @@ from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any
 
+GENERATION = ("_generation_begin", "_generation_end")
 REFUSED, INVALID, MEMORY, TOO_LONG, FAILED = "refused", "invalid", "memory", "too long", "failed"
 
 
@@ -91,7 +92,9 @@ def compiled(source: str) -> Any:
 
 
 def _generation_tag() -> Any:
-    """``{% generation %}...{% endgeneration %}`` marks answers in some templates: its content."""
+    """``{% generation %}...{% endgeneration %}`` marks answers in some templates: its content,
+    between the values of the variables :data:`GENERATION`, which are empty if they are not given.
+    """
     from jinja2 import nodes
     from jinja2.ext import Extension
 
@@ -101,7 +104,10 @@ def _generation_tag() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+            begin, end = (
+                nodes.Output([nodes.Name(name, "load")], lineno=line) for name in GENERATION
+            )
+            return [begin, nodes.Scope(body, lineno=line), end]
 
     return Generation
 

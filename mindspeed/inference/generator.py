@@ -80,6 +80,8 @@ class Generator:
         ranks: The ranks that hold the model.
         eos: Ids that end a text.
         start: Ids that every text begins with (bos), where the model was trained so.
+        entries: Of the model's vocabulary, without the rows that padding added; more than the
+            tokenizer has in many published models. None: as many as the tokenizer has.
     """
 
     stage: Any
@@ -87,17 +89,24 @@ class Generator:
     ranks: ModelRanks
     eos: frozenset[int]
     start: tuple[int, ...] = ()
+    entries: int | None = None
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> Generator:
         """For a model of :func:`mindspeed.inference.load.load_model`."""
         ranks = ModelRanks.of_megatron()
-        return cls(loaded.stage, loaded.tokenizer, ranks, loaded.eos, loaded.start)
+        entries = getattr(loaded.args, "vocab_size", None)
+        return cls(loaded.stage, loaded.tokenizer, ranks, loaded.eos, loaded.start, entries)
 
     @property
     def vocab_size(self) -> int:
-        """Ids that may be chosen."""
-        return self.tokenizer.vocab_size
+        """Ids that have a probability, and that may be chosen: as transformers counts them."""
+        return max(self.entries or 0, self.tokenizer.vocab_size)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids; those that the tokenizer does not have are without text."""
+        known = self.tokenizer.vocab_size
+        return self.tokenizer.detokenize([token for token in ids if token < known])
 
     @property
     def context_length(self) -> int:
@@ -177,7 +186,7 @@ class Generator:
     def _pieces(
         self, prompts: Sequence[list[int]], options: SamplingOptions, numbers: Sequence[int]
     ) -> Iterator[Piece]:
-        detokenize, copies = self.tokenizer.detokenize, options.num_return_sequences
+        detokenize, copies = self.detokenize, options.num_return_sequences
         texts = [
             TextStream(detokenize, prompt, options.stop)
             for prompt in prompts
@@ -220,11 +229,11 @@ class Generator:
         self, prompts: Sequence[list[int]], options: SamplingOptions, numbers: Sequence[int]
     ) -> list[list[Completion]]:
         def text(index: int, tokens: Sequence[int]) -> str:
-            stream = TextStream(self.tokenizer.detokenize, prompts[index], options.stop)
+            stream = TextStream(self.detokenize, prompts[index], options.stop)
             return "".join(stream.push(token) for token in tokens) + stream.finish()
 
         def ends(index: int, tokens: Sequence[int]) -> bool:
-            whole = self.tokenizer.detokenize(tokens)
+            whole = self.detokenize(tokens)
             return cut_at_stop(whole, options.stop) != whole
 
         def completion(index: int, hypothesis: Hypothesis) -> Completion:

@@ -286,7 +286,7 @@ def _result(
         return [*row, *completion.tokens] if include_input else completion.tokens
     if not include_input:
         return completion.text
-    text = prompt if isinstance(prompt, str) else generator.tokenizer.detokenize(row)
+    text = prompt if isinstance(prompt, str) else generator.detokenize(row)
     return text + completion.text
 
 

@@ -20,13 +20,15 @@ from mindspeed.checkpoint.load import latest, load, saved_args, take_architectur
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.inference.foreign_tokenizer import without_text
+from mindspeed.json_fields import Either, ListOf, Whole, check, or_null, read_object
 from mindspeed.models.hf_load import folder_of, is_hf
-from mindspeed.parsing import read_json
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.model import BuiltModel, ModelProvider, build_modules, gpt_model
 from mindspeed.training.resolve import resolve
+
+_END_FIELDS = {"eos_token_id": or_null(Either(Whole(), ListOf(Whole())))}
 
 
 @dataclass(frozen=True)
@@ -156,18 +158,21 @@ def _from_hugging_face(args: argparse.Namespace) -> bool:
 
 
 def _ends(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[int]:
-    """The tokenizer's end of text, and all that ``generation_config.json`` lists."""
+    """The tokenizer's end of text, and all that the model's own files list.
+
+    As in transformers, ``config.json`` counts where there is no ``generation_config.json``.
+    """
     if tokenizer.eod >= 0:
         yield tokenizer.eod
     folder = folder_of(args.load) if is_hf(args.load) else getattr(args, "tokenizer_model", None)
-    path = Path(folder or "") / "generation_config.json"
-    if folder is None or not path.is_file():
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder or "") / name
+        if folder is None or not path.is_file():
+            continue
+        values = read_object(path, DataError)
+        check(values, _END_FIELDS, str(path), DataError)
+        found = values.get("eos_token_id")
+        listed = found if isinstance(found, list) else [] if found is None else [found]
+        limit = args.vocab_size or tokenizer.vocab_size
+        yield from (token for token in listed if token < limit)
         return
-    settings = read_json(path, str(path), DataError)
-    if not isinstance(settings, dict):
-        raise DataError(f"{path} is no valid JSON object")
-    found = settings.get("eos_token_id")
-    listed = found if isinstance(found, list) else [found]
-    yield from (
-        token for token in listed if isinstance(token, int) and token < tokenizer.vocab_size
-    )

@@ -115,7 +115,7 @@ class Together:
                         number,
                         list(prompt),
                         len(prompt),
-                        TextStream(generator.tokenizer.detokenize, prompt, options.stop),
+                        TextStream(generator.detokenize, prompt, options.stop),
                         generator_of(options.seed, number),
                         decoder if copy == 0 else decoder.copy(),
                         logits,

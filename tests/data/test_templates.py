@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from mindspeed.data import templates
+from mindspeed.data import hf_template, templates
 from mindspeed.errors import ConfigError, DataError
 
 CONVERSATION = [
@@ -176,3 +176,51 @@ def test_unknown_names_and_missing_files(tmp_path):
         templates.load("hf", tmp_path)
     with pytest.raises(DataError, match="there is no such file"):
         templates.load(tmp_path / "no.yaml")
+
+
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}thought {% generation %}{{ m.content }}{% endgeneration %}"
+    "<|im_end|>{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_generation_marks_decide_what_is_trained(tmp_path, inside):
+    """The same characters as ``return_assistant_tokens_mask`` of transformers."""
+    source = MARKED
+    if inside:
+        source = source.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
+    tokens = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": source}))
+    conversation = [*CONVERSATION, {"role": "assistant", "content": ""}]
+    rendered = hf_template.load(tmp_path).render(conversation)
+    end = "<|im_end|>" if inside else ""
+    answers = [m["content"] for m in conversation if m["role"] == "assistant"]
+    assert said(rendered) == [answer + end for answer in answers]
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, spans = render_jinja_template(
+        [conversation], chat_template=source, return_assistant_tokens_mask=True, **tokens
+    )
+    assert [rendered.text] == list(texts)
+    assert [span for span in rendered.spans if span[0] < span[1]] == [
+        tuple(span) for span in spans[0] if span[0] < span[1]
+    ]
+
+
+def test_a_template_that_marks_no_answer_trains_nothing(tmp_path):
+    source = "{% for m in messages %}{% if false %}{% generation %}x{% endgeneration %}{% endif %}"
+    source += "{{ m.content }}{% endfor %}"
+    config = {"eos_token": "</s>", "chat_template": source}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert hf_template.load(tmp_path).render(CONVERSATION).spans == ()
+
+
+@pytest.mark.parametrize("name", templates.names())
+def test_an_empty_answer_keeps_its_end(name):
+    template = templates.load(name)
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    full = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    (empty,), (whole,) = (said(template.render(c)) for c in (conversation, full))
+    assert empty == whole.replace("yes", "") and empty

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
@@ -148,3 +149,47 @@ def test_texts_begin_and_end_as_the_files_of_the_model_say(ranks, tmp_path):
     ((start, eos, encoded),) = ranks(1, run, str(tmp_path), setup="mindspeed.megatron_adaptor")
     assert start == (1,) and eos == {0, 9}
     assert encoded == [[1, *plain], [1], [1, *plain]]  # a text that says it gets no second one
+
+
+def rows_without_a_token(folder):
+    """Ends of the model, log-probabilities of a text and of what is chosen behind it."""
+    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.sampling import SamplingOptions
+    from mindspeed.inference.score import loglikelihood
+
+    generator = Generator.of(load_model(Source(f"hf:{folder}"), 1))
+    (score,) = loglikelihood(
+        generator.stage,
+        [([5, 6, 7], [8, 9])],
+        ranks=generator.ranks,
+        vocab_size=generator.vocab_size,
+    )
+    options = SamplingOptions(max_new_tokens=1, greedy=True, logprobs=3, min_new_tokens=1)
+    ((chosen,),) = generator.generate([[5, 6, 7]], options)
+    return generator.eos, score, chosen.scores[0], chosen.text
+
+
+def test_the_model_counts_rows_of_its_vocabulary_that_the_tokenizer_lacks(ranks, tmp_path):
+    """As transformers does; and it ends where ``config.json`` alone says so."""
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(Path(__file__).parent))
+    import tiny_chat
+
+    model = tiny_chat.write(tmp_path, further_rows=40)
+    with torch.no_grad():  # a row without a token is the most likely one
+        model.lm_head.weight[-3] = 3 * model.lm_head.weight[:-40].abs().amax(0)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": [4, 11]}))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0].double().log_softmax(-1)
+    run = rows_without_a_token
+    ((eos, score, first, text),) = ranks(1, run, str(tmp_path), setup="mindspeed.megatron_adaptor")
+    assert eos == {0, 4, 11}
+    assert score[0] == pytest.approx(float(logprobs[2, 8] + logprobs[3, 9]), abs=1e-4)
+    best = logprobs[2].topk(3)
+    assert [token for token, _ in first.best] == best.indices.tolist()
+    assert first.chosen == pytest.approx(float(best.values[0]), abs=1e-4)
+    assert isinstance(text, str)

@@ -20,8 +20,11 @@ CHAT_TEMPLATE = (
 CONTEXT = 128
 
 
-def write(folder: Path) -> Any:
-    """Write the model to ``folder``; returns transformers' model."""
+def write(folder: Path, further_rows: int = 0) -> Any:
+    """Write the model to ``folder``; returns transformers' model.
+
+    ``further_rows`` of its vocabulary have no token, as in many published models.
+    """
     import transformers
 
     from mindspeed.data.tokenizer import save_tokenizer, train_bpe
@@ -38,7 +41,7 @@ def write(folder: Path) -> Any:
             **sizes,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=len(vocab),
+            vocab_size=len(vocab) + further_rows,
             max_position_embeddings=CONTEXT,
             bos_token_id=0,
             eos_token_id=0,

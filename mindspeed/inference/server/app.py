@@ -114,7 +114,7 @@ def _completion_job(service: Service, body: CompletionRequest) -> Job:
 
 
 def _texts(service: Service, body: CompletionRequest) -> list[str]:
-    detokenize = service.generator.tokenizer.detokenize
+    detokenize = service.generator.detokenize
     return [prompt if isinstance(prompt, str) else detokenize(prompt) for prompt in body.prompts]
 
 
@@ -191,11 +191,11 @@ async def _respond(
     request: Request,
     heads: Sequence[str] | None = None,
 ) -> Any:
-    tokenizer = service.generator.tokenizer
+    generator = service.generator
     writer = Writer(
         isinstance(body, ChatRequest),
         service.name,
-        lambda token: tokenizer.detokenize([token]),
+        lambda token: generator.detokenize([token]),
         job.options.logprobs is not None,
     )
     rows = len(job.prompts) * body.n
