@@ -28,6 +28,7 @@ from mindspeed.lora.hf_names import (
     whole_parts,
 )
 from mindspeed.lora.peft_blocks import Block, divided, unfused
+from mindspeed.models.finite import check_finite
 from mindspeed.models.shape import Shape
 from mindspeed.models.table import Parameter
 from mindspeed.parsing import read_json
@@ -137,6 +138,12 @@ def read(folder: str | Path) -> PeftFiles:
     halves: dict[str, dict[str, torch.Tensor]] = {}
     whole = {}
     for key, tensor in tensors.items():
+        if tensor.dim() != 2 or not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{folder}/{WEIGHTS}: {key} is {tensor.dtype} {list(tensor.shape)}; weights of an "
+                "adapter are matrices of floating-point numbers"
+            )
+        check_finite(tensor, key, folder / WEIGHTS)
         module, _, half = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
         if half in ("A", "B"):
             halves.setdefault(module, {})[half] = tensor.float()

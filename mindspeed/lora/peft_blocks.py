@@ -61,7 +61,11 @@ def scaled(module: str, values: Mapping[str, Any]) -> Scaled:
 
     def value(pattern: str, default: Any) -> Any:
         for key, found in (values.get(pattern) or {}).items():
-            if re.fullmatch(rf"(.*\.)?({key})", module):
+            try:
+                fits = re.fullmatch(rf"(.*\.)?({key})", module)
+            except re.error as error:
+                raise CheckpointError(f"{pattern} has the key {key!r}: {error}") from error
+            if fits:
                 return found
         return default
 

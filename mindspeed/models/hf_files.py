@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from mindspeed.errors import CheckpointError, ConfigError, SecurityError
 from mindspeed.files import atomic_write_text, atomic_writer, check_path
-from mindspeed.json_fields import read_object
+from mindspeed.json_fields import TEXT, MapOf, check, read_object
 from mindspeed.models.finite import check_finite
 from mindspeed.models.rows import overlap, source_rows
 from mindspeed.models.shape import CONFIG_KEYS
@@ -282,21 +283,34 @@ class HFReader:
                     self._open[file] = safe_torch_load(path, mmap=zipfile.is_zipfile(path))
             except SecurityError:
                 raise
-            except (SafetensorError, OSError, RuntimeError, EOFError) as error:
-                raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
+            except (SafetensorError, OSError, RuntimeError, EOFError, UnpicklingError) as error:
+                reason = " ".join(str(error).split())[:300]
+                raise CheckpointError(f"{path} is damaged or truncated: {reason}") from error
+            self._check_tensors(path, self._open[file])
         return self._open[file]
+
+    def _check_tensors(self, path: Path, opened: Any) -> None:
+        """See that a ``.bin`` file holds tensors by name and nothing else."""
+        if path.suffix == ".safetensors":
+            return
+        if isinstance(opened, Mapping) and all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor)
+            for name, tensor in opened.items()
+        ):
+            return
+        raise CheckpointError(f"{path} is damaged: tensors by their names are expected, only")
 
     def _index(self) -> dict[str, str]:
         for name in _INDEXES:
             path = self.folder / name
             if path.is_file():
-                try:
-                    files = dict(json.loads(path.read_text("utf-8"))["weight_map"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise CheckpointError(f"{path} is damaged: {error}") from error
-                for file in files.values():
+                values = read_object(path, CheckpointError)
+                check(values, {"weight_map": MapOf(TEXT)}, str(path), CheckpointError)
+                if "weight_map" not in values:
+                    raise CheckpointError(f"{path} has no weight_map")
+                for file in values["weight_map"].values():
                     check_relative(file, str(path))
-                return files
+                return dict(values["weight_map"])
         for name in _SINGLE:
             if (self.folder / name).is_file():
                 opened = self._opened(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -243,3 +244,43 @@ def test_the_commands_convert_both_ways_and_list_models(directories, tmp_path):
     assert "mistral" in mindspeed("convert", "--input", checkpoint, "--output", out)
     same(files(out), files(source))
     assert '"rotary_base": 1000000' in mindspeed("models", "qwen3-8b", "--json")
+
+
+def test_an_exported_config_says_what_the_source_said(directories, tmp_path):
+    """Special tokens, the spread of initial weights, the type; no stale key wins over a written
+    one; and an export without a tokenizer claims no special tokens."""
+    from transformers import AutoConfig, GenerationConfig
+
+    source = tmp_path / "source"
+    shutil.copytree(directories("qwen3"), source)
+    config = json.loads((source / "config.json").read_text())
+    special = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
+    stale = {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    config |= {**special, **stale, "initializer_range": 0.0125, "use_cache": False}
+    (source / "config.json").write_text(json.dumps(config))
+    hf.import_hf(str(source), str(tmp_path / "ck"))
+    found, saved = latest(str(tmp_path / "ck")), saved_args(str(tmp_path / "ck"))
+    hf.export_hf(found, saved, str(tmp_path / "like"), like=str(source))
+    again = AutoConfig.from_pretrained(tmp_path / "like")
+    assert {name: getattr(again, name) for name in special} == special
+    assert again.initializer_range == 0.0125 and again.use_cache is False
+    assert again.rope_parameters["rope_theta"] == 5e5 and again.dtype == torch.float32
+    generation = GenerationConfig.from_model_config(again)
+    assert {name: getattr(generation, name) for name in special} == special
+    hf.export_hf(found, saved, str(tmp_path / "bare"))
+    bare = json.loads((tmp_path / "bare" / "config.json").read_text())
+    assert [bare[name] for name in special] == [None] * 3 and bare["initializer_range"] == 0.0125
+
+
+def test_special_tokens_of_our_own_tokenizer_are_exported(directories, tmp_path):
+    from mindspeed.data.tokenizer import save_tokenizer, train_bpe
+
+    hf.import_hf(str(directories("llama2-gqa")), str(tmp_path / "ck"))
+    saved = saved_args(str(tmp_path / "ck"))
+    (tmp_path / "own").mkdir()
+    save_tokenizer(train_bpe(["one two three"] * 9, 260), tmp_path / "own")
+    saved.tokenizer_model = str(tmp_path / "own")
+    hf.export_hf(latest(str(tmp_path / "ck")), saved, str(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ids = [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+    assert ids == [0, 0, 1]

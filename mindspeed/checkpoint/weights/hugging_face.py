@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 from mindspeed.checkpoint.weights.whole import Weights
+from mindspeed.data.hf_tokenizer import read_config as read_config_of_tokenizer
+from mindspeed.errors import CheckpointError
 from mindspeed.files import atomic_write_text
+from mindspeed.json_fields import read_object
 from mindspeed.models.families import (
     Family,
     family_of_args,
@@ -44,6 +47,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -153,14 +157,54 @@ def write_hf(
             yield from found.items()
             yield from ((copy, tensor) for copy in parameter.copies for tensor in found.values())
 
-    config: dict[str, Any] = {**base, **weights.family.write(weights.args)}
-    if base:
-        config |= {k: base[k] for k in ("architectures", "model_type") if k in base}
+    companions = like or getattr(weights.args, "tokenizer_model", None)
+    config = _config(weights, base, companions)
     config["torch_dtype"] = _DTYPES[specs[0].dtype]
     write_weights(folder, specs, contents(), max_shard_bytes)
     atomic_write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-    _copy_companions(like or getattr(weights.args, "tokenizer_model", None), folder)
+    _copy_companions(companions, folder)
     return weights.family
+
+
+def _config(weights: Weights, base: dict[str, Any], companions: str | None) -> dict[str, Any]:
+    """``config.json``: the model by its flags, its special tokens, and what ``base`` says beyond.
+
+    Keys of ``base`` that a codec reads are left out, also where no codec writes them: a size in
+    another spelling would win over the one that is written.
+    """
+    read = {key for key, field in weights.family.fields.items() if field.role != "no effect"}
+    config = {k: v for k, v in base.items() if k not in read and k != "dtype"}
+    config |= weights.family.write(weights.args)
+    if base:
+        config |= {k: base[k] for k in ("architectures", "model_type") if k in base}
+    return config | _special_tokens(companions)
+
+
+def _special_tokens(folder: str | None) -> dict[str, Any]:
+    """Ids of the special tokens, null where there are none: a class's defaults fit no tokenizer.
+
+    Those of ``config.json`` beside the tokenizer; without one, those of ``generation_config.json``,
+    so that the two agree, and last the tokenizer's own.
+    """
+    found: dict[str, Any] = dict.fromkeys(_SPECIAL)
+    if folder is None:
+        return found
+    for name in (CONFIG, "generation_config.json"):
+        path = Path(folder) / name
+        if path.is_file():
+            values = read_object(path, CheckpointError)
+            return {key: values.get(key) for key in _SPECIAL}
+    if not (Path(folder) / "tokenizer_config.json").is_file():
+        return found
+    from mindspeed.data.tokenizer import TokenizerOptions, build_tokenizer
+
+    tokenizer = build_tokenizer(TokenizerOptions(tokenizer_model=str(folder)))
+    special = read_config_of_tokenizer(Path(folder))
+    for name in ("bos", "pad"):
+        token = special.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        found[f"{name}_token_id"] = None if token is None else tokenizer.token_id(token)
+    return found | {"eos_token_id": tokenizer.eod}
 
 
 def family_like(args: argparse.Namespace, like: str | None) -> Family:
