@@ -21,6 +21,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.evaluation import execute
+from mindspeed.parsing import read_json
 
 # Before anything of Hugging Face is imported: nothing is ever asked of the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -170,7 +172,25 @@ def read_splits(config: Mapping[str, Any], directory: Path) -> Splits:
             f"{folders[0] / str(asked)}{{{','.join(_SUFFIXES)}}} or the same in "
             f"{' or '.join(map(str, folders[1:]))}"
         )
+    compared = config.get("output_type", "multiple_choice") == "multiple_choice"
+    for split, rows in found.items() if compared else ():
+        for number, row in enumerate(rows, start=1):
+            if problem := _too_few_options(row):
+                raise DataError(f"{config['task']}, {split}, record {number}: {problem}")
     return found
+
+
+def _too_few_options(row: Any) -> str | None:
+    """Of fewer than two options any model takes the right one."""
+    if not isinstance(row, Mapping):
+        return "an object with fields is expected"
+    for name in ("choices", "endings", "options"):
+        options = row.get(name)
+        if isinstance(options, Mapping):  # of ARC: {"text": [...], "label": [...]}
+            options = options.get("text")
+        if isinstance(options, list) and sum(bool(str(one).strip()) for one in options) < 2:
+            return f"{name} are fewer than two: any answer would be the right one"
+    return None
 
 
 def _splits(config: Mapping[str, Any]) -> list[str]:
@@ -200,16 +220,16 @@ def _rows(path: Path) -> Iterator[Row]:
 
         yield from pyarrow.parquet.read_table(path).to_pylist()
         return
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
         if path.suffix == ".csv":
             yield from csv.DictReader(io.StringIO(text, newline=""))
         elif text.lstrip().startswith("["):
             yield from json.loads(text)
         else:
             yield from (json.loads(line) for line in text.split("\n") if line.strip())
-    except (json.JSONDecodeError, csv.Error) as error:
+    except (ValueError, RecursionError, EOFError, csv.Error, zlib.error) as error:
         raise DataError(f"{path} is damaged: {error}") from error
 
 
@@ -235,9 +255,15 @@ def _mmlu(directory: Path, name: str) -> Splits:
         path = directory / "mmlu" / split / f"{name}_{split}.csv"
         if path.is_file():
             rows = csv.reader(io.StringIO(path.read_text("utf-8-sig"), newline=""))
-            found[split] = [
-                {"question": r[0], "choices": r[1:5], "answer": "ABCD".index(r[5])} for r in rows
-            ]
+            try:
+                found[split] = [
+                    {"question": r[0], "choices": r[1:5], "answer": "ABCD".index(r[5])}
+                    for r in rows
+                ]
+            except (IndexError, ValueError) as error:
+                raise DataError(
+                    f"{path}:{rows.line_num}: a question, four options and a letter are expected"
+                ) from error
     return found
 
 
@@ -258,7 +284,13 @@ def _ceval(directory: Path, name: str) -> Splits:
 
 def _bbh(directory: Path, name: str) -> Splits:
     path = directory / "bbh" / f"{name}.json"
-    return {"test": json.loads(path.read_text("utf-8"))["examples"]} if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    content = read_json(path, str(path), DataError)
+    examples = content.get("examples") if isinstance(content, dict) else None
+    if not isinstance(examples, list):
+        raise DataError(f'{path}: {{"examples": [...]}} is expected')
+    return {"test": examples}
 
 
 _PUBLISHED: dict[str, Callable[[Path, str], Splits]] = {

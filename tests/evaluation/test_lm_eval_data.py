@@ -172,3 +172,19 @@ def test_human_eval_runs_in_our_limited_children(tmp_path):
     right, wrong = document["prompt"] + "    return x + 3\n", document["prompt"] + "    return x\n"
     results = [task.process_results(document, [[program]]) for program in (right, wrong)]
     assert [next(iter(result.values())) for result in results] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "row", [{"choices": ["only"]}, {"endings": []}, {"choices": {"text": ["a", " "]}}, [1]]
+)
+def test_a_question_without_options_to_choose_from_is_refused(row, tmp_path):
+    from mindspeed.evaluation.lm_eval_data import read_splits
+
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "test.jsonl").write_text(json.dumps({"choices": ["a", "b"]}) + "\n")
+    config = {"task": "own", "dataset_path": "own", "test_split": "test"}
+    assert len(read_splits(config, tmp_path)["test"]) == 1
+    with (tmp_path / "own" / "test.jsonl").open("a") as file:
+        file.write(json.dumps(row))
+    with pytest.raises(DataError, match="own, test, record 2: "):
+        read_splits(config, tmp_path)
