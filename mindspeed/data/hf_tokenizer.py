@@ -24,7 +24,7 @@ from mindspeed.files import check_path
 from mindspeed.parsing import read_json, read_text
 
 # Classes that are nothing but their tokenizer.json: reading that file gives the same ids.
-_GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _LLAMA = "LlamaTokenizer"
 
 
@@ -37,7 +37,7 @@ def open_directory(directory: Path, options: TokenizerOptions) -> TextTokenizer:
     config = read_config(directory)
     # The original's own type keeps what the tokenizer adds; Megatron's only when asked to.
     special = options.include_special_tokens or options.tokenizer_type == "PretrainedFromHF"
-    if "auto_map" in config and not options.trust_remote_code:
+    if _names_code(config.get("auto_map")) and not options.trust_remote_code:
         model = directory / "tokenizer.model"
         if not model.is_file():
             raise DataError(
@@ -50,11 +50,20 @@ def open_directory(directory: Path, options: TokenizerOptions) -> TextTokenizer:
         return SentencePieceTokenizer(model, config, special)
     backend: _FileBackend | _TransformersBackend
     file = directory / "tokenizer.json"
-    if config.get("tokenizer_class") in _GENERIC_CLASSES and file.exists():
+    if config.get("tokenizer_class") in GENERIC_CLASSES and file.exists():
         backend = _FileBackend(_from_json(read_text(file, str(file), DataError), str(file)), config)
     else:
         backend = _TransformersBackend(directory, config, options.trust_remote_code)
     return HuggingFaceTokenizer(directory, backend, special)
+
+
+def _names_code(auto_map: Any) -> bool:
+    """Whether ``auto_map`` names Python code; an entry of nulls names none."""
+    if isinstance(auto_map, dict):
+        return any(map(_names_code, auto_map.values()))
+    if isinstance(auto_map, list):
+        return any(map(_names_code, auto_map))
+    return auto_map is not None
 
 
 def from_vocabulary(options: TokenizerOptions) -> TextTokenizer:

@@ -284,3 +284,29 @@ def test_special_tokens_of_our_own_tokenizer_are_exported(directories, tmp_path)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     ids = [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
     assert ids == [0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama2-gqa", "mistral-window", "bloom"])
+def test_an_exported_tokenizer_gives_transformers_the_same_ids(directories, tmp_path, name):
+    """Also where transformers has a class of its own for that kind of model (Qwen2)."""
+    from transformers import AutoTokenizer
+
+    from mindspeed.data.tokenizer import (
+        TokenizerOptions,
+        build_tokenizer,
+        save_tokenizer,
+        train_bpe,
+    )
+
+    text = "It's 1234 o'clock;\tDON'T  panic\n\n  caf\u0065\u0301 2026!"
+    hf.import_hf(str(directories(name)), str(tmp_path / "ck"))
+    saved = saved_args(str(tmp_path / "ck"))
+    (tmp_path / "own").mkdir()
+    save_tokenizer(train_bpe([text] * 9, 300), tmp_path / "own")
+    saved.tokenizer_model = str(tmp_path / "own")
+    hf.export_hf(latest(str(tmp_path / "ck")), saved, str(tmp_path / "out"))
+    expected = build_tokenizer(TokenizerOptions(tokenizer_model=saved.tokenizer_model))
+    again = build_tokenizer(TokenizerOptions(tokenizer_model=str(tmp_path / "out")))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again.tokenize(text) == expected.tokenize(text)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == expected.tokenize(text)

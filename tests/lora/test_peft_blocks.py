@@ -168,3 +168,27 @@ def test_weights_of_the_base_beside_an_adapter_are_left_out(tmp_path):
     assert any("base_layer" in key for key in load_file(tmp_path / "adapter" / peft.WEIGHTS))
     files = peft.read(tmp_path / "adapter")
     assert list(files.pairs) == ["lm_head"] and not files.whole
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.full((4, 8), float("nan")), r"values that are not finite"),
+        (torch.ones(4), r"is torch.float32 \[4\]; weights of an adapter are matrices"),
+        (torch.ones(4, 8, dtype=torch.int32), r"is torch.int32 \[4, 8\]"),
+    ],
+)
+def test_tensors_of_an_adapter_are_matrices_of_finite_numbers(tmp_path, tensor, message):
+    from safetensors.torch import save_file
+
+    from mindspeed.errors import CheckpointError
+    from mindspeed.lora import peft
+
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): tensor, name.format("B"): torch.zeros(8, 4)}
+    save_file(tensors, tmp_path / peft.WEIGHTS)
+    with pytest.raises(CheckpointError, match=message) as error:
+        peft.read(tmp_path)
+    assert "q_proj.lora_A" in str(error.value) and peft.WEIGHTS in str(error.value)

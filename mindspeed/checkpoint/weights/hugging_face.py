@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed.checkpoint.weights.whole import Weights
+from mindspeed.data.hf_tokenizer import GENERIC_CLASSES
 from mindspeed.data.hf_tokenizer import read_config as read_config_of_tokenizer
 from mindspeed.errors import CheckpointError
 from mindspeed.files import atomic_write_text
@@ -219,3 +220,27 @@ def _copy_companions(source: str | None, target: Path) -> None:
         path = Path(source) / name
         if path.is_file():
             shutil.copyfile(path, target / name)
+    _keep_ids(target)
+
+
+def _keep_ids(folder: Path) -> None:
+    """See to it that transformers opens a tokenizer that is all in its ``tokenizer.json`` as such.
+
+    For some kinds of models (Qwen2) transformers takes the family's own class whatever the files
+    name, and that class cuts texts its own way: other ids, without a word. The one thing that it
+    puts before the kind of the model is an entry for code of the tokenizer's own; an empty one
+    leads to the class that the files name. Opened with ``trust_remote_code`` it is an error there,
+    not another tokenizer.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file() or not (folder / "tokenizer.json").is_file():
+        return
+    values = read_object(path, CheckpointError)
+    kind = read_object(folder / CONFIG, CheckpointError)["model_type"]
+    if values.get("tokenizer_class") not in GENERIC_CLASSES or "auto_map" in values:
+        return
+    from transformers.models.auto import tokenization_auto
+
+    if kind in getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", ()):
+        values["auto_map"] = {"AutoTokenizer": [None, None]}
+        atomic_write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
