@@ -2,7 +2,8 @@
 
 A program holds a block of tokens times a block of columns and walks over the copies of its tokens
 until none of them has another: a row of the token side is read or written once, whatever W is. Sums
-run in the order of the copies, in fp32.
+run in the order of the copies, in fp32. Up to four copies are read at a time: one by one, each would
+wait for the number of its row and then for the row.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from mindspeed.ops.triton import _launch
 
 _TILE = 8192
 """Elements of a program's block."""
+
+_SUM_TILE = 2048
+"""The same where up to four copies of the block are read at a time."""
+
+_AT_ONCE = 4
 
 
 def permute(tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: bool) -> torch.Tensor:
@@ -40,12 +46,12 @@ def unpermute(
     count, width = rows.shape
     num_rows, columns = permuted.shape
     out = permuted.new_empty(count, columns)
-    block, across = _blocks(columns)
+    block, across = _blocks(columns, _SUM_TILE)
     grid = (triton.cdiv(count, block), triton.cdiv(columns, across))
     _launch.launch(
         _unpermute, grid, out, permuted.contiguous(), rows.contiguous(),
         None if probs is None else probs.contiguous(), count, columns, width, num_rows,
-        BLOCK=block, COLUMNS=across, num_warps=8,
+        BLOCK=block, COLUMNS=across, COPIES=_copies(width), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -61,20 +67,25 @@ def unpermute_backward(
         return permuted.new_zeros(num_rows, columns), dprobs
     dpermuted = permuted.new_empty(num_rows, columns)
     across = min(triton.next_power_of_2(columns), 1024)
-    block = 4
+    block = max(_SUM_TILE // across, 1)
     grid = (triton.cdiv(count, block),)
     _launch.launch(
         _unpermute_backward, grid, dpermuted, dprobs, dy.contiguous(), permuted.contiguous(),
         rows.contiguous(), probs.contiguous(), _filled(rows, padded),
         count, columns, width, num_rows,
-        PADDED=padded, BLOCK=block, COLUMNS=across, num_warps=4,
+        PADDED=padded, BLOCK=block, COLUMNS=across, COPIES=min(_copies(width), 2), num_warps=4,
     )  # fmt: skip
     return dpermuted, dprobs
 
 
-def _blocks(columns: int) -> tuple[int, int]:
+def _blocks(columns: int, tile: int = _TILE) -> tuple[int, int]:
     across = min(triton.next_power_of_2(columns), 1024)
-    return min(_TILE // across, 512), across
+    return min(tile // across, 512), across
+
+
+def _copies(width: int) -> int:
+    """Copies of a token that are read at a time: of three, four with one that does not exist."""
+    return min(triton.next_power_of_2(width), _AT_ONCE)
 
 
 def _filled(rows: torch.Tensor, padded: bool) -> torch.Tensor | None:
@@ -109,25 +120,29 @@ def _permute(
 @triton.jit
 def _unpermute(
     out_ptr, permuted_ptr, rows_ptr, probs_ptr, count, columns, width, num_rows,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists, inside = token < count, column < columns
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     slot = tl.zeros([BLOCK], tl.int32)
-    row = tl.load(rows_ptr + token * width, mask=exists, other=-1)
-    while tl.max(row, 0) >= 0:
-        kept = (row >= 0) & (row < num_rows)
-        source = row.to(tl.int64)[:, None] * columns + column[None, :]
-        x = tl.load(permuted_ptr + source, mask=kept[:, None] & inside[None, :], other=0.0)
-        x = x.to(tl.float32)
-        if probs_ptr is not None:
-            weight = tl.load(probs_ptr + token * width + slot, mask=kept, other=0.0)
-            x = x * weight.to(tl.float32)[:, None]
-        total += x
-        slot += 1
-        row = tl.load(rows_ptr + token * width + slot, mask=exists & (slot < width), other=-1)
+    first = tl.load(rows_ptr + token * width, mask=exists, other=-1)
+    while tl.max(first, 0) >= 0:
+        for copy in tl.static_range(COPIES):
+            here = exists & (slot + copy < width)
+            at = token * width + slot + copy
+            row = tl.load(rows_ptr + at, mask=here, other=-1)
+            kept = (row >= 0) & (row < num_rows)
+            source = row.to(tl.int64)[:, None] * columns + column[None, :]
+            x = tl.load(permuted_ptr + source, mask=kept[:, None] & inside[None, :], other=0.0)
+            x = x.to(tl.float32)
+            if probs_ptr is not None:
+                weight = tl.load(probs_ptr + at, mask=kept, other=0.0)
+                x = x * weight.to(tl.float32)[:, None]
+            total += x
+        slot += COPIES
+        first = tl.load(rows_ptr + token * width + slot, mask=exists & (slot < width), other=-1)
     at = token.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(out_ptr + at, total, mask=exists[:, None] & inside[None, :])
 
@@ -136,33 +151,54 @@ def _unpermute(
 def _unpermute_backward(
     dpermuted_ptr, dprobs_ptr, dy_ptr, permuted_ptr, rows_ptr, probs_ptr, filled_ptr,
     count, columns, width, num_rows,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = token < count
     at = token.to(tl.int64)[:, None] * columns
     slot = tl.zeros([BLOCK], tl.int32)
-    row = tl.load(rows_ptr + token * width, mask=exists, other=-1)
-    while tl.max(row, 0) >= 0:
-        kept = (row >= 0) & (row < num_rows)
+    first = tl.load(rows_ptr + token * width, mask=exists, other=-1)
+    while tl.max(first, 0) >= 0:
+        place = token * width + slot
+        row = tl.load(rows_ptr + place, mask=exists & (slot < width), other=-1)
+        kept, products, weight = _copy(row, probs_ptr, place, num_rows, BLOCK, COLUMNS)
         to = row.to(tl.int64)[:, None] * columns
-        weight = tl.load(probs_ptr + token * width + slot, mask=kept, other=0.0).to(tl.float32)
-        products = tl.zeros([BLOCK], tl.float32)
-        # dy is read again for every copy: the few rows of a program stay in cache.
-        for first in range(0, columns, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
-            wanted = kept[:, None] & (column < columns)[None, :]
+        if COPIES > 1:
+            row2 = tl.load(rows_ptr + place + 1, mask=exists & (slot + 1 < width), other=-1)
+            kept2, products2, weight2 = _copy(row2, probs_ptr, place + 1, num_rows, BLOCK, COLUMNS)
+            to2 = row2.to(tl.int64)[:, None] * columns
+        # dy is read once for both copies; a sum over the columns waits for all of them.
+        for start in range(0, columns, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = (column < columns)[None, :]
+            wanted = exists[:, None] & inside
             dy = tl.load(dy_ptr + at + column[None, :], mask=wanted, other=0.0).to(tl.float32)
+            wanted = kept[:, None] & inside
             x = tl.load(permuted_ptr + to + column[None, :], mask=wanted, other=0.0)
-            products += tl.sum(dy * x.to(tl.float32), 1)
-            tl.store(dpermuted_ptr + to + column[None, :], dy * weight[:, None], mask=wanted)
-        tl.store(dprobs_ptr + token * width + slot, products, mask=kept)
-        slot += 1
-        row = tl.load(rows_ptr + token * width + slot, mask=exists & (slot < width), other=-1)
+            if COPIES > 1:
+                wanted2 = kept2[:, None] & inside
+                x2 = tl.load(permuted_ptr + to2 + column[None, :], mask=wanted2, other=0.0)
+                products2 += dy * x2.to(tl.float32)
+                tl.store(dpermuted_ptr + to2 + column[None, :], dy * weight2, mask=wanted2)
+            products += dy * x.to(tl.float32)
+            tl.store(dpermuted_ptr + to + column[None, :], dy * weight, mask=wanted)
+        tl.store(dprobs_ptr + place, tl.sum(products, 1), mask=kept)
+        if COPIES > 1:
+            tl.store(dprobs_ptr + place + 1, tl.sum(products2, 1), mask=kept2)
+        slot += COPIES
+        first = tl.load(rows_ptr + token * width + slot, mask=exists & (slot < width), other=-1)
     if PADDED:
         for empty in range(tl.load(filled_ptr) + tl.program_id(0), num_rows, tl.num_programs(0)):
-            for first in range(0, columns, COLUMNS):
-                column = first + tl.arange(0, COLUMNS)
+            for start in range(0, columns, COLUMNS):
+                column = start + tl.arange(0, COLUMNS)
                 zero = tl.zeros([COLUMNS], dpermuted_ptr.dtype.element_ty)
-                place = tl.cast(empty, tl.int64) * columns + column
-                tl.store(dpermuted_ptr + place, zero, mask=column < columns)
+                there = tl.cast(empty, tl.int64) * columns + column
+                tl.store(dpermuted_ptr + there, zero, mask=column < columns)
+
+
+@triton.jit
+def _copy(row, probs_ptr, place, num_rows, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which tokens have a copy in ``row``, a place for its products, and its weights."""
+    kept = (row >= 0) & (row < num_rows)
+    weight = tl.load(probs_ptr + place, mask=kept, other=0.0).to(tl.float32)[:, None]
+    return kept, tl.zeros([BLOCK, COLUMNS], tl.float32), weight
