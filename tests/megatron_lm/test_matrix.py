@@ -151,6 +151,26 @@ def test_bf16_tensor_parallel_follows_the_fp32_run(reference, tmp_path):
     assert run.losses == pytest.approx(one_rank.run.losses, rel=1e-2)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8"])
+def test_fp8_follows_the_fp32_run(recipe, reference, tmp_path):
+    one_rank = reference(MODEL.replace("--ffn-hidden-size 176", "--ffn-hidden-size 192"))
+    flags = f"--bf16 --tensor-model-parallel-size 2 --fp8-format hybrid --fp8-recipe {recipe}"
+    run = one_rank.train(tmp_path, 2, flags)
+    assert run.losses == pytest.approx(one_rank.run.losses, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--fp8-format e4m3 --fp8-param-gather --use-distributed-optimizer", "not emulated"),
+        ("--fp4-format e2m1", "--fp4-format"),
+    ],
+)
+def test_what_of_fp8_is_not_emulated_is_refused(flags, text, tmp_path):
+    with pytest.raises(AssertionError, match=text):
+        pretrain(tmp_path, 1, *MODEL.split(), *TRAINING.split(), "--bf16", *flags.split())
+
+
 def test_the_comparison_can_fail_another_seed_gives_other_losses(reference, tmp_path):
     one_rank = reference(MODEL)
     run = one_rank.train(tmp_path, 1, "--seed 4321")

@@ -69,6 +69,13 @@ def test_narrow_rows_share_a_program(name, hidden, ranks, triton):
     assert launch["resident"] * launch["warps"] >= 16  # of 64 that a multiprocessor holds
 
 
+@pytest.mark.slow
+def test_expected_bandwidth_of_the_documentation(ranks, triton):
+    (found,) = ranks(1, jobs.expected_bandwidth, env=triton, timeout=240)
+    page = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
+    assert found in page, "write the table anew: python benchmarks/triton_bandwidth.py"
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(30, 200), (2000, 3), (3, 5001)])
 def test_backward_of_dropout_draws_the_mask_of_the_forward_again(rows, columns, ranks, triton):
     environment = triton | {"TRITON_INTERPRET": "1"}

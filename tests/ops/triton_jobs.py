@@ -24,8 +24,9 @@ H100 = ("cuda", 90, 32)
 
 def launcher(name: str) -> tuple[Operator, Kernel]:
     """The operator, and its Triton implementation as it would run on CUDA."""
-    if os.environ[SITE_PACKAGES] not in sys.path:
-        sys.path.append(os.environ[SITE_PACKAGES])
+    packages = os.environ.get(SITE_PACKAGES)
+    if packages and packages not in sys.path:
+        sys.path.append(packages)
     operator = next(one for one in operators() if one.name == name)
     (kernel,) = (one for one in operator.implementations["cuda"] if one.kind == "triton")
     return operator, operator.laid_out(kernel)
@@ -66,15 +67,24 @@ def dropout_masks(rows: int, columns: int) -> tuple[float, bool, bool]:
     return float(mask.float().mean()), same, repeated
 
 
-def compile_for_hopper(name: str, hidden: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Compile every launch of a workload to an sm_90 binary and read what it uses."""
+def compile_for_hopper(
+    name: str, hidden: int, dtype: torch.dtype, sass: bool = False
+) -> list[dict[str, Any]]:
+    """Compile every launch of a workload to an sm_90 binary and read what it uses.
+
+    Args:
+        name: Operator.
+        hidden: Size of the workload.
+        dtype: Dtype of the workload.
+        sass: Count instructions, too.
+    """
     operator, kernel = launcher(name)
     from mindspeed.ops.triton import _launch
 
     found: list[dict[str, Any]] = []
 
     def record(function: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-        found.append(_compile(function, args, meta))
+        found.append(_compile(function, args, meta, sass))
 
     before, _launch.launch = _launch.launch, record
     try:
@@ -84,7 +94,20 @@ def compile_for_hopper(name: str, hidden: int, dtype: torch.dtype) -> list[dict[
     return found
 
 
-def _compile(function: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> dict[str, Any]:
+def expected_bandwidth() -> str:
+    """The table of ``benchmarks/triton_bandwidth.py``."""
+    launcher("rms_norm")  # finds Triton
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import triton_bandwidth
+
+    return triton_bandwidth.table(
+        [triton_bandwidth.estimate(one) for one in triton_bandwidth.cases()]
+    )
+
+
+def _compile(
+    function: Any, args: tuple[Any, ...], meta: dict[str, Any], sass: bool
+) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -121,7 +144,32 @@ def _compile(function: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> dict
         "vector_loads": sum(width >= 8 for width in loads),
         "widest_load": max(loads, default=0),
         "widest_store": max(stores, default=0),
+        "loop_instructions": _in_loop(Path(triton.__file__).parent, compiled.asm["cubin"])
+        if sass
+        else 0,
     }
+
+
+def _in_loop(package: Path, cubin: bytes) -> int:
+    """Instructions of a warp in the longest loop; all of them where there is none."""
+    tool = package / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    labels: dict[str, int] = {}
+    count, longest = 0, 0
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label.group(1)] = count
+        elif re.match(r"\s+/\*[0-9a-f]+\*/\s+[@A-Z]", line):
+            count += 1
+            jump = re.search(r"BRA\b.*`\((\.L_\w+)\)", line)
+            if jump and jump.group(1) in labels:
+                back = count - labels[jump.group(1)]
+                longest = max(longest, back if back > 8 else 0)  # the last one jumps to itself
+    return longest or count
 
 
 def _widths(kind: str, ptx: str) -> list[int]:

@@ -148,9 +148,10 @@ def _keep_factor(row, columns, seed, offset, p, ROWS: tl.constexpr, BLOCK: tl.co
     # Calls beyond 2^32 continue with another seed.
     low = tl.cast(offset, tl.int64) + four
     high, low = (low >> 32).to(tl.int32), low.to(tl.int32)
-    a, b, c, d = tl.rand4x(seed + high, low)
+    a, b, c, d = tl.randint4x(seed + high, low)
     drawn = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, BLOCK])
-    return tl.where(drawn >= p, 1.0 / (1.0 - p), 0.0)
+    first_kept = tl.minimum(p * 4294967296.0, 4294967040.0).to(tl.uint32)
+    return tl.where(drawn.to(tl.uint32, bitcast=True) >= first_kept, 1.0 / (1.0 - p), 0.0)
 
 
 @triton.jit

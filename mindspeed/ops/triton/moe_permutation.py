@@ -2,8 +2,8 @@
 
 A program holds a block of tokens times a block of columns and walks over the copies of its tokens
 until none of them has another: a row of the token side is read or written once, whatever W is. Sums
-run in the order of the copies, in fp32. Up to four copies are read at a time: one by one, each would
-wait for the number of its row and then for the row.
+run in the order of the copies, in fp32. Up to four copies are read at a time: one by one, each
+would wait for the number of its row and then for the row.
 """
 
 from __future__ import annotations
