@@ -6,6 +6,8 @@ where the hardware loses half of one; hence the wider bound for bf16.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import triton_jobs as jobs
