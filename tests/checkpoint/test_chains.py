@@ -34,7 +34,7 @@ CHAINS = {
     "bf16 experts 2 to tensor 2": (EXPERTS, f"{BF16} {EP2}", f"{BF16} {TP2}"),
     "bf16 tensor 2 to experts 2": (EXPERTS, f"{BF16} {TP2}", f"{BF16} {EP2}"),
 }
-QUICK = ("experts 2 to tensor 2", "reshardable to plain")
+QUICK = ("experts 2 to tensor 2",)
 
 
 @pytest.mark.parametrize(
