@@ -391,3 +391,17 @@ def test_a_large_model_is_never_in_memory(tmp_path):
     assert figures.pop("total") > 200_000_000
     assert all(size < 64_000_000 for size in figures.values()), figures
     assert len(figures) == 5
+
+
+def test_weights_that_are_no_numbers_are_not_converted(directories, tmp_path):
+    convert(open_weights(directories("llama2-gqa")), tmp_path / "a", Target("torch"))
+    path = tmp_path / "a" / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    name = "decoder.final_layernorm.weight"
+    state["model"][name][3] = float("nan")
+    torch.save(state, path)
+    for digests in ("digests.jsonl", "mindspeed.json"):  # as a run that diverged writes it
+        (path.parents[1] / digests).unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match=rf"{name} has 1 of 32 values .* nan at \[3\]"):
+        convert(open_weights(tmp_path / "a"), tmp_path / "b", Target("torch_dist"))
+    assert not (tmp_path / "b").exists()

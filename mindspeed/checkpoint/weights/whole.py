@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mindspeed.models.families import Family
+from mindspeed.models.finite import check_finite
 from mindspeed.models.shape import shape_of
 from mindspeed.models.table import Parameter, parameters
 
@@ -86,6 +87,7 @@ class Adapted(Weights):
         """The parameter, cast and resized."""
         original = self._original[parameter.name]
         tensor = self._source.read(original)
+        check_finite(tensor, parameter.name, self.where)
         self._on_read(tensor.nbytes)
         if parameter.shape[0] != original.shape[0]:
             tensor = self._resized(tensor, parameter)
