@@ -23,6 +23,9 @@ def test_current_and_peak_follow_allocations_views_and_frees():
         assert memory.current == 1024 + 2048
         del view
         assert (memory.current, memory.peak) == (2048, 3072)
+        small = torch.zeros(2)
+        assert (memory.current, memory.peak) == (2056, 3072)
+        del small
         memory.reset_peak()
         assert memory.peak == 2048
         del b
