@@ -2,6 +2,7 @@
 #
 #   make quickstart   install, then the whole story here: text, LLaMA, LoRA, exam, pictures
 #   make test         install and run all tests (make test-fast leaves out the slow ones)
+#   make mutants      break the code at some 150 places and see that tests notice (weekly)
 #
 # Both install only what is missing. Settings:
 #   PYTHON=python3.11           interpreter for the environment (3.10 or newer)
@@ -21,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --d
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast lint docs clean
+.PHONY: help install quickstart test test-fast mutants lint docs clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -36,6 +37,9 @@ test: $(VENV)/.test
 
 test-fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
+
+mutants: $(VENV)/.test
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
