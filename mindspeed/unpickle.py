@@ -22,7 +22,7 @@ import pickle
 import re
 from enum import Enum
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from mindspeed.errors import DamagedCheckpoint, MindSpeedError, SecurityError
 from mindspeed.security import ENUM_MEMBER, enum_member
@@ -51,7 +51,7 @@ _STATE_NAMES = {
 _RECIPES = "transformer_engine.common.recipe"
 
 
-def read_index(file: IO[bytes]) -> Any:
+def read_index(file: IO[bytes] | io.RawIOBase) -> Any:
     """The index of a ``torch.distributed.checkpoint`` directory.
 
     Args:
@@ -65,7 +65,7 @@ def read_index(file: IO[bytes]) -> Any:
         DamagedCheckpoint: It is no pickle.
     """
     try:
-        index = _IndexReader(file).load()
+        index = _IndexReader(cast(IO[bytes], file)).load()
     except SecurityError:
         raise
     except Exception as error:  # a damaged pickle raises anything
