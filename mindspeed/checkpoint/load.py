@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 
 from mindspeed.checkpoint import digests, directory, shards
 from mindspeed.checkpoint.read import on_all_ranks, read_sharded
@@ -44,6 +45,7 @@ from mindspeed.checkpoint.weights.whole import Adapted
 from mindspeed.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.load import check_adapter
+from mindspeed.models.finite import check_finite
 from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
 from mindspeed.models.shape import shape_of
 from mindspeed.pipeline.noop_layers import with_noop
@@ -284,6 +286,7 @@ def _load_one(
     )
     state = read_sharded(wanted, path, strict=args.dist_ckpt_strictness)
     _apply(model, state, with_optimizer, path)
+    on_all_ranks(lambda: _check_finite(model, path))
     if with_rng:
         restore_rng(state["rng_state"])
     iteration = 0 if weights_only else int(state["iteration"])
@@ -324,6 +327,18 @@ def _apply(model: BuiltModel, state: dict[str, Any], optimizer: bool, path: Path
             f"{path}: the learning rate schedule differs ({error}); take the new one with "
             "--override-opt-param-scheduler, the old one with --use-checkpoint-opt-param-scheduler"
         ) from error
+
+
+def _check_finite(model: BuiltModel, path: Path) -> None:
+    """See that the weights of this rank are finite numbers.
+
+    Raises:
+        CheckpointError: Names the first tensor that is not.
+    """
+    for module in model.modules:
+        for name, parameter in module.named_parameters():
+            mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            check_finite(mine, name, path)
 
 
 def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:

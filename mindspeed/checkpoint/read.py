@@ -62,7 +62,7 @@ def on_all_ranks(action: Callable[[], Any]) -> Any:
 
     Raises:
         DamagedCheckpoint: A file is not what was written, on some rank.
-        CheckpointError: Another rank raised another error.
+        CheckpointError: Another rank raised another error; says which and what.
     """
     error: MindSpeedError | None = None
     result = None
@@ -75,12 +75,16 @@ def on_all_ranks(action: Callable[[], Any]) -> Any:
     kind = 0 if error is None else 1 if isinstance(error, DamagedCheckpoint) else 2
     worst = torch.tensor([kind], dtype=torch.int32, device=device.current().torch_device())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    if worst.item() > kind:
-        other = CheckpointError if worst.item() == 2 else DamagedCheckpoint
-        raise other("another rank cannot read it")
-    if error is not None:
+    if worst.item() == 0:
+        return result
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (kind, str(error)))
+    if error is not None and kind == worst.item():
         raise error
-    return result
+    rank = next(rank for rank, (other, _) in enumerate(found) if other == worst.item())
+    raise (CheckpointError if worst.item() == 2 else DamagedCheckpoint)(
+        f"rank {rank}: {found[rank][1]}"
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ function and have it called. :func:`read_index` reads the file of a directory wi
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -30,7 +31,7 @@ def read_index(checkpoint: Path, digests: Digests | None = None) -> Metadata:
     """
     try:
         with CheckedFile(checkpoint / ".metadata", digests) as file:
-            index = unpickle.read_index(file)
+            index = unpickle.read_index(cast(IO[bytes], file))
     except SecurityError as error:
         raise SecurityError(f"refusing to load {checkpoint}: {error}") from None
     except DamagedCheckpoint as error:

@@ -131,6 +131,17 @@ def test_a_damaged_last_checkpoint_is_given_up_for_the_one_before(ranks, tmp_pat
     assert printed(file)[0][0] == "6.933730E+00"
 
 
+def test_weights_that_are_not_finite_are_refused_by_name_on_every_rank(ranks, tmp_path):
+    save = ["--save", str(tmp_path), "--exit-interval", "1"]
+    run(ranks, 2, [*TP2, *save], fault.weight_not_finite_after, 1, 1)
+    for flags in (["--load", str(tmp_path)], ["--load", str(tmp_path), "--finetune"]):
+        results = ranks(2, train, [*TP2, *flags], setup=SETUP, backend=None, timeout=240)
+        for result in results:
+            assert "embedding.word_embeddings.weight has 1 of" in result["error"]
+            assert "the first is nan at [3, 5]" in result["error"]
+        assert "rank 1: " in results[0]["error"]
+
+
 def test_another_model_is_refused_with_the_fields_that_differ(ranks, tmp_path):
     save = ["--save", str(tmp_path), "--exit-interval", "1"]
     run(ranks, 1, save)

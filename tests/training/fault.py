@@ -55,6 +55,24 @@ def disk_full_in(module: str, name: str, save: int) -> None:
     setattr(holder, last, fails)
 
 
+def weight_not_finite_after(step: int, rank: int) -> None:
+    """One weight of one rank is ``nan`` when a step (1, 2, ...) is done."""
+    import torch
+
+    from mindspeed.training.step import Trainer
+
+    original = Trainer.step
+
+    def spoils(self: Any, readers: Any, iteration: int) -> Any:
+        result = original(self, readers, iteration)
+        if iteration == step and int(os.environ["RANK"]) == rank:
+            with torch.no_grad():
+                next(self._model.modules[0].parameters())[3, 5] = float("nan")
+        return result
+
+    Trainer.step = spoils  # type: ignore[method-assign]
+
+
 def signal_in_step(step: int, rank: int) -> None:
     """One rank gets SIGTERM while it runs a step."""
     from mindspeed.training.step import Trainer
