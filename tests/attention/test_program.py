@@ -48,6 +48,7 @@ def test_own_queries_and_those_of_others_are_different_ones():
 def test_own_queries_may_have_been_answered_by_others_after_a_step_that_asks():
     steps = Step(ask=ASK, calls=(call(0, 4),)), Step(calls=(call(4, 8), call(0, 4, ASKED)))
     assert marks(*steps) == [[True], [False, True]]
+    assert marks(Step(ask=ASK), Step(), Step(calls=(call(0, 4),))) == [[], [], [False]]
 
 
 @pytest.mark.parametrize("rank", range(4))
