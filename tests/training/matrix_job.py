@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 8 --swiglu
-    --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
-    --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 64
+    --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+    --hidden-dropout 0 --attention-dropout 0 --seq-length 64
 """)
 TRAINING = shlex.split("""
     --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 3 --mock-data

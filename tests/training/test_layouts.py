@@ -13,13 +13,15 @@ import pytest
 from matrix_job import train
 from trainer_job import SETUP, metrics
 
-GQA = "--group-query-attention --num-query-groups 4"
+TIED = "--group-query-attention --num-query-groups 4"
+UNTIED = "--untie-embeddings-and-output-weights"
+GQA = f"{TIED} {UNTIED}"
 MOE = (
     f"{GQA} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64 "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 )
 MLA = (
-    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 "
+    f"{UNTIED} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
 LOCAL = f"{GQA} --transformer-impl local"
@@ -27,6 +29,7 @@ LOCAL = f"{GQA} --transformer-impl local"
 ALIBI = f"{GQA} --position-embedding-type alibi --window-size 20,0 --window-attn-skip-freq 2"
 # Additional tokens: the loss of each is a mean of its own.
 MTP = f"{GQA} --mtp-num-layers 2"
+MTP_TIED = f"{TIED} --mtp-num-layers 2"
 CP = "--context-parallel-size"
 ALGO = "--context-parallel-algo"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -85,6 +88,8 @@ LAYOUTS = {
     "context-by-layer": (2, GQA, f"{CP} 2 --cp-comm-type p2p a2a all_gather p2p"),
     "mtp-context": (2, MTP, f"{CP} 2"),
     "mtp-context-pipeline": (4, MTP, f"{CP} 2 {PP}"),
+    "mtp-tied-pipeline": (2, MTP_TIED, PP),
+    "mtp-tied-tensor-pipeline": (4, MTP_TIED, f"{TP} {PP} {DISTRIBUTED}"),
     "mla-context": (2, MLA, f"{CP} 2 {ALGO} megatron_cp_algo"),
     "local-context-double-ring": (
         4,
@@ -106,7 +111,7 @@ LAYOUTS = {
 
 SIZES = "--ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe"  # that fp8 takes when cut in two
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-DELAYED = f"{GQA} {SIZES} delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+FP8_DELAYED = f"{GQA} {SIZES} delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
 # Layouts that leave the blocks, or the tensors, that share a scaling factor as they are.
 FP8_LAYOUTS = {
     "tensorwise-pipeline-recompute": (2, f"{GQA} {SIZES} tensorwise", f"{PP} {RECOMPUTE}"),
@@ -119,10 +124,10 @@ FP8_LAYOUTS = {
     ),
     "delayed-virtual-pipeline": (
         2,
-        DELAYED,
+        FP8_DELAYED,
         f"{PP} --num-layers-per-virtual-pipeline-stage 1",
     ),
-    "delayed-recompute": (1, DELAYED, RECOMPUTE),
+    "delayed-recompute": (1, FP8_DELAYED, RECOMPUTE),
 }
 
 

@@ -22,6 +22,7 @@ from mindspeed.adaptor.repairs import (
     layer_comm_types,
     local_spec,
     mla_rope_fusion,
+    mtp_tied_output,
     mtp_token_count,
     optimizer_groups,
     optimizer_offload,
@@ -42,6 +43,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     mtp_token_count: lambda values: (
         values.get("mtp_num_layers") and (values.get("context_parallel_size") or 1) > 1
     ),
+    mtp_tied_output: mtp_tied_output.needed,
     optimizer_offload: lambda values: values.get("optimizer_cpu_offload"),
     optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
     gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
