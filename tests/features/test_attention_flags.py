@@ -17,7 +17,7 @@ from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import add_arguments, resolve
 from mindspeed.te import kernels
-from mindspeed.te.context_parallel import user_mask
+from mindspeed.te.context_groups import user_mask
 from mindspeed.te.masks import visibility
 
 
