@@ -113,7 +113,7 @@ class TestTokenizerCommand:
         ("line", "message"),
         [
             ('{"text": 3}', r"a\.jsonl:2: no text under 'text'; the record has 'text'"),
-            ('{"te', r"a\.jsonl:2: no JSON"),
+            ('{"te', r"a\.jsonl:2 is no valid JSON"),
             ("[1]", r"a\.jsonl:2: no text under 'text'; the record has list"),
         ],
     )

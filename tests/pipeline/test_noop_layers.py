@@ -99,7 +99,6 @@ def test_another_layer_gives_other_losses(steps):
     ("indices", "text"),
     [
         ((4,), "names layer 4; the 4 layers are 0 to 3"),
-        ((-1,), "names layer -1"),
         ((1, 1), "names layer 1 twice"),
         ((0, 1, 2, 3), "names all 4 layers"),
     ],
@@ -108,6 +107,12 @@ def test_impossible_indices_are_refused_before_training(indices, text):
     assert text in problem_of(indices, 4)
     with pytest.raises(ConfigError, match=re.escape(text)):
         resolve({"noop_layers": indices, "num_layers": 4}, "cpu")
+
+
+def test_a_negative_index_is_outside_the_range_of_the_flag():
+    assert "names layer -1" in problem_of((-1,), 4)
+    with pytest.raises(ConfigError, match="--noop-layers -1 must be from 0"):
+        resolve({"noop_layers": (-1,), "num_layers": 4}, "cpu")
 
 
 @pytest.mark.parametrize("noop_layers", [(), (0,), (1, 3), (3, 4)])
