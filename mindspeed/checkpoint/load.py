@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
 
 from mindspeed.checkpoint import digests, directory, shards
 from mindspeed.checkpoint.read import on_all_ranks, read_sharded
@@ -285,8 +284,8 @@ def _load_one(
         adapter=adapter,
     )
     state = read_sharded(wanted, path, strict=args.dist_ckpt_strictness)
+    on_all_ranks(lambda: _check_finite(state, len(model.modules), path))
     _apply(model, state, with_optimizer, path)
-    on_all_ranks(lambda: _check_finite(model, path))
     if with_rng:
         restore_rng(state["rng_state"])
     iteration = 0 if weights_only else int(state["iteration"])
@@ -329,16 +328,16 @@ def _apply(model: BuiltModel, state: dict[str, Any], optimizer: bool, path: Path
         ) from error
 
 
-def _check_finite(model: BuiltModel, path: Path) -> None:
-    """See that the weights of this rank are finite numbers.
+def _check_finite(state: dict[str, Any], chunks: int, path: Path) -> None:
+    """See that the weights that this rank has read are finite numbers.
 
     Raises:
         CheckpointError: Names the first tensor that is not.
     """
-    for module in model.modules:
-        for name, parameter in module.named_parameters():
-            mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            check_finite(mine, name, path)
+    for index in range(chunks):
+        for name, value in state.get(model_key(index, chunks), {}).items():
+            if isinstance(value, torch.Tensor):
+                check_finite(value, name, path)
 
 
 def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
