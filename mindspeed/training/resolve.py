@@ -10,20 +10,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import indivisible
-from mindspeed.training.options import (
-    CheckpointOptions,
-    DataOptions,
-    LoggingOptions,
-    OptimizerOptions,
-    TrainingOptions,
-)
 from mindspeed.training.resolve_parallel import parallel
 from mindspeed.training.resolve_run import data, duration, output
 
@@ -32,13 +24,13 @@ OPTIMIZERS = ("adam", "sgd")
 
 @dataclass(frozen=True)
 class Settings:
-    """Final values: the trainer's own sections typed, and the whole namespace for Megatron."""
+    """A job: what it was told to do.
 
-    training: TrainingOptions
-    data: DataOptions
-    optimizer: OptimizerOptions
-    checkpoint: CheckpointOptions
-    logging: LoggingOptions
+    Attributes:
+        args: final values under Megatron-LM's names; a checkpoint stores this namespace.
+        recipe: the values as a recipe (YAML), written next to the checkpoints.
+    """
+
     args: argparse.Namespace
     recipe: str
 
@@ -83,19 +75,7 @@ def resolve(
             problems += [*_experts(args), *_optimizer(args), *duration(args), *data(args)]
     if problems:
         raise ConfigError("\n".join(problems))
-    return Settings(
-        training=_typed(TrainingOptions, args),
-        data=_typed(DataOptions, args),
-        optimizer=_typed(OptimizerOptions, args),
-        checkpoint=_typed(CheckpointOptions, args),
-        logging=_typed(LoggingOptions, args),
-        args=args,
-        recipe=recipe,
-    )
-
-
-def _typed(options: type, args: argparse.Namespace) -> Any:
-    return options(**{field.name: getattr(args, field.name) for field in fields(options)})
+    return Settings(args, recipe)
 
 
 def _required(args: argparse.Namespace, training: bool) -> Iterator[str]:
