@@ -106,10 +106,13 @@ def plan_batch(documents: Borders, samples: int, *, reset_mask: bool) -> None:
     from megatron.core import parallel_state
 
     from mindspeed.attention.packed import document_mask
-    from mindspeed.te import kernels
+    from mindspeed.te import attention_policy
 
     inside = _seen(documents, samples, reset_mask)
-    strategy, mask = kernels.context_strategy(None, 1), kernels.layout_mask(inside, samples)
+    strategy, mask = (
+        attention_policy.context_strategy(None, 1),
+        attention_policy.sharding_mask(inside, samples),
+    )
     mask = mask or document_mask(inside)
     ranks = parallel_state.get_context_parallel_world_size()
     strategy.plan(mask, strategy.layout(mask, ranks, samples))
@@ -142,7 +145,7 @@ def cut_batch(
 
     from mindspeed.attention.megatron import PlanParams
     from mindspeed.attention.packed import cut, pack
-    from mindspeed.te import kernels
+    from mindspeed.te import attention_policy
 
     ranks = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
@@ -150,12 +153,12 @@ def cut_batch(
     packed = pack(
         documents,
         samples,
-        strategy=kernels.context_strategy(None, 1),
+        strategy=attention_policy.context_strategy(None, 1),
         ranks=ranks,
         rank=rank,
         reset_mask=reset_mask,
         reset_positions=reset_positions,
-        mask=kernels.layout_mask(inside, samples),
+        mask=attention_policy.sharding_mask(inside, samples),
         device=device.current().torch_device(),
     )
     part = {name: None if x is None else cut(x, packed, rank) for name, x in batch.items()}

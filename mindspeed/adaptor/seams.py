@@ -38,11 +38,11 @@ training loop: Megatron-LM's reaches them through patches of ``megatron.training
 calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
-A feature that replaces a computation inside Megatron's modules hands it to ``seams.use_kernels``
-(:mod:`mindspeed.te.kernels`); Megatron's own functions for the same then call it, too
-(:mod:`mindspeed.adaptor.computations`). What a feature must change outside Megatron (environment,
-torch's flags) it changes through ``seams.journal``, and it is restored when the feature is
-detached.
+A feature that replaces a computation inside Megatron's modules, or a decision of attention, hands
+it to ``seams.use_kernels`` (:mod:`mindspeed.te.kernels`, :mod:`mindspeed.te.attention_policy`);
+Megatron's own functions for the same then call it, too (:mod:`mindspeed.adaptor.computations`).
+What a feature must change outside Megatron (environment, torch's flags) it changes through
+``seams.journal``, and it is restored when the feature is detached.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import ModuleType
 from typing import Any, cast
 
 from mindspeed.adaptor import computations, documents, model_construction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
-from mindspeed.te import kernels
+from mindspeed.te import attention_policy, kernels
 
 
 class Seam:
@@ -124,14 +125,12 @@ class Seams:
         self.train.add(lambda: _arguments_changed(values), owner=owner)
 
     def use_kernels(self, *, owner: str, **functions: Callable[..., Any]) -> None:
-        """Compute with ``functions`` instead of the formulas of the same names in te.kernels.
+        """Use ``functions`` instead of those of the same names in te.kernels or attention_policy.
 
         Megatron's own functions for the same are patched to call them.
         """
         for name, function in functions.items():
-            if not hasattr(kernels, name):
-                raise AttributeError(f"te.kernels has no {name!r}")
-            self.journal.set(kernels, name, function, owner=owner)
+            self.journal.set(_table_with(name), name, function, owner=owner)
             for patch in computations.CALLS.get(name, ()):
                 self._engine.add(patch)
 
@@ -167,6 +166,17 @@ class _DeclaredSeams:
 
 
 _SEAM_OF_METHOD = {"use_kernels": "kernels", "while_training": "train"}
+
+
+def _table_with(name: str) -> ModuleType:
+    """The module whose function ``name`` features may replace."""
+    tables = (kernels, attention_policy)
+    for module in tables:
+        found = getattr(module, name, None)
+        if callable(found) and not name.startswith("_"):
+            return module
+    names = " and ".join(module.__name__ for module in tables)
+    raise AttributeError(f"no kernel {name!r}: {names} list what features may replace")
 
 
 def owner_of(seam: str) -> str:

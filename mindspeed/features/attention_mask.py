@@ -63,11 +63,11 @@ def _corrects(options: AttentionMaskOptions, megatron: Megatron) -> dict[str, An
 def _attach(seams: Seams, options: AttentionMaskOptions, megatron: Megatron) -> None:
     from mindspeed.attention.shared_mask import mask_of_batch
     from mindspeed.errors import ConfigError
-    from mindspeed.te import kernels
+    from mindspeed.te import attention_policy
 
     general = options.attention_mask_type == "general"
 
-    def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
+    def mask_tensor(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
         return mask if general or not causal else None
 
     def user_mask(length: int, samples: int) -> Mask | None:
@@ -76,15 +76,18 @@ def _attach(seams: Seams, options: AttentionMaskOptions, megatron: Megatron) -> 
             raise ConfigError("set_attention_mask needs --attention-mask-type general")
         return mask
 
-    by_others = kernels.layout_mask
+    by_others = attention_policy.sharding_mask
 
-    def layout_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
+    def sharding_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
         whole = len(cu_seqlens) == samples + 1
         mask = user_mask(cu_seqlens[-1] // samples, samples) if whole else None
         return by_others(cu_seqlens, samples) if mask is None else mask
 
     seams.use_kernels(
-        owner=FEATURE.name, given_mask=given_mask, user_mask=user_mask, layout_mask=layout_mask
+        owner=FEATURE.name,
+        mask_tensor=mask_tensor,
+        user_mask=user_mask,
+        sharding_mask=sharding_mask,
     )
 
 

@@ -122,14 +122,14 @@ def comm_types(megatron: Megatron) -> list[str] | None:
 
 
 def strategy_of(
-    options: ContextParallelOptions, comm_type: str | None = None, exchanging: int = 1
+    options: ContextParallelOptions, comm_type: str | None = None, ulysses_degree: int = 1
 ) -> Strategy:
     """What the flags say.
 
     Args:
         options: The flags.
         comm_type: Megatron's word for the layer, where it decides.
-        exchanging: Neighbours that exchange heads, of ``a2a+p2p``.
+        ulysses_degree: Neighbours that exchange heads, of ``a2a+p2p``.
     """
     from mindspeed.attention.strategy import Strategy
 
@@ -138,7 +138,7 @@ def strategy_of(
         hybrid = name.startswith("hybrid")
         chosen = Strategy(name, options.ulysses_degree_in_cp or 1 if hybrid else 1)  # type: ignore[arg-type]
     else:
-        chosen = Strategy.from_comm_type(comm_type, exchanging)
+        chosen = Strategy.from_comm_type(comm_type, ulysses_degree)
     return replace(
         chosen,
         ring_window=options.cp_window_size if chosen.algorithm in ("ring", "hybrid") else 1,
@@ -198,10 +198,10 @@ def _corrects(options: ContextParallelOptions, megatron: Megatron) -> dict[str, 
 def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -> None:
     given = comm_types(megatron)
 
-    def context_strategy(comm_type: str | None, exchanging: int) -> Strategy:
+    def context_strategy(comm_type: str | None, ulysses_degree: int) -> Strategy:
         if given is None:
             return strategy_of(options)
-        return strategy_of(options, comm_type or "p2p", exchanging)
+        return strategy_of(options, comm_type or "p2p", ulysses_degree)
 
     seams.use_kernels(owner=FEATURE.name, context_strategy=context_strategy)
     if options.use_cp_send_recv_overlap and device.current().name != "cpu":
@@ -209,7 +209,7 @@ def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -
 
         second = SecondCommunicators()
         seams.parallel_groups.add(second.make, owner=FEATURE.name)
-        seams.use_kernels(owner=FEATURE.name, second_communicator=second.of)
+        seams.use_kernels(owner=FEATURE.name, overlap_group=second.of)
         seams.journal.call_on_undo(second.destroy)
     if options.adaptive_cp_manually_set_mask_list:
         from mindspeed.attention.shared_mask import set_attention_mask

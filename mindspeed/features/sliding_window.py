@@ -93,7 +93,7 @@ def _attach(seams: Seams, options: SlidingWindowOptions, megatron: Megatron) -> 
 
     everywhere = (options.pre_tockens, options.next_tockens)
 
-    def layout_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
+    def sharding_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
         """Of the window where every layer has it, else of the layers that see all keys."""
         if megatron.get("window_attn_skip_freq"):
             return None
@@ -103,7 +103,7 @@ def _attach(seams: Seams, options: SlidingWindowOptions, megatron: Megatron) -> 
         before, after = (cu_seqlens[-1] if side < 0 else side for side in size)
         return document_mask(cu_seqlens, after == 0, (before, after))
 
-    def rule(mask_type: str, window: Window) -> tuple[str, Window]:
+    def mask_type_and_window(mask_type: str, window: Window) -> tuple[str, Window]:
         if "causal" not in mask_type:
             return mask_type, window
         if options.sparse_mode == _BAND and window in (None, (-1, 0)):
@@ -112,7 +112,9 @@ def _attach(seams: Seams, options: SlidingWindowOptions, megatron: Megatron) -> 
             mask_type = "padding" if "padding" in mask_type else "no_mask"
         return mask_type, window
 
-    seams.use_kernels(owner=FEATURE.name, rule=rule, layout_mask=layout_mask)
+    seams.use_kernels(
+        owner=FEATURE.name, mask_type_and_window=mask_type_and_window, sharding_mask=sharding_mask
+    )
 
 
 FEATURE = Feature(

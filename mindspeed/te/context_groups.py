@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.te import kernels
+from mindspeed.te import attention_policy
 
 if TYPE_CHECKING:
     from mindspeed.attention.mask import Mask
@@ -27,7 +27,7 @@ def user_mask(length: int, samples: int, packed: PackedBatch | None) -> Mask | N
     Raises:
         ConfigError: Documents and a mask both say what queries see.
     """
-    mask = kernels.user_mask(length, samples)
+    mask = attention_policy.user_mask(length, samples)
     if mask is not None and packed is not None and len(packed.cu_seqlens) > samples + 1:
         raise ConfigError(
             "set_attention_mask and packed documents (--reset-attention-mask) both say what tokens "

@@ -30,7 +30,7 @@ from mindspeed.attention.by_heads import ulysses_attention
 from mindspeed.attention.packed import PackedBatch
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
-from mindspeed.te import kernels
+from mindspeed.te import attention_policy
 from mindspeed.te.attention import Documents
 from mindspeed.te.context_groups import group_size
 from mindspeed.te.flash import copied
@@ -98,7 +98,7 @@ def attend(
         "slopes": slopes,
         "sink": sink,
         "fused_merge": strategy.fused_merge,
-        "overlap_group": None if plan.ranks == 1 else kernels.second_communicator(outer),
+        "overlap_group": None if plan.ranks == 1 else attention_policy.overlap_group(outer),
     }
     if inner is not None:
         split = _heads(layout, inner, outer)

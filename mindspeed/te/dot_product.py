@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import Parameter
 
 from mindspeed.errors import ConfigError
-from mindspeed.te import context_groups, kernels
+from mindspeed.te import attention_policy, context_groups, kernels
 from mindspeed.te.attention import Documents, each_document, max_logit, own_value
 from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
 from mindspeed.te.masks import Mask, Window, visibility
@@ -152,7 +152,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         layout = qkv_format or self.qkv_format
         mask_type = attn_mask_type or self.attn_mask_type
         window = self._window if window_size is None else window_size
-        mask_type, window = kernels.rule(mask_type, window)
+        mask_type, window = attention_policy.mask_type_and_window(mask_type, window)
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None or bias is not None:
@@ -220,7 +220,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             self._refuse_with_split_sequence("return_max_logit")
         if layout == "bshd":
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        strategy = kernels.context_strategy(
+        strategy = attention_policy.context_strategy(
             self.cp_comm_type, context_groups.lowest_level(self.cp_group)
         )
         options = self._options(q) | {
@@ -297,7 +297,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             return None
         heads = self.num_attention_heads // self.tp_size
         rank = torch.distributed.get_rank(self.tp_group) if self.tp_size > 1 else 0
-        return kernels.alibi_slopes(self.num_attention_heads, rank * heads, heads, device)
+        return attention_policy.alibi_slopes(self.num_attention_heads, rank * heads, heads, device)
 
     def _bias(
         self, kind: str, bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None

@@ -2,27 +2,22 @@
 
     kernels.normalize(x, weight, bias, eps=1e-5, rms=True)
 
-Modules of this package call them through the module, at run time. A feature puts a fused operator
-in the place of a formula with ``seams.use_kernels(owner=..., normalize=...)``, which is taken back
-when the feature is detached. Megatron's wrappers build these modules without saying what is
-switched on, so the choice holds for the process.
+Modules of this package call these functions through the module, at run time. A feature replaces a
+formula by a fused operator with ``seams.use_kernels(owner=..., normalize=...)``; detaching it
+restores the formula. Megatron's wrappers build these modules without saying what is switched on, so
+the choice holds for the process. How layers attend (mask, window, context parallelism) is decided
+in :mod:`mindspeed.te.attention_policy`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
-from mindspeed.te.masks import Window
-
-if TYPE_CHECKING:
-    from mindspeed.attention.mask import Mask
-    from mindspeed.attention.strategy import Strategy
 
 
 def normalize(
@@ -72,55 +67,6 @@ def rotate(
         other = torch.cat([-second, first], dim=-1)
     out = (x * cos + other * sin).to(t.dtype)
     return torch.cat([out, passing], dim=-1) if passing.shape[-1] else out
-
-
-def given_mask(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
-    """The attention mask to use in the local spec; one that is given decides what is masked."""
-    return mask
-
-
-def rule(mask_type: str, window: Window) -> tuple[str, Window]:
-    """The mask type and sliding window with which a layer attends."""
-    return mask_type, window
-
-
-def user_mask(length: int, samples: int) -> Mask | None:
-    """What the queries of samples of ``length`` tokens see; None: what the mask type says."""
-    return None
-
-
-def layout_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
-    """What adaptive layouts of a micro-batch are made for; None: documents' causal mask.
-
-    Args:
-        cu_seqlens: Borders of documents that do not see each other, of all samples.
-        samples: Samples of the micro-batch.
-    """
-    return None
-
-
-def alibi_slopes(
-    all_heads: int, first: int, heads: int, device: torch.device
-) -> torch.Tensor | None:
-    """Slopes of ALiBi of ``heads`` of a model's heads, fp32; None where there is no ALiBi."""
-    return None
-
-
-def context_strategy(comm_type: str | None, exchanging: int) -> Strategy:
-    """How a layer attends over a split sequence.
-
-    Args:
-        comm_type: Megatron's ``--cp-comm-type`` of the layer; None for its default.
-        exchanging: Neighbours that exchange rows for heads where it is ``a2a+p2p``.
-    """
-    from mindspeed.attention.strategy import Strategy
-
-    return Strategy.from_comm_type(comm_type, exchanging)
-
-
-def second_communicator(group: Any) -> Any:
-    """The same ranks as ``group``, for gradients that travel while keys do; None: the same one."""
-    return None
 
 
 def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed.errors import ConfigError
-from mindspeed.te import context_groups, kernels
+from mindspeed.te import attention_policy, context_groups, kernels
 from mindspeed.te.attention import Documents, own_value
 from mindspeed.te.masks import Visibility, Window, visibility
 
@@ -183,7 +183,7 @@ def core_attention_forward(
     """
     value = own_value(query, key, value, self.config)
     kind = "causal" if "causal" in self.attn_mask_type.name else "no_mask"
-    kind, window = kernels.rule(kind, _window(self))
+    kind, window = attention_policy.mask_type_and_window(kind, _window(self))
     causal = kind == "causal"
     scale = self.softmax_scale
     if self.config.apply_query_key_layer_scaling:
@@ -203,12 +203,14 @@ def core_attention_forward(
 
         if attention_bias is not None:
             raise NotImplementedError("--context-parallel-size does not work with a bias tensor")
-        if kernels.given_mask(attention_mask, causal) is not None and packed is None:
+        if attention_policy.mask_tensor(attention_mask, causal) is not None and packed is None:
             raise ConfigError(
                 "--context-parallel-size needs --no-create-attention-mask-in-dataloader: a mask "
                 "tensor of the whole sequence is not cut over ranks"
             )
-        strategy = kernels.context_strategy(self.cp_comm_type, context_groups.lowest_level(groups))
+        strategy = attention_policy.context_strategy(
+            self.cp_comm_type, context_groups.lowest_level(groups)
+        )
         options |= {"causal": causal, "window": window, "layer": self.layer_number}
         with _dropout_stream(self):
             if documents is not None:
@@ -229,7 +231,7 @@ def core_attention_forward(
             out = kernels.attend_packed(q, k, v, borders, kind, window=window, **options)
             return out.unflatten(0, (packed.samples, -1)).transpose(0, 1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        seen = _seen(q, k, causal, kernels.given_mask(attention_mask, causal), window)
+        seen = _seen(q, k, causal, attention_policy.mask_tensor(attention_mask, causal), window)
         out = kernels.attend(q, k, v, seen, bias=attention_bias, **options)
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -258,7 +260,9 @@ def _slopes(module: Any, query: torch.Tensor) -> torch.Tensor | None:
     heads = query.shape[-2]
     tp_group = module.pg_collection.tp
     first = heads * (0 if tp_group is None else tp_group.rank())
-    return kernels.alibi_slopes(module.config.num_attention_heads, first, heads, query.device)
+    return attention_policy.alibi_slopes(
+        module.config.num_attention_heads, first, heads, query.device
+    )
 
 
 def _window(module: Any) -> Window:

@@ -118,11 +118,13 @@ def packed(
     from mindspeed.adaptor.micro_batch import cut_batch
     from mindspeed.attention.packed import borders_of_tokens
     from mindspeed.attention.strategy import Strategy
-    from mindspeed.te import kernels
+    from mindspeed.te import attention_policy
 
     _prepare(cp)
     if algorithm is not None:
-        kernels.context_strategy = lambda comm_type, exchanging: Strategy(algorithm, granularity=2)
+        attention_policy.context_strategy = lambda comm_type, ulysses_degree: Strategy(
+            algorithm, granularity=2
+        )
     rank = parallel_state.get_context_parallel_rank()
     found = {}
     for name in names:

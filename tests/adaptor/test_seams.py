@@ -14,6 +14,7 @@ from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import PatchEngine
 from mindspeed.adaptor.seams import SEAM_NAMES, Seams
 from mindspeed.features.registry import all_features
+from mindspeed.te import attention_policy, kernels
 from tests.adaptor import seam_ranks
 
 MAX_TARGETS = 40
@@ -53,6 +54,18 @@ def test_a_feature_gets_only_the_seams_that_it_declares():
     with pytest.raises(AttributeError, match="uses the seam 'no_such_seam'"):
         _ = view.no_such_seam
     seams.clear()
+
+
+def test_kernels_and_decisions_of_attention_are_replaced_through_one_door():
+    seams, before = new_seams(), (kernels.normalize, attention_policy.alibi_slopes)
+    mine = {"normalize": lambda *args, **options: None, "alibi_slopes": lambda *args: None}
+    seams.use_kernels(owner="mine", **mine)
+    assert (kernels.normalize, attention_policy.alibi_slopes) == tuple(mine.values())
+    for name in ("no_such_kernel", "_pad_rows"):
+        with pytest.raises(AttributeError, match=rf"'{name}'.*te.kernels.*te.attention_policy"):
+            seams.use_kernels(owner="mine", **{name: print})
+    seams.clear()
+    assert (kernels.normalize, attention_policy.alibi_slopes) == before
 
 
 def test_every_feature_uses_what_it_declares_and_declares_what_exists():

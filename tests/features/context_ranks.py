@@ -120,9 +120,9 @@ def _thd(strategy, groups):
 
 def _second(strategy, groups):
     """Gradients and keys on communicators of their own."""
-    from mindspeed.te import kernels
+    from mindspeed.te import attention_policy
 
-    before, second = kernels.second_communicator, {}
+    before, second = attention_policy.overlap_group, {}
 
     def of(group):
         if group not in second:
@@ -130,11 +130,11 @@ def _second(strategy, groups):
             second[group] = dist.new_group(ranks, use_local_synchronization=True)
         return second[group]
 
-    kernels.second_communicator = of
+    attention_policy.overlap_group = of
     try:
         return _causal(replace(strategy, cache=None), groups)
     finally:
-        kernels.second_communicator = before
+        attention_policy.overlap_group = before
 
 
 def _error(layout, mask, attention, samples=SAMPLES, heads=4, **also) -> float:

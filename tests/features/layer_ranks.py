@@ -153,16 +153,16 @@ def _packed(case: Case) -> PackedBatch:
     """A micro-batch in the layout that suits its mask."""
     from megatron.core import parallel_state
 
-    from mindspeed.te import kernels
+    from mindspeed.te import attention_policy
 
     borders = case.documents or borders_of_samples(SAMPLES, SIZE)
     return pack(
         borders,
         SAMPLES,
-        strategy=kernels.context_strategy(None, 1),
+        strategy=attention_policy.context_strategy(None, 1),
         ranks=parallel_state.get_context_parallel_world_size(),
         rank=parallel_state.get_context_parallel_rank(),
-        mask=kernels.layout_mask(borders, SAMPLES),
+        mask=attention_policy.sharding_mask(borders, SAMPLES),
     )
 
 

@@ -16,7 +16,7 @@ from mindspeed.attention.shared_mask import set_attention_mask
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import add_arguments, resolve
-from mindspeed.te import kernels
+from mindspeed.te import attention_policy, kernels
 from mindspeed.te.context_groups import user_mask
 from mindspeed.te.masks import visibility
 
@@ -142,7 +142,9 @@ def test_a_window_receives_its_keys_only_where_all_layers_have_it(attached):
     window = Mask.causal(131072, 4096)
 
     def received():
-        layout = strategy.layout(kernels.layout_mask((0, 131072), 1) or Mask.causal(131072), 8)
+        layout = strategy.layout(
+            attention_policy.sharding_mask((0, 131072), 1) or Mask.causal(131072), 8
+        )
         return max(figures(strategy.plan(window, layout)).fetched) / ring
 
     for flags in ({"window_size": (4096, 0)}, {"sparse_mode": 4, "pre_tockens": 4096}):
@@ -156,9 +158,10 @@ def test_an_adaptive_layout_suits_the_mask_of_the_user(attached):
     set_attention_mask(lambda q, k: q // 8 == k // 8)
     try:
         attached(attention_mask_type="general")
-        mask = kernels.layout_mask((0, 32, 64), 2)
+        mask = attention_policy.sharding_mask((0, 32, 64), 2)
         assert mask == Mask.documents(range(0, 65, 8), causal=False)
-        assert kernels.layout_mask((0, 20, 32, 64), 2) is None  # documents say what is seen
+        # The documents decide what is seen.
+        assert attention_policy.sharding_mask((0, 20, 32, 64), 2) is None
         packed = pack((0, 20, 32, 64), 2, strategy=Strategy("adaptive"), ranks=2)
         with pytest.raises(ConfigError, match="both say what tokens see"):
             user_mask(32, 2, packed)
