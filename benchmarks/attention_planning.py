@@ -30,9 +30,9 @@ from mindspeed.attention import Layout, Mask, figures, planners, zigzag
 from mindspeed.attention.plan import work_on
 from mindspeed.attention.planners.adaptive import adaptive_layout
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from attention import reference_planners as reference
-from attention.reference_planners import mask_of, measures, pretraining
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.attention import reference_planners as reference
+from tests.attention.reference_planners import mask_of, measures, pretraining
 
 K = 1024
 CASES = ((128 * K, 8, None), (256 * K, 16, 64 * K), (256 * K, 16, None))

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "ops"))
-import triton_jobs
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.ops import triton_jobs
 
 BYTES_PER_NS = 4800 / 132  # of one of the H200's multiprocessors
 LATENCY_NS = 800  # of memory under load

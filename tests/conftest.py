@@ -36,7 +36,7 @@ def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def npu_pool() -> Iterator[RankPool]:
     """Like `rank_pool`, with device npu: skips when the torch_npu wheel cannot be had."""
-    from npu_emulator import fixtures
+    from tests.npu_emulator import fixtures
 
     with fixtures.npu_pool() as pool:
         yield pool
@@ -45,7 +45,7 @@ def npu_pool() -> Iterator[RankPool]:
 @pytest.fixture
 def npu_ranks(npu_pool: RankPool) -> Callable[..., list[Any]]:
     """``npu_ranks(world_size, function, *args)``: ranks whose tensors can be on device npu."""
-    return functools.partial(npu_pool.run, setup="npu_emulator.preload")
+    return functools.partial(npu_pool.run, setup="tests.npu_emulator.preload")
 
 
 @pytest.fixture

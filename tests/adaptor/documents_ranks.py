@@ -7,7 +7,6 @@ import itertools
 import os
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,8 +59,7 @@ def _model(name: str, spec: str, cp: int) -> Any:
         get_gpt_mtp_block_spec,
     )
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "te"))
-    import gpt_ranks
+    from tests.support import gpt_ranks
 
     base, overrides = MODELS[name]
     config = gpt_ranks.config(
@@ -171,7 +169,7 @@ def _cut_by_script(batch: dict[str, Any], borders: tuple[int, ...]) -> tuple[dic
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    import gpt_ranks
+    from tests.support import gpt_ranks
 
     parameters = gpt_ranks.weights_of(model)
     return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mindspeed.adaptor.repairs import packed_batch, process_groups
 from mindspeed.journal import Journal
-from tests.enumerations import Attribute
+from tests.support.enumerations import Attribute
 
 
 def groups_left_after_destroy(repaired: bool) -> tuple[int, int]:
@@ -169,7 +169,7 @@ def comm_types_of_layers(repaired: bool) -> list[list[str]]:
 
     from mindspeed.adaptor import session
     from mindspeed.adaptor.repairs import layer_comm_types
-    from tests.te import gpt_ranks
+    from tests.support import gpt_ranks
 
     types = ["p2p", "all_gather", "a2a"]
     session.current().configure({"context_parallel_size": 2, "cp_comm_type": types})
@@ -219,7 +219,7 @@ def _shared_by_one_two_four(spec: str, pair: dist.ProcessGroup) -> list[float]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from mindspeed.attention import zigzag
-    from tests.te import gpt_ranks
+    from tests.support import gpt_ranks
 
     config = gpt_ranks.config("rmsnorm-swiglu-gqa", context_parallel_size=4)
     attention = gpt_ranks.build(config, spec).decoder.layers[0].self_attention.core_attention

@@ -25,8 +25,7 @@ from mindspeed.attention.by_heads import ulysses_attention
 from mindspeed.attention.executor import Traffic
 from mindspeed.attention.layout import union
 from mindspeed.testing import CommLedger, saved_for_backward
-
-from . import truth
+from tests.support import truth
 
 SIZE, SCALE = 48, 0.3
 PLANNERS = {

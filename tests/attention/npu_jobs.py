@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.attention import Mask, context_parallel_attention, contiguous, planners, zigzag
-
-from . import truth
-from .test_executor import run
+from tests.attention.test_executor import run
+from tests.support import truth
 
 SIZE, SCALE = 96, 0.3
 MASKS = {

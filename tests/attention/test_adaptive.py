@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from attention import reference_planners as reference
-from attention import test_executor as executor
-from attention import truth
-from attention.reference_planners import VECTORS, K, mask_of, measures, pretraining
 from mindspeed.attention import Mask, Region, Sizes, check, figures, planners, zigzag
 from mindspeed.attention.plan import work_on
 from mindspeed.attention.planners._workload import Workload
 from mindspeed.attention.planners.gather import seen
+from tests.attention import reference_planners as reference
+from tests.attention import test_executor as executor
+from tests.attention.reference_planners import VECTORS, K, mask_of, measures, pretraining
+from tests.support import truth
 
 
 @st.composite

@@ -9,8 +9,7 @@ from mindspeed.attention.alibi import alibi_bias, alibi_slopes
 from mindspeed.te import attention, flash
 from mindspeed.te.attention import Documents
 from mindspeed.te.masks import visibility
-
-from . import truth
+from tests.support import truth
 
 
 def test_slopes():

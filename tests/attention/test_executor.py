@@ -26,8 +26,7 @@ from mindspeed.attention.kernels import Softmax
 from mindspeed.attention.program import program
 from mindspeed.attention.transport import Post, run_together
 from mindspeed.errors import ConfigError
-
-from . import truth
+from tests.support import truth
 
 SIZE, SCALE = 48, 0.3
 EXACT = 1e-12

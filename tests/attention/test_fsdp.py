@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import fsdp_ranks as jobs
+from tests.attention import fsdp_ranks as jobs
 
 
 def test_losses_and_gradients_are_those_of_one_process(ranks) -> None:

@@ -10,8 +10,7 @@ from mindspeed.attention import Layout, Mask, executor, planners, zigzag
 from mindspeed.attention.kernels import Softmax
 from mindspeed.attention.plan import Plan
 from mindspeed.attention.transport import run_together
-
-from . import truth
+from tests.support import truth
 
 SCALE = 0.3
 

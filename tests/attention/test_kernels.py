@@ -10,8 +10,7 @@ import torch
 from mindspeed.attention import Mask, Region, kernels
 from mindspeed.attention.calls import packs
 from mindspeed.attention.mask import INF
-
-from . import truth
+from tests.support import truth
 
 SCALE, LARGEST = 0.5, 6
 

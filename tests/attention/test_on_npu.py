@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import npu_jobs as jobs
+from tests.attention import npu_jobs as jobs
 
 CLOSE = 2e-5  # fp32
 

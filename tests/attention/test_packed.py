@@ -19,9 +19,8 @@ from mindspeed.attention.packed import (
 )
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
-
-from . import truth
-from .test_executor import EXACT, SCALE, run
+from tests.attention.test_executor import EXACT, SCALE, run
+from tests.support import truth
 
 SIZE, EOD = 64, 0
 STRATEGIES = {

@@ -9,8 +9,7 @@ import pytest
 
 from mindspeed.attention import HeadSplit, Plan, contiguous, figures, plan
 from mindspeed.attention.figures import calls
-
-from .reference_planners import mask_of, pretraining
+from tests.attention.reference_planners import mask_of, pretraining
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "attention-plans.md"
 SIZE, RANKS = 1 << 17, 8

@@ -21,8 +21,7 @@ from mindspeed.attention import (
     zigzag,
 )
 from mindspeed.errors import ConfigError
-
-from . import gloo_ranks as jobs
+from tests.attention import gloo_ranks as jobs
 
 EXACT = 1e-12
 

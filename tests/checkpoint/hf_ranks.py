@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from models import model_ranks
+
+from tests.models import model_ranks
 
 
 def weights(folder: str, load: str, flags: Sequence[str] = ()) -> list[tuple[Any, ...]]:

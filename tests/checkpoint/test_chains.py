@@ -8,7 +8,8 @@ Megatron-LM's own chains are in ``tests/megatron_lm/test_checkpoint_chains.py``.
 from __future__ import annotations
 
 import pytest
-from trainer_job import SETUP, metrics, train
+
+from tests.support.trainer_job import SETUP, metrics, train
 
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "

@@ -17,14 +17,14 @@ import torch
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-from checkpoint import hf_ranks
-from models.tiny import CASES
 from safetensors.torch import load_file, save_file
 
 from mindspeed.checkpoint.weights.convert import Target, convert, open_weights, verify
 from mindspeed.device import track_memory
 from mindspeed.errors import CheckpointError, ConfigError, SecurityError
 from mindspeed.models.layout import Layout
+from tests.checkpoint import hf_ranks
+from tests.support.tiny import CASES
 
 SETUP = "mindspeed.megatron_adaptor"
 

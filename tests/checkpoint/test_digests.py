@@ -11,13 +11,12 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from trainer_job import SETUP, TINY
-
 from mindspeed.checkpoint import digests, directory
 from mindspeed.checkpoint.digests import BLOCK_BYTES, CheckedFile, DigestingFile, Digests, digest_of
 from mindspeed.cli.main import main
 from mindspeed.errors import DamagedCheckpoint
-from tests.forked import run_all
+from tests.support.forked import run_all
+from tests.support.trainer_job import SETUP, TINY
 
 SIZES = (0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 9 * BLOCK_BYTES + 5)
 

@@ -16,14 +16,14 @@ import torch
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-from checkpoint import hf_ranks
-from models.tiny import CASES, batch
 from safetensors.torch import load_file, save_file
 
 from mindspeed.checkpoint import hf
 from mindspeed.checkpoint.load import latest, saved_args
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models import hf_files
+from tests.checkpoint import hf_ranks
+from tests.support.tiny import CASES, batch
 
 SETUP = "mindspeed.megatron_adaptor"
 TP = "--tensor-model-parallel-size=2"

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainer_job import SETUP, TINY, printed, train
+
+from tests.support.trainer_job import SETUP, TINY, printed, train
 
 pytestmark = pytest.mark.slow
 

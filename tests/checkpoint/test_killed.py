@@ -9,7 +9,8 @@ import sys
 import time
 
 import pytest
-from trainer_job import SETUP, TINY, metrics, train
+
+from tests.support.trainer_job import SETUP, TINY, metrics, train
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from trainer_job import SETUP, printed, train
 
 from mindspeed.checkpoint.load import take_architecture
 from mindspeed.checkpoint.state import check_architecture
 from mindspeed.errors import CheckpointError, ConfigError
+from tests.support.trainer_job import SETUP, printed, train
 
 TP2 = ["--tensor-model-parallel-size", "2"]
 NOOP = ["--num-layers", "6", "--noop-layers", "0,5", "--pipeline-model-parallel-size", "2"]

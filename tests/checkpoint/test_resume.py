@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import fault
 import pytest
 import yaml
-from trainer_job import SETUP, metrics, printed, train
+
+from tests.support import fault
+from tests.support.trainer_job import SETUP, metrics, printed, train
 
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 TP2 = ["--tensor-model-parallel-size", "2"]

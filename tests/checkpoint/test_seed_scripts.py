@@ -13,11 +13,11 @@ import torch
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-from checkpoint import hf_ranks
-from models.tiny import CASES
 from safetensors.torch import load_file
 
 from mindspeed.checkpoint.weights.convert import Target, convert, open_weights
+from tests.checkpoint import hf_ranks
+from tests.support.tiny import CASES
 
 SETUP = "mindspeed.megatron_adaptor"
 SCRIPTS = Path(__file__).parents[2] / "tools" / "ckpt_convert"

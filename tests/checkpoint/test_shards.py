@@ -6,15 +6,15 @@ import shlex
 import shutil
 from pathlib import Path
 
-import fault
 import pytest
 import torch
-from shards_ranks import refusals
-from trainer_job import SETUP, metrics, train
 
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.global_tensors import GlobalTensors
 from mindspeed.testing.ranks import RankError
+from tests.checkpoint.shards_ranks import refusals
+from tests.support import fault
+from tests.support.trainer_job import SETUP, metrics, train
 
 pytest.importorskip("einops")
 

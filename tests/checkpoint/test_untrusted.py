@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import SecurityError
-from tests.enumerations import Attribute
+from tests.support.enumerations import Attribute
 
 
 class Bomb:

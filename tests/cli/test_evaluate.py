@@ -7,19 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core")
-sys.path.insert(0, str(Path(__file__).parents[1] / "evaluation"))
-
-import lm_eval_ranks
-from fabricated import WRITERS
 
 from mindspeed.cli import evaluate
 from mindspeed.cli.inference_flags import command_line
 from mindspeed.errors import ConfigError, DataError
+from tests.support import lm_eval_ranks
+from tests.support.fabricated import WRITERS
 
 DATA = ("--task-data-path", "x")
 

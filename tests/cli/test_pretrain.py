@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
-from trainer_job import TINY
+from tests.support.trainer_job import TINY
 
 ROOT = re.compile(r"mindspeed: warning: running as root.*\n")
 

@@ -21,10 +21,7 @@ from mindspeed.cli.quickstart import running, summary
 from mindspeed.cli.quickstart.plan import QUESTIONS
 from mindspeed.cli.quickstart.step import TRACKER, Step, typed, words
 from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
-
-import commands_job
+from tests.support import commands_job
 
 
 def arguments(*words):

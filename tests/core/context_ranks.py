@@ -20,7 +20,7 @@ from mindspeed.core.context_parallel.ulysses_context_parallel import (
     ulyssesattn_context_parallel,
 )
 from mindspeed.te.context_parallel import megatron_layout
-from tests.attention import truth
+from tests.support import truth
 
 SIZE, SAMPLES, HEADS = 32, 2, 4
 SCALE = 8**-0.5

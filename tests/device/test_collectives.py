@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import device_ranks
-
 from mindspeed.device.cuda_world.groups import gloo
 from mindspeed.testing.processes import free_port
+from tests.device import device_ranks
 
 
 def test_collectives_that_move_work_in_every_dtype(ranks):

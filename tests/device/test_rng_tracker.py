@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-import rng_ranks
+
+from tests.device import rng_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import send_ranks
+from tests.device import send_ranks
 
 
 def test_plain_gloo_sends_from_memory_that_is_freed(ranks):

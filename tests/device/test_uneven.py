@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import send_ranks
 import torch
+
+from tests.device import send_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +18,8 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import commands_job
+from tests.support import commands_job
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import faq_ranks
 import numpy as np
 import pytest
 import torch
 from torch.utils.file_baton import FileBaton
+
+from tests.docs import faq_ranks
 
 helpers = pytest.importorskip("megatron.core.datasets.helpers")
 

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("lm_eval")
 
-import lm_eval_ranks
-from lm_eval_ranks import QUESTIONS, TASKS
+from tests.support import lm_eval_ranks
+from tests.support.lm_eval_ranks import QUESTIONS, TASKS
 
-SETUP = "lm_eval_preload"
+SETUP = "tests.support.lm_eval_preload"
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import lm_eval.tasks
-from fabricated import WRITERS, write_json_lines
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.evaluation.lm_eval_data import LocalTasks, read_splits
+from tests.support.fabricated import WRITERS, write_json_lines
 
 PUBLISHED = {  # what a task of the harness says, and how many rows each split has
     "boolq": ("aps/super_glue", "boolq", {"validation": 10, "train": 10}),

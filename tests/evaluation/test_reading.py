@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fabricated import WRITERS, write_csv, write_json_lines
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.evaluation import plan, reading
 from mindspeed.evaluation.asking import Asking, questions
 from mindspeed.evaluation.task import builtin, task
+from tests.support.fabricated import WRITERS, write_csv, write_json_lines
 
 
 def read(name, root, shots=None, split=""):

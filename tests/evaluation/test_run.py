@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from fabricated import WRITERS, KnowsAnswers
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.evaluation import evaluate, plan, report, run, samples
 from mindspeed.evaluation.asking import Asking
 from mindspeed.evaluation.task import task
+from tests.support.fabricated import WRITERS, KnowsAnswers
 
 
 def planned_for(root, *names):
@@ -129,10 +129,9 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 KILLED = """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
+import os, signal
 from pathlib import Path
-from test_run import Dies, evaluated, planned_for
+from tests.evaluation.test_run import Dies, evaluated, planned_for
 
 class Killed(Dies):
     def _live(self):
@@ -146,8 +145,9 @@ evaluated(planned, Killed(known, 2), Path({root!r}) / "out")
 
 
 def test_a_killed_process_has_kept_what_it_answered(tmp_path):
-    code = KILLED.format(tests=str(Path(__file__).parent), root=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200)
+    code = KILLED.format(root=str(tmp_path))
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200, cwd=root)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
     planned, known = planned_for(tmp_path, "boolq")
     model = KnowsAnswers(known)

@@ -6,12 +6,12 @@ import dataclasses
 import json
 
 import pytest
-from fabricated import WRITERS, KnowsAnswers
 
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation import answers, evaluate, execute, plan, run
 from mindspeed.evaluation.asking import PREPARE, Asking
 from mindspeed.evaluation.task import FROM_OPTIONS, SAME_FILE, builtin, task
+from tests.support.fabricated import WRITERS, KnowsAnswers
 
 MODES = [
     ("boolq", "loglikelihood"),

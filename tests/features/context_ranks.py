@@ -14,7 +14,7 @@ from mindspeed.attention.packed import pack
 from mindspeed.attention.strategy import Strategy
 from mindspeed.te.attention import Documents
 from mindspeed.te.context_parallel import attend, attend_thd, megatron_layout
-from tests.attention import truth
+from tests.support import truth
 
 SIZE, SAMPLES, SCALE = 32, 2, 0.3
 DOCUMENTS = (0, 5, 27, 32, 40, 64)  # of both samples

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mindspeed.model.transformer import set_attention_mask
-from tests.te import gpt_ranks
+from tests.support import gpt_ranks
 
 ON = {"use_flash_attn": True}
 

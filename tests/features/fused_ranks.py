@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.te import gpt_ranks
+from tests.support import gpt_ranks
 
 
 @dataclass

@@ -14,7 +14,7 @@ from mindspeed.attention.alibi import alibi_slopes
 from mindspeed.attention.layout import zigzag
 from mindspeed.attention.packed import PackedBatch, borders_of_samples, pack
 from mindspeed.model.transformer import set_attention_mask
-from tests.attention import truth
+from tests.support import truth
 
 SIZE, SAMPLES, HEADS, HEAD = 16, 2, 6, 8
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.features.fused_ranks import Results, _Count
-from tests.te import gpt_ranks
+from tests.support import gpt_ranks
 
 MOE: dict[str, Any] = {
     "num_moe_experts": 4,

@@ -1,4 +1,5 @@
-"""Runs bad inputs: ``python run_bad_inputs.py SEED COUNT DIR``; prints what went wrong, as JSON.
+"""Runs bad inputs and prints what went wrong, as JSON: ``python -m tests.fuzz.run_bad_inputs``
+SEED COUNT DIR.
 
 Everything is imported once and warmed up; then each case is a forked process of its own, so that a
 signal is seen and nothing that a case leaves behind (groups, umask, seeds) changes the next one.
@@ -75,9 +76,8 @@ def good_files(root: Path) -> dict[str, bytes]:
 
 def warm_up(root: Path) -> None:
     """Import and build once what every case would."""
-    from bad_inputs import DRY
-
     from mindspeed.cli.main import main
+    from tests.fuzz.bad_inputs import DRY
 
     os.chdir(root)
     assert main(DRY) == 0
@@ -168,7 +168,7 @@ def main() -> None:
     (root / "good").mkdir()
     good = good_files(root / "good")
     warm_up(root / "good")
-    from bad_inputs import generated, known
+    from tests.fuzz.bad_inputs import generated, known
 
     first = known()
     more = itertools.islice(generated(good, seed), max(0, count - len(first)))

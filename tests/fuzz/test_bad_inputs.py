@@ -1,6 +1,6 @@
 """Bad inputs over all commands: no traceback, no signal, no silent success, nothing endless.
 
-Another seed finds other inputs: ``python tests/fuzz/run_bad_inputs.py SEED COUNT EMPTY_DIRECTORY``.
+Another seed finds other inputs: ``python -m tests.fuzz.run_bad_inputs SEED COUNT EMPTY_DIRECTORY``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(seed: int, count: int, directory: Path) -> dict[str, Any]:
@@ -24,13 +24,14 @@ def run(seed: int, count: int, directory: Path) -> dict[str, Any]:
             sys.executable,
             "-W",
             "ignore",
-            "run_bad_inputs.py",
+            "-m",
+            "tests.fuzz.run_bad_inputs",
             str(seed),
             str(count),
             str(directory),
         ],
-        cwd=HERE,
-        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])},
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=850,

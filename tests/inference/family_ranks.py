@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from models.tiny import VOCAB
 
 from mindspeed.inference.beams import beam_search
 from mindspeed.inference.decoder import Decoder
 from mindspeed.inference.generate import ModelRanks, generate, steps
 from mindspeed.inference.load import Source, load_model
 from mindspeed.inference.sampling import SamplingOptions
+from tests.support.tiny import VOCAB
 
 
 def generated(folder: str, layout: tuple[int, int], prompts: Any, jobs: Any) -> list[Any]:

@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import chat_ranks
-import tiny_chat
+from tests.inference import chat_ranks, tiny_chat
 
 SETUP = "mindspeed.megatron_adaptor"
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import family_ranks
-from family_ranks import GREEDY
-from models.tiny import CASES, VOCAB
+from tests.inference import family_ranks
+from tests.inference.family_ranks import GREEDY
+from tests.support.tiny import CASES, VOCAB
 
 SETUP = "mindspeed.megatron_adaptor"
 # Longer than the sliding window; of different lengths, so that a batch is ragged.

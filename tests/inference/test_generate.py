@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-sys.path.insert(0, str(Path(__file__).parent))
-
-import tiny_gpt
 
 from mindspeed.inference.decoder import Decoder
 from mindspeed.inference.generate import ModelRanks, generate, stream
 from mindspeed.inference.sampling import SamplingOptions
+from tests.inference import tiny_gpt
 
 SETUP = "mindspeed.megatron_adaptor"
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]

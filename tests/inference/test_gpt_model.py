@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import gpt_model_ranks
-import tiny_chat
 import transformers
 
 from mindspeed.testing.ranks import RankError
+from tests.inference import gpt_model_ranks, tiny_chat
 
 SETUP = "mindspeed.megatron_adaptor"
 TEXTS = ["the cat sat", "user: hello there, how are you", "猫"]

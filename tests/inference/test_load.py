@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -131,10 +130,10 @@ def beginnings_and_ends(folder):
 
 def test_texts_begin_and_end_as_the_files_of_the_model_say(ranks, tmp_path):
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parent))
-    import tiny_chat
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
+
+    from tests.inference import tiny_chat
 
     tiny_chat.write(tmp_path)
     path = str(tmp_path / "tokenizer.json")
@@ -173,8 +172,7 @@ def rows_without_a_token(folder):
 def test_the_model_counts_rows_of_its_vocabulary_that_the_tokenizer_lacks(ranks, tmp_path):
     """As transformers does; and it ends where ``config.json`` alone says so."""
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parent))
-    import tiny_chat
+    from tests.inference import tiny_chat
 
     model = tiny_chat.write(tmp_path, further_rows=40)
     with torch.no_grad():  # a row without a token is the most likely one

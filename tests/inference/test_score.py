@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-sys.path.insert(0, str(Path(__file__).parent))
-
-import tiny_gpt
 
 from mindspeed.inference.generate import ModelRanks
 from mindspeed.inference.score import loglikelihood
+from tests.inference import tiny_gpt
 
 SETUP = "mindspeed.megatron_adaptor"
 PAIRS = [

@@ -9,20 +9,17 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("fastapi")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import server_ranks
-import tiny_chat
 import transformers
 
 from mindspeed.cli.main import main
+from tests.inference import server_ranks, tiny_chat
 
 SETUP = "mindspeed.megatron_adaptor"
 

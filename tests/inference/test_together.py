@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parent))
 
-import together_ranks
+from tests.inference import together_ranks
 
 SETUP = "mindspeed.megatron_adaptor"
 

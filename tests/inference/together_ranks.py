@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from models.tiny import CASES
 
 from mindspeed.inference.generator import Generator
 from mindspeed.inference.load import Source, load_model
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.together import Together
+from tests.support.tiny import CASES
 
 # Prompts of different lengths, longer than the sliding window; each joins before this turn.
 REQUESTS: list[tuple[int, list[list[int]], SamplingOptions]] = [

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 
-from lora.lora_ranks import VOCAB, batch
+from tests.lora.lora_ranks import VOCAB, batch
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

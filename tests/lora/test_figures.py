@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora import lora_ranks, oracle
+from tests.lora import lora_ranks, oracle
 
 SETUP = "mindspeed.megatron_adaptor"
 TP2, SP = "--tensor-model-parallel-size=2", "--sequence-parallel"

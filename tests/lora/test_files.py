@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers as hf
 
-from lora import lora_ranks, oracle
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.lora import LoraConfig, is_adapter
 from mindspeed.lora.load import config_of
+from tests.lora import lora_ranks, oracle
 
 SETUP = "mindspeed.megatron_adaptor"
 SEED_NAMES = ("query_key_value", "dense", "gate_proj", "dense_h_to_4h", "dense_4h_to_h")

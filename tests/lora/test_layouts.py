@@ -10,10 +10,10 @@ pytest.importorskip("peft")
 
 from safetensors.torch import load_file
 
-from lora import lora_ranks, oracle
 from mindspeed.lora import LoraConfig, peft, peft_write
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import shape_of
+from tests.lora import lora_ranks, oracle
 
 SETUP = "mindspeed.megatron_adaptor"
 TARGETS = f"--lora-target-modules {' '.join(oracle.TARGETS)} --lora-r 4 --lora-alpha 8".split()

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 pytest.importorskip("megatron.core")
 
-from lora import oracle
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import LoraConfig, peft, peft_write
 from mindspeed.lora.hf_names import table_of, whole_parts
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import Shape
+from tests.lora import oracle
 
 SIZES = {"hidden": 32, "ffn": 48, "vocab": 99, "padded_vocab": 99, "head": 8, "query": 32}
 SIZES |= {"key": 32, "qkv": 96, "fc1": 96, "mtp": 0, "two_hidden": 64, "positions": 64}

@@ -7,21 +7,17 @@ batch that our trainer saw first; all three agree to the printed digits.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from models.tiny import CASES
-
 from mindspeed.checkpoint.weights.convert import Target, convert, open_weights
 from mindspeed.models.layout import Layout
 from tests.megatron_lm import weights_ranks
 from tests.megatron_lm.launch import pretrain
+from tests.support.tiny import CASES
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
 

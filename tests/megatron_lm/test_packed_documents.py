@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.megatron_lm.launch import Run, pretrain
-from tests.training import documents_job
+from tests.support import documents_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
 

@@ -22,7 +22,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RMSNorm,
 )
 
-from models.tiny import CASES, SIZES, Case, Tensors, batch
+from tests.support.tiny import CASES, SIZES, Case, Tensors, batch
 
 FACTOR = 0.3
 LAYER = f"model.layers.{SIZES['num_hidden_layers']}."

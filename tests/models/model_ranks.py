@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from models.tiny import LENGTH, batch
+from tests.support.tiny import LENGTH, batch
 
 COMMON = (
     "--micro-batch-size=2",

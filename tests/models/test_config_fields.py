@@ -19,7 +19,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.models.config_fields import FIELDS, ROPE
 from mindspeed.models.families import FAMILIES, family_of_config
 from mindspeed.models.presets import model_flags, presets
-from models.tiny import CASES, SIZES, batch
+from tests.support.tiny import CASES, SIZES, batch
 
 CLASSES = {name: family for name, family in FAMILIES.items() if family.in_transformers}
 TINY = {

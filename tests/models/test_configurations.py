@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from mindspeed.checkpoint.weights.hugging_face import HFWeights
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models.presets import model_flags
-from models import model_ranks
-from models.tiny import _YARN, CASES, SIZES, Case, batch
+from tests.models import model_ranks
+from tests.support.tiny import _YARN, CASES, SIZES, Case, batch
 
 SETUP = "mindspeed.megatron_adaptor"
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}

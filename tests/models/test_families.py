@@ -15,8 +15,8 @@ from mindspeed.models.families import family_of_config
 from mindspeed.models.rows import split
 from mindspeed.models.shape import shape_of
 from mindspeed.models.table import parameters
-from models import model_ranks
-from models.tiny import CASES, VOCAB
+from tests.models import model_ranks
+from tests.support.tiny import CASES, VOCAB
 
 SETUP = "mindspeed.megatron_adaptor"
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}

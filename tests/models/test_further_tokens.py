@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from mindspeed.checkpoint.weights.convert import Target, convert, open_weights, verify
 from mindspeed.errors import CheckpointError
 from mindspeed.models.layout import Layout
-from models import model_ranks
-from models.further_tokens import CASE, COPIES, FACTOR
-from models.test_families import TOLERANCE, assembled
-from models.tiny import VOCAB
+from tests.models import model_ranks
+from tests.models.further_tokens import CASE, COPIES, FACTOR
+from tests.models.test_families import TOLERANCE, assembled
+from tests.support.tiny import VOCAB
 
 SETUP = "mindspeed.megatron_adaptor"
 MTP = ("--mtp-num-layers=1", f"--mtp-loss-scaling-factor={FACTOR}")
@@ -112,7 +112,7 @@ def test_through_all_formats_and_back_byte_for_byte(oracle, tmp_path):
     ],
 )
 def test_rank_files_are_megatrons_own_state_dicts(oracle, ranks, tmp_path, size, layout, flags):
-    from checkpoint import hf_ranks
+    from tests.checkpoint import hf_ranks
 
     local = "local" if LOCAL[0] in flags else None
     target = Target("torch", layout, vocab_multiple=64, transformer_impl=local)
@@ -126,7 +126,7 @@ def test_rank_files_are_megatrons_own_state_dicts(oracle, ranks, tmp_path, size,
 
 @pytest.mark.slow
 def test_a_converted_checkpoint_is_the_model_in_other_layouts(oracle, ranks, tmp_path):
-    from checkpoint import hf_ranks
+    from tests.checkpoint import hf_ranks
 
     source = open_weights(oracle[0], mtp_num_layers=1)
     for form, layout in (("torch_dist", Layout()), ("torch", Layout(tensor=2))):

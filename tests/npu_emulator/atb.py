@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from npu_emulator import emulation
-from npu_emulator.reference_ops.grouped import _npu_matmul_add_fp32
+from tests.npu_emulator import emulation
+from tests.npu_emulator.reference_ops.grouped import _npu_matmul_add_fp32
 
 SCHEMA = "_npu_matmul_add_fp32(Tensor x, Tensor weight, Tensor(a!) C) -> ()"
 

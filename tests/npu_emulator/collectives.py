@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from npu_emulator import emulation
+from tests.npu_emulator import emulation
 
 
 def install() -> None:

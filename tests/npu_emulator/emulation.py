@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from npu_emulator import rng
+from tests.npu_emulator import rng
 
 Kernel = Callable[..., Any]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from wheels import WheelUnavailable
 
 from mindspeed.testing import RankPool
-from npu_emulator.stubs import ensure_stubs
-from npu_emulator.wheel import ensure_wheel
+from tests.npu_emulator.stubs import ensure_stubs
+from tests.npu_emulator.wheel import ensure_wheel
+from tests.support.wheels import WheelUnavailable
 
-PRELOAD = "npu_emulator.preload"
+PRELOAD = "tests.npu_emulator.preload"
 
 
 def npu_pool() -> RankPool:

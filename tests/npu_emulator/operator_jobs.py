@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from npu_emulator.contract import assert_contract
+from tests.npu_emulator.contract import assert_contract
 
 
 def find(name: str) -> Any:

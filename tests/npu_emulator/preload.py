@@ -11,7 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from npu_emulator.stubs import load_stubs
+from tests.npu_emulator.stubs import load_stubs
 
 SITE_PACKAGES = "NPU_EMULATOR_SITE_PACKAGES"
 STUBS = "NPU_EMULATOR_STUBS"
@@ -22,8 +22,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of CANN that is not there
     import torch_npu  # noqa: F401
 
-from npu_emulator import atb, aten_ops, collectives, emulation  # noqa: E402
-from npu_emulator.reference_ops import REFERENCE  # noqa: E402
+from tests.npu_emulator import atb, aten_ops, collectives, emulation  # noqa: E402
+from tests.npu_emulator.reference_ops import REFERENCE  # noqa: E402
 
 emulation.install({**aten_ops.REFERENCE, **REFERENCE})
 atb.install()

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from wheels import locked, replacing
+from tests.support.wheels import locked, replacing
 
 SOURCE = Path(__file__).with_name("stubs.c")
 LIBRARIES = ("hccl", "ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")

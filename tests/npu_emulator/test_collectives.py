@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed.testing import RankError
-from npu_emulator import collective_jobs as jobs
+from tests.npu_emulator import collective_jobs as jobs
 
 
 def test_every_collective_equals_the_cpu(npu_ranks, ranks):

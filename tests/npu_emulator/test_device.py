@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed.testing import RankError
-from npu_emulator import device_jobs as jobs
+from tests.npu_emulator import device_jobs as jobs
 
 
 def test_torch_npu_stays_out_of_this_process(npu):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed.testing import RankError
-from npu_emulator import dispatch_jobs as jobs
+from tests.npu_emulator import dispatch_jobs as jobs
 
 
 @pytest.mark.parametrize("name", jobs.CASES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npu_emulator import library_jobs as jobs
+from tests.npu_emulator import library_jobs as jobs
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.ops.catalog import operators
-from npu_emulator import operator_jobs as jobs
+from tests.npu_emulator import operator_jobs as jobs
 
 
 def with_samples(operator):

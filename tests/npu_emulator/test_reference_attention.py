@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from npu_emulator import rng
-from npu_emulator.reference_ops.attention import REFERENCE
-from npu_emulator.reference_ops.ring import npu_ring_attention_update
+from tests.npu_emulator import rng
+from tests.npu_emulator.reference_ops.attention import REFERENCE
+from tests.npu_emulator.reference_ops.ring import npu_ring_attention_update
 
 FORWARD, GRAD = REFERENCE["npu_fusion_attention"], REFERENCE["npu_fusion_attention_grad"]
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

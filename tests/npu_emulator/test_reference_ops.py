@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from npu_emulator import rng
-from npu_emulator.reference_ops import experts, grouped, norms, pointwise, ring
+from tests.npu_emulator import rng
+from tests.npu_emulator.reference_ops import experts, grouped, norms, pointwise, ring
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import mindspeed
-from npu_emulator import operator_jobs as jobs
-from npu_emulator.reference_ops import REFERENCE
-from npu_emulator.wheel import ensure_wheel
+from tests.npu_emulator import operator_jobs as jobs
+from tests.npu_emulator.reference_ops import REFERENCE
+from tests.npu_emulator.wheel import ensure_wheel
 
 PINNED = {
     line.partition("(")[0]: line
@@ -28,7 +28,7 @@ CALL = re.compile(r"torch\.ops\.npu\.(\w+)|torch_npu\.(_?npu_\w+)|torch_npu\(\s*
 @pytest.fixture(scope="module")
 def installed(npu_pool):
     names = list(PINNED)
-    options = {"setup": "npu_emulator.preload", "backend": None}
+    options = {"setup": "tests.npu_emulator.preload", "backend": None}
     return npu_pool.run(1, jobs.schemas, names, **options)[0]
 
 

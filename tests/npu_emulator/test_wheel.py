@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from npu_emulator import fixtures, wheel
+from tests.npu_emulator import fixtures, wheel
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def train(flags: Sequence[str]) -> dict[str, Any]:
     settings = _prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"]))
     seen["iteration"] = pretrain(settings, provider)
     seen["devices"] = sorted({p.device.type for module in modules for p in module.parameters()})
-    emulation = sys.modules.get("npu_emulator.emulation")
+    emulation = sys.modules.get("tests.npu_emulator.emulation")
     seen["calls"] = dict(emulation.calls) if emulation else {}
     return seen
 

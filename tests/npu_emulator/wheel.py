@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import wheels
-from wheels import WheelUnavailable
+
+from tests.support import wheels
+from tests.support.wheels import WheelUnavailable
 
 VERSION = "2.13.0"
 

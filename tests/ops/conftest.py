@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-import triton_jobs as jobs
-import wheels
+
+from tests.ops import triton_jobs as jobs
+from tests.support import wheels
 
 TRITON = "3.9.0"
 

@@ -17,7 +17,7 @@ def by_routing_map(
     probs = torch.rand(tokens, experts, generator=generator).to(device).requires_grad_()
     seen: list[str] = []
     if device == "npu":
-        from npu_emulator import emulation
+        from tests.npu_emulator import emulation
 
         emulation.calls.clear()
     permuted, _, row_map = fused_permutation.permute(x, None, routing_map.to(device), rows)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import strided
 import torch
 import torch.distributed as dist
-import triton_jobs
 
 from mindspeed.attention import Mask, context_parallel_attention, plan
 from mindspeed.ops._process_groups import comm_name
 from mindspeed.ops.catalog import operators
+from tests.ops import strided, triton_jobs
 
 
 def find(name: str) -> Any:

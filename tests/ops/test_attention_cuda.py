@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 
-import exact_attention
 import pytest
-import strided
 import torch
 
 from mindspeed.ops import _attention_cuda, _attention_tiles
 from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops.attention import attention
+from tests.ops import exact_attention, strided
 
 
 def scores_of(q, k, scale, allowed, bias=None):

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from traffic import model_bytes, traffic
 
 from mindspeed.ops import OperatorError
 from mindspeed.ops.dropout_add_layer_norm import npu_dropout_add_layer_norm
 from mindspeed.ops.dropout_add_rms_norm import npu_dropout_add_rms_norm
 from mindspeed.testing.compare import assert_close_with_grads
 from mindspeed.testing.saved import saved_for_backward
+from tests.ops.traffic import model_bytes, traffic
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 EPS = 1e-5

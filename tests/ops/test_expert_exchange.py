@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import expert_exchange_ranks as jobs
 import pytest
 import torch
+
+from tests.ops import expert_exchange_ranks as jobs
 
 E, C, H, M = 4, 4, 6, 10  # experts, capacity, hidden, inner features
 GRIDS = pytest.mark.parametrize(("ep", "tp"), [(2, 2), (1, 2), (2, 1), (4, 1), (1, 1)])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-import exact_attention
 import pytest
 import torch
-from exact_attention import INFINITE, dense, hidden
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +18,8 @@ from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
 from mindspeed.ops.fusion_attention_v2 import npu_fusion_attention, npu_fusion_attention_grad
 from mindspeed.profiling.flop_formulas import repeated_in
 from mindspeed.testing import saved_for_backward
+from tests.ops import exact_attention
+from tests.ops.exact_attention import INFINITE, dense, hidden
 
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 PREFIX_MASK = torch.zeros(3072, 2048, dtype=torch.bool)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from traffic import traffic
 
 from mindspeed.ops import OperatorError
 from mindspeed.ops.gmm import npu_gmm, npu_gmm_v2
 from mindspeed.testing import assert_close_with_grads, saved_for_backward
+from tests.ops.traffic import traffic
 
 SIZES = {"even": [2, 3, 4], "an empty group": [3, 0, 6], "one": [9], "no rows": [0, 0]}
 K, N = 6, 5

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import coc_ranks
-import group_ranks
-
 import mindspeed.ops.catalog as catalog
+from tests.ops import coc_ranks, group_ranks
 
 
 def test_groups_go_by_object_and_torch_name(ranks):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import coc_ranks
 import pytest
 import torch
 
 from mindspeed.ops.npu_grouped_mat_mul_all_reduce import npu_grouped_mat_mul_all_reduce
+from tests.ops import coc_ranks
 
 K = 8
 ROWS = (3, 0, 4)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import coc_ranks
-import expert_exchange_ranks
-import group_ranks
 import pytest
 import torch
+
+from tests.ops import coc_ranks, expert_exchange_ranks, group_ranks
 
 M, K, N = 8, 512, 6  # 256 columns a rank, the least that fused kernels take
 

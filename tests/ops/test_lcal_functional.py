@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 
-import coc_ranks
 import pytest
 import torch
 
 from mindspeed.ops import _overlap
 from mindspeed.ops.lcal_functional import CocOps
 from mindspeed.testing import RankError
+from tests.ops import coc_ranks
 
 M, K, N = 32, 8, 6  # rows and inner length of the whole problem
 

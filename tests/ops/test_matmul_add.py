@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from traffic import traffic
 
 from mindspeed.ops import OperatorError
 from mindspeed.ops.npu_groupmatmul_add import npu_groupmatmul_add_fp32
 from mindspeed.ops.npu_matmul_add import npu_matmul_add_fp16, npu_matmul_add_fp32
+from tests.ops.traffic import traffic
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import group_ranks
 import pytest
 import torch
 
 from mindspeed.ops.npu_mm_all_reduce_add_rms_norm import npu_mm_all_reduce_add_rms_norm
+from tests.ops import group_ranks
 
 EPS = 1e-5
 M, K, N = 6, 12, 10  # k is divided over up to 4 ranks

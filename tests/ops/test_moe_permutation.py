@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import moe_npu_jobs
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from traffic import traffic
 
 from mindspeed.ops import OperatorError
 from mindspeed.ops.moe_permutation import (
@@ -23,6 +21,8 @@ from mindspeed.ops.npu_moe_token_unpermute import (
     npu_moe_token_unpermute,
 )
 from mindspeed.testing import assert_close_with_grads, saved_for_backward
+from tests.ops import moe_npu_jobs
+from tests.ops.traffic import traffic
 
 T, K, E, H = 7, 2, 5, 3
 EXPERTS = torch.tensor([[1, 4], [0, 1], [4, 1], [0, 4], [1, 0], [3, 1], [4, 3]])

@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import strided
-import strided_jobs as jobs
 import torch
 
 from mindspeed.attention import Mask, context_parallel_attention, plan
@@ -25,6 +23,8 @@ from mindspeed.ops.npu_rotary_position_embedding import npu_rotary_position_embe
 from mindspeed.ops.rms_norm import rms_norm
 from mindspeed.ops.scaled_masked_softmax import scaled_masked_softmax
 from mindspeed.ops.swiglu import swiglu, weighted_swiglu
+from tests.ops import strided
+from tests.ops import strided_jobs as jobs
 
 WITH_SAMPLES = [one for one in operators() if any(True for _ in one.samples(one.dtypes[0]))]
 every_operator = pytest.mark.parametrize("operator", WITH_SAMPLES, ids=lambda one: one.name)

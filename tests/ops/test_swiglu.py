@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from traffic import model_bytes, traffic
 
 from mindspeed.ops import OperatorError
 from mindspeed.ops.swiglu import swiglu, weighted_swiglu
 from mindspeed.testing.compare import assert_close_with_grads
 from mindspeed.testing.saved import saved_for_backward
+from tests.ops.traffic import model_bytes, traffic
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 SHAPES = [(4, 16), (2, 3, 34), (1, 2), (0, 8), (300, 1024)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton_jobs as jobs
 
 from mindspeed.ops.catalog import operators
+from tests.ops import triton_jobs as jobs
 
 WITH_KERNEL = [
     one for one in operators() if any(x.kind == "triton" for x in one.implementations["cuda"])

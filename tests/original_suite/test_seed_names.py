@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from seed_jobs import SETUP, initialize, refused, run_script, train
 
 from mindspeed.data.tokenizer import save_tokenizer, train_bpe
+from tests.original_suite.seed_jobs import SETUP, initialize, refused, run_script, train
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = shlex.split("""

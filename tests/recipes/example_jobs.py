@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SETUP = "trainer_warm"
+SETUP = "tests.support.trainer_warm"
 
 SMALL = [
     *["--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "176"],
@@ -91,11 +91,10 @@ def train_two_steps(words: Sequence[str], flags: Sequence[str]) -> dict[str, Any
 
 def train_and_digest(flags: Sequence[str]) -> str:
     """Train; a hash of this rank's parameters."""
-    from trainer_job import digest
-
     from mindspeed.training.initialize import prepare
     from mindspeed.training.model import gpt_model
     from mindspeed.training.pretrain import pretrain
+    from tests.support.trainer_job import digest
 
     stages = []
 

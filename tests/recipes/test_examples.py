@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_jobs import SETUP, check, train_two_steps
 
 from mindspeed.models.presets import presets
+from tests.recipes.example_jobs import SETUP, check, train_two_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/*.sh"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from recipe_jobs import SETUP, layers_of_stages, resolve_recipes
 
 from mindspeed import recipes
 from mindspeed.models.presets import presets
+from tests.recipes.recipe_jobs import SETUP, layers_of_stages, resolve_recipes
 
 # Millions of parameters that the publishers state, without norms and biases in the first digits.
 PUBLISHED = {

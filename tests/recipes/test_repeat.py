@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_jobs import SETUP, SMALL, train_and_digest
-from trainer_job import metrics
 
 from mindspeed.testing.processes import free_port
+from tests.recipes.example_jobs import SETUP, SMALL, train_and_digest
+from tests.support.trainer_job import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 NULL = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "500"]

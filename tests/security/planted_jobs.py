@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.forked import run_all
+from tests.support.forked import run_all
 
 
 class Bomb:

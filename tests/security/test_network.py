@@ -6,10 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-import listening_rank
 import pytest
 
 from mindspeed.training.launch import run_ranks
+from tests.security import listening_rank
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 

@@ -11,10 +11,9 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-import planted_jobs as jobs
-from trainer_job import SETUP, TINY
-
-from tests.forked import run_all
+from tests.security import planted_jobs as jobs
+from tests.support.forked import run_all
+from tests.support.trainer_job import SETUP, TINY
 
 LORA = ["--lora-r", "2", "--lora-target-modules", "linear_qkv"]
 MODEL = [*TINY, "--transformer-impl", "transformer_engine"]

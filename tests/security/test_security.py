@@ -15,7 +15,7 @@ import torch
 from mindspeed import security
 from mindspeed.errors import SecurityError
 from mindspeed.security import Finding, audit, safe_torch_load
-from tests.enumerations import Attribute
+from tests.support.enumerations import Attribute
 
 
 def findings(directory: Path) -> dict[str, Finding]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import gpt_ranks
 import torch
+
+from tests.support import gpt_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.te import gpt_ranks
+from tests.support import gpt_ranks
 
 
 def initial_weights(name: str, spec: str) -> dict[str, torch.Tensor]:

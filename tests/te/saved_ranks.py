@@ -8,7 +8,7 @@ import torch
 
 from mindspeed.te import dot_product, local
 from mindspeed.testing import saved_for_backward
-from tests.te import gpt_ranks
+from tests.support import gpt_ranks
 
 
 def kept(name: str, spec: str) -> dict[str, Any]:

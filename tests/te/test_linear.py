@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-import tp_ranks
 
 from mindspeed.te.base import get_dummy_wgrad
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.linear import LayerNormLinear, Linear
+from tests.te import tp_ranks
 
 
 def _linear(**options):

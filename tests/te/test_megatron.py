@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gpt_ranks
 import pytest
 import torch
+
+from tests.support import gpt_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 

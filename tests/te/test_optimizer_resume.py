@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import checkpoint_ranks
 import pytest
 
 from mindspeed.testing import RankError
+from tests.te import checkpoint_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mindspeed.te.attention import own_value
-from tests.te import gpt_ranks, saved_ranks
+from tests.support import gpt_ranks
+from tests.te import saved_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from trainer_job import TINY
+from tests.support.trainer_job import TINY
 
 FUSED = "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --bias-swiglu-fusion "
 FUSED += "--rope-fusion --bias-dropout-fusion --transformer-impl transformer_engine --bf16"

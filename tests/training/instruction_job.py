@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainer_job import TINY
+from tests.support.trainer_job import TINY
 
 # The flags of TINY without its data, sequence length and batch; dropout is off.
 BASE = [word for word in TINY if word != "--mock-data"]

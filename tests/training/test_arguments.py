@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from command_line import parse_all
-from trainer_job import SETUP, TINY, command
 
 from mindspeed.errors import ConfigError
+from tests.support.trainer_job import SETUP, TINY, command
+from tests.training.command_line import parse_all
 
 
 def _without_batch() -> list[str]:

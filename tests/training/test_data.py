@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_job import SETUP, TINY, metrics, train
+
+from tests.support.trainer_job import SETUP, TINY, metrics, train
 
 
 def write_corpus(prefix: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from command_line import parse_all
-from trainer_job import SETUP, TINY
+
+from tests.support.trainer_job import SETUP, TINY
+from tests.training.command_line import parse_all
 
 BATCH = TINY.index("--global-batch-size")
 FLAGS = [*TINY[:BATCH], *TINY[BATCH + 2 :], "--deepspeed"]

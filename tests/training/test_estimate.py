@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from estimate_job import chosen, measured_and_estimated
-from trainer_job import SETUP
+
+from tests.support.trainer_job import SETUP
+from tests.training.estimate_job import chosen, measured_and_estimated
 
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-grouped-gemm "
 MOE += "--moe-token-dispatcher-type alltoall"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from matrix_job import modes_of_passes
-from trainer_job import SETUP
+from tests.support.trainer_job import SETUP
+from tests.training.matrix_job import modes_of_passes
 
 
 def test_validation_runs_in_evaluation_mode_without_gradients(ranks):

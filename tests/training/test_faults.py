@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-import fault
 import pytest
 import torch
-from trainer_job import SETUP, command, metrics, train
 
 from mindspeed.errors import TrainingError
 from mindspeed.training.overflow import SkippedSteps
-from tests.forked import run_all
+from tests.support import fault
+from tests.support.forked import run_all
+from tests.support.trainer_job import SETUP, command, metrics, train
 
 PP2 = ["--pipeline-model-parallel-size", "2"]
 

@@ -10,8 +10,14 @@ from functools import partial
 
 import pytest
 import torch
-from instruction_job import batches, flags_for, packed_and_padded, write_conversations
-from trainer_job import SETUP, runs, train
+
+from tests.support.trainer_job import SETUP, runs, train
+from tests.training.instruction_job import (
+    batches,
+    flags_for,
+    packed_and_padded,
+    write_conversations,
+)
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 ENGINE = "--transformer-impl transformer_engine"

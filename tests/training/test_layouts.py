@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from matrix_job import train
-from trainer_job import SETUP, metrics
+
+from tests.support.trainer_job import SETUP, metrics
+from tests.training.matrix_job import train
 
 TIED = "--group-query-attention --num-query-groups 4"
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer_job import SETUP, train
+from tests.support.trainer_job import SETUP, train
 
 
 def leave(flags: list[str]) -> dict[str, float]:

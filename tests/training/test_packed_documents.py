@@ -10,8 +10,9 @@ from functools import partial
 
 import pytest
 import torch
-from documents_job import packed_and_dense, train_and_watch_plans, write_documents
-from trainer_job import SETUP, runs, train
+
+from tests.support.documents_job import packed_and_dense, train_and_watch_plans, write_documents
+from tests.support.trainer_job import SETUP, runs, train
 
 TP, PP = (f"--{name}-model-parallel-size 2" for name in ("tensor", "pipeline"))
 CP = "--context-parallel-size 2"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_job import SETUP, metrics, printed, train
+
+from tests.support.trainer_job import SETUP, metrics, printed, train
 
 RATES = ["8.333334E-04", "6.666667E-04", "5.000000E-04", "3.333333E-04", "1.666667E-04"]
 LAYOUTS = {

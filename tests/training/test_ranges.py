@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from command_line import range_report
-from trainer_job import SETUP
 
 from mindspeed.cli.main import COMMANDS
 from mindspeed.errors import ConfigError
@@ -27,6 +25,8 @@ from mindspeed.ranges import (
     whole,
     whole_number,
 )
+from tests.support.trainer_job import SETUP
+from tests.training.command_line import range_report
 
 
 @pytest.mark.parametrize(

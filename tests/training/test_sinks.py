@@ -11,15 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("megatron.core")
-sys.path.insert(0, str(Path(__file__).parent))
-
-from trainer_job import SETUP, train
 
 from mindspeed.errors import ConfigError
 from mindspeed.training import sinks
 from mindspeed.training.arguments import build_parser
 from mindspeed.training.recipe import parse_with_recipe
 from mindspeed.training.resolve import resolve
+from tests.support.trainer_job import SETUP, train
 
 
 def settings(**given):

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import parse_all
-from trainer_job import SETUP, TINY
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry, unavailable
+from tests.support.trainer_job import SETUP, TINY
+from tests.training.command_line import parse_all
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from documents_job import train_and_count, write_padded_rows
-from trainer_job import SETUP, metrics
+
+from tests.support.documents_job import train_and_count, write_padded_rows
+from tests.support.trainer_job import SETUP, metrics
 
 COMMON = "--eod-mask-loss --calculate-per-token-loss --no-mock-data --split 1,0,0"
 PP = "--pipeline-model-parallel-size 2"

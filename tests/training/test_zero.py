@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from lora import lora_ranks, oracle
 
 from mindspeed.errors import ConfigError
+from tests.lora import lora_ranks, oracle
 
 SETUP = "mindspeed.megatron_adaptor"
 RANKS = 2

@@ -8,7 +8,7 @@ restate. Names of arguments are those of the schemas.
 
 from __future__ import annotations
 
-from npu_emulator.reference_ops import (
+from tests.npu_emulator.reference_ops import (
     attention,
     collective,
     experts,

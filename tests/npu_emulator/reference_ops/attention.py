@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from npu_emulator import rng
-from npu_emulator.reference_ops._common import refuse, require
+from tests.npu_emulator import rng
+from tests.npu_emulator.reference_ops._common import refuse, require
 
 EVERYTHING = 2147483647
 LANES = 8  # each statistic is stored eight times

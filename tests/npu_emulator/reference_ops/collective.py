@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from npu_emulator.collectives import lent, of_comm
-from npu_emulator.reference_ops._common import float_scale, refuse, require
+from tests.npu_emulator.collectives import lent, of_comm
+from tests.npu_emulator.reference_ops._common import float_scale, refuse, require
 
 
 def _plain(op, hcom, world_size, options):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_emulator.reference_ops._common import refuse, require
+from tests.npu_emulator.reference_ops._common import refuse, require
 
 
 def _rows_of_slots(experts):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_emulator.reference_ops._common import ACTIVATIONS, float_scale, refuse, require
+from tests.npu_emulator.reference_ops._common import ACTIVATIONS, float_scale, refuse, require
 
 OP = "npu_grouped_matmul"
 # The codes of output_dtype are those of c10::ScalarType.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
-from npu_emulator import rng
-from npu_emulator.reference_ops._common import refuse, require, sum_to
+from tests.npu_emulator import rng
+from tests.npu_emulator.reference_ops._common import refuse, require, sum_to
 
 MASKED_LOGIT = -10000.0
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from npu_emulator.reference_ops._common import require
+from tests.npu_emulator.reference_ops._common import require
 
 OP = "npu_ring_attention_update"
 

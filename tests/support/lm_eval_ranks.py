@@ -49,7 +49,7 @@ def make_data(folder: Path) -> None:
     Beside the harness' tasks there is one of our own for whole documents, which are scored
     window by window (``loglikelihood_rolling``).
     """
-    from fabricated import write_csv, write_json_lines
+    from tests.support.fabricated import write_csv, write_json_lines
 
     rows = [
         {"question": f"is {i} even", "passage": f"It is {i}. " * (1 + i % 3), "answer": i % 2 == 0}

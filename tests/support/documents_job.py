@@ -44,10 +44,9 @@ def write_padded_rows(prefix: str) -> None:
 
 def train_and_count(flags: Sequence[str]) -> dict[str, Any]:
     """Train; how many messages this rank sent, and how long its micro-batches were."""
-    from trainer_job import train
-
     from mindspeed.testing import CommLedger
     from mindspeed.training import batches
+    from tests.support.trainer_job import train
 
     lengths, read_batch = [], batches.read_batch
 
@@ -69,9 +68,8 @@ def train_and_watch_plans(flags: Sequence[str]) -> dict[str, Any]:
         The ``order`` of what this rank did with micro-batches, and the ``threads`` that computed a
         layout.
     """
-    from trainer_job import train
-
     from mindspeed.training import batches
+    from tests.support.trainer_job import train
 
     planner = importlib.import_module("mindspeed.attention.planners.adaptive")
     order: list[str] = []
@@ -99,12 +97,12 @@ def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:
         ``borders``, and for each way ``losses`` of all tokens and the ``gradients`` of their sum.
     """
     from megatron.core.datasets import gpt_dataset
-    from trainer_job import TINY
 
     from mindspeed.training import data, setup
     from mindspeed.training.configs import transformer_config
     from mindspeed.training.initialize import prepare
     from mindspeed.training.model import build_modules, gpt_model
+    from tests.support.trainer_job import TINY
 
     args = prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"])).args
     setup.initialize(args)
