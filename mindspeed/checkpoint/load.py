@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.metadata import Metadata
 
+from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import digests, directory, shards
 from mindspeed.checkpoint.read import on_all_ranks, read_sharded
 from mindspeed.checkpoint.state import (
@@ -48,7 +49,6 @@ from mindspeed.models.finite import check_finite
 from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
 from mindspeed.models.shape import shape_of
 from mindspeed.pipeline.noop_layers import with_noop
-from mindspeed.training.model import BuiltModel, TrainedModel
 
 
 @dataclass(frozen=True)

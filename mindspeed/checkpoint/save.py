@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 import mindspeed
 from mindspeed import device
+from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
 from mindspeed.checkpoint.writer import Writing, errors_kept, queue_in_this_process
@@ -35,9 +36,6 @@ from mindspeed.lora import adapted
 from mindspeed.lora.config import DESCRIPTION
 from mindspeed.lora.export import export_peft
 from mindspeed.lora.state import description
-
-if TYPE_CHECKING:
-    from mindspeed.training.model import TrainedModel
 
 _RESERVE_BYTES = 1 << 20
 

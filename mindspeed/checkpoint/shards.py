@@ -27,8 +27,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
+from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
-from mindspeed.lora.attach import bare
 
 SHARDING = "fully_reshardable"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -123,7 +123,7 @@ def model_state(chunk: Any) -> dict[str, Any]:
         label: _rows(part, share, share.weights)
         for label, part, share in _held(chunk.contents.parts, shares)
     }
-    buffers = dict(bare([chunk])[0].named_buffers())
+    buffers = dict(unwrap([chunk])[0].named_buffers())
     for name, entry in chunk.contents.others.items():
         if name in buffers:
             entry.data, entry.dtype = buffers[name], buffers[name].dtype
@@ -162,7 +162,7 @@ def optimizer_state(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) 
 def load_model_state(chunk: Any, state: Mapping[str, Any]) -> None:
     """Take what was loaded for :func:`model_state`."""
     others = {name: state[name] for name in chunk.contents.others if name in state}
-    bare([chunk])[0].load_state_dict(others, strict=False)
+    unwrap([chunk])[0].load_state_dict(others, strict=False)
     for label, part, share in _held(chunk.contents.parts, _shares(chunk)):
         _rows(part, share, share.weights).data.copy_(state[label])
 

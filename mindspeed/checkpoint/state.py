@@ -20,13 +20,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mindspeed import device
+from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import shards
 from mindspeed.errors import CheckpointError
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.state import sharded_state as adapter_state
 from mindspeed.pipeline.noop_layers import without_noop
 from mindspeed.profiling.model_flops import moe_pattern
-from mindspeed.training.model import BuiltModel, TrainedModel
 
 # Fields that make a model the same model; Megatron-LM's names.
 ARCHITECTURE = (

@@ -15,6 +15,7 @@ from typing import Any
 
 from mindspeed import lora
 from mindspeed.adaptor import session
+from mindspeed.built_model import BuiltModel
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
@@ -25,7 +26,7 @@ from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
 from mindspeed.training.configs import transformer_config
-from mindspeed.training.model import BuiltModel, ModelProvider, build_modules, gpt_model
+from mindspeed.training.model import ModelProvider, build_modules, gpt_model
 from mindspeed.training.resolve import resolve
 
 _END_FIELDS = {"eos_token_id": or_null(Either(Whole(), ListOf(Whole())))}

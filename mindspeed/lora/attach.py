@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.built_model import unwrap
 from mindspeed.errors import ConfigError
 from mindspeed.lora.config import ALL_LINEAR, LoraConfig
 from mindspeed.lora.experts import give_expert_adapters
@@ -47,7 +48,7 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
         ConfigError: A name matches no module (the message lists what there is), or the model has
             adapters already.
     """
-    modules = bare(chunks)
+    modules = unwrap(chunks)
     if adapted(modules):
         raise ConfigError("the model has adapters already; merge them first (lora.merge)")
     _check_names(modules, config)
@@ -70,18 +71,8 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
 
 def adapted(chunks: Iterable[Any]) -> LoraConfig | None:
     """The adapters' options if a model has adapters, else None."""
-    configs = [getattr(module, "lora_config", None) for module in bare(chunks)]
+    configs = [getattr(module, "lora_config", None) for module in unwrap(chunks)]
     return next((config for config in configs if config is not None), None)
-
-
-def bare(chunks: Iterable[Any]) -> list[Any]:
-    """Pipeline stages without data-parallel and precision wrappers."""
-    stages = []
-    for chunk in chunks:
-        while not hasattr(chunk, "decoder") and hasattr(chunk, "module"):
-            chunk = chunk.module
-        stages.append(chunk)
-    return stages
 
 
 def adapted_layers(chunk: Any) -> list[tuple[str, AdaptedLinear]]:

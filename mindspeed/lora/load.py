@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from mindspeed.built_model import unwrap
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.global_tensors import GlobalTensors
 from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import peft
-from mindspeed.lora.attach import adapted, attach, bare
+from mindspeed.lora.attach import adapted, attach
 from mindspeed.lora.config import DESCRIPTION, LoraConfig
 from mindspeed.lora.hf_names import shape_of_model
 from mindspeed.lora.names import in_whole_model, is_end, is_expert
@@ -58,7 +59,7 @@ def load(chunks: Iterable[Any], path: str | Path) -> LoraConfig:
     Raises:
         CheckpointError: There is no adapter, or it belongs to another model; names the tensor.
     """
-    modules = bare(chunks)
+    modules = unwrap(chunks)
     config = config_of(path)
     present = adapted(modules)
     if present is None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from mindspeed.built_model import unwrap
 from mindspeed.checkpoint.weights.whole import Weights
-from mindspeed.lora.attach import adapted_layers, bare
+from mindspeed.lora.attach import adapted_layers
 from mindspeed.lora.hf_names import whole_parts
 from mindspeed.lora.linear import as_one, take_adapter
 from mindspeed.lora.load import config_of, samples_of, whole_adapter
@@ -30,7 +31,7 @@ def merge(chunks: Iterable[Any]) -> None:
     Args:
         chunks: This rank's pipeline stages, wrapped for precision or not.
     """
-    for chunk in bare(chunks):
+    for chunk in unwrap(chunks):
         for name, layer in adapted_layers(chunk):
             for piece in layer.pieces(name):
                 piece.weight.copy_(piece.weight.float() + layer.delta(piece))

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
 from mindspeed.files import check_path
-from mindspeed.lora.attach import adapted_layers, bare
+from mindspeed.lora.attach import adapted_layers
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.names import in_whole_model, is_end, is_expert
 
@@ -105,7 +106,7 @@ def check_base(chunks: Iterable[Any], path: Path) -> None:
         CheckpointError: They differ; names the first tensor that does.
     """
     base = base_of(path)
-    for chunk in bare(chunks):
+    for chunk in unwrap(chunks):
         for name, weight in _beginnings(chunk):
             check_samples(f"{name}.weight", weight, base, path.parent)
 
@@ -153,6 +154,6 @@ def _samples(chunks: Iterable[Any]) -> dict[str, list[float]]:
     """The first numbers of each adapted weight, on the rank that has them (tensor rank 0)."""
     return {
         f"{name}.weight": _first_numbers(weight)
-        for chunk in bare(chunks)
+        for chunk in unwrap(chunks)
         for name, weight in _beginnings(chunk)
     }

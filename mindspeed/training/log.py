@@ -26,9 +26,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from mindspeed import device
+from mindspeed.built_model import TrainedModel
 from mindspeed.training.counting import CountedRows, Counts, FullRows
 from mindspeed.training.flops import flops_of_tokens
-from mindspeed.training.model import TrainedModel
 from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
 

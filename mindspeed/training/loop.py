@@ -14,10 +14,10 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from mindspeed.adaptor import session
+from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
 from mindspeed.training.data import Reader
 from mindspeed.training.log import Log, Rows, mean_loss
-from mindspeed.training.model import TrainedModel
 from mindspeed.training.step import Trainer
 from mindspeed.training.stopping import Stopping
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.enums import ModelType
@@ -28,34 +26,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from mindspeed import device
+from mindspeed.built_model import BuiltModel, TrainedModel
+from mindspeed.checkpoint.load import load, needs_whole_stages
 from mindspeed.lora import LoraConfig, adapted, attach
 from mindspeed.lora.gradients import summed_over_tp
 from mindspeed.models import specials
 from mindspeed.training import zero
+from mindspeed.training.adapters import load_base
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
 
 ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
-
-
-@dataclass
-class BuiltModel:
-    """What has weights: one module per virtual stage of this rank, wrapped or not."""
-
-    config: TransformerConfig
-    chunks: list[Any]
-
-    @property
-    def modules(self) -> list[Any]:
-        """The chunks without data-parallel and precision wrappers."""
-        return [_bare(chunk) for chunk in self.chunks]
-
-
-@dataclass
-class TrainedModel(BuiltModel):
-    """What a step changes: the modules, their optimizer, the schedule."""
-
-    optimizer: MegatronOptimizer
-    schedule: OptimizerParamScheduler
 
 
 def gpt_model(
@@ -172,10 +152,6 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
 
 def _load_whole(args: argparse.Namespace, config: TransformerConfig, modules: list[Any]) -> None:
     """Load what can only be loaded while every rank has its stages whole."""
-    # They know models, so they cannot be imported above.
-    from mindspeed.checkpoint.load import load, needs_whole_stages
-    from mindspeed.training.adapters import load_base
-
     if adapted(modules):
         load_base(args, BuiltModel(config, modules))
     elif args.load and needs_whole_stages(args):
@@ -277,9 +253,3 @@ def _connect(
 
 def _one_or_all(single: bool, functions: list[Any]) -> Any:
     return functions[0] if single else functions
-
-
-def _bare(module: torch.nn.Module) -> torch.nn.Module:
-    while isinstance(wrapped := getattr(module, "module", None), torch.nn.Module):
-        module = wrapped
-    return module

@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 
+from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
@@ -25,7 +26,7 @@ from mindspeed.lora import flags as lora_flags
 from mindspeed.training import adapters, data, loop, setup
 from mindspeed.training.counting import CountedRows, FullRows
 from mindspeed.training.flops import training_flops
-from mindspeed.training.model import ModelProvider, TrainedModel, build, gpt_model
+from mindspeed.training.model import ModelProvider, build, gpt_model
 from mindspeed.training.resolve import Settings
 
 

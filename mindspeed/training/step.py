@@ -21,11 +21,11 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed import device
+from mindspeed.built_model import TrainedModel
 from mindspeed.errors import TrainingError
 from mindspeed.training import zero
 from mindspeed.training.batches import MicroBatches
 from mindspeed.training.data import Reader
-from mindspeed.training.model import TrainedModel
 from mindspeed.training.overflow import SkippedSteps
 
 

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
+from mindspeed.built_model import unwrap
 from mindspeed.checkpoint.shards import contents, is_cut
 from mindspeed.errors import ConfigError
-from mindspeed.lora.attach import adapted, bare
+from mindspeed.lora.attach import adapted
 from mindspeed.lora.state import remember_base
 from mindspeed.lora.state import sharded_state as adapter_state
 
@@ -118,7 +119,7 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    (stage,) = bare([module])
+    (stage,) = unwrap([module])
     if adapted([stage]):
         remember_base(stage)
     state = adapter_state(stage) if adapted([stage]) else stage.sharded_state_dict()
