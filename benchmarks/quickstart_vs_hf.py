@@ -71,8 +71,7 @@ def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
     """Data, process groups and our model, as ``mindspeed pretrain`` makes them."""
     import torch
 
-    from mindspeed import recipes
-    from mindspeed.adaptor import session
+    from mindspeed import recipes, session
     from mindspeed.data.corpus import write_python_docs
     from mindspeed.data.preprocess import PreprocessOptions, preprocess
     from mindspeed.data.tokenizer import TokenizerOptions, save_tokenizer, train_bpe

@@ -28,13 +28,13 @@ def configure(**options: Any) -> Configuration:
     Raises:
         mindspeed.errors.ConfigError: unknown option, wrong value, conflict.
     """
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     return session.install().configure(options, strict=True)
 
 
 def undo() -> None:
     """Take back every change to torch and Megatron."""
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     session.undo()

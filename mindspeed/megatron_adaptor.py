@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed.adaptor import session
+from mindspeed import session
 from mindspeed.features.registry import Configuration
 
 session.install()

@@ -10,7 +10,7 @@ of layout ``thd``, is turned off or replaced here:
 * multi-token prediction rolls whole rows.
 
 A script that cuts its batches by the original's functions gives the model no argument;
-``GPTModel.forward`` fetches it (:mod:`mindspeed.core.context_parallel.get_batch_utils`).
+``GPTModel.forward`` fetches it (:mod:`mindspeed.adaptor.current_batch`).
 
 Nothing is remembered between calls: a layer that is computed again during the backward pass of
 another micro-batch gets its own documents with its own arguments.
@@ -112,7 +112,7 @@ def carrying(owner: str, versions: str) -> tuple[Patch, ...]:
 
 def _fetch_current(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from mindspeed.core.context_parallel.get_batch_utils import current_params
+        from mindspeed.adaptor.current_batch import current_params
 
         given = bind(original, (self, *args), kwargs)
         generates = given["inference_context"] or given.get("inference_params")

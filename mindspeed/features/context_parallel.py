@@ -212,8 +212,8 @@ def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -
         seams.use_kernels(owner=FEATURE.name, overlap_group=second.of)
         seams.journal.call_on_undo(second.destroy)
     if options.adaptive_cp_manually_set_mask_list:
+        from mindspeed.attention.grid_mask import mask_by_user
         from mindspeed.attention.shared_mask import set_attention_mask
-        from mindspeed.core.context_parallel.utils import mask_by_user
 
         set_attention_mask(mask_by_user(megatron["seq_length"], _ranks(megatron)))
         seams.journal.call_on_undo(lambda: set_attention_mask(None))

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed import lora
-from mindspeed.adaptor import session
+from mindspeed import lora, session
 from mindspeed.built_model import BuiltModel
 from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture

@@ -1,10 +1,9 @@
 """Import paths under which other code knows parts of this library.
 
-``mindspeed.model.GPTModel`` is :class:`mindspeed.inference.gpt_model.GPTModel`, looked up when it
-is used; :mod:`.transformer` has the attention mask that a process shares.
+``mindspeed.model.GPTModel`` is :class:`mindspeed.inference.gpt_model.GPTModel`, imported on first
+use; :mod:`.transformer` has the attention mask that a process shares.
 """
 
-from importlib import import_module
 from typing import Any
 
 __all__ = ["GPTModel"]
@@ -13,4 +12,6 @@ __all__ = ["GPTModel"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("mindspeed.inference.gpt_model"), name)
+    from mindspeed.inference.gpt_model import GPTModel
+
+    return GPTModel

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from mindspeed.adaptor import session
+from mindspeed import session
 from mindspeed.adaptor.micro_batch import Read, cut_batch, plan_batch, read_batch
 from mindspeed.attention.packed import Borders, borders_of_starts
 

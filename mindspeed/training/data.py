@@ -28,8 +28,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
-from mindspeed import device
-from mindspeed.adaptor import session
+from mindspeed import device, session
 from mindspeed.data.instruction import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.ordered import InOrderDataset, InOrderMockDataset, LastTokenDataset
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed.adaptor import session
+from mindspeed import session
 from mindspeed.checkpoint.load import saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer
 from mindspeed.errors import ConfigError

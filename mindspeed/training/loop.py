@@ -13,7 +13,7 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 
-from mindspeed.adaptor import session
+from mindspeed import session
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
 from mindspeed.training.data import Reader

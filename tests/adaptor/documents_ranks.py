@@ -44,7 +44,7 @@ def _prepare(cp: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     values = {"reset_attention_mask": True, "reset_position_ids": True}
     session.install().configure({**values, "calculate_per_token_loss": True})
@@ -187,7 +187,7 @@ def megatron_reads(checkout: str, ours: bool) -> dict[str, torch.Tensor]:
     from megatron.core import parallel_state
     from megatron.training import global_vars, utils
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     values = {"reset_attention_mask": ours, "reset_position_ids": ours}
     session.install().configure(values)
@@ -221,7 +221,7 @@ def conversations_of_megatron(checkout: str) -> tuple[torch.Tensor, list[int], t
     from megatron.core import parallel_state, utils
     from megatron.training import global_vars
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     values = {"sft": True, "context_parallel_size": 2, "calculate_per_token_loss": True}
     session.install().configure(values)

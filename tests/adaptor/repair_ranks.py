@@ -113,7 +113,7 @@ def latent_attention(impl: str, sequence_parallel: bool, repaired: bool) -> dict
     from megatron.core.transformer import MLATransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
     from mindspeed.adaptor.repairs import latent_key_gradient
 
     if not repaired:
@@ -167,7 +167,7 @@ def comm_types_of_layers(repaired: bool) -> list[list[str]]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
     from mindspeed.adaptor.repairs import layer_comm_types
     from tests.support import gpt_ranks
 
@@ -190,7 +190,7 @@ def comm_types_of_layers(repaired: bool) -> list[list[str]]:
 
 def positions_of_a_context_parallel_rank(on_this_device: bool) -> list[float]:
     """Rank 1 of 2: which positions of 8 its rotary embedding has."""
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     if not on_this_device:
         session.undo()
@@ -254,7 +254,7 @@ def enumeration_of_an_early_python_311() -> str:
 
 def offloaded_optimizers(repaired: bool, resume: bool) -> dict[float, list[torch.Tensor]]:
     """By the fraction of Adam on the host: the weights after six steps."""
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     names = ("bf16", "optimizer_cpu_offload", "use_precision_aware_optimizer")
     if repaired:
@@ -314,7 +314,7 @@ def counted_tokens(repaired: bool) -> list[float]:
     """A sequence of 8 on two ranks: the tokens that count once and twice rolled, on this rank."""
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     if repaired:
         session.current().configure({"context_parallel_size": 2, "mtp_num_layers": 2})

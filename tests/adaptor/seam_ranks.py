@@ -12,7 +12,7 @@ def around_construction() -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     active = session.current()
     active.configure({})

@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from mindspeed.adaptor.contract import check_contracts
-from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.versions import (
     TESTED,
@@ -23,6 +22,7 @@ from mindspeed.adaptor.versions import (
     read_version,
 )
 from mindspeed.errors import VersionError
+from mindspeed.session.inventory import all_patches
 
 
 def problems(root: Path, patches=None) -> list[str]:

@@ -48,7 +48,7 @@ def test_import_loads_the_adaptor_and_no_algorithm():
     )
     assert set(rooms) == {
         "adaptor", "device", "errors", "features", "files", "journal", "megatron_adaptor",
-        "parsing", "ranges", "security", "te", "unpickle",
+        "parsing", "ranges", "security", "session", "te", "unpickle",
     }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_import_after_megatron_is_refused_with_the_right_order():
 def test_at_most_ten_targets_are_patched_with_no_feature_on():
     targets = result(
         "import mindspeed.megatron_adaptor\n"
-        "from mindspeed.adaptor import session\n"
+        "from mindspeed import session\n"
         "import mindspeed; mindspeed.configure()\n"
         "print(json.dumps(sorted(session.current().engine.stacks())))"
     )
@@ -94,8 +94,8 @@ def test_undo_restores_every_object_of_torch_and_megatron():
     """Megatron is imported before, natively, so that the adaptor patches and restores it."""
     report = result(
         UNDO + "before = snapshot()\n"
-        "from mindspeed.adaptor import session\n"
-        "session.te.choose = lambda device: ('native', 'Megatron is loaded already')\n"
+        "from mindspeed import session, te\n"
+        "te.choose = lambda device: ('native', 'Megatron is loaded already')\n"
         "session.install()\n"
         "patched = changed(before, snapshot())\n"
         "import mindspeed; mindspeed.undo()\n"
@@ -109,7 +109,7 @@ def test_undo_restores_every_object_of_torch_and_megatron():
 
 def test_install_undo_install_again_works_in_one_process():
     report = result(
-        "from mindspeed.adaptor import session\n"
+        "from mindspeed import session\n"
         "import mindspeed\n"
         "first = session.install(); n = len(first.journal)\n"
         "assert session.install() is first\n"
@@ -234,7 +234,7 @@ def test_features_survive_subclassed_and_copied_configs_and_apply_again():
 
 def test_mla_rope_fusion_is_switched_off_where_its_kernels_cannot_run():
     values = result(
-        "from mindspeed.adaptor import session\n"
+        "from mindspeed import session\n"
         "args = {'multi_latent_attention': True, 'apply_rope_fusion': True}\n"
         "gpt = {'multi_latent_attention': False, 'apply_rope_fusion': True}\n"
         "session.install().configure(args); session.current().configure(gpt)\n"

@@ -17,9 +17,9 @@ def cut_and_move() -> dict[str, Any]:
     """What this rank of two has of two documents, with positions of its own, and the refusals."""
     from megatron.core import parallel_state
 
+    from mindspeed import session
     from mindspeed import utils as script
-    from mindspeed.adaptor import session
-    from mindspeed.core.context_parallel.get_batch_utils import current_params
+    from mindspeed.adaptor.current_batch import current_params
 
     refused = []
 

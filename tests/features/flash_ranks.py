@@ -14,7 +14,7 @@ ON = {"use_flash_attn": True}
 
 def _configured(flags: dict[str, Any], function: Any) -> Any:
     import mindspeed
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     mindspeed.configure(**flags)
     try:

@@ -45,7 +45,7 @@ def results(
     from megatron.core import parallel_state
 
     import mindspeed
-    from mindspeed.adaptor import session
+    from mindspeed import session
     from mindspeed.testing.saved import saved_for_backward
 
     size = dist.get_world_size()

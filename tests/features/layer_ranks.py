@@ -131,7 +131,7 @@ def two_ranks() -> tuple[dict[str, float], list[dict[str, float]]]:
 def _error(case: Case, spec: str, comm_type: str) -> float:
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     values = dict(case.flags)
     if comm_type == ADAPTIVE:

@@ -27,7 +27,7 @@ def train(
     """
     import torch.distributed as dist
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     size = dist.get_world_size()
     session.install().configure(flags)
@@ -121,7 +121,7 @@ def grouped_and_sequential_experts(
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     session.install().configure({"moe_grouped_gemm": True})
     _start(dist.get_world_size())

@@ -15,7 +15,7 @@ NAMES = (
 
 
 def _attach() -> None:
-    from mindspeed.adaptor import session
+    from mindspeed import session
 
     session.install().configure({"masked_softmax_fusion": True})
 

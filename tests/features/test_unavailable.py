@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed import device
-from mindspeed.adaptor import arguments
 from mindspeed.features import unsupported
+from mindspeed.session import arguments
 
 FSDP = {"use_megatron_fsdp": True}
 OFF = {
@@ -77,7 +77,7 @@ def test_nothing_is_refused_that_was_not_asked_for(unavailable):
 
 
 def _refused_by_both_doors(values, flags):
-    from mindspeed.adaptor import session
+    from mindspeed import session
     from mindspeed.errors import ConfigError
     from mindspeed.training.initialize import prepare
 

@@ -62,7 +62,7 @@ def built(folder: str, flags: Sequence[str]) -> tuple[Any, Any]:
     """Values and the model of this rank, its base weights read from ``folder``."""
     import torch.distributed as dist
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
     from mindspeed.models.hf_load import load_hf
     from mindspeed.training import pretrain, setup
     from mindspeed.training.model import build
@@ -308,7 +308,7 @@ def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
     """
     import torch.distributed as dist
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
     from mindspeed.training import pretrain, setup
     from mindspeed.training.estimate import estimate
     from mindspeed.training.model import build

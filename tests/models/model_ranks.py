@@ -39,7 +39,7 @@ def loaded(folder: str, flags: Sequence[str]) -> tuple[Any, Any]:
     """Values and the built model of this rank, its weights read from ``folder``."""
     import torch.distributed as dist
 
-    from mindspeed.adaptor import session
+    from mindspeed import session
     from mindspeed.models.hf_load import load_hf
     from mindspeed.training import setup
     from mindspeed.training.model import build

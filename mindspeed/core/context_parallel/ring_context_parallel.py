@@ -1,56 +1,5 @@
-"""Ring attention by the original's function."""
+"""The original's import path of :mod:`mindspeed.adaptor.context_parallel.ring`."""
 
-from __future__ import annotations
+from mindspeed.adaptor.context_parallel.ring import ringattn_context_parallel
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-
-from mindspeed.attention.strategy import Strategy
-from mindspeed.core.context_parallel._calls import attend_flat
-
-
-def ringattn_context_parallel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    n: int,
-    cp_para: Mapping[str, Any],
-    softmax_scale: float | None = None,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    packed_seq_params: Any = None,
-    shapes: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """Attend over a sequence that ranks share, by a ring. Collective.
-
-    With ``cp_para["causal"]`` a rank has the chunks r and 2 P - 1 - r of 2 P (of every document, if
-    packed); without, the r-th part. ``cp_inner_ranks`` are the window of a double ring.
-
-    Args:
-        q: ``[s, b, n * d]``.
-        k: ``[s, b, groups * d]``.
-        v: ``[s, b, groups * d_v]``.
-        n: Query heads.
-        cp_para: See :data:`mindspeed.core.context_parallel._calls.KEYS`.
-        softmax_scale: Factor on the scores; default ``1 / sqrt(d)``.
-        attn_mask: True is hidden: ``[S, S]``, or this rank's rows as a list of tiles.
-        dropout_p: Probability of dropping a probability.
-        packed_seq_params: Borders of documents in ``cu_seqlens_q``, with or without a leading 0.
-        shapes: Tokens of each rank where they differ (not with ``causal``).
-
-    Returns:
-        ``[s, b, n * d_v]``.
-
-    Raises:
-        ConfigError: A key is unknown, or sizes do not fit.
-    """
-    window = len(cp_para.get("cp_inner_ranks") or ())
-    alone = window <= 1 or window >= cp_para["cp_group"].size()
-    return attend_flat(
-        q, k, v, n, cp_para, Strategy("ring", ring_window=1 if alone else window),
-        softmax_scale=softmax_scale, attn_mask=attn_mask, dropout_p=dropout_p,
-        packed_seq_params=packed_seq_params, lengths=shapes,
-        zigzag=cp_para.get("causal", True) and shapes is None,
-    )  # fmt: skip
+__all__ = ["ringattn_context_parallel"]

@@ -22,8 +22,6 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from mindspeed import device, te
-from mindspeed.adaptor.arguments import argument_patches
-from mindspeed.adaptor.config_file import CONFIG_FILE, read_config_file
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import (
@@ -39,6 +37,8 @@ from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError, VersionError
 from mindspeed.features.registry import Configuration, refuse_unknown, resolve
 from mindspeed.journal import Journal
+from mindspeed.session.arguments import argument_patches
+from mindspeed.session.config_file import CONFIG_FILE, read_config_file
 
 logger = logging.getLogger("mindspeed")
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspeed import device
-from mindspeed.adaptor.config_file import read_config_file
 from mindspeed.adaptor.patch import Patch
 from mindspeed.features import registry
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
+from mindspeed.session.config_file import read_config_file
 
 OWNER = "arguments"
 

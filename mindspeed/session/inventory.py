@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mindspeed.adaptor import computations
-from mindspeed.adaptor.arguments import argument_patches
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import all_repairs
 from mindspeed.adaptor.seams import Seams
+from mindspeed.session.arguments import argument_patches
 
 
 def all_patches() -> tuple[Patch, ...]:

@@ -1,0 +1,146 @@
+"""The micro-batch that this thread has sharded last: the original's functions that scripts call.
+
+    generate_actual_seq_len(batch)              # or set_actual_seq_len([5, 12, 16])
+    batch = get_batch_on_this_cp_rank(batch)
+    loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+In the original every layer calls these functions in its forward pass, so a layer recomputed during
+another micro-batch reads the wrong documents. Here they only hold the micro-batch until
+``GPTModel.forward`` begins, which passes it to the layers as an argument
+(:mod:`mindspeed.adaptor.carrying`). :mod:`mindspeed.session.batches` completes them with
+``get_batch_on_this_cp_rank``, which has to know whether a feature handles documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mindspeed.adaptor.micro_batch import cut_batch
+from mindspeed.attention.megatron import PlanParams
+from mindspeed.attention.packed import (
+    Borders,
+    borders_of_samples,
+    borders_of_starts,
+    cut,
+)
+from mindspeed.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    ends: tuple[int, ...] | None = None
+    params: PlanParams | None = None
+
+
+_CURRENT: ContextVar[_MicroBatch] = ContextVar("micro-batch", default=_MicroBatch())  # noqa: B039
+
+
+def set_actual_seq_len(actual_seq_len: Sequence[int] | torch.Tensor | None) -> None:
+    """Where the documents of the next micro-batch end.
+
+    Args:
+        actual_seq_len: Ends in all samples, one behind the other, with or without a leading 0;
+            None for samples that are one document.
+
+    Raises:
+        ConfigError: They do not grow.
+    """
+    if actual_seq_len is None:
+        _CURRENT.set(_MicroBatch())
+        return
+    ends = tuple(map(int, actual_seq_len))
+    if ends[:1] == (0,):
+        ends = ends[1:]
+    if not ends or any(end <= start for start, end in zip((0, *ends), ends, strict=False)):
+        raise ConfigError(f"actual_seq_len {list(ends)}: ends of documents must grow")
+    _CURRENT.set(_MicroBatch(ends))
+
+
+def get_actual_seq_len() -> list[int] | None:
+    """Where the documents of the current micro-batch end, without a leading 0."""
+    ends = _CURRENT.get().ends
+    return None if ends is None else list(ends)
+
+
+def generate_actual_seq_len(batch: Mapping[str, Any]) -> None:
+    """:func:`set_actual_seq_len`: a document begins where ``batch["position_ids"]`` is 0."""
+    set_actual_seq_len(borders_of_starts(batch["position_ids"].cpu() == 0))
+
+
+def shard_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """This context-parallel rank's part of a micro-batch with documents. No communication.
+
+    Args:
+        batch: ``[b, s]`` tensors by name, None for tensors this pipeline stage does not need.
+            ``position_ids`` are kept; where they are None, positions restart at each document.
+
+    Returns:
+        ``[b, tokens of this rank]`` tensors, and no attention mask.
+
+    Raises:
+        ConfigError: Documents do not fit the batch.
+    """
+    from megatron.core import parallel_state
+
+    ends = _CURRENT.get().ends
+    rows = {name: x for name, x in batch.items() if name not in ("attention_mask", "position_ids")}
+    positions = batch.get("position_ids")
+    shape = next((x.shape for x in (*rows.values(), positions) if x is not None), None)
+    if shape is None:
+        raise ConfigError("get_batch_on_this_cp_rank: the batch has no tensor, so no known length")
+    part, params = cut_batch(
+        rows, _borders(ends, *shape), shape[0], reset_mask=True, reset_positions=True
+    )
+    packed = params.packed
+    assert packed is not None
+    if positions is not None:
+        rank = parallel_state.get_context_parallel_rank()
+        part["position_ids"] = cut(positions, packed, rank)
+        params.packed = replace(packed, positions=part["position_ids"])
+    _CURRENT.set(_MicroBatch(ends, params))
+    return {**part, "attention_mask": None}
+
+
+def _borders(ends: tuple[int, ...] | None, samples: int, size: int) -> Borders:
+    alone = borders_of_samples(samples, size)
+    if ends is None:
+        return alone
+    if ends[-1] != samples * size:
+        raise ConfigError(
+            f"actual_seq_len ends at {ends[-1]}; the batch has {samples} x {size} tokens"
+        )
+    return tuple(sorted({*alone, *ends}))
+
+
+def get_position_ids() -> torch.Tensor | None:
+    """``[tokens of this rank, b]``: positions in the current micro-batch."""
+    params = _CURRENT.get().params
+    return None if params is None or params.packed is None else params.packed.positions.t()
+
+
+def set_position_ids(position_ids: torch.Tensor) -> None:
+    """Other positions for the current micro-batch, behind :func:`get_batch_on_this_cp_rank`.
+
+    Args:
+        position_ids: ``[tokens of this rank, b]``.
+
+    Raises:
+        ConfigError: No micro-batch was cut, or it has another shape.
+    """
+    current, before = _CURRENT.get(), get_position_ids()
+    if before is None or position_ids.shape != before.shape:
+        wanted = "a micro-batch first" if before is None else list(before.shape)
+        raise ConfigError(f"set_position_ids of {list(position_ids.shape)}: needs {wanted}")
+    assert current.params is not None and current.params.packed is not None
+    packed = replace(current.params.packed, positions=position_ids.t())
+    _CURRENT.set(_MicroBatch(current.ends, replace(current.params, packed=packed)))
+
+
+def current_params() -> PlanParams | None:
+    """What ``GPTModel.forward`` hands to its layers where a script hands it nothing."""
+    return _CURRENT.get().params
