@@ -21,13 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-<<<<<<< HEAD:mindspeed/session/session.py
-from mindspeed import device, te
-=======
 from mindspeed import device, plugins, te
-from mindspeed.adaptor.arguments import argument_patches
-from mindspeed.adaptor.config_file import CONFIG_FILE, read_config_file
->>>>>>> fce4ec6 (plugins: installed packages bring features, model families and tasks by entry points):mindspeed/adaptor/session.py
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import (
