@@ -1,4 +1,4 @@
-"""Counts the bytes autograd keeps for the backward pass, and says who keeps them.
+"""Counts the bytes autograd keeps for the backward pass, where, and says who keeps them.
 
     with saved_for_backward(model) as saved:
         loss = model(batch)
@@ -16,9 +16,11 @@ saved-tensor hooks. Rules of the count:
 * A storage that is resized (``untyped_storage().resize_(0)`` frees a tensor whose value a later
   recomputation restores, as Megatron's ``CheckpointWithoutOutput`` does) counts at its new size
   from then on. Only resizing from Python inside the block is seen.
-* Regions with saved-tensor hooks of their own (``torch.utils.checkpoint`` without re-entry,
-  offloading to the host) decide themselves what to keep; only their inputs are seen here.
-  Tensors hung on ``ctx`` as plain attributes are invisible to autograd, hence to this counter.
+* Hooks pushed inside the block (``torch.utils.checkpoint`` without re-entry, offloading to the
+  host) decide themselves what to keep: ``bytes`` has what they keep on the device,
+  ``host_bytes`` their copies in host memory, ``dropped_bytes`` what they keep nowhere, because
+  it will be computed again. :mod:`mindspeed.testing.saved_storages` says how that is observed.
+* Tensors hung on ``ctx`` as plain attributes are invisible to autograd, hence to this counter.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,104 +41,76 @@ from torch.nn.modules.module import (
 )
 
 from mindspeed.journal import Journal
+from mindspeed.testing.saved_storages import Storages
 
 _SKIPPED_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__)))
 
 
-@dataclass(frozen=True)
-class _Change:
-    """A storage began (+) or ceased (-) to be held by at least one saved tensor."""
-
-    nbytes: int
-    module: str
-    site: str
-
-
 class _Holder:
-    """What autograd keeps instead of the tensor; its death says that the tensor was released."""
+    """What autograd keeps instead of a saved value; its death says that the value was released."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "value")
 
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 class SavedTensors:
     """The count; made by :func:`saved_for_backward`."""
 
-    def __init__(self, ignored: set[int]):
-        self._ignored = ignored
-        self._holders: Counter[int] = Counter()
-        self._first: dict[int, _Change] = {}
-        self._changes: list[_Change] = []
-        self._now = 0
-        self._peak = 0
-        self._peak_at = 0
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
 
     @property
     def bytes(self) -> int:
-        """Largest number of bytes held at one moment."""
-        return self._peak
+        """Largest number of bytes held on the device at one moment."""
+        return self._storages.peak["device"]
+
+    @property
+    def host_bytes(self) -> int:
+        """Largest number of bytes of copies in host memory at one moment."""
+        return self._storages.peak["host"]
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Largest number of bytes at one moment that the backward has to compute again."""
+        return self._storages.peak["dropped"]
 
     @property
     def live_bytes(self) -> int:
-        """Bytes held now; 0 after a complete backward without ``retain_graph``."""
-        return self._now
+        """Bytes held on the device now; 0 after a complete backward without ``retain_graph``."""
+        self._storages.settle()
+        return self._storages.now["device"]
+
+    @property
+    def live_host_bytes(self) -> int:
+        """Bytes of copies in host memory now."""
+        self._storages.settle()
+        return self._storages.now["host"]
 
     def by_module(self) -> dict[str, int]:
-        """Bytes held at the peak, by the innermost module whose forward saved them first."""
+        """Bytes on the device at its peak, by the innermost module whose forward saved them."""
         return self._at_peak("module")
 
     def by_site(self) -> dict[str, int]:
-        """Bytes held at the peak, by the source line outside torch that saved them first."""
+        """Bytes on the device at its peak, by the source line outside torch that saved them."""
         return self._at_peak("site")
 
     def table(self, by: str = "module") -> str:
-        """A readable table, largest first; `by` is "module" or "site"."""
+        """A readable table of the device, largest first; `by` is "module" or "site"."""
         rows = sorted(self._at_peak(by).items(), key=lambda row: -row[1])
         width = max([len(name) for name, _ in rows] + [len("total")])
         lines = [
-            f"{name:<{width}}  {nbytes:>15,}" for name, nbytes in [*rows, ("total", self._peak)]
+            f"{name:<{width}}  {nbytes:>15,}" for name, nbytes in [*rows, ("total", self.bytes)]
         ]
         return "\n".join(lines)
 
     def _at_peak(self, by: str) -> dict[str, int]:
         totals: Counter[str] = Counter()
-        for change in self._changes[: self._peak_at]:
-            totals[getattr(change, by)] += change.nbytes
+        for change in self._storages.changes[: self._storages.peak_at]:
+            if change.place == "device":
+                totals[getattr(change, by)] += change.nbytes
         return {name: nbytes for name, nbytes in totals.items() if nbytes}
-
-    def _pack(self, tensor: torch.Tensor, module: str) -> _Holder:
-        holder = _Holder(tensor)
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._ignored:
-            return holder
-        self._holders[key] += 1
-        if self._holders[key] == 1:
-            self._first[key] = _Change(storage.nbytes(), module, _call_site())
-            self._add(self._first[key])
-        weakref.finalize(holder, self._release, key).atexit = False
-        return holder
-
-    def _resized(self, key: int, nbytes: int) -> None:
-        if (first := self._first.get(key)) is not None and first.nbytes != nbytes:
-            self._first[key] = replace(first, nbytes=nbytes)
-            self._add(replace(first, nbytes=nbytes - first.nbytes))
-
-    def _release(self, key: int) -> None:
-        self._holders[key] -= 1
-        if self._holders[key] == 0:
-            del self._holders[key]
-            first = self._first.pop(key)
-            self._add(_Change(-first.nbytes, first.module, first.site))
-
-    def _add(self, change: _Change) -> None:
-        self._changes.append(change)
-        self._now += change.nbytes
-        if self._now > self._peak:
-            self._peak = self._now
-            self._peak_at = len(self._changes)
 
 
 @contextmanager
@@ -157,7 +131,7 @@ def saved_for_backward(
             names.setdefault(child, name or type(child).__name__)
         if not include_parameters:
             ignored |= {p.untyped_storage()._cdata for p in module.parameters()}
-    saved = SavedTensors(ignored)
+    storages = Storages(ignored)
     running: list[str] = []
 
     def enter(module: nn.Module, args: object) -> None:
@@ -166,32 +140,71 @@ def saved_for_backward(
     def leave(module: nn.Module, args: object, output: object) -> None:
         running.pop()
 
-    def pack(tensor: torch.Tensor) -> _Holder:
-        return saved._pack(tensor, running[-1] if running else "(no module)")
+    def module_and_site() -> tuple[str, str]:
+        return running[-1] if running else "(no module)", _call_site()
 
-    def unpack(holder: _Holder) -> torch.Tensor:
-        return holder.tensor
+    def pack(tensor: torch.Tensor) -> _Holder:
+        holder = _Holder(tensor)
+        if (saved := storages.hold(tensor, *module_and_site())) is not None:
+            weakref.finalize(holder, storages.release, saved).atexit = False
+        return holder
+
+    def inner(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], _Holder]:
+        def pack_inside(tensor: torch.Tensor) -> _Holder:
+            try:
+                holder = _Holder(pack(tensor))
+            except BaseException:  # the early stop of a recomputation, which has kept the tensor
+                storages.watch(tensor, *module_and_site())
+                raise
+            found = storages.pack(tensor, holder.value, *module_and_site())
+            if found is not None:
+                weakref.finalize(holder, storages.drop_pack, *found).atexit = False
+            return holder
+
+        return pack_inside
 
     with ExitStack() as stack:
-        stack.enter_context(_resizing_seen(saved._resized))
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-        yield saved
+        stack.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.value)
+        )
+        stack.enter_context(_observing(storages, inner))
+        yield SavedTensors(storages)
 
 
 @contextmanager
-def _resizing_seen(report: Callable[[int, int], None]) -> Iterator[None]:
-    """Call ``report(storage key, bytes)`` after every ``UntypedStorage.resize_`` from Python."""
-    resize = torch.UntypedStorage.resize_
+def _observing(storages: Storages, inner: Callable[[Any], Any]) -> Iterator[None]:
+    """Report resized and copied storages, and put ``inner`` around hooks that are pushed."""
+    resize, copy = torch.UntypedStorage.resize_, torch.Tensor.copy_
+    contiguous, push = torch.Tensor.contiguous, torch._C._autograd._push_saved_tensors_default_hooks
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         result = resize(storage, nbytes)
-        report(storage._cdata, storage.nbytes())
+        storages.resized(storage)
         return result
+
+    def copy_(target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = copy(target, *args, **kwargs)
+        storages.copied(args[0] if args else kwargs["src"], target)
+        return result
+
+    def made_contiguous(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        result = contiguous(tensor, **kwargs)
+        storages.made_contiguous(tensor, result)
+        return result
+
+    def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
+        def unpack_inside(packed: Any) -> Any:  # packed before this block, if it is no holder
+            return unpack(packed.value if isinstance(packed, _Holder) else packed)
+
+        push(inner(pack), unpack_inside)
 
     journal = Journal()
     journal.set(torch.UntypedStorage, "resize_", resize_, owner="saved")
+    journal.set(torch.Tensor, "copy_", copy_, owner="saved")
+    journal.set(torch.Tensor, "contiguous", made_contiguous, owner="saved")
+    journal.set(torch._C._autograd, "_push_saved_tensors_default_hooks", push_hooks, owner="saved")
     try:
         yield
     finally:

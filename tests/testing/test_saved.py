@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed.testing import saved_for_backward
+from tests.testing import saved_ranks
 
 B, H = 8, 16
 X = 4 * B * H  # bytes of one fp32 activation [B, H]
@@ -146,3 +147,166 @@ def test_a_storage_that_nobody_saved_may_be_resized():
     with saved_for_backward() as saved:
         x.untyped_storage().resize_(0)
     assert saved.bytes == 0
+
+
+def new_block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(H, H), nn.GELU(), nn.Linear(H, H), nn.GELU())
+
+
+def test_a_checkpoint_drops_what_it_computes_again():
+    block = new_block()
+    x = torch.randn(B, H, requires_grad=True)
+    with saved_for_backward(block) as saved:
+        output = checkpoint(block, x, use_reentrant=False)
+    assert (saved.bytes, saved.host_bytes, saved.dropped_bytes) == (X, 0, 3 * X)
+    output.sum().backward()
+
+
+def test_recomputed_tensors_count_until_the_backward_has_used_them():
+    peaks = {}
+    for reentrant in (True, False):
+        blocks = [new_block() for _ in range(3)]
+        x = torch.randn(B, H, requires_grad=True)
+        with saved_for_backward(*blocks) as saved:
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            x.sum().backward()
+        assert saved.live_bytes == 0
+        peaks[reentrant] = saved.bytes
+    assert peaks == {True: 6 * X, False: 6 * X}, "three inputs, and three more of the last block"
+
+
+def test_save_on_cpu_moves_nothing_where_the_tensor_is_on_the_cpu():
+    x = torch.randn(B, H, requires_grad=True)
+    with saved_for_backward() as saved, torch.autograd.graph.save_on_cpu():
+        y = x.sin().cos()
+    assert (saved.bytes, saved.host_bytes, saved.dropped_bytes) == (2 * X, 0, 0)
+    y.sum().backward()
+    assert saved.live_bytes == 0
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_save_on_cpu_keeps_bytes_of_a_device_on_the_host(npu, pinned):
+    found = npu(saved_ranks.save_on_cpu, "npu", pinned)
+    assert found == {"peak": (X, 2 * X, 0), "left": (0, 0)}
+
+
+def on_host() -> torch.autograd.graph.saved_tensors_hooks:
+    """Offloading as it looks on a device of its own: a copy in other memory."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (x.device, x.clone()), lambda packed: packed[1].to(packed[0])
+    )
+
+
+def test_copies_of_inner_hooks_count_on_the_host():
+    x = torch.randn(B, H, requires_grad=True)
+    with saved_for_backward() as saved:
+        with on_host():
+            y = x.sin()
+            z = y.cos()
+        w = z.exp()
+        assert saved.live_bytes == X, "the result of exp"
+        assert saved.live_host_bytes == 2 * X
+    assert (saved.bytes, saved.host_bytes, saved.dropped_bytes) == (X, 2 * X, 0)
+    w.sum().backward()
+    assert saved.live_bytes == saved.live_host_bytes == 0
+    torch.testing.assert_close(x.grad, (w * -x.sin().sin() * x.cos()).detach())
+
+
+def test_a_tensor_saved_inside_and_outside_is_on_the_device_and_on_the_host():
+    x = torch.randn(B, H, requires_grad=True)
+    with saved_for_backward() as saved:
+        outer = x.sin()
+        with on_host():
+            inner = x.cos()
+    assert (saved.bytes, saved.host_bytes, saved.dropped_bytes) == (X, X, 0)
+    del outer
+    assert (saved.live_bytes, saved.live_host_bytes) == (0, X)
+    del inner
+    assert saved.live_host_bytes == 0
+
+
+def test_only_the_innermost_hooks_decide():
+    """Half of a block is offloaded, inside a checkpoint that drops the other half."""
+    halves = [new_block(), new_block()]
+
+    def run(x):
+        x = halves[0](x)
+        with on_host():
+            return halves[1](x)
+
+    x = torch.randn(B, H, requires_grad=True)
+    with saved_for_backward(*halves) as saved:
+        y = checkpoint(run, x, use_reentrant=False)
+        assert saved.live_bytes == X
+        assert saved.live_host_bytes == 4 * X
+        assert saved.dropped_bytes == 3 * X
+        del y
+        assert saved.live_bytes == saved.live_host_bytes == 0
+
+
+def test_a_key_to_a_table_counts_while_the_storage_lives_and_then_its_copy():
+    """Hooks that return a number, copy at the end of a layer, and free or forget the tensor."""
+    table: list[torch.Tensor] = []
+
+    def pack(x):
+        table.append(x)
+        return len(table) - 1
+
+    def offload(free: bool) -> None:
+        for number, x in enumerate(table):
+            host = torch.empty(x.shape)
+            host.copy_(x.contiguous())
+            table[number] = host
+            if free and not x.is_leaf:
+                x.untyped_storage().resize_(0)
+
+    for free in (False, True):
+        table.clear()
+        x = torch.randn(H, B, requires_grad=True)
+        with saved_for_backward() as saved:
+            with torch.autograd.graph.saved_tensors_hooks(pack, table.__getitem__):
+                y = x.sin().t().cos()
+                assert (saved.live_bytes, saved.live_host_bytes) == (2 * X, 0)
+            with torch.no_grad():
+                offload(free)
+            assert (saved.live_bytes, saved.live_host_bytes) == (X, 2 * X), "x itself stays"
+            assert saved.dropped_bytes == 0
+            y.sum().backward()
+            assert saved.live_host_bytes == 0
+        torch.testing.assert_close(x.grad, (-x.sin().sin() * x.cos()).detach())
+
+
+def test_hooks_pushed_before_the_block_work_as_before():
+    x = torch.randn(B, H, requires_grad=True)
+    with on_host():
+        with saved_for_backward() as saved:
+            y = x.sin()
+        z = y.cos()  # saved by the hooks around
+    assert saved.bytes == X
+    z.sum().backward()
+    torch.testing.assert_close(x.grad, (-x.sin().sin() * x.cos()).detach())
+
+
+def test_megatrons_checkpoint_without_output_drops_its_output(ranks):
+    (found,) = ranks(1, saved_ranks.without_output, setup="mindspeed.megatron_adaptor")
+    statistics = 2 * 4 * B  # of the norm
+    assert found == {
+        "plain": (5 * X + statistics, 0),
+        "checkpointed": (4 * X, X),
+        "equal": True,
+    }
+
+
+def test_megatrons_fine_grained_offload_counts_on_the_host(ranks):
+    """Megatron's own summary says how many bytes it copies; who saves them elsewhere is by hand."""
+    (found,) = ranks(1, saved_ranks.fine_grained_offload, setup="mindspeed.megatron_adaptor")
+    layers, sbh, heads = 2, 4 * 16 * 2 * 32, 4
+    lse = 4 * heads * 16 * 2
+    offloaded = layers * (3 * sbh + lse)  # query, key and value of half as many heads, output
+    also_saved_by_the_projection = layers * sbh  # the output
+    assert found["host"] == found["megatron"] == offloaded
+    assert found["device"] == found["plain"] - offloaded + also_saved_by_the_projection
+    assert found["dropped"] == 0
+    assert found["left"] == (0, 0)
+    assert found["equal"]
