@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from mindspeed.evaluation.task import function_named
-
 _CONCLUSION = re.compile(r"the answer is\s*:?", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _LETTER = re.compile(r"(?<![A-Za-z])([A-G])(?![A-Za-z])")
@@ -18,14 +16,8 @@ _LETTERS = re.compile(r"(?<![A-Za-z])([A-G]+)(?![A-Za-z])")
 
 
 def judge(score: str, text: str, target: str) -> bool:
-    """Whether ``text`` gives the answer ``target``.
-
-    Args:
-        score: A name of :data:`SCORES`, or ``module:function``.
-        text: What the model wrote.
-        target: The right answer.
-    """
-    return bool(function_named(score, SCORES)(text, target))
+    """Whether ``text`` gives the answer ``target``; ``score`` is a name of :data:`SCORES`."""
+    return SCORES[score](text, target)
 
 
 def first_line(text: str) -> str:

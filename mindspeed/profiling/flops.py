@@ -18,15 +18,15 @@ Not seen: kernels that are launched without an operator (they call :func:`add`) 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.profiling.flop_formulas import formula_of, repeated_in
-from mindspeed.profiling.phase import PhaseTracker
+from mindspeed.profiling.instrument import Instrument
 
 
 @dataclass(frozen=True)
@@ -45,32 +45,22 @@ class FlopCount:
         return FlopCount(self.total + other.total, self.recompute + other.recompute)
 
 
-class FlopCounter:
+class FlopCounter(Instrument):
     """Context manager that counts; ``count`` is readable at any time, counters may nest."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.count = FlopCount()
-        self._mode = _Mode(self._add)
-        self._phase = PhaseTracker()
+        self.mode = _Mode(self._add)
 
-    def __enter__(self) -> FlopCounter:
-        self._phase.__enter__()
-        self._mode.__enter__()
+    def open(self, stack: ExitStack) -> None:
+        """Receive what :func:`add` reports too."""
+        super().open(stack)
         _active.append(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _active.remove(self)
-        self._mode.__exit__(kind, error, trace)
-        self._phase.__exit__(kind, error, trace)
+        stack.callback(_active.remove, self)
 
     def _add(self, flops: int, repeated: int) -> None:
-        if self._phase.current() == "recompute":
+        if self.phase.current() == "recompute":
             repeated = flops
         self.count += FlopCount(flops, repeated)
 

@@ -25,8 +25,8 @@ rank is not modelled. Calls from Python threads started elsewhere are not seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from mindspeed.journal import Journal
 from mindspeed.ops import _registry
 from mindspeed.profiling.flop_formulas import formula_of
+from mindspeed.profiling.instrument import Instrument
 from mindspeed.profiling.phase import PhaseTracker
 from mindspeed.testing.ledger import Communication, CommunicationMode
 
@@ -75,7 +76,7 @@ class Interval:
         return self.end - self.start
 
 
-class VirtualClock:
+class VirtualClock(Instrument):
     """Context manager; its figures may be read inside and after the block.
 
     Args:
@@ -92,32 +93,22 @@ class VirtualClock:
         self._link_of = link if callable(link) else lambda communication: link
         self._free_at: dict[str, float] = {}  # process group -> end of its last communication
         self._pending: dict[int, tuple[Any, Interval]] = {}  # by id; holds the object alive
-        self._phase = PhaseTracker()
-        self._journal = Journal()
-        self._mode = _Mode(self, self._phase)
+        super().__init__()
+        self.mode = _Mode(self, self.phase)
 
-    def __enter__(self) -> VirtualClock:
-        self._phase.__enter__()
+    def open(self, stack: ExitStack) -> None:
+        """Watch ``Work.wait`` too."""
         wait = Work.wait
 
         def observed(work: Any, *args: Any, **kwargs: Any) -> Any:
             self._wait_for(id(work))
             return wait(work, *args, **kwargs)
 
-        self._journal.set(Work, "wait", observed, owner="clock")
-        self._mode.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
-        self._journal.undo()
-        self._phase.__exit__(kind, error, trace)
-        self._pending.clear()
+        journal = Journal()
+        stack.callback(self._pending.clear)
+        stack.callback(journal.undo)
+        journal.set(Work, "wait", observed, owner="clock")
+        super().open(stack)
 
     @property
     def exposed(self) -> float:
@@ -172,7 +163,7 @@ class VirtualClock:
         end: float,
         communication: Communication | None = None,
     ) -> Interval:
-        interval = Interval(kind, name, start, end, self._phase.current(), communication)
+        interval = Interval(kind, name, start, end, self.phase.current(), communication)
         self.intervals.append(interval)
         return interval
 

@@ -40,7 +40,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed.ops import _registry
 from mindspeed.ops._process_groups import resolve
+from mindspeed.profiling.instrument import Instrument
 from mindspeed.profiling.phase import PhaseTracker
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "npu", "symm_mem")
@@ -68,27 +68,13 @@ class Communication:
     wire: int
 
 
-class CommLedger:
+class CommLedger(Instrument):
     """Context manager that records every :class:`Communication` of the current thread."""
 
     def __init__(self) -> None:
         self.events: list[Communication] = []
-        self._phase = PhaseTracker()
-        self._mode = CommunicationMode(self._phase, self.events.append)
-
-    def __enter__(self) -> CommLedger:
-        self._phase.__enter__()
-        self._mode.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
-        self._phase.__exit__(kind, error, trace)
+        super().__init__()
+        self.mode = CommunicationMode(self.phase, self.events.append)
 
     def select(
         self,
