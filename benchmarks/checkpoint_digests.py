@@ -37,7 +37,7 @@ def main() -> None:
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 
     dist.init_process_group("gloo", rank=0, world_size=1)
-    from mindspeed.checkpoint import digests, directory
+    from mindspeed.storage import digests, directory
 
     elements = int(options.gib * 2**30 / 4 / options.tensors)
     tensors = {f"weight{i}": torch.randn(elements) for i in range(options.tensors)}
@@ -84,8 +84,8 @@ def save(root: Path, tensors: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
-    from mindspeed.checkpoint import directory
     from mindspeed.checkpoint.writer import Writing, queue_in_this_process
+    from mindspeed.storage import directory
 
     path = directory.begin(root, 1)
     with queue_in_this_process():
@@ -100,7 +100,7 @@ def save(root: Path, tensors: dict[str, Any]) -> None:
 
 def load(checkpoint: Path, tensors: dict[str, Any]) -> None:
     """Load as the trainer does."""
-    from mindspeed.checkpoint.read import read_sharded
+    from mindspeed.storage.sharded_load import read_sharded
 
     read_sharded(sharded(tensors), checkpoint)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mindspeed.checkpoint import directory
-from mindspeed.checkpoint.digests import Digests
 from mindspeed.errors import CheckpointError, MindSpeedError
+from mindspeed.storage import directory
+from mindspeed.storage.digests import Digests
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _archives(checkpoint: Path) -> Iterator[tuple[str, Any]]:
         return
     if "megatron.core" not in sys.modules:
         import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.checkpoint.untrusted import read_index
+    from mindspeed.storage.safe_metadata import read_index
 
     for key, info in read_index(checkpoint).storage_data.items():
         with open(checkpoint / info.relative_path, "rb") as file:

@@ -20,8 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed.built_model import BuiltModel, TrainedModel
-from mindspeed.checkpoint import digests, directory, shards
-from mindspeed.checkpoint.read import on_all_ranks, read_sharded
+from mindspeed.checkpoint import shards
 from mindspeed.checkpoint.state import (
     ARCHITECTURE,
     DETAILS,
@@ -33,22 +32,24 @@ from mindspeed.checkpoint.state import (
     state_dict,
     without_noop_layers,
 )
-from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.checkpoint.weights.convert import (
     find_checkpoint,
     holds_whole_weights,
     open_weights,
 )
 from mindspeed.checkpoint.weights.hugging_face import args_of
-from mindspeed.checkpoint.weights.torch_dist import common_state
-from mindspeed.checkpoint.weights.whole import Adapted
 from mindspeed.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.finite import check_finite
 from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
 from mindspeed.models.shape import shape_of
+from mindspeed.models.weight_source import Adapted
 from mindspeed.pipeline.noop_layers import with_noop
+from mindspeed.storage import digests, directory
+from mindspeed.storage.common_state import common_state
+from mindspeed.storage.safe_metadata import read_index
+from mindspeed.storage.sharded_load import on_all_ranks, read_sharded
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 import mindspeed
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
-from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
 from mindspeed.checkpoint.writer import Writing, errors_kept, queue_in_this_process
 from mindspeed.errors import CheckpointError, MindSpeedError
@@ -36,6 +35,7 @@ from mindspeed.lora import adapted
 from mindspeed.lora.config import DESCRIPTION
 from mindspeed.lora.export import export_peft
 from mindspeed.lora.state import description
+from mindspeed.storage import directory
 
 _RESERVE_BYTES = 1 << 20
 

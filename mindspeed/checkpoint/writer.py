@@ -4,7 +4,7 @@ Megatron writes with a queue server it spawns and writer processes it forks. For
 communication threads is risky, and starting processes takes seconds where the data of a small model
 takes milliseconds. Here Megatron plans and formats the checkpoint and the same files are written by
 this thread, or by one background thread while training goes on. Every byte goes through a hash on
-its way (:mod:`mindspeed.checkpoint.digests`).
+its way (:mod:`mindspeed.storage.digests`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveSt
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from mindspeed import device
-from mindspeed.checkpoint.digests import DigestingFile, FileDigest
 from mindspeed.errors import CheckpointError
 from mindspeed.files import secure_open
+from mindspeed.storage.digests import DigestingFile, FileDigest
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from typing import Any
 
 from mindspeed import lora, session
 from mindspeed.built_model import BuiltModel
-from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.inference.foreign_tokenizer import without_text
 from mindspeed.json_fields import Either, ListOf, Whole, check, or_null, read_object
 from mindspeed.models.hf_load import folder_of, is_hf
+from mindspeed.storage import directory
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
 from mindspeed.training.configs import transformer_config

@@ -9,6 +9,7 @@ from mindspeed.lora.config import DESCRIPTION, LoraConfig
 from mindspeed.lora.load import whole_adapter
 from mindspeed.models.families import family_of_args
 from mindspeed.models.shape import shape_of
+from mindspeed.storage.common_state import common_state
 
 
 def export_peft(checkpoint: Path, folder: str | Path) -> None:
@@ -22,8 +23,6 @@ def export_peft(checkpoint: Path, folder: str | Path) -> None:
     Raises:
         ConfigError: The model has no counterpart in Hugging Face.
     """
-    from mindspeed.checkpoint.weights.torch_dist import common_state
-
     args = common_state(checkpoint)["args"]
     config = LoraConfig.from_json(checkpoint / DESCRIPTION)
     shape = shape_of(args)

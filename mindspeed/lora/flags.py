@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from mindspeed.checkpoint.directory import tracked
 from mindspeed.errors import MindSpeedError
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.load import config_of
+from mindspeed.storage.directory import tracked
 
 # Flag of an adapter -> field of its description.
 _DESCRIBED = {

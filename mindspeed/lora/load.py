@@ -10,9 +10,6 @@ from typing import Any
 import torch
 
 from mindspeed.built_model import unwrap
-from mindspeed.checkpoint import directory
-from mindspeed.checkpoint.global_tensors import GlobalTensors
-from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted, attach
@@ -21,6 +18,9 @@ from mindspeed.lora.hf_names import shape_of_model
 from mindspeed.lora.names import in_whole_model, is_end, is_expert
 from mindspeed.lora.state import base_of, check_base, sharded_state
 from mindspeed.models.shape import Shape
+from mindspeed.storage import directory
+from mindspeed.storage.global_tensors import GlobalTensors
+from mindspeed.storage.safe_metadata import read_index
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -199,7 +199,7 @@ def _copy_slice(parameter: Any, whole: torch.Tensor, rank: int) -> None:
 
 @torch.no_grad()
 def _load_checkpoint(modules: list[Any], path: Path) -> None:
-    from mindspeed.checkpoint.read import read_sharded
+    from mindspeed.storage.sharded_load import read_sharded  # loads megatron.core
 
     check_adapter(modules, path)
     states = {str(index): sharded_state(module) for index, module in enumerate(modules)}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed.built_model import unwrap
-from mindspeed.checkpoint.weights.whole import Weights
+from mindspeed.errors import CheckpointError
 from mindspeed.lora.attach import adapted_layers
 from mindspeed.lora.hf_names import whole_parts
 from mindspeed.lora.linear import as_one, take_adapter
@@ -17,6 +17,7 @@ from mindspeed.lora.load import config_of, samples_of, whole_adapter
 from mindspeed.lora.names import order_of
 from mindspeed.lora.state import check_samples
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_source import Weights
 
 _OUTPUT = "output_layer."
 
@@ -103,8 +104,6 @@ class Merged(Weights):
         matrices: Mapping[str, Mapping[str, torch.Tensor]],
         parameter: Parameter | None,
     ) -> None:
-        from mindspeed.errors import CheckpointError
-
         there = "has no such layer"
         if parameter is not None:
             a, b = self._matrices(layer, parameter)

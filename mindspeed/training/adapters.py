@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 
 from mindspeed.built_model import BuiltModel, TrainedModel
-from mindspeed.checkpoint.directory import root_and_iteration
 from mindspeed.checkpoint.load import Loaded, load
 from mindspeed.checkpoint.shards import is_cut
 from mindspeed.lora.load import is_peft
 from mindspeed.lora.load import load as load_adapter
+from mindspeed.storage.directory import root_and_iteration
 
 
 def load_base(args: argparse.Namespace, model: BuiltModel) -> None:

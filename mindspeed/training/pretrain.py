@@ -18,11 +18,11 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from mindspeed.built_model import TrainedModel
-from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
 from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
+from mindspeed.storage import directory
 from mindspeed.training import adapters, data, loop, setup
 from mindspeed.training.counting import CountedRows, FullRows
 from mindspeed.training.flops import training_flops

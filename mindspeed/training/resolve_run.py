@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed.checkpoint.directory import tracked
 from mindspeed.lora import flags as lora_flags
 from mindspeed.models.hf_load import is_hf
+from mindspeed.storage.directory import tracked
 from mindspeed.training.sinks import missing_packages
 
 

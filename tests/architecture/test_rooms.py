@@ -35,6 +35,7 @@ MAY_ASK_FOR_ARGUMENTS = {
     "cli",
     "training",
     "checkpoint",
+    "storage",
     "data",
     "models",
     "lora",

@@ -332,7 +332,7 @@ import torch
 import mindspeed.megatron_adaptor
 from mindspeed.checkpoint.weights.convert import Target, convert
 from mindspeed.checkpoint.weights.hugging_face import args_of
-from mindspeed.checkpoint.weights.whole import Weights
+from mindspeed.models.weight_source import Weights
 from mindspeed.device import host_memory
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.layout import Layout

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.checkpoint import directory
 from mindspeed.errors import CheckpointError, SecurityError
+from mindspeed.storage import directory
 
 
 def write(root: Path, iteration: int) -> Path:

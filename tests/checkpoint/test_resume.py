@@ -102,8 +102,8 @@ STRATEGIES = "megatron.core.dist_checkpointing.strategies"
         (f"{STRATEGIES}.common", "TorchCommonSaveStrategy.save_common"),
         (f"{STRATEGIES}.filesystem_async", "FileSystemWriterAsync.finish"),
         ("megatron.core.dist_checkpointing.serialization", "save_config"),
-        ("mindspeed.checkpoint.directory", "harden_tree"),
-        ("mindspeed.checkpoint.directory", "atomic_write_text"),
+        ("mindspeed.storage.directory", "harden_tree"),
+        ("mindspeed.storage.directory", "atomic_write_text"),
     ],
     ids=["common part", "index", "description", "digests", "tracker"],
 )

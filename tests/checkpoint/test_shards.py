@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed.checkpoint import directory
-from mindspeed.checkpoint.global_tensors import GlobalTensors
+from mindspeed.storage import directory
+from mindspeed.storage.global_tensors import GlobalTensors
 from mindspeed.testing.ranks import RankError
 from tests.checkpoint.shards_ranks import refusals
 from tests.support import fault

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import SecurityError
+from mindspeed.storage.safe_metadata import read_index
 from tests.support.enumerations import Attribute
 
 

@@ -34,7 +34,7 @@ def saved(value: Any) -> bytes:
 
 def plant_in_entry(prefix: str, bomb: Bomb, checkpoint: Path) -> None:
     """Replace all byte entries of a ``torch_dist`` checkpoint whose names begin so."""
-    from mindspeed.checkpoint.untrusted import read_index
+    from mindspeed.storage.safe_metadata import read_index
 
     index, payload, found = read_index(checkpoint), saved(bomb), 0
     for key, info in index.storage_data.items():
@@ -49,7 +49,7 @@ def plant_in_entry(prefix: str, bomb: Bomb, checkpoint: Path) -> None:
 
 
 def plant_in_index(bomb: Bomb, checkpoint: Path) -> None:
-    from mindspeed.checkpoint.untrusted import read_index
+    from mindspeed.storage.safe_metadata import read_index
 
     index = read_index(checkpoint)
     index.planner_data = {"a": bomb}

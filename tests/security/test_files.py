@@ -358,7 +358,7 @@ class TestNames:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-        from mindspeed.checkpoint.untrusted import read_index
+        from mindspeed.storage.safe_metadata import read_index
 
         where = {MetadataIndex("a"): _StorageInfo("../__0_0.distcp", 0, 1)}
         (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=where)))
@@ -366,9 +366,9 @@ class TestNames:
             read_index(tmp_path)
 
     def test_digests_sidecar_and_deepspeeds_tracker(self, tmp_path: Path) -> None:
-        from mindspeed.checkpoint import directory
-        from mindspeed.checkpoint.digests import Digests, digest_of
         from mindspeed.checkpoint.weights.convert import find_checkpoint
+        from mindspeed.storage import directory
+        from mindspeed.storage.digests import Digests, digest_of
 
         folder = tmp_path / "iter_0000001"
         folder.mkdir()

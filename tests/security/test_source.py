@@ -78,9 +78,9 @@ RULES: dict[str, tuple[Rule, dict[str, str]]] = {
         writes_bare,
         {
             "files.py": "is what the others go through",
-            "checkpoint/global_tensors.py": "into memory",
+            "storage/global_tensors.py": "into memory",
             "checkpoint/weights/": "into files of atomic_writer and secure_open",
-            "checkpoint/directory.py": "inside a directory that is hardened, synced and renamed",
+            "storage/directory.py": "inside a directory that is hardened, synced and renamed",
             "testing/": "temporary files of one test run",
             "device/host_memory.py": "asks the kernel, in /proc, to forget its peak",
         },

@@ -116,8 +116,8 @@ def killed_in_save(save: int, moment: str) -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from mindspeed.checkpoint import directory
     from mindspeed.checkpoint.writer import Writing
+    from mindspeed.storage import directory
 
     if int(os.environ["RANK"]) != 0:
         return

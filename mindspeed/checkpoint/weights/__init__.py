@@ -6,7 +6,7 @@
     legacy (deepspeed)    release/mp_rank_01_model_states.pt         the same, as DeepSpeed has it
     safetensors           release/model.safetensors, megatron.json   whole parameters
 
-A format is a reader, which is a :class:`~mindspeed.checkpoint.weights.whole.Weights` that makes one
+A format is a reader, which is a :class:`~mindspeed.models.weight_source.Weights` that makes one
 parameter at a time, and a function that writes such weights, asking for one parameter at a time. So
 every format converts to every other one, in every layout, and nobody holds a model in memory.
 """

@@ -20,7 +20,6 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from mindspeed.checkpoint import directory
 from mindspeed.checkpoint.weights.hugging_face import HFWeights, family_like, write_hf
 from mindspeed.checkpoint.weights.legacy import LegacyWeights, write_legacy
 from mindspeed.checkpoint.weights.rank_files import is_legacy
@@ -31,16 +30,17 @@ from mindspeed.checkpoint.weights.safetensors_files import (
 )
 from mindspeed.checkpoint.weights.torch_dist import (
     TorchDistWeights,
-    common_state,
     write_torch_dist,
 )
-from mindspeed.checkpoint.weights.whole import Adapted, Weights, padded_vocab
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.files import atomic_write_text, check_path, harden_tree, make_dirs
 from mindspeed.models.families import Family
 from mindspeed.models.hf_files import CONFIG
 from mindspeed.models.layout import Layout
 from mindspeed.models.naming import Scheme
+from mindspeed.models.weight_source import Adapted, Weights, padded_vocab
+from mindspeed.storage import directory
+from mindspeed.storage.common_state import common_state
 from mindspeed.unpickle import check_relative
 
 Format = Literal["hf", "torch_dist", "torch", "deepspeed", "safetensors"]

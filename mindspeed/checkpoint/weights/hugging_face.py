@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mindspeed.checkpoint.weights.whole import Weights
 from mindspeed.data.hf_tokenizer import GENERIC_CLASSES
 from mindspeed.data.hf_tokenizer import read_config as read_config_of_tokenizer
 from mindspeed.errors import CheckpointError
@@ -35,6 +34,7 @@ from mindspeed.models.hf_files import (
 from mindspeed.models.naming import Scheme
 from mindspeed.models.rows import split
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_source import Weights
 
 # What belongs to a model beside its weights; copied as it is.
 COMPANIONS = (

@@ -19,12 +19,12 @@ import torch
 
 from mindspeed.checkpoint.state import stored_args
 from mindspeed.checkpoint.weights.rank_files import Rank, RankFile, file_name, load_files
-from mindspeed.checkpoint.weights.whole import Weights
 from mindspeed.errors import CheckpointError
 from mindspeed.models.families import Family
 from mindspeed.models.layout import Layout, Place, cut, joined, part_shape, places
 from mindspeed.models.naming import Scheme, local_name
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_source import Weights
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OUTPUT = "output_layer.weight"

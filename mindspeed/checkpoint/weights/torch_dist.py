@@ -6,19 +6,17 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mindspeed.checkpoint.global_tensors import GlobalTensors, StoredTensor, write_tensors
 from mindspeed.checkpoint.state import sharding_metadata, stored_args
-from mindspeed.checkpoint.weights.whole import Weights
-from mindspeed.errors import CheckpointError, DamagedCheckpoint, SecurityError
+from mindspeed.errors import CheckpointError
 from mindspeed.files import atomic_write_text, atomic_writer
 from mindspeed.models.families import Family
 from mindspeed.models.naming import address, addresses
 from mindspeed.models.table import Parameter
-from mindspeed.security import safe_torch_load
+from mindspeed.models.weight_source import Weights
+from mindspeed.storage.global_tensors import GlobalTensors, StoredTensor, write_tensors
 
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")  # the rest is the optimizer's
 _LAYERS = ("decoder.", "mtp.")
@@ -68,24 +66,6 @@ class TorchDistWeights(Weights):
                     )
                 return place.key, place.position
         raise CheckpointError(f"{self.where}: there is no tensor for {parameter.name}")
-
-
-def common_state(path: Path) -> dict[str, Any]:
-    """What a ``torch_dist`` checkpoint holds beside tensors: values of the run, iteration ...
-
-    Raises:
-        SecurityError: It holds more than tensors and plain values.
-        DamagedCheckpoint: It is damaged.
-    """
-    try:
-        common = safe_torch_load(path / "common.pt")
-    except SecurityError:
-        raise
-    except (RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path}/common.pt is damaged: {error}") from error
-    if not isinstance(common, dict):
-        raise DamagedCheckpoint(f"{path}/common.pt is no common part of a checkpoint")
-    return common
 
 
 def write_torch_dist(weights: Weights, folder: Path, *, max_file_bytes: int) -> None:

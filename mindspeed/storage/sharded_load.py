@@ -1,7 +1,7 @@
 """Reading the sharded part of a checkpoint: every block is checked, and errors say what is wrong.
 
 Megatron plans the reading and torch's checkpoint library opens the files. Here that library opens
-them through :class:`~mindspeed.checkpoint.digests.CheckedFile`, and what it wraps into one report
+them through :class:`~mindspeed.storage.digests.CheckedFile`, and what it wraps into one report
 of all ranks becomes one of our errors, on all ranks alike.
 """
 
@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mindspeed import device
-from mindspeed.checkpoint.digests import CheckedFile, Digests
 from mindspeed.errors import CheckpointError, DamagedCheckpoint, MindSpeedError
+from mindspeed.storage.digests import CheckedFile, Digests
 from mindspeed.unpickle import refusal
 
 _DAMAGE = (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, ValueError)

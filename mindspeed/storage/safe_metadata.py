@@ -13,8 +13,8 @@ from typing import IO, cast
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed import unpickle
-from mindspeed.checkpoint.digests import CheckedFile, Digests
 from mindspeed.errors import CheckpointError, DamagedCheckpoint, SecurityError
+from mindspeed.storage.digests import CheckedFile, Digests
 
 
 def read_index(checkpoint: Path, digests: Digests | None = None) -> Metadata:

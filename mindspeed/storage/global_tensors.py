@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from mindspeed.checkpoint import directory
-from mindspeed.checkpoint.digests import CheckedFile, Digests
-from mindspeed.checkpoint.untrusted import read_index
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
+from mindspeed.storage import directory
+from mindspeed.storage.digests import CheckedFile, Digests
+from mindspeed.storage.safe_metadata import read_index
 from mindspeed.unpickle import read_object
 
 

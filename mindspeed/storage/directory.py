@@ -2,7 +2,7 @@
 
 A checkpoint is written as ``iter_0000100.tmp`` and renamed when all its bytes are on disk; then the
 tracker file is replaced. So a directory with its final name is complete, whenever a run is killed,
-and what happens to its bytes later its digests show (:mod:`mindspeed.checkpoint.digests`).
+and what happens to its bytes later its digests show (:mod:`mindspeed.storage.digests`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed.checkpoint import digests
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.files import (
     DIRECTORY_MODE,
@@ -24,6 +23,7 @@ from mindspeed.files import (
     harden_tree,
     make_dirs,
 )
+from mindspeed.storage import digests
 from mindspeed.unpickle import check_relative
 
 TRACKER = "latest_checkpointed_iteration.txt"
