@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import mutants  # noqa: E402
 
 ROOMS = """
-adaptor attention checkpoint cli data device evaluation files inference lora models ops profiling
-security te testing training
+adaptor attention cli data device evaluation files inference lora models ops profiling security
+storage te testing training
 """
 
 
