@@ -23,7 +23,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.ranges import whole
 
 if TYPE_CHECKING:
-    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.text_generator import TextGenerator
 
 HELP = "talk with a model"
 
@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
     name = template_name(args)
     options = sampling_options(args)
 
-    def body(generator: Generator) -> None:
-        from mindspeed.inference.chat import talk
+    def body(generator: TextGenerator) -> None:
+        from mindspeed.inference.chat import run_chat
         from mindspeed.inference.conversation import Conversation, template_of, with_stops
 
         template = template_of(generator, name)
         conversation = Conversation(generator, template, args.system or "", args.history_turns)
-        talk(generator, conversation, with_stops(options, template))
+        run_chat(generator, conversation, with_stops(options, template))
 
     return run_model("chat", args, body)

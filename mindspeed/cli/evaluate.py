@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.cli.inference_flags import add_model_arguments, run_model
 from mindspeed.errors import ConfigError
-from mindspeed.evaluation.asking import MODES, Asking
+from mindspeed.evaluation.prompts import MODES, TaskOptions
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.ranges import MAX_RANKS, NOT_NEGATIVE, Range, number, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mindspeed.evaluation.plan import Planned
-    from mindspeed.inference.generator import Generator
+    from mindspeed.evaluation.prepared_tasks import PreparedTask
+    from mindspeed.inference.text_generator import TextGenerator
 
 _SETTINGS = (
     "scoring",
@@ -118,24 +118,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate; started by hand with more than one rank, start the ranks first."""
     _check(args)
-    from mindspeed.evaluation import execute
+    from mindspeed.evaluation import code_execution
     from mindspeed.training.launch import inside_a_job
 
     if args.allow_code_execution and not inside_a_job():
-        execute.warn_about_gaps()
-        print(f"mindspeed evaluate: programs run with {execute.best()}", file=sys.stderr)
+        code_execution.warn_about_gaps()
+        print(
+            f"mindspeed evaluate: programs run with {code_execution.best_isolation()}",
+            file=sys.stderr,
+        )
     return (_run_harness if args.engine == "lm-eval" else _run)(args)
 
 
 def _run(args: argparse.Namespace) -> int:
     """Our own benchmarks."""
-    from mindspeed.evaluation import plan, samples
+    from mindspeed.evaluation import prepared_tasks, samples
     from mindspeed.training.launch import inside_a_job
 
-    planned = plan.plan(
+    planned = prepared_tasks.prepare_tasks(
         args.task,
         args.task_data_path,
-        asking=Asking(args.scoring, args.limit, args.samples, args.max_new_tokens),
+        options=TaskOptions(args.scoring, args.limit, args.samples, args.max_new_tokens),
         shots=args.num_fewshot,
         split=args.split,
         allow_code=args.allow_code_execution,
@@ -152,7 +155,7 @@ def _run_harness(args: argparse.Namespace) -> int:
     _import_megatron_adaptor()
     try:
         from mindspeed.evaluation import lm_eval_run
-        from mindspeed.evaluation.lm_eval_data import LocalTasks
+        from mindspeed.evaluation.lm_eval_tasks import LocalTasks
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--engine lm-eval needs a package that is not installed ({error.name}): "
@@ -163,7 +166,7 @@ def _run_harness(args: argparse.Namespace) -> int:
     tasks = LocalTasks(args.data_dir)
     tasks.check(names, args.num_fewshot, args.allow_code_execution)
 
-    def body(generator: Generator) -> None:
+    def body(generator: TextGenerator) -> None:
         model = lm_eval_run.MindSpeedLM.of(
             generator,
             max_length=args.max_length,
@@ -216,11 +219,11 @@ def _sampling(args: argparse.Namespace) -> SamplingOptions:
     )
 
 
-def _check_choices(args: argparse.Namespace, planned: Sequence[Planned]) -> None:
+def _check_choices(args: argparse.Namespace, planned: Sequence[PreparedTask]) -> None:
     """See that the tokenizer fits the questions, before the model is loaded."""
     _import_megatron_adaptor()
     from mindspeed.data.tokenizer import TokenizerOptions, build_tokenizer
-    from mindspeed.evaluation.plan import check_choices
+    from mindspeed.evaluation.prepared_tasks import check_choices
     from mindspeed.inference.load import Source, resolve_source
 
     source = Source(args.load, args.ckpt_step, args.tp, args.pp, args.tokenizer_model)
@@ -237,14 +240,16 @@ def _import_megatron_adaptor() -> None:
     import mindspeed.megatron_adaptor  # noqa: F401
 
 
-def _evaluate(args: argparse.Namespace, planned: Sequence[Planned], generator: Generator) -> None:
+def _evaluate(
+    args: argparse.Namespace, planned: Sequence[PreparedTask], generator: TextGenerator
+) -> None:
     """Answer and report; rank 0 speaks, all ranks take part."""
     from mindspeed.evaluation import evaluate, report
-    from mindspeed.evaluation.respond import ModelRespondent
+    from mindspeed.evaluation.model_adapter import ModelAdapter
     from mindspeed.evaluation.run import Replica
 
     wrap, stops = _template(args.prompt_type, generator.tokenizer)
-    model = ModelRespondent(
+    model = ModelAdapter(
         generator,
         args.max_length or generator.context_length,
         _sampling(args),
@@ -252,14 +257,14 @@ def _evaluate(args: argparse.Namespace, planned: Sequence[Planned], generator: G
         wrap,
         stops,
     )
-    data = generator.ranks.data
+    data = generator.groups.dp
     replica = Replica(data.rank(), data.size()) if data is not None else Replica()
     results = evaluate.evaluate(
         planned,
         model,
         identity=_identity(args, planned),
         replica=replica,
-        leader=generator.ranks.model.rank() == 0,
+        leader=generator.groups.mp.rank() == 0,
         output=args.output,
         batch_size=args.evaluation_batch_size,
         seed=args.seed,
@@ -282,7 +287,7 @@ def _template(name: str | None, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
     return wrap, tuple(template.stop)
 
 
-def _identity(args: argparse.Namespace, planned: Sequence[Planned]) -> dict[str, Any]:
+def _identity(args: argparse.Namespace, planned: Sequence[PreparedTask]) -> dict[str, Any]:
     """What another command must share to take this run up."""
     from mindspeed.evaluation.evaluate import identity_of
 

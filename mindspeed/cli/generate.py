@@ -26,7 +26,7 @@ from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.ranges import number, whole
 
 if TYPE_CHECKING:
-    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.text_generator import TextGenerator
 
 HELP = "continue a text with a trained model"
 
@@ -83,24 +83,24 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _print_all(
-    generator: Generator, texts: Sequence[str], options: SamplingOptions, batch_size: int
+    generator: TextGenerator, texts: Sequence[str], options: SamplingOptions, batch_size: int
 ) -> None:
-    """Print every prompt with its continuations; rank 0 speaks, all ranks take part."""
+    """Print every prompt with its continuations on rank 0. Collective."""
     import torch.distributed as dist
 
-    speaks = dist.get_rank() == 0
+    prints = dist.get_rank() == 0
     if len(texts) == options.num_return_sequences == options.num_beams == 1:
-        if speaks:
+        if prints:
             print(texts[0], end="", flush=True)
-        for piece in generator.pieces(texts, options):
-            if speaks:
-                print(piece.text, end="", flush=True)
-        if speaks:
+        for chunk in generator.stream(texts, options):
+            if prints:
+                print(chunk.text, end="", flush=True)
+        if prints:
             print()
         return
     results = generator.generate(texts, options, batch_size, share=True)
     for text, completions in zip(texts, results, strict=True):
         for completion in completions:
-            if speaks:
+            if prints:
                 print(text + completion.text)
                 print("-" * 40)

@@ -13,7 +13,7 @@ from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.ranges import ABOVE_ZERO, MAX_RANKS, NOT_NEGATIVE, Range, number, whole
 
 if TYPE_CHECKING:
-    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.text_generator import TextGenerator
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,14 +92,14 @@ def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOption
     return SamplingOptions(**{**values, **more})  # type: ignore[arg-type]
 
 
-def run_model(command: str, args: argparse.Namespace, body: Callable[[Generator], None]) -> int:
+def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenerator], None]) -> int:
     """Load the model and run ``body`` on every rank; started by hand, start the ranks first."""
     from mindspeed.training.quiet import choose_warnings
 
     choose_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import Source, load_model, resolve_source
+    from mindspeed.inference.text_generator import TextGenerator
     from mindspeed.training.guard import stop_together
     from mindspeed.training.launch import inside_a_job, run_ranks
     from mindspeed.training.resolve_parallel import check_fits_here
@@ -115,7 +115,7 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[Generator]
     with stop_together(command):
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone
             loaded = load_model(source, int(os.environ.get("WORLD_SIZE", "1")))
-        body(Generator.of(loaded))
+        body(TextGenerator.of(loaded))
         if inside_a_job():
             leave_job()
     return 0

@@ -24,7 +24,7 @@ from mindspeed.ranges import ABOVE_ZERO, number, whole
 
 if TYPE_CHECKING:
     from mindspeed.data.templates import ChatTemplate
-    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.text_generator import TextGenerator
 
 HELP = "answer requests in the form of OpenAI's API"
 _KEY_VARIABLE = "MINDSPEED_API_KEY"
@@ -82,16 +82,16 @@ def run(args: argparse.Namespace) -> int:
     name, key = template_name(args), api_key(args)
     _check(args, key)
 
-    def body(generator: Generator) -> None:
+    def body(generator: TextGenerator) -> None:
         from mindspeed.inference.server.connections import ConnectionLimits
-        from mindspeed.inference.server.guard import Limits
+        from mindspeed.inference.server.middleware import RequestLimits
         from mindspeed.inference.server.run import Address, ServeOptions, serve
 
         served = args.model_name or Path(args.load.removeprefix("hf:")).name
         options = ServeOptions(
             served,
             Address(args.host, args.port),
-            Limits(key, args.max_body_bytes),
+            RequestLimits(key, args.max_body_bytes),
             _template(generator, name),
             args.max_tokens,
             args.max_rows,
@@ -158,7 +158,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _template(generator: Generator, name: str | None) -> ChatTemplate | None:
+def _template(generator: TextGenerator, name: str | None) -> ChatTemplate | None:
     """The chat template; a model without one still completes texts."""
     from mindspeed.inference.conversation import template_of
 

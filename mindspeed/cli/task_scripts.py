@@ -26,7 +26,7 @@ from mindspeed.errors import MindSpeedError
 from mindspeed.ranges import NOT_NEGATIVE, Range, number, whole
 
 if TYPE_CHECKING:
-    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.text_generator import TextGenerator
 
 PROMPT = "Give three tips for staying healthy."
 PROMPTS = (PROMPT, "How are you?", "Write quick sort code in python")
@@ -75,14 +75,14 @@ def _infer(script: str, argv: Sequence[str]) -> int:
     if not inside_a_job() and args.tp * args.pp > 1:
         return run_ranks([sys.executable, script, *argv], args.tp * args.pp)
 
-    def body(generator: Generator) -> None:
+    def body(generator: TextGenerator) -> None:
         for task in args.task:
             _talk(generator, args) if task == 6 else _continue(generator, task, args)
 
     return run_model("inference", args, body)
 
 
-def _continue(generator: Generator, number: int, args: argparse.Namespace) -> None:
+def _continue(generator: TextGenerator, number: int, args: argparse.Namespace) -> None:
     """Tasks 1 to 5: all ranks generate, rank 0 prints."""
     import torch.distributed as dist
 
@@ -93,13 +93,13 @@ def _continue(generator: Generator, number: int, args: argparse.Namespace) -> No
             print(f"[task {number}] {prompt}\n{answer.text}\n", flush=True)
 
 
-def _talk(generator: Generator, args: argparse.Namespace) -> None:
+def _talk(generator: TextGenerator, args: argparse.Namespace) -> None:
     """Task 6."""
-    from mindspeed.inference.chat import talk
+    from mindspeed.inference.chat import run_chat
     from mindspeed.inference.conversation import Conversation, template_of, with_stops
 
     template = template_of(generator, args.prompt_type)
-    talk(
+    run_chat(
         generator,
         Conversation(generator, template, "", None),
         with_stops(sampling_options(args), template),

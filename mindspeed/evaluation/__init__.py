@@ -3,7 +3,7 @@
     tasks.yaml           what a benchmark is: files, fields, prompt, choices, score, groups
     task.py              that description, typed
     reading.py           files -> records
-    asking.py            records -> questions: examples, prompt, choices
+    options.py            records -> questions: examples, prompt, choices
     plan.py              a command line -> questions, all checked before a model is loaded
     respond.py           who answers: a model under TP x PP, or a stand-in
     run.py               every question once, by data-parallel replicas

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from mindspeed import __version__
-from mindspeed.evaluation import execute, report, run, samples
-from mindspeed.evaluation.asking import Question
-from mindspeed.evaluation.plan import Planned
-from mindspeed.evaluation.respond import Respondent
+from mindspeed.evaluation import code_execution, report, run, samples
+from mindspeed.evaluation.model_adapter import LanguageModel
+from mindspeed.evaluation.prepared_tasks import PreparedTask
+from mindspeed.evaluation.prompts import Question
 from mindspeed.evaluation.samples import Outcome
 from mindspeed.files import atomic_write_text
 
@@ -27,8 +27,8 @@ _PATIENCE = timedelta(days=30)
 
 
 def evaluate(
-    planned: Sequence[Planned],
-    model: Respondent,
+    planned: Sequence[PreparedTask],
+    model: LanguageModel,
     *,
     identity: Mapping[str, Any],
     replica: run.Replica,
@@ -88,7 +88,7 @@ def evaluate(
 
 
 def identity_of(
-    planned: Sequence[Planned], model: Mapping[str, Any], settings: Mapping[str, Any]
+    planned: Sequence[PreparedTask], model: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What makes two runs the same: model, settings, questions."""
     tasks = {item.task.name: item.identity() for item in planned}
@@ -168,7 +168,7 @@ def _run_programs(outcomes: Sequence[Outcome], asked: Sequence[Question]) -> Non
     if not programs:
         return
     with tqdm(total=len(programs), unit="program") as bar:
-        verdicts = execute.check_all([text for _, text in programs], progress=bar.update)
+        verdicts = code_execution.run_programs([text for _, text in programs], progress=bar.update)
     for (outcome, _), verdict in zip(programs, verdicts, strict=True):
         outcome.update(correct=verdict.passed, verdict=verdict.reason)
 
@@ -180,7 +180,7 @@ def program_of(question: Question, answer: str) -> str:
 
 
 def _results(
-    planned: Sequence[Planned], outcomes: Sequence[Outcome], identity: Mapping[str, Any]
+    planned: Sequence[PreparedTask], outcomes: Sequence[Outcome], identity: Mapping[str, Any]
 ) -> dict[str, Any]:
     tasks = {}
     for item in planned:
@@ -190,7 +190,7 @@ def _results(
     programs = any(item.task.score == "program" for item in planned)
     return {
         "mindspeed": __version__,
-        **({"code_execution": execute.record()} if programs else {}),
+        **({"code_execution": code_execution.isolation_record()} if programs else {}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": identity["model"],
         "settings": identity["settings"],

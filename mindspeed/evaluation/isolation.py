@@ -6,7 +6,7 @@ Three things can stand around a program; each is used where the machine allows i
 ``bubblewrap``   a root directory with nothing but the interpreter, the system's libraries and the
                  program's own directory; no network, no view of other processes
 ``namespaces``   where bubblewrap is missing: ``unshare``, no network, no view of other processes
-Landlock,        in the child itself (:mod:`.limited`): which files it reads and writes, which
+Landlock,        in the child itself (:mod:`.sandbox`): which files it reads and writes, which
 seccomp          system calls it makes
 ================ ==============================================================================
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindspeed.evaluation import limited
+from mindspeed.evaluation import sandbox
 
 Wrapper = Literal["bubblewrap", "namespaces", "none"]
 _COMMANDS: dict[Wrapper, str] = {"bubblewrap": "bwrap", "namespaces": "unshare", "none": ""}
@@ -56,9 +56,9 @@ class Isolation:
 
         Args:
             directory: Of the program, the present one.
-            limits: JSON for :mod:`.limited`.
+            limits: JSON for :mod:`.sandbox`.
         """
-        script = str(Path(limited.__file__).resolve())
+        script = str(Path(sandbox.__file__).resolve())
         python = os.path.realpath(sys.executable)
         if self.wrapper == "bubblewrap":
             prefix, script = _bubblewrap(directory, script), _SCRIPT_INSIDE
@@ -79,7 +79,7 @@ class Isolation:
             "use the network": not apart and not self.seccomp,
             "send signals to your processes": not apart
             and not self.seccomp
-            and self.landlock < limited.SCOPES_SINCE,
+            and self.landlock < sandbox.SCOPES_SINCE,
             "outlive its test": not apart and not self.seccomp,
             "use more memory than its limit for some hundredths of a second": not self.seccomp,
         }
@@ -88,7 +88,7 @@ class Isolation:
 
 def candidates() -> Iterator[Isolation]:
     """What could be had on this machine, the safest first; whether it works is another question."""
-    landlock, seccomp = limited.landlock_version(), limited.libseccomp() is not None
+    landlock, seccomp = sandbox.landlock_version(), sandbox.libseccomp() is not None
     present = [name for name, command in _COMMANDS.items() if not command or shutil.which(command)]
     for filters in dict.fromkeys(
         [(landlock, seccomp), (landlock, False), (0, seccomp), (0, False)]
@@ -100,7 +100,7 @@ def candidates() -> Iterator[Isolation]:
 def _bubblewrap(directory: str, script: str) -> list[str]:
     """A root directory of what the program needs, on which it can write its own directory only."""
     command = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
-    for path in limited.readable():
+    for path in sandbox.readable():
         command += ["--ro-bind", path, path]
     command += ["--ro-bind", script, _SCRIPT_INSIDE, "--dev", "/dev", "--bind", directory, _INSIDE]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _INSIDE, "--"]

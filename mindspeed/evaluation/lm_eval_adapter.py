@@ -33,11 +33,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from mindspeed.errors import ConfigError
-from mindspeed.evaluation.remembered import Remembered, key_of
-from mindspeed.evaluation.respond import last_tokens
-from mindspeed.inference.generator import Generator
+from mindspeed.evaluation.model_adapter import last_tokens
+from mindspeed.evaluation.response_cache import ResponseCache, request_key
+from mindspeed.inference.loglikelihood import Pair, Score, loglikelihood
 from mindspeed.inference.sampling import SamplingOptions
-from mindspeed.inference.score import Pair, Score, loglikelihood
+from mindspeed.inference.text_generator import TextGenerator
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 
@@ -81,10 +81,10 @@ class MindSpeedLM(TemplateLM):
             options["weights"] = fingerprint_of_weights(load, ckpt_step, lora_load)
         source = Source(load, ckpt_step, int(tp), int(pp), tokenizer_model, lora_load)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._take(Generator.of(load_model(source, world_size)), **options)
+        self._take(TextGenerator.of(load_model(source, world_size)), **options)
 
     @classmethod
-    def of(cls, generator: Generator, **options: Any) -> MindSpeedLM:
+    def of(cls, generator: TextGenerator, **options: Any) -> MindSpeedLM:
         """For a model that is loaded already; options as of the class."""
         model = cls.__new__(cls)
         model._take(generator, **options)
@@ -92,7 +92,7 @@ class MindSpeedLM(TemplateLM):
 
     def _take(
         self,
-        generator: Generator,
+        generator: TextGenerator,
         max_length: int | None = None,
         batch_size: int | str | None = None,
         tokens_per_batch: int = 4096,
@@ -109,15 +109,15 @@ class MindSpeedLM(TemplateLM):
         self.batch_size = int(batch_size or 16)
         self._tokens_per_batch = int(tokens_per_batch)
         self._prompt_type = prompt_type
-        replicas = generator.ranks.data
+        replicas = generator.groups.dp
         if replicas is not None:
             self._rank, self._world_size = replicas.rank(), replicas.size()
         self._device = "cpu"  # of the numbers that the harness exchanges
-        self._remembered = Remembered(
+        self._remembered = ResponseCache(
             answers,
             {"model": dict(weights or {}), "tokenizer": self.tokenizer_name},
             self._rank,
-            generator.ranks.model.rank() == 0,
+            generator.groups.mp.rank() == 0,
         )
 
     @property
@@ -201,8 +201,8 @@ class MindSpeedLM(TemplateLM):
         seen: Counter[str] = Counter()
         keys = {}
         for index, prompt in prompts.items():
-            plain = key_of("generate", settings, prompt)
-            keys[index] = key_of("generate", settings, prompt, seen[plain])
+            plain = request_key("generate", settings, prompt)
+            keys[index] = request_key("generate", settings, prompt, seen[plain])
             seen[plain] += 1
         return keys
 
@@ -229,17 +229,17 @@ class MindSpeedLM(TemplateLM):
 
     def barrier(self) -> None:
         if self._world_size > 1:
-            dist.barrier(group=self.generator.ranks.data)
+            dist.barrier(group=self.generator.groups.dp)
 
     def _everyones(self, value: Any) -> list[Any]:
         parts: list[Any] = [None] * self._world_size
-        dist.all_gather_object(parts, value, group=self.generator.ranks.data)
+        dist.all_gather_object(parts, value, group=self.generator.groups.dp)
         return parts
 
     def _scores(self, pairs: Sequence[Pair], disable_tqdm: bool) -> list[Score]:
         """Scores of pairs; those that are remembered are not asked for again."""
         remembered = self._remembered
-        keys = [key_of("score", list(context), list(more)) for context, more in pairs]
+        keys = [request_key("score", list(context), list(more)) for context, more in pairs]
         every = dict(zip(keys, pairs, strict=True))
         asked = {key: pair for key, pair in every.items() if key not in remembered.known}
         names = list(asked)
@@ -253,7 +253,7 @@ class MindSpeedLM(TemplateLM):
                 loglikelihood(
                     self.generator.stage,
                     list(asked.values()),
-                    ranks=self.generator.ranks,
+                    groups=self.generator.groups,
                     vocab_size=self.generator.vocab_size,
                     tokens_per_batch=self._tokens_per_batch,
                     progress=keep,

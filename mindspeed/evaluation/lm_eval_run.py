@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lm_eval import simple_evaluate, utils
 
 from mindspeed import __version__
-from mindspeed.evaluation import execute
+from mindspeed.evaluation import code_execution
 from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
-from mindspeed.evaluation.lm_eval_data import LocalTasks
+from mindspeed.evaluation.lm_eval_tasks import LocalTasks
 from mindspeed.files import atomic_write_text
 
 
@@ -52,7 +52,7 @@ def evaluate(
     if results is None or dist.get_rank() != 0:
         return None
     if allow_code:
-        results["config"]["code_execution"] = execute.record()
+        results["config"]["code_execution"] = code_execution.isolation_record()
     return results
 
 

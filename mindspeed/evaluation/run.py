@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from mindspeed.evaluation import answers
-from mindspeed.evaluation.asking import Question
-from mindspeed.evaluation.respond import Respondent
+from mindspeed.evaluation import answer_matching
+from mindspeed.evaluation.model_adapter import LanguageModel
+from mindspeed.evaluation.prompts import Question
 from mindspeed.evaluation.samples import Outcome
-from mindspeed.inference.text import cut_at_stop
+from mindspeed.inference.text_stream import truncate_at_stop
 
 Append = Callable[[Sequence[Outcome]], object]
 
@@ -30,7 +30,7 @@ class Replica:
 
 def answer_all(
     questions: Sequence[Question],
-    model: Respondent,
+    model: LanguageModel,
     *,
     replica: Replica = Replica(),
     done: Mapping[str, Outcome] | None = None,
@@ -67,7 +67,7 @@ def answer_all(
     return outcomes
 
 
-def fitting(question: Question, model: Respondent) -> tuple[str, Outcome]:
+def fitting(question: Question, model: LanguageModel) -> tuple[str, Outcome]:
     """The prompt with as many examples as the model's length allows, and what became of it.
 
     A prompt that is too long without any example is cut on the left by the model.
@@ -115,7 +115,7 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question
 
 
 def _compare(
-    batch: Sequence[Question], prompts: Sequence[str], model: Respondent, seed: int
+    batch: Sequence[Question], prompts: Sequence[str], model: LanguageModel, seed: int
 ) -> list[Outcome]:
     """The likeliest choice of each question; one call for the whole batch."""
     pairs = [
@@ -134,16 +134,16 @@ def _compare(
 
 
 def _generate(
-    batch: Sequence[Question], prompts: Sequence[str], model: Respondent, seed: int
+    batch: Sequence[Question], prompts: Sequence[str], model: LanguageModel, seed: int
 ) -> list[Outcome]:
     """Text, judged unless it is a program: those run later, once, on rank 0."""
     first = batch[0]
     texts = model.generate(prompts, first.stop, first.max_new_tokens, _seed(seed, first))
     outcomes = []
     for question, raw in zip(batch, texts, strict=True):
-        text, correct = cut_at_stop(raw, question.stop), None
+        text, correct = truncate_at_stop(raw, question.stop), None
         if question.target is not None and question.score != "program":
-            correct = answers.judge(question.score, text, question.target)
+            correct = answer_matching.is_correct(question.score, text, question.target)
         outcomes.append({"answer": text, "correct": correct})
     return outcomes
 

@@ -1,7 +1,7 @@
 """What a benchmark is: an entry of ``tasks.yaml``, typed.
 
 A new benchmark is a new entry. What cannot be said in data, how a raw record becomes fields and how
-generated text becomes an answer, is named there and looked up in ``asking.PREPARE`` and
+generated text becomes an answer, is named there and looked up in ``options.PREPARE`` and
 ``answers.SCORES``.
 """
 

@@ -1,1 +1,14 @@
-"""Text generation with trained models."""
+"""Text generation and scoring with trained models, under tensor and pipeline parallelism.
+
+load                  a checkpoint or a Hugging Face directory -> this rank's model stage
+text_generator        model + tokenizer + process groups: texts in, texts out
+gpt_model             the same with the interface of transformers (hf_generate, prompts)
+generate, decoder     the decoding loop; forward passes with a KV cache, through all stages
+sampling, beam_search next tokens from logits
+text_stream           tokens -> text, incrementally, with stop strings
+continuous_batching   requests that enter and leave a running batch (ragged_batch)
+loglikelihood         log-probabilities of given continuations
+chat, conversation    chat on a terminal
+server                OpenAI-compatible HTTP server
+parallel_groups, rank0_broadcast   communication between the ranks
+"""

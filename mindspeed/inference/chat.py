@@ -1,7 +1,7 @@
-"""A conversation at the keyboard, or from a pipe.
+"""Interactive chat on a terminal, or with lines from a pipe.
 
-Rank 0 reads lines and prints; every line is agreed upon by all ranks before anything happens, so
-that commands, errors and the end of the input are the same everywhere.
+Rank 0 reads lines and prints; every line is broadcast to all ranks first, so that commands, errors
+and the end of the input are the same on all of them.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from typing import Any, TextIO
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.files import atomic_write_text
-from mindspeed.inference.control import Control
 from mindspeed.inference.conversation import Conversation
-from mindspeed.inference.generator import Generator
+from mindspeed.inference.rank0_broadcast import Rank0Broadcast
 from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.inference.text_generator import TextGenerator
 
 HELP = """\
 q, quit, exit       leave
-clear, new          forget the conversation
+clear, new          start a new conversation
 /save FILE          write the conversation as JSON
-/params             show how tokens are chosen
-/params NAME=VALUE  change it, for example: /params temperature=0.5 top_p=0.9
-/help               this text"""
+/params             show the sampling parameters
+/params NAME=VALUE  change them, for example: /params temperature=0.5 top_p=0.9
+/help               show this text"""
 
-_LEAVE = ("q", "quit", "exit", "/quit", "/exit")
-_FORGET = ("clear", "new", "/clear", "/new")
+_QUIT = ("q", "quit", "exit", "/quit", "/exit")
+_CLEAR = ("clear", "new", "/clear", "/new")
 _SHOWN = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens", "seed")
 
 
 class Chat:
-    """Lines in, text out.
+    """The chat loop.
 
     Args:
         generator: The model.
-        conversation: What it is told.
-        options: How tokens are chosen; stop strings of the template are part of it.
-        control: The ranks.
-        lines: What the user says, on rank 0.
-        out: Where answers go, on rank 0.
-        interactive: Print prompts for a person.
+        conversation: The history.
+        options: Sampling options, including the template's stop strings.
+        control: Broadcasts lines from rank 0.
+        lines: User input, on rank 0.
+        out: Output, on rank 0.
+        interactive: Print ``You >>`` and ``Model >>``.
     """
 
     def __init__(
         self,
-        generator: Generator,
+        generator: TextGenerator,
         conversation: Conversation,
         options: SamplingOptions,
-        control: Control,
+        control: Rank0Broadcast,
         lines: Iterator[str],
         out: TextIO,
         interactive: bool = False,
@@ -61,34 +61,34 @@ class Chat:
         self._lines, self._out, self._interactive = lines, out, interactive
 
     def run(self) -> None:
-        """Talk until the user leaves or the input ends. Collective."""
-        while (line := self._control.agree(self._next_line())) is not None:
+        """Chat until the user quits or the input ends. Collective."""
+        while (line := self._control.broadcast(self._next_line())) is not None:
             line = line.strip()
-            if line in _LEAVE:
+            if line in _QUIT:
                 return
             try:
                 if line:
-                    self._obey(line)
+                    self._handle(line)
             except (MindSpeedError, OSError) as error:
                 self._print(f"{error}\n")
 
     def _next_line(self) -> str | None:
-        if not self._control.leads:
+        if not self._control.is_source:
             return None
         if self._interactive:
             self._print("You >> ")
         return next(self._lines, None)
 
-    def _obey(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         command, _, rest = line.partition(" ")
-        if line in _FORGET:
+        if line in _CLEAR:
             self._conversation.clear()
         elif line == "/help":
             self._print(HELP + "\n")
         elif command == "/save":
             self._save(rest.strip())
         elif command == "/params":
-            self._parameters(rest.split())
+            self._set_parameters(rest.split())
         elif command.startswith("/"):
             self._print(f"{command} is unknown; /help lists the commands\n")
         else:
@@ -96,25 +96,25 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         options = replace(self._options, seed=self._options.seed + len(self._conversation.history))
-        tokens = self._conversation.ask(question, options)
+        tokens = self._conversation.add_user_message(question, options)
         if self._interactive:
             self._print("Model >> ")
         text = ""
-        for piece in self._generator.pieces([tokens], options):
-            self._print(piece.text)
-            text += piece.text
+        for chunk in self._generator.stream([tokens], options):
+            self._print(chunk.text)
+            text += chunk.text
         self._print("\n")
-        self._conversation.answered(text.strip())
+        self._conversation.add_assistant_message(text.strip())
 
     def _save(self, path: str) -> None:
         if not path:
-            self._print("/save needs the name of a file\n")
-        elif self._control.leads:
+            self._print("/save needs a file name\n")
+        elif self._control.is_source:
             content = {"messages": self._conversation.messages}
             atomic_write_text(path, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
             self._print(f"saved {path}\n")
 
-    def _parameters(self, changes: list[str]) -> None:
+    def _set_parameters(self, changes: list[str]) -> None:
         values: dict[str, Any] = {}
         for change in changes:
             name, _, value = change.partition("=")
@@ -123,21 +123,21 @@ class Chat:
                 self._print(f"{name} is unknown; there are {', '.join(_SHOWN)}\n")
                 return
             try:
-                values[name] = _READERS[type(before := getattr(self._options, name))](value)
+                values[name] = _PARSERS[type(before := getattr(self._options, name))](value)
             except (ValueError, KeyError):
-                self._print(f"{name}={value}: a value like {before} is needed\n")
+                self._print(f"{name}={value} is invalid; an example is {before}\n")
                 return
         self._options = replace(self._options, **values)
         for name in _SHOWN:
             self._print(f"{name}={getattr(self._options, name)}\n")
 
     def _print(self, text: str) -> None:
-        if self._control.leads and text:
+        if self._control.is_source and text:
             self._out.write(text)
             self._out.flush()
 
 
-_READERS: dict[type, Callable[[str], object]] = {
+_PARSERS: dict[type, Callable[[str], object]] = {
     bool: lambda text: {"true": True, "false": False}[text.lower()],
     int: int,
     float: float,
@@ -145,7 +145,7 @@ _READERS: dict[type, Callable[[str], object]] = {
 
 
 def lines_of(stream: TextIO) -> Iterator[str]:
-    """Lines as they come; a terminal gets line editing where Python has it."""
+    """Lines as they arrive, with line editing on a terminal if Python has readline."""
     if stream.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401
@@ -157,13 +157,15 @@ def lines_of(stream: TextIO) -> Iterator[str]:
     yield from stream
 
 
-def talk(generator: Generator, conversation: Conversation, options: SamplingOptions) -> None:
-    """Chat through this process's standard input and output. Collective."""
+def run_chat(
+    generator: TextGenerator, conversation: Conversation, options: SamplingOptions
+) -> None:
+    """Chat on standard input and output. Collective."""
     Chat(
         generator,
         conversation,
         options,
-        Control(),
+        Rank0Broadcast(),
         lines_of(sys.stdin),
         sys.stdout,
         interactive=sys.stdin.isatty() and sys.stdout.isatty(),

@@ -1,4 +1,4 @@
-"""A conversation: messages to a prompt that fits, and the answer's place in the history."""
+"""A conversation: its messages, and the prompt of as many of them as fit the context length."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import replace
 from mindspeed.data import templates
 from mindspeed.data.templates import ChatTemplate
 from mindspeed.errors import DataError
-from mindspeed.inference.generator import Generator
 from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.inference.text_generator import TextGenerator
 
 Message = Mapping[str, str]
 
 
 class Conversation:
-    """What was said so far.
+    """The history of a chat.
 
     Args:
-        generator: The model that answers.
-        template: How messages become text.
-        system: Stands before everything; empty for the template's own.
-        turns: Questions and answers to remember, at most; None for all that fit.
+        generator: The model.
+        template: Chat template.
+        system: System message; empty for the template's default.
+        turns: Maximum number of question-answer turns in the prompt; None for all that fit.
     """
 
     def __init__(
         self,
-        generator: Generator,
+        generator: TextGenerator,
         template: ChatTemplate,
         system: str = "",
         turns: int | None = None,
@@ -37,17 +37,17 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """Everything, the system message first."""
+        """All messages, the system message first."""
         return [*self._system, *self.history]
 
-    def ask(self, question: str, options: SamplingOptions) -> list[int]:
-        """Add a question; forget the oldest turns until prompt and answer fit.
+    def add_user_message(self, question: str, options: SamplingOptions) -> list[int]:
+        """Add a user message; drop the oldest turns until prompt and answer fit.
 
         Returns:
             The prompt's ids.
 
         Raises:
-            DataError: Even the question alone is too long; it is not added.
+            DataError: The message alone is too long; it is not added.
         """
         history = [*self.history, {"role": "user", "content": question}]
         keep = len(history) // 2 if self._turns is None else min(self._turns, len(history) // 2)
@@ -60,44 +60,44 @@ class Conversation:
                 return tokens
             if keep == 0:
                 raise DataError(
-                    f"the question is {len(tokens):,} tokens long, {max(room, 0):,} fit: the model "
+                    f"the message is {len(tokens):,} tokens long, {max(room, 0):,} fit: the model "
                     f"has {self._generator.context_length:,} positions, --max-new-tokens "
                     f"{options.max_new_tokens} of them for the answer"
                 )
             keep -= 1
 
-    def answered(self, text: str) -> None:
-        """Add the answer to the last question."""
+    def add_assistant_message(self, text: str) -> None:
+        """Add the model's answer."""
         self.history.append({"role": "assistant", "content": text})
 
     def clear(self) -> None:
-        """Forget everything but the system message."""
+        """Drop all messages but the system message."""
         self.history = []
 
 
 def prompt_of(
-    generator: Generator, template: ChatTemplate, messages: Sequence[Message]
+    generator: TextGenerator, template: ChatTemplate, messages: Sequence[Message]
 ) -> list[int]:
-    """Ids of a conversation up to where the assistant speaks.
+    """Token ids of a conversation, ending with the start of the assistant's message.
 
     Raises:
-        DataError: The template has no place for a message.
+        DataError: The template cannot render a message.
     """
     text = template.render(messages, add_generation_prompt=True).text
     return generator.encode(text, start=template.plain)
 
 
-def template_of(generator: Generator, name: str | None) -> ChatTemplate:
-    """The template ``name``, by default the tokenizer's own.
+def template_of(generator: TextGenerator, name: str | None) -> ChatTemplate:
+    """The chat template ``name``, by default the tokenizer's.
 
     Raises:
-        ConfigError: It is unknown, or the tokenizer is none of Hugging Face's.
-        DataError: The tokenizer has none.
+        ConfigError: It is unknown, or the tokenizer is not a Hugging Face one.
+        DataError: The tokenizer has no chat template.
     """
     tokenizer = generator.tokenizer if hasattr(generator.tokenizer, "directory") else None
     return templates.load(name or "hf", tokenizer)
 
 
 def with_stops(options: SamplingOptions, template: ChatTemplate) -> SamplingOptions:
-    """Options under which an answer ends where the template ends it."""
+    """``options`` with the template's stop strings added."""
     return replace(options, stop=tuple(dict.fromkeys((*options.stop, *template.stop))))

@@ -1,13 +1,13 @@
-"""Tokens in, logits of the last one out: passes through all stages of a model.
+"""Forward passes for decoding: token ids in, logits out, through all pipeline stages.
 
     first stage --hidden--> ... --hidden--> last stage: logits of all TP ranks gathered
 
-With the cache (Megatron's ``StaticInferenceContext``) a pass costs what its own tokens cost; keys
-and values of the rest are kept: 2 x layers x rows x length x kv heads x head size elements over all
-ranks. Without (``recompute``) every pass runs the whole sequences, exactly as training does: slow,
-and the truth that the cache is compared with.
+With a KV cache (Megatron's ``StaticInferenceContext``) a pass computes only its new tokens. The
+cache takes 2 x layers x batch size x length x kv heads x head size elements over all ranks. Without
+(``recompute``) every pass runs the whole sequences, exactly as in training: slow, and the reference
+that tests compare the cache with.
 
-Per pass and stage boundary ``b x s x hidden`` elements travel.
+Communication: ``b x s x hidden`` elements per pass and stage boundary.
 """
 
 from __future__ import annotations
@@ -18,39 +18,44 @@ from typing import Any
 import torch
 
 from mindspeed import device
-from mindspeed.inference.ranks import ModelRanks
+from mindspeed.inference.parallel_groups import ModelParallelGroups
 
 
 class Decoder:
-    """Sequences that grow together, one row each.
+    """A batch of sequences of equal length that grow together.
 
     Args:
         model: This rank's stage, a ``GPTModel`` without wrappers.
-        ranks: The ranks that hold the model.
-        rows: Number of sequences.
-        length: Tokens that the longest may reach.
-        recompute: Keep no cache.
+        groups: Process groups of the model.
+        batch_size: Number of sequences.
+        max_length: Maximum tokens per sequence.
+        recompute: Keep no KV cache.
     """
 
     def __init__(
-        self, model: Any, ranks: ModelRanks, rows: int, length: int, recompute: bool = False
+        self,
+        model: Any,
+        groups: ModelParallelGroups,
+        batch_size: int,
+        max_length: int,
+        recompute: bool = False,
     ) -> None:
-        self._model, self._ranks = model, ranks
-        self._place = device.current().torch_device()
-        self._seen = torch.empty(rows, 0, dtype=torch.long)
+        self._model, self._groups = model, groups
+        self._device = device.current().torch_device()
+        self._seen = torch.empty(batch_size, 0, dtype=torch.long)
         self._context = None
         if not recompute:
             from megatron.core.inference.contexts import StaticInferenceContext
 
-            self._context = StaticInferenceContext(rows, length)
+            self._context = StaticInferenceContext(batch_size, max_length)
 
     @property
     def context(self) -> Any:
-        """Megatron's, which holds keys and values."""
+        """Megatron's inference context, which holds the KV cache."""
         return self._context
 
     def copy(self) -> Decoder:
-        """The same sequences once more, to go on differently; with a cache only."""
+        """A copy of the sequences and their KV cache. Not with ``recompute``."""
         other = Decoder.__new__(Decoder)
         other.__dict__ |= self.__dict__
         other._context = copy(self._context)
@@ -62,17 +67,17 @@ class Decoder:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of this rank's keys and values."""
+        """Size of this rank's KV cache in bytes."""
         pairs = self._context.key_value_memory_dict.values() if self._context else ()
         return sum(t.numel() * t.element_size() for pair in pairs for t in pair)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Append ``tokens`` ``[b, s]``; logits ``[b, v]`` behind them, on the last stage only."""
+        """Append int64 ``tokens`` ``[b, s]``; on the last stage logits ``[b, v]`` after them."""
         output = self._append(tokens)
         return None if output is None else output[:, -1]
 
-    def everywhere(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """As a call, with a cache only; logits ``[b, s, v]`` behind each of ``tokens``."""
+    def all_positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """As a call, but logits ``[b, s, v]`` after every token. Not with ``recompute``."""
         self._context.materialize_only_last_token_logits = False  # type: ignore[union-attr]
         try:
             return self._append(tokens)
@@ -83,49 +88,52 @@ class Decoder:
         if self._context is None:
             self._seen = tokens = torch.cat((self._seen, tokens), dim=1)
         start = self._context.sequence_len_offset if self._context else 0
-        rows, length = tokens.shape
+        batch_size, length = tokens.shape
         if length == 1 and start:
             self._context.enable_decode_mode()  # type: ignore[union-attr]
 
         def stage() -> torch.Tensor:
             return self._model(  # type: ignore[no-any-return]
-                tokens.to(self._place),
-                torch.arange(start, start + length, device=self._place).expand(rows, -1),
+                tokens.to(self._device),
+                torch.arange(start, start + length, device=self._device).expand(batch_size, -1),
                 self._causal_mask(length),
                 inference_context=self._context,
                 runtime_gather_output=True,
             )
 
-        output = self._ranks.run_stage(self._model, rows, length, stage)
+        output = self._groups.run_stage(self._model, batch_size, length, stage)
         if self._context is not None:
             self._context.sequence_len_offset += length
         return output
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Go on with these rows: row ``i`` becomes a copy of row ``rows[i]``.
+    def select(self, indices: torch.Tensor) -> None:
+        """Reindex the batch: sequence ``i`` becomes a copy of sequence ``indices[i]``.
 
-        Repeats a prompt for several continuations, follows beams to their parents, drops what has
-        ended. Only the part of the cache that is in use is copied.
+        Repeats a prompt for several continuations, follows beams to their parents, drops ended
+        sequences. Only the used part of the KV cache is copied.
+
+        Args:
+            indices: int64 ``[new batch size]`` on the CPU.
         """
-        if torch.equal(rows, torch.arange(self._rows)):
+        if torch.equal(indices, torch.arange(self._batch_size)):
             return
         if self._context is None:
-            self._seen = self._seen[rows]
+            self._seen = self._seen[indices]
             return
-        rows, used = rows.to(self._place), self._context.sequence_len_offset
+        indices, used = indices.to(self._device), self._context.sequence_len_offset
         for layer, pair in self._context.key_value_memory_dict.items():
-            new = [t.new_empty(t.shape[0], len(rows), *t.shape[2:]) for t in pair]
+            new = [t.new_empty(t.shape[0], len(indices), *t.shape[2:]) for t in pair]
             for target, source in zip(new, pair, strict=True):
-                torch.index_select(source[:used], 1, rows, out=target[:used])
+                torch.index_select(source[:used], 1, indices, out=target[:used])
             self._context.key_value_memory_dict[layer] = tuple(new)
-        self._context.max_batch_size = len(rows)
+        self._context.max_batch_size = len(indices)
 
     @property
-    def _rows(self) -> int:
+    def _batch_size(self) -> int:
         return self._context.max_batch_size if self._context else len(self._seen)
 
     def _causal_mask(self, length: int) -> torch.Tensor | None:
-        """Megatron's form: True is hidden. A single token sees all keys there are."""
+        """bool ``[1, 1, s, s]``, True where masked; None for one token, which sees all keys."""
         if length == 1:
             return None
-        return torch.ones(1, 1, length, length, dtype=torch.bool, device=self._place).triu(1)
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=self._device).triu(1)

@@ -1,15 +1,15 @@
-"""Continue token sequences with a GPT under tensor and pipeline parallelism.
+"""Autoregressive generation with a GPT under tensor and pipeline parallelism.
 
-The prompt goes through the model once, then one token at a time (:mod:`.decoder`). Prompts of
-different length run in one batch without padding: the batch starts at the shortest, and longer ones
-are fed their own next token instead of the model's until they end.
+The prompt goes through the model once (prefill), then one token at a time (:mod:`.decoder`).
+Prompts of different length share a batch without padding: the prefill stops at the length of the
+shortest; longer prompts are then fed their own next token instead of a sampled one until they end.
 
     first stage --hidden--> ... --hidden--> last stage
-         ^                                       | its first rank chooses
+         ^                                       | its TP rank 0 samples
          +------------- token ids, broadcast ----+ over the model-parallel group
 
-Per step ``b`` ids are broadcast: all ranks see the same ids and cannot diverge. Which rows have
-ended follows from the ids alone, on every rank for itself.
+Each step broadcasts ``b`` ids, so all ranks see the same ids and cannot diverge. Every rank derives
+from the ids alone which sequences have ended.
 
 Megatron's ``StaticInferenceEngine`` is not used: it sends the whole logits to every stage through a
 function that insists on CUDA tensors, cannot combine top-k with top-p, maps padded vocabulary
@@ -27,37 +27,50 @@ import torch
 
 from mindspeed.errors import DataError
 from mindspeed.inference.decoder import Decoder
-from mindspeed.inference.ranks import ModelRanks
-from mindspeed.inference.sampling import SamplingOptions, choose, generator_of, process
+from mindspeed.inference.parallel_groups import ModelParallelGroups
+from mindspeed.inference.sampling import (
+    SamplingOptions,
+    generator_of,
+    process_logits,
+    sample_tokens,
+)
 
-__all__ = ["ModelRanks", "Step", "TokenScores", "check_prompts", "generate", "steps", "stream"]
+__all__ = [
+    "DecodeStep",
+    "ModelParallelGroups",
+    "TokenScores",
+    "check_prompts",
+    "decode_steps",
+    "generate",
+    "stream",
+]
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities at one place, by the model's own logits.
+    """Log-probabilities at one position, computed from the unprocessed logits.
 
     Attributes:
-        chosen: Of the token that was taken.
-        best: The most likely tokens and theirs, as many as were asked for.
+        sampled: Log-probability of the token that was sampled.
+        top: ``(id, log-probability)`` of the most likely tokens, as many as requested.
     """
 
-    chosen: float
-    best: tuple[tuple[int, float], ...] = ()
+    sampled: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one step brought.
+class DecodeStep:
+    """Output of one step. Keys are sequence indices.
 
     Attributes:
-        tokens: Row -> its new token.
-        ended: Row -> ``"stop"`` (end token or stop string) or ``"length"``.
-        scores: Row -> log-probabilities of the new token, where asked for.
+        tokens: New token of each sequence.
+        finished: ``"stop"`` (end token or stop string) or ``"length"`` of sequences that ended.
+        scores: Log-probabilities of the new tokens, if requested.
     """
 
     tokens: dict[int, int]
-    ended: dict[int, str]
+    finished: dict[int, str]
     scores: dict[int, TokenScores] = field(default_factory=dict)
 
 
@@ -66,15 +79,15 @@ def generate(
     prompts: Sequence[Sequence[int]],
     options: SamplingOptions,
     *,
-    ranks: ModelRanks,
+    groups: ModelParallelGroups,
     vocab_size: int,
     eod: int | Collection[int] | None = None,
 ) -> list[list[int]]:
     """Return the new tokens of every prompt; ``eod`` ends a sequence and is not returned."""
     output: list[list[int]] = [[] for _ in prompts]
-    for step in stream(model, prompts, options, ranks=ranks, vocab_size=vocab_size, eod=eod):
-        for row, token in step.items():
-            output[row].append(token)
+    for step in stream(model, prompts, options, groups=groups, vocab_size=vocab_size, eod=eod):
+        for index, token in step.items():
+            output[index].append(token)
     return output
 
 
@@ -83,173 +96,192 @@ def stream(
     prompts: Sequence[Sequence[int]],
     options: SamplingOptions,
     *,
-    ranks: ModelRanks,
+    groups: ModelParallelGroups,
     vocab_size: int,
     eod: int | Collection[int] | None = None,
 ) -> Iterator[dict[int, int]]:
-    """Yield ``{row: new token}`` after every step; the same on every rank of the model."""
-    for step in steps(model, prompts, options, ranks=ranks, vocab_size=vocab_size, eos=ids(eod)):
+    """Yield ``{sequence index: new token}`` after every step; the same on all ranks."""
+    eos = end_token_set(eod)
+    for step in decode_steps(
+        model, prompts, options, groups=groups, vocab_size=vocab_size, eos=eos
+    ):
         yield step.tokens
 
 
-def ids(eod: int | Collection[int] | None) -> frozenset[int]:
-    """End tokens as a set."""
+def end_token_set(eod: int | Collection[int] | None) -> frozenset[int]:
+    """End token ids as a set."""
     if eod is None:
         return frozenset()
     return frozenset({eod} if isinstance(eod, int) else eod)
 
 
 @torch.inference_mode()
-def steps(
+def decode_steps(
     model: Any,
     prompts: Sequence[Sequence[int]],
     options: SamplingOptions,
     *,
-    ranks: ModelRanks,
+    groups: ModelParallelGroups,
     vocab_size: int,
     eos: Collection[int] = (),
-    ends: Callable[[int, int], bool] | None = None,
-    numbers: Sequence[int] | None = None,
-) -> Iterator[Step]:
-    """Generate greedily or by sampling, step by step; the same on every rank of the model.
+    should_stop: Callable[[int, int], bool] | None = None,
+    seed_offsets: Sequence[int] | None = None,
+) -> Iterator[DecodeStep]:
+    """Generate greedily or by sampling, step by step; the same on all ranks of the model.
 
-    Row ``i * num_return_sequences + j`` is continuation ``j`` of prompt ``i``.
+    Sequence ``i * num_return_sequences + j`` is continuation ``j`` of prompt ``i``.
 
     Args:
         model: This rank's stage, a ``GPTModel`` without wrappers. It is put into evaluation mode.
         prompts: Token ids of each prompt, at least one.
-        options: How many tokens, and how they are chosen.
-        ranks: The ranks that hold the model.
-        vocab_size: Entries of the tokenizer; the model's padded entries are never chosen.
+        options: Sampling options and limits.
+        groups: Process groups of the model.
+        vocab_size: Entries of the tokenizer; padded vocabulary entries are never sampled.
         eos: Ids that end a sequence; they are not returned.
-        ends: Called with row and new token in order, on every rank; True ends the row.
-        numbers: Numbers of the rows that their draws depend on; default: as they come.
+        should_stop: Called on every rank with sequence index and new token, in order; True ends
+            the sequence.
+        seed_offsets: Added to ``options.seed`` for each sequence; default: its index.
 
     Raises:
-        DataError: A prompt is empty, or has ids outside the vocabulary, or is too long.
+        DataError: A prompt is empty, has ids outside the vocabulary, or is too long.
     """
     check_prompts(model, prompts, options, vocab_size)
     model.eval()
     copies = options.num_return_sequences
     batch = _Batch(prompts, copies, options.max_new_tokens)
-    numbers = range(len(prompts) * copies) if numbers is None else numbers
-    generators = [generator_of(options.seed, number) for number in numbers]
-    decoder = Decoder(model, ranks, len(prompts), batch.tokens.shape[1], options.recompute)
-    logits = decoder(batch.tokens[::copies, : batch.end])
+    offsets = range(len(prompts) * copies) if seed_offsets is None else seed_offsets
+    generators = [generator_of(options.seed, offset) for offset in offsets]
+    decoder = Decoder(model, groups, len(prompts), batch.tokens.shape[1], options.recompute)
+    logits = decoder(batch.tokens[::copies, : batch.length])
     decoder.select(torch.arange(len(prompts)).repeat_interleave(copies))
     if logits is not None:
         logits = logits.repeat_interleave(copies, dim=0)
     while True:
-        rows = batch.rows
-        chosen, scores = _chosen(logits, batch, options, vocab_size, eos, generators, ranks)
-        step = batch.append(chosen, scores, eos, ends)
-        yield step
-        if not batch.rows:
+        running = batch.running
+        sampled, scores = _sample(logits, batch, options, vocab_size, eos, generators, groups)
+        yield batch.append(sampled, scores, eos, should_stop)
+        if not batch.running:
             return
-        places = {row: place for place, row in enumerate(rows)}
-        decoder.select(torch.tensor([places[row] for row in batch.rows]))
-        logits = decoder(batch.tokens[batch.rows, batch.end - 1 : batch.end])
+        position = {sequence: i for i, sequence in enumerate(running)}
+        decoder.select(torch.tensor([position[sequence] for sequence in batch.running]))
+        logits = decoder(batch.tokens[batch.running, batch.length - 1 : batch.length])
 
 
 class _Batch:
-    """The sequences and how far they are. The same on every rank.
+    """The tokens of all sequences and which of them are still running. The same on every rank.
 
     Attributes:
-        tokens: All sequences, ``[rows, longest]``.
-        end: Tokens per row that the model has seen or is about to see.
-        rows: Rows that the model still runs.
+        tokens: int64 ``[sequences, longest]``.
+        length: Tokens per sequence that the model has processed or is about to process.
+        running: Indices of the sequences that have not ended.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], copies: int, new_tokens: int) -> None:
-        self.lengths = [len(prompt) for prompt in prompts for _ in range(copies)]
-        self.end = min(self.lengths)
-        self.rows = list(range(len(self.lengths)))
+        self.prompt_lengths = [len(prompt) for prompt in prompts for _ in range(copies)]
+        self.length = min(self.prompt_lengths)
+        self.running = list(range(len(self.prompt_lengths)))
         self._new_tokens = new_tokens
-        self.tokens = torch.zeros(len(self.rows), max(self.lengths) + new_tokens, dtype=torch.long)
-        for row in self.rows:
-            prompt = prompts[row // copies]
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt)
+        longest = max(self.prompt_lengths) + new_tokens
+        self.tokens = torch.zeros(len(self.running), longest, dtype=torch.long)
+        for index in self.running:
+            prompt = prompts[index // copies]
+            self.tokens[index, : len(prompt)] = torch.tensor(prompt)
 
     @property
-    def past_prompt(self) -> list[int]:
-        """Places in ``rows`` of those whose next token is the model's choice."""
-        return [p for p, row in enumerate(self.rows) if self.lengths[row] <= self.end]
+    def sampling(self) -> list[int]:
+        """Positions in ``running`` of sequences past their prompt, whose next token is sampled."""
+        return [i for i, s in enumerate(self.running) if self.prompt_lengths[s] <= self.length]
 
     def append(
         self,
-        chosen: list[int],
+        sampled: list[int],
         scores: list[TokenScores] | None,
         eos: Collection[int],
-        ends: Callable[[int, int], bool] | None,
-    ) -> Step:
-        """Take the chosen tokens of the rows that are past their prompt."""
-        step = Step({}, {})
-        for place in self.past_prompt:
-            row, token = self.rows[place], chosen[place]
+        should_stop: Callable[[int, int], bool] | None,
+    ) -> DecodeStep:
+        """Append the sampled tokens to the sequences that are past their prompt."""
+        step = DecodeStep({}, {})
+        for i in self.sampling:
+            sequence, token = self.running[i], sampled[i]
             if token in eos:
-                step.ended[row] = "stop"
+                step.finished[sequence] = "stop"
                 continue
-            self.tokens[row, self.end] = token
-            step.tokens[row] = token
+            self.tokens[sequence, self.length] = token
+            step.tokens[sequence] = token
             if scores is not None:
-                step.scores[row] = scores[place]
-            if ends is not None and ends(row, token):
-                step.ended[row] = "stop"
-            elif self.end + 1 == self.lengths[row] + self._new_tokens:
-                step.ended[row] = "length"
-        self.end += 1
-        self.rows = [row for row in self.rows if row not in step.ended]
+                step.scores[sequence] = scores[i]
+            if should_stop is not None and should_stop(sequence, token):
+                step.finished[sequence] = "stop"
+            elif self.length + 1 == self.prompt_lengths[sequence] + self._new_tokens:
+                step.finished[sequence] = "length"
+        self.length += 1
+        self.running = [s for s in self.running if s not in step.finished]
         return step
 
 
-def _chosen(
+def _sample(
     logits: torch.Tensor | None,
     batch: _Batch,
     options: SamplingOptions,
     vocab_size: int,
     eos: Collection[int],
     generators: Sequence[torch.Generator],
-    ranks: ModelRanks,
+    groups: ModelParallelGroups,
 ) -> tuple[list[int], list[TokenScores] | None]:
-    """The next token of every running row, on every rank, and its log-probability if asked for."""
-    chosen = torch.zeros(len(batch.rows), dtype=torch.long)
-    places = batch.past_prompt  # the others draw nothing: a batch does not change its rows
-    if logits is not None and ranks.chooses and places:
+    """Next token of every running sequence and, if requested, its scores; on every rank.
+
+    ``logits`` ``[running, v]`` exist on the last pipeline stage only.
+    """
+    sampled = torch.zeros(len(batch.running), dtype=torch.long)
+    # Sequences inside their prompt draw nothing, so that batching does not change their output.
+    positions = batch.sampling
+    if logits is not None and groups.is_sampling_rank and positions:
         raw = logits[:, :vocab_size].float()
-        rows = [batch.rows[place] for place in places]
-        new_tokens = [batch.end - batch.lengths[row] for row in rows]
-        scores = process(raw[places], batch.tokens[rows, : batch.end], options, eos, new_tokens)
-        chosen[places] = choose(scores, options, [generators[row] for row in rows])
-    chosen = ranks.broadcast(chosen)
+        sequences = [batch.running[i] for i in positions]
+        new_tokens = [batch.length - batch.prompt_lengths[s] for s in sequences]
+        context = batch.tokens[sequences, : batch.length]
+        scores = process_logits(raw[positions], context, options, eos, new_tokens)
+        sampled[positions] = sample_tokens(scores, options, [generators[s] for s in sequences])
+    sampled = groups.broadcast(sampled)
     if options.logprobs is None:
-        return chosen.tolist(), None
-    table = torch.zeros(len(batch.rows), 1 + 2 * options.logprobs)
-    if logits is not None and ranks.chooses:
-        table = table_of(logits[:, :vocab_size].float(), chosen, options.logprobs)
-    return chosen.tolist(), [scores_of(line) for line in ranks.broadcast(table).tolist()]
+        return sampled.tolist(), None
+    packed = torch.zeros(len(batch.running), 1 + 2 * options.logprobs)
+    if logits is not None and groups.is_sampling_rank:
+        packed = pack_token_scores(logits[:, :vocab_size].float(), sampled, options.logprobs)
+    scored = [unpack_token_scores(values) for values in groups.broadcast(packed).tolist()]
+    return sampled.tolist(), scored
 
 
-def table_of(logits: torch.Tensor, chosen: torch.Tensor, best: int) -> torch.Tensor:
-    """``[b, 1 + 2 * best]``: log-probability of ``chosen``, those of the best, the best's ids.
+def pack_token_scores(logits: torch.Tensor, sampled: torch.Tensor, top_n: int) -> torch.Tensor:
+    """Scores as one tensor that can be broadcast.
 
     Ids stay exact as fp32 numbers: vocabularies are smaller than 2^24.
+
+    Args:
+        logits: fp32 ``[b, v]``.
+        sampled: int64 ``[b]``, on the CPU.
+        top_n: Number of most likely tokens.
+
+    Returns:
+        fp32 ``[b, 1 + 2 * top_n]`` on the CPU: log-probability of ``sampled``, the ``top_n``
+        largest log-probabilities, their ids.
     """
     logprobs = logits.log_softmax(-1).cpu()
-    values, tokens = logprobs.topk(min(best, logprobs.shape[1]))
-    return torch.cat((logprobs.gather(1, chosen[:, None]), values, tokens.float()), dim=1)
+    values, tokens = logprobs.topk(min(top_n, logprobs.shape[1]))
+    return torch.cat((logprobs.gather(1, sampled[:, None]), values, tokens.float()), dim=1)
 
 
-def scores_of(line: Sequence[float]) -> TokenScores:
-    """A line of :func:`table_of`."""
-    best = (len(line) - 1) // 2
-    values, tokens = line[1 : 1 + best], line[1 + best :]
-    return TokenScores(line[0], tuple(zip(map(int, tokens), values, strict=True)))
+def unpack_token_scores(values: Sequence[float]) -> TokenScores:
+    """The scores in one row of :func:`pack_token_scores`."""
+    top_n = (len(values) - 1) // 2
+    logprobs, tokens = values[1 : 1 + top_n], values[1 + top_n :]
+    return TokenScores(values[0], tuple(zip(map(int, tokens), logprobs, strict=True)))
 
 
 def check_prompts(
     model: Any, prompts: Sequence[Sequence[int]], options: SamplingOptions, vocab_size: int
 ) -> None:
-    """Refuse what cannot be continued; the same on every rank, before anything runs."""
+    """Refuse prompts that the model cannot continue; the same on every rank, before it runs."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise DataError("every prompt needs at least one token")
     if any(not 0 <= token < vocab_size for prompt in prompts for token in prompt):
@@ -267,7 +299,7 @@ def check_prompts(
         )
     if kind == "rope":
         warnings.warn(
-            f"prompt and new tokens may become {longest:,} tokens long, the model was trained for "
-            f"{limit:,} positions: what it says beyond them may be worthless",
+            f"prompt and new tokens may reach {longest:,} tokens, the model was trained for "
+            f"{limit:,} positions: its output beyond them may be worthless",
             stacklevel=2,
         )

@@ -1,8 +1,8 @@
-"""A trained model ready to generate, from a checkpoint of any layout or a Hugging Face directory.
+"""Load a trained model for inference, from a checkpoint of any layout or a Hugging Face directory.
 
-The shape of the model, its precision and its tokenizer come from there; tensor and pipeline size
-are free, because the files are resharded while they are read. Only weights are loaded. Sequence
-parallelism and virtual stages play no role in generation and are left off.
+Architecture, precision and tokenizer come from the checkpoint; tensor- and pipeline-parallel sizes
+are free, because weights are resharded while they are read. Only weights are loaded. Sequence
+parallelism and virtual pipeline stages are not used in generation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed.built_model import BuiltModel
 from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture
 from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.inference.foreign_tokenizer import without_text
+from mindspeed.inference.hf_tokenizer_adapter import without_text
 from mindspeed.json_fields import Either, ListOf, Whole, check, or_null, read_object
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.storage import directory
@@ -33,14 +33,14 @@ _END_FIELDS = {"eos_token_id": or_null(Either(Whole(), ListOf(Whole())))}
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """This rank's stage and what belongs to it.
+    """This rank's stage and its tokenizer.
 
     Attributes:
-        stage: Without wrappers, in evaluation mode.
-        tokenizer: The checkpoint's, unless another was asked for.
-        args: Final values.
+        stage: A ``GPTModel`` without wrappers, in evaluation mode.
+        tokenizer: The checkpoint's, unless another was requested.
+        args: Resolved flags.
         eos: Ids that end a text.
-        start: Ids that every text begins with (bos), where the model was trained so.
+        start: Ids that every text begins with (bos), if the model was trained with them.
     """
 
     stage: Any
@@ -52,15 +52,15 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Source:
-    """Which checkpoint, on how many ranks.
+    """A checkpoint and the parallel layout to load it in.
 
     Attributes:
         root: Directory of checkpoints (``--save`` of the training), or ``hf:DIR``.
         step: Iteration; None for the latest.
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
-        tokenizer: Directory of another tokenizer than the checkpoint's.
-        lora: Directory of an adapter, ours or PEFT's.
+        tokenizer: Directory of a tokenizer that replaces the checkpoint's.
+        lora: Directory of a LoRA adapter, mindspeed's or PEFT's.
     """
 
     root: str
@@ -72,38 +72,38 @@ class Source:
 
 
 def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
-    """Final values of a model from a checkpoint; reads one small file, makes no process group.
+    """Resolved flags of a checkpoint's model; reads one small file, creates no process group.
 
     Raises:
-        CheckpointError: There is no good checkpoint.
-        ConfigError: The model cannot be cut as asked.
+        CheckpointError: There is no valid checkpoint.
+        ConfigError: The model cannot be sharded as requested.
     """
     saved = saved_args(source.root, source.step)
-    words = ["--load", source.root, "--finetune", "--no-load-rng", "--exit-on-missing-checkpoint"]
-    words += ["--tensor-model-parallel-size", str(source.tp)]
-    words += ["--pipeline-model-parallel-size", str(source.pp)]
-    words += ["--ckpt-step", str(source.step)] if source.step is not None else []
-    args = parse(words)
+    argv = ["--load", source.root, "--finetune", "--no-load-rng", "--exit-on-missing-checkpoint"]
+    argv += ["--tensor-model-parallel-size", str(source.tp)]
+    argv += ["--pipeline-model-parallel-size", str(source.pp)]
+    argv += ["--ckpt-step", str(source.step)] if source.step is not None else []
+    args = parse(argv)
     take_architecture(args, saved)
     for name in ("bf16", "fp16", "transformer_impl", "padded_vocab_size"):
         if hasattr(saved, name):
             setattr(args, name, getattr(saved, name))
     if source.tokenizer is not None:
         args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", source.tokenizer
-    if is_hf(source.root):  # rows are added while the files are read
+    if is_hf(source.root):  # the vocabulary is padded while the files are read
         multiple = args.make_vocab_size_divisible_by * source.tp
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     vocab = args.padded_vocab_size
     if vocab is not None and vocab % source.tp:
         raise ConfigError(
-            f"the checkpoint's vocabulary of {vocab} rows cannot be divided by "
+            f"the checkpoint's vocabulary of {vocab} entries is not divisible by "
             f"--tensor-model-parallel-size {source.tp}"
         )
     return resolve(args, world_size, training=False).args
 
 
 def load_model(source: Source, world_size: int, provider: ModelProvider = gpt_model) -> LoadedModel:
-    """Make the parallel groups, build and load this rank's stage. Collective."""
+    """Create the process groups, build and load this rank's stage. Collective."""
     args = resolve_source(source, world_size)
     session.install().configure(vars(args))
     setup.initialize(args)
@@ -120,13 +120,13 @@ def build_and_load(
     provider: ModelProvider = gpt_model,
     adapter: str | None = None,
 ) -> LoadedModel:
-    """Build this rank's stage and read its weights from ``--load``, if that is given. Collective.
+    """Build this rank's stage and read its weights from ``--load``, if given. Collective.
 
     Args:
-        args: Final values; the parallel groups exist.
+        args: Resolved flags; the process groups exist.
         tokenizer: Text to ids and back.
         provider: Builds one pipeline stage.
-        adapter: Directory of an adapter to put on the model.
+        adapter: Directory of a LoRA adapter to attach.
     """
     config = transformer_config(args)
     model = BuiltModel(config, build_modules(args, config, provider))
@@ -136,12 +136,12 @@ def build_and_load(
         lora.load(model.modules, adapter)
     special = getattr(args, "tokenizer_hf_include_special_tokens", False)
     start = _start(tokenizer) if special or _from_hugging_face(args) else ()
-    ends = frozenset(_ends(tokenizer, args))
+    ends = frozenset(_end_tokens(tokenizer, args))
     return LoadedModel(model.modules[0].eval(), tokenizer, args, ends, start)
 
 
 def _start(tokenizer: TextTokenizer) -> tuple[int, ...]:
-    """What the tokenizer itself puts before a text, such as bos."""
+    """Ids that the tokenizer itself prepends to a text, such as bos."""
     plain, special = (tokenizer.tokenize_with_offsets(["a"], add) for add in (False, True))
     if plain is None or special is None:
         return ()
@@ -151,16 +151,16 @@ def _start(tokenizer: TextTokenizer) -> tuple[int, ...]:
 
 
 def _from_hugging_face(args: argparse.Namespace) -> bool:
-    """Such models expect what their tokenizer adds; ours saw what preprocessing wrote."""
+    """Such models expect the tokens that their tokenizer adds; ours see preprocessed data."""
     if args.load is None or is_hf(args.load):
         return args.load is not None
     return latest(args.load, args.ckpt_step).name == directory.RELEASE
 
 
-def _ends(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[int]:
-    """The tokenizer's end of text, and all that the model's own files list.
+def _end_tokens(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[int]:
+    """The tokenizer's end of text, and the end tokens that the model's configuration lists.
 
-    As in transformers, ``config.json`` counts where there is no ``generation_config.json``.
+    As in transformers, ``config.json`` is read if there is no ``generation_config.json``.
     """
     if tokenizer.eod >= 0:
         yield tokenizer.eod

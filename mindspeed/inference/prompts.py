@@ -1,4 +1,4 @@
-"""What ``generate`` is given, as rows: texts, ids, nested lists, padded tensors."""
+"""Prompts of ``generate`` in every accepted form: texts, ids, nested lists, padded tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mindspeed.errors import DataError
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts and whether they came as one.
+    """Normalised prompts.
 
     Attributes:
-        rows: Texts, or lists of ids without padding.
-        single: There was one prompt and no list of prompts.
+        entries: Texts, or lists of ids without padding.
+        single: The caller gave one prompt, not a list of prompts.
     """
 
-    rows: list[str | list[int]]
+    entries: list[str | list[int]]
     single: bool
 
     @classmethod
@@ -30,20 +30,20 @@ class Prompts:
         attention_mask: torch.Tensor | None = None,
         pad_token_id: int | None = None,
     ) -> Prompts:
-        """Sort out what was given.
+        """Normalise the prompts of a caller.
 
         Args:
-            given: A text, ids, a list of either, or a tensor ``[s]`` or ``[b, s]``.
-            attention_mask: ``[b, s]``, 0 where a tensor is padding.
-            pad_token_id: Leading ids that are padding, where there is no mask.
+            given: A text, ids, a list of either, or an integer tensor ``[s]`` or ``[b, s]``.
+            attention_mask: ``[b, s]``, 0 at padding; only with a tensor.
+            pad_token_id: Padding id at the start of a tensor, if there is no mask.
 
         Raises:
-            DataError: It is nothing of these.
+            DataError: It has another form.
         """
         if isinstance(given, torch.Tensor):
             return cls._of_tensor(given, attention_mask, pad_token_id)
         if attention_mask is not None:
-            raise DataError("attention_mask belongs to a tensor of ids; lists have no padding")
+            raise DataError("attention_mask needs a tensor of ids; lists have no padding")
         if isinstance(given, str):
             return cls([given], True)
         if not isinstance(given, Sequence) or isinstance(given, bytes):
@@ -53,7 +53,7 @@ class Prompts:
             )
         if given and all(_is_id(item) for item in given):
             return cls([[int(item) for item in given]], True)
-        return cls([_row(item, index) for index, item in enumerate(given)], False)
+        return cls([_entry(item, index) for index, item in enumerate(given)], False)
 
     @classmethod
     def _of_tensor(
@@ -61,22 +61,22 @@ class Prompts:
     ) -> Prompts:
         if given.dim() not in (1, 2) or given.is_floating_point():
             raise DataError(
-                f"input_ids is a tensor of {list(given.shape)} {given.dtype}; ids [s] or [b, s] "
-                "are expected"
+                f"input_ids is a tensor of shape {list(given.shape)} and dtype {given.dtype}; "
+                "integer ids [s] or [b, s] are expected"
             )
-        rows = given[None] if given.dim() == 1 else given
+        batch = given[None] if given.dim() == 1 else given
         if attention_mask is not None:
-            mask = attention_mask.reshape(rows.shape).bool()
+            mask = attention_mask.reshape(batch.shape).bool()
             if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
                 raise DataError(
                     "attention_mask: padding is expected on the left (tokenizer.padding_side)"
                 )
         elif pad_token_id is not None:
-            mask = (rows != pad_token_id).long().cumsum(-1) > 0
+            mask = (batch != pad_token_id).long().cumsum(-1) > 0
         else:
-            mask = torch.ones_like(rows, dtype=torch.bool)
+            mask = torch.ones_like(batch, dtype=torch.bool)
         return cls(
-            [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)], given.dim() == 1
+            [ids[keep].tolist() for ids, keep in zip(batch, mask, strict=True)], given.dim() == 1
         )
 
 
@@ -84,7 +84,7 @@ def _is_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _row(item: Any, index: int) -> str | list[int]:
+def _entry(item: Any, index: int) -> str | list[int]:
     if isinstance(item, str):
         return item
     if isinstance(item, torch.Tensor) and item.dim() == 1:

@@ -1,11 +1,11 @@
-"""How the next token is chosen from logits ``[b, v]``.
+"""Sampling of the next token from logits ``[b, v]``.
 
-    logits -> repetition penalty -> no end before min_new_tokens      greedy: the largest
-                                 -> / temperature -> top_k -> top_p   sampling: a draw
+    logits -> repetition penalty -> no end token before min_new_tokens   greedy: the argmax
+                                 -> / temperature -> top_k -> top_p      sampling: a random draw
 
-The order is Hugging Face's, with both filters at once if both are given. Every sequence draws from
-a CPU generator of its own, made from ``seed`` and the number of the sequence, so that its text
-depends neither on the device, nor on the layout, nor on what else is in the batch.
+The order is Hugging Face's; top-k and top-p may be combined. Every sequence draws from its own CPU
+generator, seeded with ``seed`` and the index of the sequence, so its text depends neither on the
+device, nor on the parallel layout, nor on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import torch
 
 from mindspeed.errors import ConfigError
 
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring seeds over all 64 bits
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive seeds over all 64 bits
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What is generated and how it is chosen.
+    """How many tokens are generated and how they are sampled.
 
     Attributes:
-        max_new_tokens: Upper limit of new tokens per sequence.
+        max_new_tokens: Maximum number of new tokens per sequence.
         greedy: Take the most likely token, or with several beams the most likely beams.
         temperature: Divides the logits before sampling.
-        top_k: Keep the most likely tokens, this many; 0 keeps all.
-        top_p: Keep the fewest most likely tokens that have this probability together.
-        seed: Of all draws.
-        min_new_tokens: The end token is not chosen before.
+        top_k: Sample from the ``top_k`` most likely tokens; 0 keeps all.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities sum to this.
+        seed: Random seed.
+        min_new_tokens: No end token before this many new tokens.
         repetition_penalty: Divides positive logits of tokens that occurred, multiplies negative.
-        num_beams: Sequences that a beam search follows; 1 is no beam search.
+        num_beams: Width of a beam search; 1 disables it.
         length_penalty: A finished beam scores its log-probability / length ** penalty.
-        early_stopping: End a beam search when ``num_beams`` have finished, not when none of the
-            others can become better.
-        num_return_sequences: Continuations of each prompt.
-        stop: Strings that end a sequence; they are no part of its text.
-        logprobs: Also return the log-probability of each token, and of this many most likely ones.
-        recompute: Run the whole sequence for every token instead of keeping keys and values.
+        early_stopping: End a beam search when ``num_beams`` sequences have finished instead of
+            when no running beam can improve on them.
+        num_return_sequences: Continuations per prompt.
+        stop: Strings that end a sequence; they are not part of its text.
+        logprobs: Also return the log-probability of each new token and of the N most likely tokens.
+        recompute: Run the whole sequence for every token instead of keeping a KV cache.
     """
 
     max_new_tokens: int = 128
@@ -98,32 +98,35 @@ class SamplingOptions:
                 "sample without beams"
             )
         if any(not stop for stop in self.stop):
-            return "--stop '': an empty string would stop everything"
+            return "--stop '': an empty string would end every text at once"
         if self.logprobs is not None and self.logprobs < 0:
-            return f"--logprobs {self.logprobs}: 0 (of the chosen tokens) or more is allowed"
+            return f"--logprobs {self.logprobs}: 0 (sampled tokens only) or more is allowed"
         return None
 
 
-def generator_of(seed: int, row: int) -> torch.Generator:
-    """The generator of sequence ``row``."""
-    return torch.Generator().manual_seed((seed * _GOLDEN + row) % 2**63)
+def generator_of(seed: int, index: int) -> torch.Generator:
+    """Random generator of sequence ``index``."""
+    return torch.Generator().manual_seed((seed * _GOLDEN + index) % 2**63)
 
 
-def process(
+def process_logits(
     scores: torch.Tensor,
     tokens: torch.Tensor,
     options: SamplingOptions,
     eos: Collection[int],
     new_tokens: Sequence[int],
 ) -> torch.Tensor:
-    """Apply what holds for greedy choice, sampling and beams alike.
+    """Apply repetition penalty and minimum length, as for greedy decoding, sampling and beams.
 
     Args:
-        scores: Logits, or in beam search log-probabilities, ``[b, v]`` in fp32.
-        tokens: Prompt and new tokens, ``[b, s]``.
-        options: Repetition penalty and least number of tokens.
+        scores: Logits, or in beam search log-probabilities, fp32 ``[b, v]``.
+        tokens: Prompt and new tokens, int64 ``[b, s]``.
+        options: Repetition penalty and minimum number of new tokens.
         eos: Ids that end a sequence.
-        new_tokens: How many of each row's tokens are new.
+        new_tokens: Number of new tokens of each sequence.
+
+    Returns:
+        Processed scores, fp32 ``[b, v]``.
     """
     if options.repetition_penalty != 1:
         tokens = tokens.to(scores.device)
@@ -139,8 +142,10 @@ def process(
     return scores
 
 
-def keep_likely(scores: torch.Tensor, options: SamplingOptions, at_least: int = 1) -> torch.Tensor:
-    """Set what ``top_k`` and ``top_p`` drop to -infinity; ``at_least`` tokens stay in any case."""
+def filter_top_k_top_p(
+    scores: torch.Tensor, options: SamplingOptions, at_least: int = 1
+) -> torch.Tensor:
+    """Set scores ``[b, v]`` outside ``top_k`` and ``top_p`` to -inf; keep ``at_least`` tokens."""
     top_k = max(options.top_k, at_least) if options.top_k else 0
     if 0 < top_k < scores.shape[-1]:
         smallest_kept = scores.topk(top_k).values[:, -1:]
@@ -155,20 +160,20 @@ def keep_likely(scores: torch.Tensor, options: SamplingOptions, at_least: int = 
 
 
 def next_token_probabilities(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
-    """Probabilities ``[b, v]`` that sampling draws from, in fp32."""
-    return keep_likely(logits.float() / options.temperature, options).softmax(-1)
+    """Probabilities that sampling draws from, fp32 ``[b, v]``, of ``logits`` ``[b, v]``."""
+    return filter_top_k_top_p(logits.float() / options.temperature, options).softmax(-1)
 
 
-def choose(
+def sample_tokens(
     logits: torch.Tensor, options: SamplingOptions, generators: Sequence[torch.Generator]
 ) -> torch.Tensor:
-    """Next token ids ``[b]`` on the CPU; one generator a row.
+    """Next token ids, int64 ``[b]`` on the CPU, from ``logits`` ``[b, v]``; one generator per row.
 
-    A draw is the first token at which the summed probabilities exceed a uniform number.
+    A draw is the first token at which the cumulative probability exceeds a uniform number.
     """
     if options.greedy:
         return logits.argmax(-1).cpu()
     sums = next_token_probabilities(logits, options).cpu().double().cumsum(-1)
     uniform = [torch.rand(1, dtype=torch.float64, generator=g) for g in generators]
     drawn = torch.searchsorted(sums, torch.stack(uniform) * sums[:, -1:], right=True)[:, 0]
-    return drawn.clamp(max=sums.shape[1] - 1)  # a product that was rounded up to the sum of all
+    return drawn.clamp(max=sums.shape[1] - 1)  # the product may round up to the total

@@ -18,12 +18,12 @@ from functools import cache
 import psutil
 import pytest
 
-from mindspeed.evaluation import execute, isolation, limited
-from mindspeed.evaluation.execute import Limits, check
+from mindspeed.evaluation import code_execution, isolation, sandbox
+from mindspeed.evaluation.code_execution import ResourceLimits, run_program
 from mindspeed.evaluation.isolation import Isolation
 
 NOTHING = Isolation()
-LANDLOCK, SECCOMP = limited.landlock_version(), limited.libseccomp() is not None
+LANDLOCK, SECCOMP = sandbox.landlock_version(), sandbox.libseccomp() is not None
 MODES = {
     "bubblewrap": Isolation("bubblewrap", LANDLOCK, SECCOMP),
     "bubblewrap alone": Isolation("bubblewrap"),
@@ -138,7 +138,7 @@ def succeeded(target, tmp_path_factory):
     @cache
     def run(around):
         folder = tmp_path_factory.mktemp("files")
-        verdict = check(target.program(folder), Limits(seconds=30), around)
+        verdict = run_program(target.program(folder), ResourceLimits(seconds=30), around)
         assert not verdict.passed
         numbers = [int(part) for part in verdict.reason.replace("none", "").split(",") if part]
         return {list(ATTACKS)[number] for number in numbers}, folder
@@ -202,8 +202,8 @@ def test_ordinary_programs_run_everywhere_and_see_nothing_of_ours(mode, monkeypa
         "assert asyncio.run(asyncio.sleep(0, 3)) == 3\n"
         "print(datetime.datetime.now(), decimal.Decimal(1) / 3)\n"
     )
-    assert check(program, Limits(), around) == execute.Verdict(True, "passed")
-    assert "ModuleNotFoundError" in check("import numpy", Limits(), around).reason
+    assert run_program(program, ResourceLimits(), around) == code_execution.Verdict(True, "passed")
+    assert "ModuleNotFoundError" in run_program("import numpy", ResourceLimits(), around).reason
 
 
 BOMB = (
@@ -246,8 +246,8 @@ DISK = "import time\nfor n in range(90): open(str(n), 'w').write('x' * (1 << 20)
 def test_limits_hold_for_all_processes_together(mode, program, said):
     around = NOTHING if mode == "nothing" else needed(mode)
     before = set(psutil.pids())
-    limits = Limits(seconds=10, bytes=128 << 20)
-    verdict = check(program, limits, around)
+    limits = ResourceLimits(seconds=10, bytes=128 << 20)
+    verdict = run_program(program, limits, around)
     assert not verdict.passed and verdict.reason.startswith(said)
     _wait_until_gone(before)
 
@@ -255,7 +255,7 @@ def test_limits_hold_for_all_processes_together(mode, program, said):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_that_leaves_the_session_dies_with_the_program(mode):
     before = set(psutil.pids())
-    check(LEAVING, Limits(seconds=3), needed(mode))
+    run_program(LEAVING, ResourceLimits(seconds=3), needed(mode))
     _wait_until_gone(before)
 
 
@@ -280,22 +280,22 @@ def _runs_a_program(pid):
 
 def test_what_a_machine_cannot_prevent_is_said_and_recorded(monkeypatch):
     assert MODES["bubblewrap"].gaps() == () or not SECCOMP
-    monkeypatch.setattr(execute, "best", lambda: NOTHING)
+    monkeypatch.setattr(code_execution, "best_isolation", lambda: NOTHING)
     with pytest.warns(UserWarning, match="read every file that you .* command lines, use the netw"):
-        execute.warn_about_gaps()
-    assert execute.record()["isolation"] == "resource limits"
-    assert "outlive its test" in execute.record()["not_prevented"]
-    monkeypatch.setattr(execute, "best", lambda: Isolation("namespaces", 7, True))
-    assert execute.record() == {
+        code_execution.warn_about_gaps()
+    assert code_execution.isolation_record()["isolation"] == "resource limits"
+    assert "outlive its test" in code_execution.isolation_record()["not_prevented"]
+    monkeypatch.setattr(code_execution, "best_isolation", lambda: Isolation("namespaces", 7, True))
+    assert code_execution.isolation_record() == {
         "isolation": "namespaces, Landlock 7, seccomp, resource limits",
         "not_prevented": ["find out whether a file exists"],
     }
 
 
 def test_the_best_that_works_is_taken(monkeypatch):
-    assert execute.best() == next(execute.available())
+    assert code_execution.best_isolation() == next(code_execution.available_isolations())
     monkeypatch.setattr(isolation.shutil, "which", lambda name: None)
-    assert next(execute.available()).wrapper == "none"
+    assert next(code_execution.available_isolations()).wrapper == "none"
     monkeypatch.setattr(isolation, "_COMMANDS", {"bubblewrap": "", "none": ""})
     monkeypatch.setattr(isolation, "_bubblewrap", lambda *unused: ["false"])
-    assert next(execute.available()).wrapper == "none"
+    assert next(code_execution.available_isolations()).wrapper == "none"

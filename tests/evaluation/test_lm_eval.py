@@ -107,9 +107,9 @@ def killed_while_adding(folder: str) -> None:
     import signal
     from pathlib import Path
 
-    from mindspeed.evaluation.remembered import Remembered
+    from mindspeed.evaluation.response_cache import ResponseCache
 
-    remembered = Remembered(Path(folder), {"model": "a"})
+    remembered = ResponseCache(Path(folder), {"model": "a"})
     remembered.add({"one": [1.5, True], "two": "text"})
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -117,7 +117,7 @@ def killed_while_adding(folder: str) -> None:
 def test_answers_outlive_a_killed_process(tmp_path):
     import multiprocessing
 
-    from mindspeed.evaluation.remembered import Remembered
+    from mindspeed.evaluation.response_cache import ResponseCache
 
     folder = tmp_path / "answers"
     child = multiprocessing.get_context("fork").Process(
@@ -126,7 +126,7 @@ def test_answers_outlive_a_killed_process(tmp_path):
     child.start()
     child.join(120)
     assert child.exitcode == -9
-    remembered = Remembered(folder, {"model": "a"})
+    remembered = ResponseCache(folder, {"model": "a"})
     assert remembered.known == {"one": [1.5, True], "two": "text"}
     remembered.add({"one": "other", "three": 3})
     lines = (folder / "samples-0.jsonl").read_text().splitlines()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.evaluation import evaluate, plan, report, run, samples
-from mindspeed.evaluation.asking import Asking
+from mindspeed.evaluation import evaluate, prepared_tasks, report, run, samples
+from mindspeed.evaluation.prompts import TaskOptions
 from mindspeed.evaluation.task import task
 from tests.support.fabricated import WRITERS, KnowsAnswers
 
@@ -24,7 +24,7 @@ def planned_for(root, *names):
     for name in names:
         known.update(WRITERS[name](root / name))
     paths = [f"{name}={root / name}" for name in names]
-    return plan.plan(names, paths, asking=Asking()), known
+    return prepared_tasks.prepare_tasks(names, paths, options=TaskOptions()), known
 
 
 def evaluated(planned, model, output=None, **identity):
@@ -115,7 +115,9 @@ def test_a_directory_belongs_to_one_run(tmp_path):
     evaluated(planned, KnowsAnswers(known), tmp_path / "out", path="a")
     with pytest.raises(ConfigError, match="holds another run, which differs in model; choose"):
         evaluated(planned, KnowsAnswers(known), tmp_path / "out", path="b")
-    others = plan.plan(["boolq"], [str(tmp_path / "boolq")], asking=Asking(limit=3))
+    others = prepared_tasks.prepare_tasks(
+        ["boolq"], [str(tmp_path / "boolq")], options=TaskOptions(limit=3)
+    )
     with pytest.raises(ConfigError, match="holds another run, which differs in tasks"):
         evaluated(others, KnowsAnswers(known), tmp_path / "out", path="a")
 
@@ -171,7 +173,9 @@ def test_results_name_model_prompts_and_numbers(tmp_path):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["model"] == {"files_sha256": "abc"}
     assert len(results["tasks"]["boolq"]["prompts_sha256"]) == 64
-    other = plan.plan(["boolq"], [str(tmp_path / "boolq")], asking=Asking(limit=9))
+    other = prepared_tasks.prepare_tasks(
+        ["boolq"], [str(tmp_path / "boolq")], options=TaskOptions(limit=9)
+    )
     assert other[0].identity()["prompts_sha256"] != planned[0].identity()["prompts_sha256"]
 
 

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.evaluation import answers, evaluate, execute, plan, run
-from mindspeed.evaluation.asking import PREPARE, Asking
+from mindspeed.evaluation import answer_matching, code_execution, evaluate, prepared_tasks, run
+from mindspeed.evaluation.prompts import PREPARE, TaskOptions
 from mindspeed.evaluation.task import FROM_OPTIONS, SAME_FILE, builtin, task
 from tests.support.fabricated import WRITERS, KnowsAnswers
 
@@ -52,7 +52,9 @@ def one_letter_on(right):
 def score(name, root, mode, wrong=0, **options):
     """Results and the stand-in, of which ``wrong`` answers are wrong: the first ones asked."""
     right = WRITERS[name](root)
-    planned = plan.plan([name], [str(root)], asking=Asking(mode), allow_code=True, **options)
+    planned = prepared_tasks.prepare_tasks(
+        [name], [str(root)], options=TaskOptions(mode), allow_code=True, **options
+    )
     [item] = planned
     asked = [mark_of(question) for question in item.questions]
     change = WRONG.get(name, one_letter_on)
@@ -116,7 +118,9 @@ def test_gsm8k_prefers_examples_of_the_data(tmp_path):
     right = WRITERS["gsm8k"](tmp_path)
     rows = (tmp_path / "test.jsonl").read_text()
     (tmp_path / "train.jsonl").write_text(rows.replace("[q-", "[train-"))
-    [item] = plan.plan(["gsm8k"], [str(tmp_path)], asking=Asking(), shots=2)
+    [item] = prepared_tasks.prepare_tasks(
+        ["gsm8k"], [str(tmp_path)], options=TaskOptions(), shots=2
+    )
     assert len(right) == 10
     assert item.questions[0].shots[0] == "Q: [train-0] 0 + 0?\nA: 0+0=so. The answer is 1,000."
 
@@ -144,7 +148,9 @@ def test_several_right_letters_are_generated_even_where_others_are_compared(tmp_
 
 def test_hidden_labels_become_a_submission(tmp_path):
     known = WRITERS["ceval"](tmp_path)
-    planned = plan.plan(["ceval"], [str(tmp_path)], asking=Asking(), split="test")
+    planned = prepared_tasks.prepare_tasks(
+        ["ceval"], [str(tmp_path)], options=TaskOptions(), split="test"
+    )
     results = evaluate.evaluate(
         planned,
         KnowsAnswers(known),
@@ -161,7 +167,7 @@ def test_hidden_labels_become_a_submission(tmp_path):
 
 def test_a_prompt_that_is_too_long_loses_examples_first(tmp_path):
     right = WRITERS["mmlu"](tmp_path)
-    [item] = plan.plan(["mmlu"], [str(tmp_path)], asking=Asking())
+    [item] = prepared_tasks.prepare_tasks(["mmlu"], [str(tmp_path)], options=TaskOptions())
     question = item.questions[0]
     two = len(question.prompt(2))
     model = KnowsAnswers(right, max_length=two + 5)
@@ -176,7 +182,9 @@ def test_a_prompt_that_is_too_long_loses_examples_first(tmp_path):
 def test_programs_of_a_finished_run_are_not_run_again(tmp_path, monkeypatch):
     right = WRITERS["human_eval"](tmp_path / "data")
     paths = [str(tmp_path / "data")]
-    planned = plan.plan(["human_eval"], paths, asking=Asking(limit=2), allow_code=True)
+    planned = prepared_tasks.prepare_tasks(
+        ["human_eval"], paths, options=TaskOptions(limit=2), allow_code=True
+    )
     common = {"identity": evaluate.identity_of(planned, {}, {}), "output": tmp_path / "out"}
     for _ in range(2):
         results = evaluate.evaluate(
@@ -187,14 +195,16 @@ def test_programs_of_a_finished_run_are_not_run_again(tmp_path, monkeypatch):
             **common,
         )
         assert results["tasks"]["human_eval"]["score"] == 1.0
-        monkeypatch.setattr(execute, "check_all", None)
+        monkeypatch.setattr(code_execution, "run_programs", None)
 
 
 def test_pass_at_k_counts_problems_not_programs(tmp_path):
     """Two programs per problem; each problem's second one is wrong."""
     right = WRITERS["human_eval"](tmp_path)
-    asking = Asking(samples=2)
-    planned = plan.plan(["human_eval"], [str(tmp_path)], asking=asking, allow_code=True)
+    options = TaskOptions(samples=2)
+    planned = prepared_tasks.prepare_tasks(
+        ["human_eval"], [str(tmp_path)], options=options, allow_code=True
+    )
 
     class SecondIsWrong(KnowsAnswers):
         def generate(self, prompts, stops, max_new_tokens, seed):
@@ -215,13 +225,15 @@ def test_pass_at_k_counts_problems_not_programs(tmp_path):
     )
     result = results["tasks"]["human_eval"]
     assert (result["metric"], result["questions"], result["score"]) == ("pass@1", 10, 0.5)
-    assert results["code_execution"] == execute.record()
+    assert results["code_execution"] == code_execution.isolation_record()
 
 
 def test_a_task_without_choices_cannot_be_compared(tmp_path):
     WRITERS["gsm8k"](tmp_path)
     with pytest.raises(ConfigError, match="gsm8k has no choices to compare"):
-        plan.plan(["gsm8k"], [str(tmp_path)], asking=Asking("loglikelihood"))
+        prepared_tasks.prepare_tasks(
+            ["gsm8k"], [str(tmp_path)], options=TaskOptions("loglikelihood")
+        )
 
 
 def test_every_description_is_complete():
@@ -231,7 +243,7 @@ def test_every_description_is_complete():
         assert len(subjects) == len(set(subjects))
         if item.name in sizes:
             assert len(subjects) == sizes[item.name]
-        assert item.score in {*answers.SCORES, "program"}
+        assert item.score in {*answer_matching.MATCHERS, "program"}
         assert item.prepare in {None, *PREPARE}
         assert item.shot_files == SAME_FILE or isinstance(item.shot_files, tuple)
         assert item.choices == FROM_OPTIONS or isinstance(item.choices, tuple)

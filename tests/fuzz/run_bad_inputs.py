@@ -85,8 +85,9 @@ def warm_up(root: Path) -> None:
     for name in (*commands, "export", "plot", "attention", "tokenizer", "serve", "doctor", "ops"):
         __import__(f"mindspeed.cli.{name}")
     for name in (
-        "inference.generator", "inference.load", "inference.generate", "evaluation.evaluate",
-        "evaluation.plan", "evaluation.respond", "checkpoint.weights.convert", "lora.merge",
+        "inference.text_generator", "inference.load", "inference.generate", "evaluation.evaluate",
+        "evaluation.prepared_tasks", "evaluation.model_adapter", "checkpoint.weights.convert",
+        "lora.merge",
         "lora.peft", "training.pretrain", "cli.figures", "data.hf_tokenizer", "data.hf_template",
         "data.templates", "cli.attention_picture",
     ):  # fmt: skip

@@ -11,29 +11,29 @@ from mindspeed.inference.sampling import SamplingOptions
 def talk(
     folder: str, layout: tuple[int, int], lines: list[str], turns: int | None = None, new: int = 12
 ) -> Any:
-    """What is printed, the messages, and the prompts the model saw."""
+    """Printed text, messages, and the prompts given to the model."""
     from mindspeed.inference.chat import Chat
-    from mindspeed.inference.control import Control
     from mindspeed.inference.conversation import Conversation, template_of, with_stops
-    from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.rank0_broadcast import Rank0Broadcast
+    from mindspeed.inference.text_generator import TextGenerator
 
     tp, pp = layout
-    generator = Generator.of(load_model(Source(f"hf:{folder}", tp=tp, pp=pp), tp * pp))
+    generator = TextGenerator.of(load_model(Source(f"hf:{folder}", tp=tp, pp=pp), tp * pp))
     template = template_of(generator, None)
     conversation = Conversation(generator, template, "be brief", turns)
     prompts: list[str] = []
-    ask = conversation.ask
+    add_user_message = conversation.add_user_message
 
     def recorded(*arguments: Any) -> list[int]:
-        tokens = ask(*arguments)
+        tokens = add_user_message(*arguments)
         prompts.append(generator.tokenizer.detokenize(tokens))
         return tokens
 
-    conversation.ask = recorded  # type: ignore[method-assign]
+    conversation.add_user_message = recorded  # type: ignore[method-assign]
     out = io.StringIO()
     options = with_stops(SamplingOptions(max_new_tokens=new, greedy=True), template)
-    control = Control()
-    given = iter(lines if control.leads else ["other ranks read nothing"])
+    control = Rank0Broadcast()
+    given = iter(lines if control.is_source else ["other ranks read nothing"])
     Chat(generator, conversation, options, control, given, out).run()
     return out.getvalue(), conversation.messages, prompts

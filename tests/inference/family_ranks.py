@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed.inference.beams import beam_search
+from mindspeed.inference.beam_search import beam_search
 from mindspeed.inference.decoder import Decoder
-from mindspeed.inference.generate import ModelRanks, generate, steps
+from mindspeed.inference.generate import ModelParallelGroups, decode_steps, generate
 from mindspeed.inference.load import Source, load_model
 from mindspeed.inference.sampling import SamplingOptions
 from tests.support.tiny import VOCAB
@@ -14,13 +14,13 @@ from tests.support.tiny import VOCAB
 
 def generated(folder: str, layout: tuple[int, int], prompts: Any, jobs: Any) -> list[Any]:
     """The results of several ``(options, eos)`` with one model on (TP, PP)."""
-    stage, ranks = _stage(folder, *layout)
-    common = {"ranks": ranks, "vocab_size": VOCAB}
+    stage, groups = _stage(folder, *layout)
+    common = {"groups": groups, "vocab_size": VOCAB}
     results: list[Any] = []
     for options, eos in jobs:
         if options.num_return_sequences > 1 == options.num_beams:
             rows: list[list[int]] = [[] for _ in range(len(prompts) * options.num_return_sequences)]
-            for step in steps(stage, prompts, options, eos=eos or (), **common):
+            for step in decode_steps(stage, prompts, options, eos=eos or (), **common):
                 for row, token in step.tokens.items():
                     rows[row].append(token)
             results.append(rows)
@@ -34,14 +34,14 @@ def generated(folder: str, layout: tuple[int, int], prompts: Any, jobs: Any) -> 
 
 
 def logits_both_ways(folder: str, tokens: Any, prompt: int) -> Any:
-    """Logits behind every position from ``prompt`` on: with the cache, and without."""
+    """Logits after every position from ``prompt`` on: with the KV cache, and without."""
     import torch
 
-    stage, ranks = _stage(folder)
+    stage, groups = _stage(folder)
     both = []
     with torch.inference_mode():
         for recompute in (False, True):
-            decoder = Decoder(stage, ranks, *tokens.shape, recompute=recompute)
+            decoder = Decoder(stage, groups, *tokens.shape, recompute=recompute)
             steps = [tokens[:, :prompt], *tokens[:, prompt:].split(1, dim=1)]
             both.append([decoder(step) for step in steps])
     return None if both[0][0] is None else [torch.stack(found)[..., :VOCAB] for found in both]
@@ -49,7 +49,7 @@ def logits_both_ways(folder: str, tokens: Any, prompt: int) -> Any:
 
 def _stage(folder: str, tp: int = 1, pp: int = 1) -> Any:
     loaded = load_model(Source(f"hf:{folder}", tp=tp, pp=pp), tp * pp)
-    return loaded.stage, ModelRanks.of_megatron()
+    return loaded.stage, ModelParallelGroups.of_megatron()
 
 
 GREEDY = SamplingOptions(max_new_tokens=8, greedy=True)

@@ -59,11 +59,11 @@ def seed_style_script(folder: str) -> Any:
 
 def replicas(folder: str) -> Any:
     """Two copies of the model share four prompts; then the prompts of one at a time."""
-    from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import Source, load_model
     from mindspeed.inference.sampling import SamplingOptions
+    from mindspeed.inference.text_generator import TextGenerator
 
-    generator = Generator.of(load_model(Source(f"hf:{folder}"), 2))
+    generator = TextGenerator.of(load_model(Source(f"hf:{folder}"), 2))
     passes: list[int] = []
     generator.stage.register_forward_pre_hook(lambda *inputs: passes.append(len(inputs[1][0])))
     prompts = ["the cat", "user: hello", "birds", "the mat sat"]
@@ -90,13 +90,13 @@ def one_rank_fails(folder: str) -> Any:
     """Rank 1 of a tensor-parallel pair raises in the middle of a text, as in our commands."""
     import torch.distributed as dist
 
-    from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import Source, load_model
     from mindspeed.inference.sampling import SamplingOptions
+    from mindspeed.inference.text_generator import TextGenerator
     from mindspeed.training.guard import stop_together
 
     with stop_together("generate"):
-        generator = Generator.of(load_model(Source(f"hf:{folder}", tp=2), 2))
+        generator = TextGenerator.of(load_model(Source(f"hf:{folder}", tp=2), 2))
         passes: list[int] = []
 
         def fail(*unused: Any) -> None:

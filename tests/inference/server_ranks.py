@@ -1,4 +1,4 @@
-"""The server in one process, asked by starlette's client."""
+"""The server in one process_logits, asked by starlette's client."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ KEY = "a key of our own"
 
 
 def _service(folder: str, **limits: Any) -> Any:
-    from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.text_generator import TextGenerator
 
-    return _service_of(Generator.of(load_model(Source(f"hf:{folder}"), 1)), **limits)
+    return _service_of(TextGenerator.of(load_model(Source(f"hf:{folder}"), 1)), **limits)
 
 
 def _service_of(generator: Any, **limits: Any) -> Any:
-    from mindspeed.inference.control import Control
     from mindspeed.inference.conversation import template_of
+    from mindspeed.inference.rank0_broadcast import Rank0Broadcast
     from mindspeed.inference.server.app import Service
     from mindspeed.inference.server.engine import Engine
 
-    engine = Engine(generator, Control(), limits.pop("waiting", 4), limits.pop("timeout", 60))
+    engine = Engine(
+        generator, Rank0Broadcast(), limits.pop("max_queue", 4), limits.pop("timeout", 60)
+    )
     return Service(engine, "tiny", template_of(generator, None), 64, 4, **limits)
 
 
@@ -30,9 +32,9 @@ def _client(service: Any, limits: Any = None) -> Any:
     from starlette.testclient import TestClient
 
     from mindspeed.inference.server.app import create_app
-    from mindspeed.inference.server.guard import Limits
+    from mindspeed.inference.server.middleware import RequestLimits
 
-    app = create_app(service, limits or Limits(None, 4000))
+    app = create_app(service, limits or RequestLimits(None, 4000))
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 
@@ -50,9 +52,9 @@ def _content(answer: Any) -> Any:
 
 def with_key(folder: str, headers: list[dict[str, str]]) -> list[int]:
     """The statuses of a request with these headers, where a key is needed."""
-    from mindspeed.inference.server.guard import Limits
+    from mindspeed.inference.server.middleware import RequestLimits
 
-    with _client(_service(folder), Limits(KEY)) as client:
+    with _client(_service(folder), RequestLimits(KEY)) as client:
         return [client.get("/v1/models", headers=each).status_code for each in headers] + [
             client.get("/health").status_code
         ]
@@ -60,7 +62,7 @@ def with_key(folder: str, headers: list[dict[str, str]]) -> list[int]:
 
 def failures(folder: str) -> Any:
     """What clients see while the model fails, is slow, or is busy, and afterwards."""
-    service = _service(folder, waiting=1)
+    service = _service(folder, max_queue=1)
     stage, engine = service.generator.stage, service.engine
     body = {"prompt": "the cat", "max_tokens": 4, "temperature": 0}
     seen: dict[str, Any] = {}
@@ -91,7 +93,7 @@ def failures(folder: str) -> Any:
         threads[0].start()
         started.wait(60)
         threads[1].start()
-        while engine.waiting == 0:  # the second one is on its way into the queue
+        while engine.queue_length == 0:  # the second one is on its way into the queue
             threads[1].join(0.01)
         seen["busy"] = post()
         go_on.set()
@@ -112,7 +114,7 @@ def failures(folder: str) -> Any:
 
 def at_once(folder: str, prompts: list[str], rows: int) -> dict[str, Any]:
     """Texts of requests one by one and of the same all at once, and the rows of every pass."""
-    service = _service(folder, waiting=len(prompts))
+    service = _service(folder, max_queue=len(prompts))
     service.engine._rows = rows
     sizes: list[int] = []
     started, go_on = threading.Event(), threading.Event()
@@ -141,7 +143,7 @@ def at_once(folder: str, prompts: list[str], rows: int) -> dict[str, Any]:
         started.wait(120)
         for thread in threads[1:]:
             thread.start()
-        while service.engine.waiting < len(prompts) - 1:
+        while service.engine.queue_length < len(prompts) - 1:
             threads[1].join(0.01)
         go_on.set()
         for thread in threads:
@@ -164,11 +166,11 @@ def echoed(folder: str, prompt: str) -> list[dict[str, Any]]:
 
 
 def leaving(folder: str) -> Any:
-    """Passes of the model for a stream whose reader leaves after its first piece."""
+    """Forward passes for a stream whose client disconnects after the first chunk."""
     import asyncio
 
     from mindspeed.inference.sampling import SamplingOptions
-    from mindspeed.inference.server.engine import Job
+    from mindspeed.inference.server.engine import GenerationJob
 
     service = _service(folder)
     passes: list[int] = []
@@ -178,17 +180,17 @@ def leaving(folder: str) -> Any:
     def count(*unused: Any) -> None:
         passes.append(1)
         if len(passes) == 2:
-            seen.wait(60)  # until the reader has gone
+            seen.wait(60)  # until the client has disconnected
 
     stage.register_forward_pre_hook(count)
     options = SamplingOptions(max_new_tokens=60, greedy=True)
     service = replace(service)
 
     async def read_one() -> None:
-        pieces = engine.pieces(Job([[5, 6]], options))
-        async for _ in pieces:
+        chunks = engine.stream(GenerationJob([[5, 6]], options))
+        async for _ in chunks:
             break
-        await pieces.aclose()
+        await chunks.aclose()
         seen.set()
 
     engine.start()

@@ -77,11 +77,11 @@ def test_mistakes_are_answered_and_the_chat_goes_on(ranks, folder, tmp_path):
     for message in (
         "/nonsense is unknown; /help lists the commands",
         "heat is unknown; there are greedy",
-        "top_p=warm: a value like 1.0 is needed",
+        "top_p=warm is invalid; an example is 1.0",
         "--temperature 0.0",
         "/save needs the name of a file",
         "no/such/directory",
-        "the question is",
+        "the message is",
         "max_new_tokens=12",
         "forget the conversation",
     ):

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 import uvicorn
 
 from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
-from mindspeed.inference.server.guard import Guard, Limits
+from mindspeed.inference.server.middleware import AccessMiddleware, RequestLimits
 
 HEAD = "HTTP/1.1\r\nHost: localhost\r\n"
 GET = f"GET /hello {HEAD}\r\n".encode()
@@ -48,7 +48,7 @@ def serving(limits):
     """The port of a server in a thread."""
     application.go_on, application.sent = threading.Event(), 0
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    config = uvicorn_config(Guard(application, Limits()), "127.0.0.1", 0, limits)
+    config = uvicorn_config(AccessMiddleware(application, RequestLimits()), "127.0.0.1", 0, limits)
     config.log_config = None
     server = uvicorn.Server(config)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),))

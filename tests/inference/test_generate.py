@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from mindspeed.inference.decoder import Decoder
-from mindspeed.inference.generate import ModelRanks, generate, stream
+from mindspeed.inference.generate import ModelParallelGroups, generate, stream
 from mindspeed.inference.sampling import SamplingOptions
 from tests.inference import tiny_gpt
 
@@ -19,8 +19,8 @@ NEW_TOKENS = 12
 
 def generated(tp, pp, implementation, prompts, options, eod=None):
     model = tiny_gpt.build(tp, pp, implementation)
-    ranks = ModelRanks.of_megatron()
-    return generate(model, prompts, options, ranks=ranks, vocab_size=tiny_gpt.VOCAB, eod=eod)
+    groups = ModelParallelGroups.of_megatron()
+    return generate(model, prompts, options, groups=groups, vocab_size=tiny_gpt.VOCAB, eod=eod)
 
 
 def greedy_by_full_passes(prompts, new_tokens):
@@ -85,8 +85,8 @@ def test_the_end_token_stops_its_row_only_and_is_not_returned(ranks, truth):
 
 def streamed(prompts, options):
     model = tiny_gpt.build(1, 1, "local")
-    ranks = ModelRanks.of_megatron()
-    return list(stream(model, prompts, options, ranks=ranks, vocab_size=tiny_gpt.VOCAB))
+    groups = ModelParallelGroups.of_megatron()
+    return list(stream(model, prompts, options, groups=groups, vocab_size=tiny_gpt.VOCAB))
 
 
 def test_stream_yields_each_token_once_and_longer_prompts_start_later(ranks, truth):
@@ -103,9 +103,9 @@ def padded_model_output():
     with torch.no_grad():
         model.output_layer.weight[tiny_gpt.VOCAB :] = 100 * model.output_layer.weight[0]
         model.output_layer.weight[tiny_gpt.VOCAB + 1 :] *= -1
-    ranks = ModelRanks.of_megatron()
+    groups = ModelParallelGroups.of_megatron()
     options = SamplingOptions(20, temperature=5.0)
-    return generate(model, PROMPTS, options, ranks=ranks, vocab_size=tiny_gpt.VOCAB)
+    return generate(model, PROMPTS, options, groups=groups, vocab_size=tiny_gpt.VOCAB)
 
 
 def test_padded_vocabulary_entries_are_never_chosen(ranks):
@@ -117,9 +117,9 @@ def refused(prompts):
     model = tiny_gpt.build(1, 1, "local")
     model.position_embedding_type = "learned_absolute"
     options = SamplingOptions(max_new_tokens=tiny_gpt.MAX_LENGTH - 2)
-    ranks = ModelRanks.of_megatron()
+    groups = ModelParallelGroups.of_megatron()
     try:
-        generate(model, prompts, options, ranks=ranks, vocab_size=tiny_gpt.VOCAB)
+        generate(model, prompts, options, groups=groups, vocab_size=tiny_gpt.VOCAB)
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -145,7 +145,7 @@ def passes(tp, pp, recompute):
     seen = []
     layer = model.decoder.layers[0]
     layer.register_forward_pre_hook(lambda *call: seen.append(_length(call)), with_kwargs=True)
-    decoder = Decoder(model, ModelRanks.of_megatron(), 2, 24, recompute)
+    decoder = Decoder(model, ModelParallelGroups.of_megatron(), 2, 24, recompute)
     with torch.inference_mode():
         for length in (10, 1, 1, 1):
             decoder(torch.ones(2, length, dtype=torch.long))
@@ -172,7 +172,7 @@ def test_recomputing_runs_the_whole_text_for_every_token(ranks):
 def selected(tp, pp, recompute):
     """Logits after rows were repeated, exchanged and dropped."""
     model = tiny_gpt.build(tp, pp)
-    decoder = Decoder(model, ModelRanks.of_megatron(), 2, 12, recompute)
+    decoder = Decoder(model, ModelParallelGroups.of_megatron(), 2, 12, recompute)
     found = []
     with torch.inference_mode():
         decoder(torch.tensor([[3, 4, 5], [6, 7, 8]]))

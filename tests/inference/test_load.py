@@ -120,10 +120,10 @@ def test_the_command_for_the_ranks_repeats_every_flag():
 
 
 def beginnings_and_ends(folder):
-    from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import load_model
+    from mindspeed.inference.text_generator import TextGenerator
 
-    generator = Generator.of(load_model(Source(f"hf:{folder}"), 1))
+    generator = TextGenerator.of(load_model(Source(f"hf:{folder}"), 1))
     texts = ("cat", "", "<|padding|>cat")
     return generator.start, generator.eos, [generator.encode(text) for text in texts]
 
@@ -152,16 +152,16 @@ def test_texts_begin_and_end_as_the_files_of_the_model_say(ranks, tmp_path):
 
 def rows_without_a_token(folder):
     """Ends of the model, log-probabilities of a text and of what is chosen behind it."""
-    from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.loglikelihood import loglikelihood
     from mindspeed.inference.sampling import SamplingOptions
-    from mindspeed.inference.score import loglikelihood
+    from mindspeed.inference.text_generator import TextGenerator
 
-    generator = Generator.of(load_model(Source(f"hf:{folder}"), 1))
+    generator = TextGenerator.of(load_model(Source(f"hf:{folder}"), 1))
     (score,) = loglikelihood(
         generator.stage,
         [([5, 6, 7], [8, 9])],
-        ranks=generator.ranks,
+        groups=generator.groups,
         vocab_size=generator.vocab_size,
     )
     options = SamplingOptions(max_new_tokens=1, greedy=True, logprobs=3, min_new_tokens=1)
@@ -188,6 +188,6 @@ def test_the_model_counts_rows_of_its_vocabulary_that_the_tokenizer_lacks(ranks,
     assert eos == {0, 4, 11}
     assert score[0] == pytest.approx(float(logprobs[2, 8] + logprobs[3, 9]), abs=1e-4)
     best = logprobs[2].topk(3)
-    assert [token for token, _ in first.best] == best.indices.tolist()
-    assert first.chosen == pytest.approx(float(best.values[0]), abs=1e-4)
+    assert [token for token, _ in first.top] == best.indices.tolist()
+    assert first.sampled == pytest.approx(float(best.values[0]), abs=1e-4)
     assert isinstance(text, str)

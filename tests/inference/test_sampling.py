@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mindspeed.errors import ConfigError
-from mindspeed.inference.beams import BeamSearch
+from mindspeed.inference.beam_search import BeamSearch
 from mindspeed.inference.sampling import (
     SamplingOptions,
-    choose,
+    filter_top_k_top_p,
     generator_of,
-    keep_likely,
     next_token_probabilities,
-    process,
+    process_logits,
+    sample_tokens,
 )
 
 
@@ -35,7 +35,7 @@ def test_probabilities_equal_those_of_hugging_face(temperature, top_k, top_p):
 def test_draws_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(20_000, 1)
     options = SamplingOptions(temperature=1.5)
-    drawn = choose(logits, options, [torch.Generator().manual_seed(1)] * len(logits))
+    drawn = sample_tokens(logits, options, [torch.Generator().manual_seed(1)] * len(logits))
     observed = drawn.bincount(minlength=4).double()
     expected = next_token_probabilities(logits[:1], options)[0].double() * len(drawn)
     chi_square = float(((observed - expected) ** 2 / expected).sum())
@@ -44,7 +44,7 @@ def test_draws_follow_the_distribution():
 
 def test_greedy_takes_the_largest_logit():
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.5, 0.1, 0.2]])
-    chosen = choose(logits, SamplingOptions(greedy=True), [])
+    chosen = sample_tokens(logits, SamplingOptions(greedy=True), [])
     assert chosen.tolist() == [1, 0]
 
 
@@ -75,7 +75,7 @@ def test_beams_keep_two_tokens_as_in_hugging_face(top_k, top_p):
         expected = transformers.TopKLogitsWarper(top_k, min_tokens_to_keep=2)(None, expected)
     if top_p < 1:
         expected = transformers.TopPLogitsWarper(top_p, min_tokens_to_keep=2)(None, expected)
-    kept = keep_likely(scores, SamplingOptions(top_k=top_k, top_p=top_p), at_least=2)
+    kept = filter_top_k_top_p(scores, SamplingOptions(top_k=top_k, top_p=top_p), at_least=2)
     torch.testing.assert_close(kept, expected)
 
 
@@ -88,25 +88,29 @@ def test_penalty_and_least_length_equal_those_of_hugging_face():
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.3)(tokens, logits)
     least = transformers.MinNewTokensLengthLogitsProcessor(6, 4, [7, 9])
     expected = torch.stack([least(tokens[:1], expected[:1])[0], *expected[1:]])
-    found = process(logits, tokens, options, {9, 7}, [3, 4, 5])  # only the first row is too short
+    found = process_logits(
+        logits, tokens, options, {9, 7}, [3, 4, 5]
+    )  # only the first row is too short
     torch.testing.assert_close(found, expected)
 
 
 def test_every_row_draws_for_itself_whatever_stands_beside_it():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(8000, 1)
     options = SamplingOptions(temperature=1.5)
-    drawn = choose(logits, options, [generator_of(5, row) for row in range(len(logits))])
+    drawn = sample_tokens(logits, options, [generator_of(5, row) for row in range(len(logits))])
     expected = next_token_probabilities(logits[:1], options)[0].double() * len(drawn)
     observed = drawn.bincount(minlength=4).double()
     assert float(((observed - expected) ** 2 / expected).sum()) < 16.3  # 0.1 %, 3 degrees
-    some = choose(logits[:5], options, [generator_of(5, row) for row in (3, 70, 0, 7999, 12)])
+    some = sample_tokens(
+        logits[:5], options, [generator_of(5, row) for row in (3, 70, 0, 7999, 12)]
+    )
     assert some.tolist() == drawn[[3, 70, 0, 7999, 12]].tolist()
 
 
 def test_a_token_without_probability_is_never_drawn():
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
     generators = [torch.Generator().manual_seed(1)] * 2000
-    drawn = choose(logits.repeat(2000, 1), SamplingOptions(), generators)
+    drawn = sample_tokens(logits.repeat(2000, 1), SamplingOptions(), generators)
     assert set(drawn.tolist()) == {1, 3}
 
 

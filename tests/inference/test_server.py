@@ -220,7 +220,7 @@ def escaped(path, **body):
     return ("POST", path, {"content": content, "headers": {"Content-Type": "application/json"}})
 
 
-HALF = "the lone surrogate '\\ud83d' is half of a character"
+HALF = "the lone surrogate '\\ud83d' is not a complete character"
 
 REFUSED = {
     "no prompt": (completion(), 400, "prompt"),

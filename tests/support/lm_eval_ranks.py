@@ -84,7 +84,7 @@ def tasks_of(folder: Path) -> Any:
     """The harness' tasks and our own."""
     import lm_eval.tasks
 
-    from mindspeed.evaluation.lm_eval_data import LocalTasks
+    from mindspeed.evaluation.lm_eval_tasks import LocalTasks
 
     own = folder / "own"
     theirs = Path(lm_eval.tasks.__file__).parent
@@ -181,16 +181,18 @@ def too_long(model: str) -> str:
 
 def builtin_scores(model: str, data: str, tp: int, pp: int) -> list[dict[str, Any]]:
     """Our own evaluation of MMLU with the harness' examples in front."""
-    from mindspeed.evaluation import plan, run
-    from mindspeed.evaluation.asking import Asking
-    from mindspeed.evaluation.respond import ModelRespondent
-    from mindspeed.inference.generator import Generator
+    from mindspeed.evaluation import prepared_tasks, run
+    from mindspeed.evaluation.model_adapter import ModelAdapter
+    from mindspeed.evaluation.prompts import TaskOptions
     from mindspeed.inference.load import Source, load_model
     from mindspeed.inference.sampling import SamplingOptions
+    from mindspeed.inference.text_generator import TextGenerator
 
-    planned = plan.plan(["mmlu"], [f"{data}/mmlu"], asking=Asking(), shots=0)
-    generator = Generator.of(load_model(Source(f"hf:{model}", tp=tp, pp=pp), tp * pp))
-    respondent = ModelRespondent(generator, 256, SamplingOptions(greedy=True))
+    planned = prepared_tasks.prepare_tasks(
+        ["mmlu"], [f"{data}/mmlu"], options=TaskOptions(), shots=0
+    )
+    generator = TextGenerator.of(load_model(Source(f"hf:{model}", tp=tp, pp=pp), tp * pp))
+    respondent = ModelAdapter(generator, 256, SamplingOptions(greedy=True))
     return run.in_order(run.answer_all(planned[0].questions, respondent), planned[0].questions)
 
 
@@ -239,15 +241,15 @@ def over_http(model: str) -> dict[str, list[Any]]:
     from starlette.testclient import TestClient
 
     from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
-    from mindspeed.inference.control import Control
-    from mindspeed.inference.generator import Generator
     from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.rank0_broadcast import Rank0Broadcast
     from mindspeed.inference.sampling import SamplingOptions
     from mindspeed.inference.server.app import Service, create_app
     from mindspeed.inference.server.engine import Engine
-    from mindspeed.inference.server.guard import Limits
+    from mindspeed.inference.server.middleware import RequestLimits
+    from mindspeed.inference.text_generator import TextGenerator
 
-    generator = Generator.of(load_model(Source(f"hf:{model}"), 1))
+    generator = TextGenerator.of(load_model(Source(f"hf:{model}"), 1))
     texts = ["It is 7. Question: is it", "Answer:", "yes no A B C D", "It is 1"]
     contexts = [generator.encode(text) for text in texts]
     greedy = SamplingOptions(max_new_tokens=3, greedy=True)
@@ -259,7 +261,7 @@ def over_http(model: str) -> dict[str, list[Any]]:
     api = LocalCompletionsAPI.__new__(LocalCompletionsAPI)
     api.model, api._max_gen_toks, api._seed = "tiny", 1, 1234
     rows = [a + b for a, b in zip(contexts, more, strict=True)]
-    app = create_app(Service(Engine(generator, Control()), "tiny"), Limits())
+    app = create_app(Service(Engine(generator, Rank0Broadcast()), "tiny"), RequestLimits())
     with TestClient(app, base_url="http://localhost") as client:
         body = api._create_payload(rows, generate=False, seed=1234)
         answer = client.post("/v1/completions", json=body)
@@ -278,12 +280,12 @@ def interrupted(model: str, data: str, answers: str) -> dict[str, Any]:
 
     from mindspeed.errors import ConfigError
     from mindspeed.evaluation import lm_eval_adapter
-    from mindspeed.evaluation.remembered import key_of
-    from mindspeed.inference.generator import Generator
+    from mindspeed.evaluation.response_cache import request_key
     from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.text_generator import TextGenerator
 
-    generator = Generator.of(load_model(Source(f"hf:{model}"), 1))
-    score, generate = lm_eval_adapter.loglikelihood, Generator.generate
+    generator = TextGenerator.of(load_model(Source(f"hf:{model}"), 1))
+    score, generate = lm_eval_adapter.loglikelihood, TextGenerator.generate
     asked: list[str] = []
     left = [0]
 
@@ -294,7 +296,7 @@ def interrupted(model: str, data: str, answers: str) -> dict[str, Any]:
 
     def scored(stage: Any, pairs: Any, progress: Any, **more: Any) -> Any:
         def kept(found: Any) -> None:
-            asked.extend(key_of("s", list(pairs[i][0]), list(pairs[i][1])) for i in found)
+            asked.extend(request_key("s", list(pairs[i][0]), list(pairs[i][1])) for i in found)
             progress(found)
             one_pass_less()
 
@@ -303,10 +305,10 @@ def interrupted(model: str, data: str, answers: str) -> dict[str, Any]:
     def generated(self: Any, prompts: Any, options: Any) -> Any:
         one_pass_less()
         found = generate(self, prompts, options)
-        asked.extend(key_of("g", prompt) for prompt in prompts)
+        asked.extend(request_key("g", prompt) for prompt in prompts)
         return found
 
-    lm_eval_adapter.loglikelihood, Generator.generate = scored, generated
+    lm_eval_adapter.loglikelihood, TextGenerator.generate = scored, generated
 
     def run(stop_after: int, folder: str | None, weights: str = "tiny") -> Any:
         left[0] = stop_after

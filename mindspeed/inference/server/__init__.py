@@ -1,9 +1,10 @@
-"""A server with OpenAI's API in front of a model on any number of ranks.
+"""An OpenAI-compatible HTTP server for a model on any number of ranks.
 
     HTTP, event loop          worker thread of rank 0             other ranks
-    app  --- queue --->  engine: one request at a time  ======>  follow()
-         <-- pieces ---                                 broadcasts of control and model
+    app  --- queue --->  engine: continuous batching     ======>  follow()
+         <-- chunks --                                  broadcasts of batch updates and tokens
 
-``guard`` lets nobody in who should not be, ``protocol`` knows what requests and answers look like,
-``app`` joins them, ``engine`` is the only one that touches the model.
+``connections`` limits open connections, ``middleware`` authenticates and limits requests,
+``protocol`` knows the JSON of requests and responses, ``app`` routes them to the ``engine``, the
+only module that runs the model, and ``run`` is the server process.
 """

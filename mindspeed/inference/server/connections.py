@@ -1,15 +1,14 @@
-"""Connections: how long one may be open without a request, and how many there may be.
+"""Limits on open connections: how long one may be idle, and how many there may be.
 
-uvicorn waits for ever for the rest of a request's headers, answers what is no HTTP in plain text,
-and counts idle connections as load. :class:`Connection` adds four rules to its HTTP protocol:
+uvicorn waits forever for the rest of a request's headers, answers malformed HTTP in plain text, and
+counts idle connections as load. :class:`Connection` adds four rules to its HTTP protocol:
 
-* a connection without a request under way is closed after ``idle_seconds``, also when it has sent
-  a part of one (408)
-* of an address with more than ``per_address`` connections, and of all when there are more than
-  ``total``, the one that has been idle longest makes room; where all are busy, the new one's
-  request is refused (429)
-* a client that does not read its answer for ``send_seconds`` is cut off
-* every refusal is JSON in OpenAI's form
+* a connection without an active request is closed after ``idle_seconds``, also when it has sent
+  part of one (408)
+* with more than ``per_address`` connections from one address, or more than ``total``, the one that
+  has been idle longest is closed; if all are busy, the new connection's request is refused (429)
+* a connection whose client does not read its response for ``send_seconds`` is aborted
+* every error is JSON in OpenAI's format
 
 Behind a proxy all clients have the proxy's address: raise ``per_address`` there.
 """
@@ -28,18 +27,18 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mindspeed.inference.server.guard import Receive, Refusal, Send, refuse
+from mindspeed.inference.server.middleware import ApiError, Receive, Send, send_error
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a client may keep open.
+    """Limits on open connections.
 
     Attributes:
-        per_address: Connections of one IP address.
-        total: Connections of all.
-        idle_seconds: Without a request under way; headers must be complete within them.
-        send_seconds: In which a client reads a part of its answer.
+        per_address: Maximum connections from one IP address.
+        total: Maximum connections.
+        idle_seconds: Maximum time without an active request, and to receive all headers.
+        send_seconds: Maximum time in which a client reads nothing of its response.
     """
 
     per_address: int = 128
@@ -49,7 +48,7 @@ class ConnectionLimits:
 
 
 def uvicorn_config(app: Any, host: str, port: int, limits: ConnectionLimits) -> uvicorn.Config:
-    """How uvicorn serves ``app``: our connections, and clients under their own addresses."""
+    """uvicorn's configuration: our connection class, no proxy headers."""
     return uvicorn.Config(
         app,
         host,
@@ -67,8 +66,8 @@ class Connection(H11Protocol):
     """One connection.
 
     Args:
-        limits: Of this and the others.
-        table: All open connections, the longest idle first; busy ones are at the end.
+        limits: Limits on all connections.
+        table: All open connections, shared between them: longest idle first, busy ones last.
     """
 
     def __init__(
@@ -76,31 +75,31 @@ class Connection(H11Protocol):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._table = limits, table
-        self._application, self.app = self.app, self._answer
+        self._application, self.app = self.app, self._respond
         self._deadline: asyncio.TimerHandle | None = None
         self._crowded = False
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is active."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
+        self._start_idle_timer()
         self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.pop(self, None)
-        self._stop_waiting()
+        self._stop_idle_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, or has more headers than h11 takes."""
+        """Called for malformed HTTP or more headers than h11 accepts."""
         if self.cycle is not None and self.cycle.response_started:
-            self.transport.close()  # the client has an answer already, or a part of it
+            self.transport.close()  # the client already has part of a response
         else:
-            self._close_with(Refusal(400, f"this is no HTTP request that can be read: {msg}"))
+            self._close_with(ApiError(400, f"malformed HTTP request: {msg}"))
 
     def _make_room(self) -> None:
         address = self.client and self.client[0]
@@ -118,22 +117,22 @@ class Connection(H11Protocol):
                 return
         self._crowded = True
 
-    async def _answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """The application, with our deadlines around it."""
-        self._stop_waiting()
+    async def _respond(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Run the application with our deadlines."""
+        self._stop_idle_timer()
         self._table.pop(self, None)
         self._table[self] = None
         send = partial(self._send, send)
         try:
             if self._crowded:
-                message = "too many requests of this address are under way; try again"
-                await refuse(
-                    Refusal(429, message, "rate_limit_error", "too_many_connections"), send
+                message = "too many active requests from this address; try again"
+                await send_error(
+                    ApiError(429, message, "rate_limit_error", "too_many_connections"), send
                 )
             else:
                 await self._application(scope, receive, send)
         finally:
-            self._wait()
+            self._start_idle_timer()
 
     async def _send(self, send: Send, message: Mapping[str, Any]) -> None:
         try:
@@ -141,34 +140,36 @@ class Connection(H11Protocol):
         except asyncio.TimeoutError:
             self.transport.abort()
 
-    def _wait(self) -> None:
-        """For the next request."""
-        self._stop_waiting()
+    def _start_idle_timer(self) -> None:
+        """Start the idle timer for the next request."""
+        self._stop_idle_timer()
         if self.transport.is_closing() and not self.transport.get_write_buffer_size():
             return
         self._table.pop(self, None)
         self._table[self] = None
         self._deadline = self.loop.call_later(self._limits.idle_seconds, self._expired)
 
-    def _stop_waiting(self) -> None:
+    def _stop_idle_timer(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _expired(self) -> None:
-        if not self.idle:  # a pipelined request began before its predecessor's end was seen
+        if not self.idle:  # a pipelined request began before the end of the previous one was seen
             return
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if begun and not self.transport.is_closing():
             seconds = self._limits.idle_seconds
-            self._close_with(Refusal(408, f"no whole request came within {seconds:g} seconds"))
+            self._close_with(
+                ApiError(408, f"no complete request arrived within {seconds:g} seconds")
+            )
         self.transport.close()
         self.loop.call_later(self._limits.send_seconds, self.transport.abort)
 
-    def _close_with(self, refusal: Refusal) -> None:
-        body = json.dumps(refusal.content).encode()
+    def _close_with(self, error: ApiError) -> None:
+        body = json.dumps(error.content).encode()
         head = (
-            f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}\r\n"
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
             "content-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )

@@ -1,11 +1,11 @@
-"""Requests wait in a queue; one thread runs the model; the other ranks follow.
+"""The inference engine: a request queue, a worker thread that runs the model, and the other ranks.
 
-The model answers several requests at once (:mod:`mindspeed.inference.together`). Before every turn
-rank 0 says on all ranks who leaves (the client left, a deadline passed) and who joins: the first
-of the queue, when its rows fit beside the others'. At most one joins a turn, so a long prompt holds
-up the others for no more than itself. What is wrong with a request itself is found before it is
-announced, or on every rank alike. Any other error ends the requests under way, and on several ranks
-the server too: nobody knows how far the others got.
+The model answers several requests at once (:mod:`mindspeed.inference.continuous_batching`). Before
+every step rank 0 broadcasts a batch update: which requests to remove (client disconnected, deadline
+passed) and which one to add, the first of the queue if its sequences fit into the batch. At most
+one request is added per step, so a long prompt delays the others only by its own prefill. Errors of
+a single request are found before it is broadcast, or on every rank alike. Any other error ends all
+running requests and, on several ranks, the server: the state of the other ranks is unknown.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed.errors import MindSpeedError
-from mindspeed.inference.control import Control
-from mindspeed.inference.generator import Generator, Piece
+from mindspeed.inference.continuous_batching import ContinuousBatcher, PromptScores
+from mindspeed.inference.rank0_broadcast import Rank0Broadcast
 from mindspeed.inference.sampling import SamplingOptions
-from mindspeed.inference.together import PromptScores, Together
+from mindspeed.inference.text_generator import OutputChunk, TextGenerator
+
+_POLL_SECONDS = 0.1  # of an idle worker, to notice close()
 
 
-class Busy(Exception):
-    """The queue is full."""
+class QueueFull(Exception):
+    """The request queue is full."""
 
 
-class TooSlow(Exception):
-    """The request's time was over before its end."""
+class RequestTimeout(Exception):
+    """The request did not complete before its deadline."""
 
 
-class Failed(Exception):
-    """The model failed; the log says how."""
+class EngineFailed(Exception):
+    """The model failed; the log has the traceback."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all ranks need to know of a request.
+class GenerationJob:
+    """The part of a request that all ranks need.
 
     Attributes:
-        prompts: Token ids.
-        options: How they go on.
-        prompt_scores: The prompts' own tokens are scored, too.
+        prompts: Token ids of each prompt.
+        options: Sampling options.
+        prompt_scores: Also score the tokens of the prompts.
     """
 
     prompts: list[list[int]]
@@ -57,38 +59,38 @@ class Job:
     prompt_scores: bool = False
 
     @property
-    def rows(self) -> int:
-        """Continuations."""
+    def num_sequences(self) -> int:
+        """Number of continuations."""
         return len(self.prompts) * self.options.num_return_sequences
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What rank 0 says before a turn: requests that leave, and at most one that joins."""
+class BatchUpdate:
+    """Changes to the running batch before a step: requests to remove, at most one to add."""
 
-    leave: tuple[int, ...] = ()
-    join: tuple[int, Job] | None = None
+    remove: tuple[int, ...] = ()
+    add: tuple[int, GenerationJob] | None = None
 
 
 @dataclass
-class Ticket:
-    """A request on its way, and where its pieces go.
+class QueuedRequest:
+    """A request and the consumer of its output.
 
     Attributes:
-        job: What is generated.
+        job: What to generate.
         deadline: On ``time.monotonic``'s clock.
-        deliver: Takes pieces, an exception, or None at the end; called by the worker.
-        cancelled: Set when nobody wants the rest.
+        deliver: Called by the worker with output chunks, then with an exception or None at the end.
+        cancelled: Set when the client no longer reads.
     """
 
-    job: Job
+    job: GenerationJob
     deadline: float
     deliver: Callable[[Any], None]
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def unwanted(self) -> bool:
-        """Whether generating more is no use."""
+    def abandoned(self) -> bool:
+        """Whether it was cancelled or its deadline has passed."""
         return self.cancelled.is_set() or time.monotonic() > self.deadline
 
 
@@ -97,29 +99,29 @@ class Engine:
 
     Args:
         generator: The model.
-        control: The ranks.
-        waiting: Requests that may wait; more are refused.
+        control: Broadcasts batch updates to the other ranks.
+        max_queue: Requests that may wait; more are refused.
         timeout: Seconds that a request may take from arrival to end.
-        rows: Continuations that the model makes at once; a larger request runs alone.
+        max_batch_size: Sequences that are decoded at once; a larger request runs alone.
 
     Attributes:
-        on_failure: Called by the worker when it ends by an error, which is in ``error``.
+        on_failure: Called by the worker thread when it ends with an error, stored in ``error``.
     """
 
     def __init__(
         self,
-        generator: Generator,
-        control: Control,
-        waiting: int = 64,
+        generator: TextGenerator,
+        control: Rank0Broadcast,
+        max_queue: int = 64,
         timeout: float = 600.0,
-        rows: int = 16,
+        max_batch_size: int = 16,
     ) -> None:
         self.generator, self._control = generator, control
-        self._together, self._rows = Together(generator), rows
-        self._running: dict[int, Ticket] = {}
-        self._next: Ticket | None = None  # taken out of the queue, waits for room
-        self._numbers = itertools.count()
-        self._queue: queue.Queue[Ticket] = queue.Queue(waiting)
+        self._batcher, self._max_batch_size = ContinuousBatcher(generator), max_batch_size
+        self._running: dict[int, QueuedRequest] = {}
+        self._next: QueuedRequest | None = None  # head of the queue, waits for room in the batch
+        self._keys = itertools.count()
+        self._queue: queue.Queue[QueuedRequest] = queue.Queue(max_queue)
         self._timeout = timeout
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -127,8 +129,8 @@ class Engine:
         self.on_failure: Callable[[], object] = lambda: None
 
     @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
+    def queue_length(self) -> int:
+        """Number of waiting requests."""
         return self._queue.qsize() + (self._next is not None)
 
     @property
@@ -137,144 +139,145 @@ class Engine:
         return self._thread.is_alive() and not self._closing.is_set()
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the worker thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the present requests, tell the other ranks, and stop."""
+        """End the running requests, stop the other ranks and the worker thread."""
         self._closing.set()
         self._thread.join()
 
-    async def pieces(self, job: Job) -> AsyncIterator[Piece | PromptScores]:
-        """Generate; scores of the prompts come first. Leaving early ends the request.
+    async def stream(self, job: GenerationJob) -> AsyncIterator[OutputChunk | PromptScores]:
+        """Generate; prompt scores come first. Closing the iterator cancels the request.
 
         Raises:
-            Busy: The queue is full.
-            TooSlow: The time is over.
-            Failed: The model failed.
-            MindSpeedError: The request cannot be answered.
+            QueueFull: The queue is full.
+            RequestTimeout: The deadline has passed.
+            EngineFailed: The model failed.
+            MindSpeedError: The request is invalid.
         """
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
         def deliver(event: Any) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(arrived.put_nowait, event)
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
-        ticket = Ticket(job, time.monotonic() + self._timeout, deliver)
+        request = QueuedRequest(job, time.monotonic() + self._timeout, deliver)
         try:
-            self._queue.put_nowait(ticket)
+            self._queue.put_nowait(request)
         except queue.Full:
-            raise Busy from None
-        if not self.healthy:  # asked afterwards: the worker empties the queue when it ends
-            raise Failed
+            raise QueueFull from None
+        if not self.healthy:  # checked after put: the worker empties the queue when it ends
+            raise EngineFailed
         try:
-            while (event := await arrived.get()) is not None:
+            while (event := await events.get()) is not None:
                 if isinstance(event, Exception):
                     raise event
                 yield event
         finally:
-            ticket.cancelled.set()
+            request.cancelled.set()
 
     def _work(self) -> None:
         try:
             while not self._closing.is_set():
-                turn = self._decide()
-                if turn is not None:
-                    self._take(turn)
+                update = self._schedule()
+                if update is not None:
+                    self._step(update)
         except BaseException as error:
             self.error = error
         finally:
             if self.error is None:
-                self._control.agree(None)  # the other ranks end
+                self._control.broadcast(None)  # stops the other ranks
             self._closing.set()
-            self._end(list(self._running), None if self.error is None else Failed())
+            self._finish(list(self._running), None if self.error is None else EngineFailed())
             if self._next is not None:
-                self._next.deliver(Failed())
+                self._next.deliver(EngineFailed())
             while not self._queue.empty():
-                self._queue.get_nowait().deliver(Failed())
+                self._queue.get_nowait().deliver(EngineFailed())
             if self.error is not None:
                 self.on_failure()
 
-    def _decide(self) -> Turn | None:
-        """Who leaves and who joins; None while there is nothing to do."""
-        leave = tuple(number for number, t in self._running.items() if t.unwanted)
-        for number in leave:
-            self._end([number], _last_word(self._running[number]))
-        joining = self._joining()
-        if joining is None:
-            return Turn(leave) if leave or self._running else None
-        number = next(self._numbers)
-        self._running[number] = joining
-        return Turn(leave, (number, joining.job))
+    def _schedule(self) -> BatchUpdate | None:
+        """The next batch update; None while there is nothing to run."""
+        remove = tuple(key for key, request in self._running.items() if request.abandoned)
+        for key in remove:
+            self._finish([key], _timeout_of(self._running[key]))
+        request = self._admit()
+        if request is None:
+            return BatchUpdate(remove) if remove or self._running else None
+        key = next(self._keys)
+        self._running[key] = request
+        return BatchUpdate(remove, (key, request.job))
 
-    def _joining(self) -> Ticket | None:
-        """The first of the queue, if there is room for it."""
+    def _admit(self) -> QueuedRequest | None:
+        """The first request of the queue, if it fits into the batch."""
         while True:
             if self._next is None:
                 try:
-                    patience = None if self._running else 0.1
-                    self._next = self._queue.get(patience is not None, patience)
+                    timeout = None if self._running else _POLL_SECONDS
+                    self._next = self._queue.get(timeout is not None, timeout)
                 except queue.Empty:
                     return None
-            if self._next.unwanted:
-                self._next.deliver(_last_word(self._next))
+            if self._next.abandoned:
+                self._next.deliver(_timeout_of(self._next))
                 self._next = None
                 continue
-            running = sum(ticket.job.rows for ticket in self._running.values())
-            if running and running + self._next.job.rows > self._rows:
+            batch_size = sum(request.job.num_sequences for request in self._running.values())
+            if batch_size and batch_size + self._next.job.num_sequences > self._max_batch_size:
                 return None
-            found, self._next = self._next, None
-            return found
+            admitted, self._next = self._next, None
+            return admitted
 
-    def _take(self, turn: Turn) -> None:
-        """Run one turn; raises only what the server cannot survive."""
-        self._control.agree(turn)
+    def _step(self, update: BatchUpdate) -> None:
+        """Run one step; raises only errors that the server cannot survive."""
+        self._control.broadcast(update)
         try:
-            for number, event in run(self._together, turn):
+            for key, event in run_step(self._batcher, update):
                 if isinstance(event, MindSpeedError):
-                    self._end([number], event)
+                    self._finish([key], event)
                 else:
-                    self._running[number].deliver(event)
-            self._end([n for n in self._running if n not in self._together], None)
+                    self._running[key].deliver(event)
+            self._finish([key for key in self._running if key not in self._batcher], None)
         except Exception as error:
             traceback.print_exc()
-            for number in self._running:
-                self._together.leave(number)
-            self._end(list(self._running), Failed())
+            for key in self._running:
+                self._batcher.remove(key)
+            self._finish(list(self._running), EngineFailed())
             if dist.get_world_size() > 1:
                 raise error
 
-    def _end(self, numbers: list[int], word: Exception | None) -> None:
-        for number in numbers:
-            self._running.pop(number).deliver(word)
+    def _finish(self, keys: list[int], error: Exception | None) -> None:
+        for key in keys:
+            self._running.pop(key).deliver(error)
 
 
-def _last_word(ticket: Ticket) -> Exception | None:
-    return None if time.monotonic() <= ticket.deadline else TooSlow()
+def _timeout_of(request: QueuedRequest) -> Exception | None:
+    return None if time.monotonic() <= request.deadline else RequestTimeout()
 
 
-def run(together: Together, turn: Turn) -> Iterator[tuple[Any, Any]]:
-    """What a turn brings to which request: pieces, prompt scores, or why it cannot be answered.
+def run_step(batcher: ContinuousBatcher, update: BatchUpdate) -> Iterator[tuple[Any, Any]]:
+    """Apply a batch update and run one step. Collective.
 
-    Collective.
+    Yields:
+        ``(request key, event)``: an output chunk, prompt scores, or why the request is refused.
     """
-    for number in turn.leave:
-        together.leave(number)
-    if turn.join is not None:
-        number, job = turn.join
+    for key in update.remove:
+        batcher.remove(key)
+    if update.add is not None:
+        key, job = update.add
         try:
-            scores = together.join(number, job.prompts, job.options, job.prompt_scores)
-            yield from ((number, score) for score in scores)
+            scores = batcher.add(key, job.prompts, job.options, job.prompt_scores)
+            yield from ((key, score) for score in scores)
         except MindSpeedError as error:
-            yield number, error
-    yield from together.turn()
+            yield key, error
+    yield from batcher.step()
 
 
-def follow(generator: Generator, control: Control) -> None:
-    """Take part in every turn until rank 0 ends; the other ranks' whole life."""
+def follow(generator: TextGenerator, control: Rank0Broadcast) -> None:
+    """Main loop of the other ranks: take part in every step until rank 0 stops."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 hears them, too, and says when it is over
-    together = Together(generator)
-    while (turn := control.agree()) is not None:
-        for _ in run(together, turn):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 receives them too and announces the end
+    batcher = ContinuousBatcher(generator)
+    while (update := control.broadcast()) is not None:
+        for _ in run_step(batcher, update):
             pass

@@ -1,8 +1,8 @@
-"""OpenAI's requests and answers: what is understood, what is refused, what comes back.
+"""OpenAI's requests and responses: fields that are supported, refused and returned.
 
-Fields that would change the answer and are not supported are refused by name; those that only
-describe the caller are accepted. ``top_k``, ``repetition_penalty`` and ``min_tokens`` are additions
-that other servers have, too. ``temperature`` 0 means the most likely token.
+Unsupported fields that would change the response are refused by name; fields that only describe the
+caller are ignored. ``top_k``, ``repetition_penalty`` and ``min_tokens`` are extensions that other
+servers have as well. ``temperature`` 0 means greedy decoding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mindspeed.errors import ConfigError
 from mindspeed.inference.generate import TokenScores
 from mindspeed.inference.sampling import SamplingOptions
-from mindspeed.inference.server.guard import Refusal
+from mindspeed.inference.server.middleware import ApiError
 
 _UNSUPPORTED = {
     "presence_penalty": (0, None),
@@ -37,7 +37,7 @@ _UNSUPPORTED = {
 }
 
 
-# Of the caller, not of the answer.
+# They describe the caller and do not change the response.
 _WITHOUT_EFFECT = (
     "metadata",
     "parallel_tool_calls",
@@ -56,7 +56,7 @@ class StreamOptions(BaseModel):
 
 
 class Request(BaseModel):
-    """What both kinds of requests have."""
+    """Fields of both kinds of requests."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -76,47 +76,49 @@ class Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, fields: Any) -> Any:
-        """JSON's escapes can name half of a character; no tokenizer takes it, no answer holds it.
+        """JSON escapes can encode a lone surrogate, which neither tokenizers nor UTF-8 accept.
 
         Raises:
-            ValueError: There is such a half in a text or a name.
+            ValueError: A text or a name holds one.
         """
         try:
             json.dumps(fields, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise ValueError(f"the lone surrogate {half!r} is half of a character") from error
+            surrogate = error.object[error.start]
+            raise ValueError(
+                f"the lone surrogate {surrogate!r} is not a complete character"
+            ) from error
         return fields
 
     def refuse_unsupported(self) -> None:
-        """Say which field asks for something that is not there.
+        """Refuse fields that would change the response and are not supported.
 
         Raises:
-            Refusal: Names the first one.
+            ApiError: Names the first such field.
         """
         for name, value in (self.model_extra or {}).items():
             neutral = _UNSUPPORTED.get(name, ())
             if name not in _WITHOUT_EFFECT and value not in neutral:
                 known = "not supported" if name in _UNSUPPORTED else "unknown"
-                raise Refusal(400, f"the field {name} is {known}", param=name)
+                raise ApiError(400, f"the field {name} is {known}", param=name)
         if self.n > 1 and self.temperature == 0:
             message = f"n={self.n} with temperature 0 would repeat one answer: raise temperature"
-            raise Refusal(400, message, param="n")
+            raise ApiError(400, message, param="n")
 
     def sampling(self, max_tokens: int, logprobs: int | None, stop: Sequence[str] = ()) -> Any:
-        """Options of the model.
+        """Sampling options of this request.
 
         Args:
-            max_tokens: The limit where the request names none.
-            logprobs: How many log-probabilities a token.
-            stop: Further stop strings.
+            max_tokens: Maximum number of new tokens.
+            logprobs: Number of most likely tokens to report per token; None for no scores.
+            stop: Additional stop strings.
 
         Raises:
-            Refusal: A value is not allowed.
+            ApiError: A value is not allowed.
         """
         if self.min_tokens > max_tokens:
             message = f"min_tokens={self.min_tokens} is more than max_tokens={max_tokens}"
-            raise Refusal(400, message, param="min_tokens")
+            raise ApiError(400, message, param="min_tokens")
         own = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = self.seed if self.seed is not None else uuid.uuid4().int >> 66
         try:
@@ -134,7 +136,7 @@ class Request(BaseModel):
                 logprobs=logprobs,
             )
         except ConfigError as error:
-            raise Refusal(400, str(error)) from error
+            raise ApiError(400, str(error)) from error
 
 
 class CompletionRequest(Request):
@@ -169,7 +171,7 @@ class Message(BaseModel):
 
     @property
     def plain(self) -> dict[str, str]:
-        """In the form of chat templates."""
+        """The message in the form that chat templates take."""
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -186,8 +188,8 @@ class ChatRequest(Request):
 
 
 @dataclass
-class Answer:
-    """One choice in the making: text, tokens and their log-probabilities."""
+class Choice:
+    """One choice of a response while it is generated; ``tokens`` is their number."""
 
     text: str = ""
     tokens: int = 0
@@ -195,13 +197,13 @@ class Answer:
 
 
 class Writer:
-    """The JSON of one request's answers.
+    """Builds the JSON of one request's response.
 
     Args:
-        chat: Of a chat; otherwise of a completion.
+        chat: Chat completion; otherwise a completion.
         model: Name of the model.
-        decode: Text of one token.
-        logprobs: Log-probabilities are asked for.
+        decode: Token id -> its text.
+        logprobs: Whether log-probabilities are requested.
     """
 
     def __init__(self, chat: bool, model: str, decode: Any, logprobs: bool) -> None:
@@ -210,25 +212,27 @@ class Writer:
         self._head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
         self._kind = kind
 
-    def whole(self, answers: Sequence[Answer], scores: Sequence[Any], usage: Any) -> dict[str, Any]:
-        """The answer in one piece."""
-        choices = []
-        for index, (answer, found) in enumerate(zip(answers, scores, strict=True)):
-            text = {"role": "assistant", "content": answer.text} if self._chat else answer.text
-            choices.append(
+    def response(
+        self, choices: Sequence[Choice], scores: Sequence[Any], usage: Any
+    ) -> dict[str, Any]:
+        """A response that is not streamed."""
+        content = []
+        for index, (choice, found) in enumerate(zip(choices, scores, strict=True)):
+            text = {"role": "assistant", "content": choice.text} if self._chat else choice.text
+            content.append(
                 {
                     "index": index,
                     "message" if self._chat else "text": text,
                     "logprobs": self._scores(found),
-                    "finish_reason": answer.finish,
+                    "finish_reason": choice.finish,
                 }
             )
-        return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
+        return {**self._head, "object": self._kind, "choices": content, "usage": usage}
 
     def chunk(
         self, index: int, text: str | None, finish: str | None, scores: Any, role: bool = False
     ) -> dict[str, Any]:
-        """A piece of a streamed answer."""
+        """One chunk of a streamed response."""
         choice: dict[str, Any] = {"index": index, "finish_reason": finish}
         if self._chat:
             choice["delta"] = {"role": "assistant"} if role else {}
@@ -241,7 +245,7 @@ class Writer:
         return {**self._head, "object": kind, "choices": [choice]}
 
     def usage_chunk(self, usage: Any) -> dict[str, Any]:
-        """The last piece, where it is asked for."""
+        """The last chunk, if ``include_usage`` is set."""
         kind = self._kind + ".chunk" if self._chat else self._kind
         return {**self._head, "object": kind, "choices": [], "usage": usage}
 
@@ -253,18 +257,18 @@ class Writer:
         texts = [self._decode(token) for token, _ in found]
         return {
             "tokens": texts,
-            "token_logprobs": [None if scores is None else scores.chosen for _, scores in found],
-            "top_logprobs": [None if scores is None else self._best(scores) for _, scores in found],
+            "token_logprobs": [None if scores is None else scores.sampled for _, scores in found],
+            "top_logprobs": [None if scores is None else self._top(scores) for _, scores in found],
             "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
         }
 
-    def _best(self, scores: TokenScores) -> dict[str, float]:
-        """By text; of tokens with the same text (parts of characters) the most likely counts."""
-        return {self._decode(token): value for token, value in reversed(scores.best)}
+    def _top(self, scores: TokenScores) -> dict[str, float]:
+        """Text -> log-probability; of tokens with equal text the most likely one."""
+        return {self._decode(token): value for token, value in reversed(scores.top)}
 
     def _token_scores(self, token: int, scores: TokenScores) -> dict[str, Any]:
-        best = [self._entry(other, value) for other, value in scores.best]
-        return {**self._entry(token, scores.chosen), "top_logprobs": best}
+        top = [self._entry(other, value) for other, value in scores.top]
+        return {**self._entry(token, scores.sampled), "top_logprobs": top}
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text = self._decode(token)
@@ -272,7 +276,7 @@ class Writer:
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's counters."""
+    """OpenAI's ``usage`` object."""
     total = prompt_tokens + completion_tokens
     return {
         "prompt_tokens": prompt_tokens,

@@ -1,4 +1,4 @@
-"""The process: rank 0 serves until it is told to end, the others follow."""
+"""The server process: rank 0 serves HTTP until SIGINT or SIGTERM, the other ranks follow it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 import uvicorn
 
 from mindspeed.data.templates import ChatTemplate
-from mindspeed.inference.control import Control
-from mindspeed.inference.generator import Generator
+from mindspeed.inference.rank0_broadcast import Rank0Broadcast
 from mindspeed.inference.server.app import Service, create_app
 from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
 from mindspeed.inference.server.engine import Engine, follow
-from mindspeed.inference.server.guard import Limits
+from mindspeed.inference.server.middleware import RequestLimits
+from mindspeed.inference.text_generator import TextGenerator
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens."""
+    """Host and port that the server listens on."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -28,41 +28,43 @@ class Address:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is served, and to whom.
+    """Settings of the server.
 
     Attributes:
-        name: Of the model, for clients.
-        address: Where.
-        limits: Of requests, and the key.
-        template: How chats become text; None: no chats.
-        max_tokens: Limit of new tokens of a request.
-        max_rows: Limit of prompts x n of a request.
-        waiting: Requests that may wait.
+        name: Model name that clients use.
+        address: Where it listens.
+        limits: API key and limits of requests.
+        template: Chat template; None: no chat completions.
+        max_tokens: Maximum new tokens of a request.
+        max_sequences: Maximum of prompts x n of a request.
+        max_queue: Requests that may wait.
         timeout: Seconds that a request may take.
-        rows: Continuations that the model makes at once.
-        connections: What clients may keep open.
+        max_batch_size: Sequences that are decoded at once.
+        connections: Limits on open connections.
     """
 
     name: str
     address: Address = field(default_factory=Address)
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     template: ChatTemplate | None = None
     max_tokens: int = 1024
-    max_rows: int = 16
-    waiting: int = 64
+    max_sequences: int = 16
+    max_queue: int = 64
     timeout: float = 600.0
-    rows: int = 16
+    max_batch_size: int = 16
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
 
-def serve(generator: Generator, options: ServeOptions) -> None:
+def serve(generator: TextGenerator, options: ServeOptions) -> None:
     """Answer requests until SIGINT or SIGTERM. Collective."""
-    control = Control()
-    if not control.leads:
+    control = Rank0Broadcast()
+    if not control.is_source:
         follow(generator, control)
         return
-    engine = Engine(generator, control, options.waiting, options.timeout, options.rows)
-    service = Service(engine, options.name, options.template, options.max_tokens, options.max_rows)
+    engine = Engine(generator, control, options.max_queue, options.timeout, options.max_batch_size)
+    service = Service(
+        engine, options.name, options.template, options.max_tokens, options.max_sequences
+    )
     app = create_app(service, options.limits)
     host, port = options.address.host, options.address.port
     config = uvicorn_config(app, host, port, options.connections)
@@ -74,10 +76,10 @@ def serve(generator: Generator, options: ServeOptions) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A server for which a signal is a reason to end well, and no error."""
+    """A server that shuts down cleanly on a signal instead of raising it again."""
 
     def end(self) -> None:
-        """Answer no more requests; from any thread."""
+        """Stop serving; callable from any thread."""
         self.should_exit = True
 
     @contextmanager

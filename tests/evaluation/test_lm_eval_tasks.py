@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.evaluation.lm_eval_data import LocalTasks, read_splits
+from mindspeed.evaluation.lm_eval_tasks import LocalTasks, read_splits
 from tests.support.fabricated import WRITERS, write_json_lines
 
 PUBLISHED = {  # what a task of the harness says, and how many rows each split has
@@ -178,7 +178,7 @@ def test_human_eval_runs_in_our_limited_children(tmp_path):
     "row", [{"choices": ["only"]}, {"endings": []}, {"choices": {"text": ["a", " "]}}, [1]]
 )
 def test_a_question_without_options_to_choose_from_is_refused(row, tmp_path):
-    from mindspeed.evaluation.lm_eval_data import read_splits
+    from mindspeed.evaluation.lm_eval_tasks import read_splits
 
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "test.jsonl").write_text(json.dumps({"choices": ["a", "b"]}) + "\n")

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from mindspeed.evaluation import samples
 
 
-def key_of(kind: str, *parts: Any) -> str:
+def request_key(kind: str, *parts: Any) -> str:
     """Digest of a request, from numbers and texts."""
     return hashlib.sha256(json.dumps([kind, *parts]).encode()).hexdigest()
 
 
-class Remembered:
+class ResponseCache:
     """Answers so far. Making it is collective.
 
     Args:

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from mindspeed.inference.generate import ModelRanks
-from mindspeed.inference.score import loglikelihood
+from mindspeed.inference.generate import ModelParallelGroups
+from mindspeed.inference.loglikelihood import loglikelihood
 from tests.inference import tiny_gpt
 
 SETUP = "mindspeed.megatron_adaptor"
@@ -26,9 +26,9 @@ def scored(tp, pp, implementation, pairs, tokens_per_batch):
     model = tiny_gpt.build(tp, pp, implementation)
     shapes = []
     model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
-    ranks = ModelRanks.of_megatron()
+    groups = ModelParallelGroups.of_megatron()
     options = {"vocab_size": tiny_gpt.VOCAB, "tokens_per_batch": tokens_per_batch}
-    return loglikelihood(model, pairs, ranks=ranks, **options), shapes
+    return loglikelihood(model, pairs, groups=groups, **options), shapes
 
 
 def scores_by_definition(pairs):
@@ -97,9 +97,9 @@ def padded_vocabulary():
     model = tiny_gpt.build(1, 1, "local")
     with torch.no_grad():
         model.output_layer.weight[tiny_gpt.VOCAB :] = 100 * model.output_layer.weight[0]
-    ranks = ModelRanks.of_megatron()
+    groups = ModelParallelGroups.of_megatron()
     pairs = [([1, 2, 3], [token]) for token in range(tiny_gpt.VOCAB)]
-    return loglikelihood(model, pairs, ranks=ranks, vocab_size=tiny_gpt.VOCAB)
+    return loglikelihood(model, pairs, groups=groups, vocab_size=tiny_gpt.VOCAB)
 
 
 def test_padded_vocabulary_entries_have_no_probability(ranks):
@@ -112,7 +112,9 @@ def refused(pairs):
     model = tiny_gpt.build(1, 1, "local")
     model.position_embedding_type = "learned_absolute"
     try:
-        loglikelihood(model, pairs, ranks=ModelRanks.of_megatron(), vocab_size=tiny_gpt.VOCAB)
+        loglikelihood(
+            model, pairs, groups=ModelParallelGroups.of_megatron(), vocab_size=tiny_gpt.VOCAB
+        )
     except ValueError as error:
         return str(error)
     return "accepted"

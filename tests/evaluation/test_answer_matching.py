@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed.evaluation.answers import judge, normal_formula
+from mindspeed.evaluation.answer_matching import is_correct, normal_formula
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ from mindspeed.evaluation.answers import judge, normal_formula
     ],
 )
 def test_judgement(score, text, target, right):
-    assert judge(score, text, target) is right
+    assert is_correct(score, text, target) is right
 
 
 def test_a_formula_has_one_spelling():

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from mindspeed.data.tokenizer import train_bpe
-from mindspeed.inference.text import TextStream, cut_at_stop, longest_beginning
+from mindspeed.inference.text_stream import TextStream, partial_stop_length, truncate_at_stop
 
 TEXT = "the cat 猫 sat 🙂🙂 on é the mat\n" * 3
 
@@ -64,20 +64,20 @@ def test_nothing_at_or_behind_a_stop_string_is_ever_returned(stops):
         shown = ""
         for byte in text.encode():
             shown += stream.push(byte)
-            assert cut_at_stop(text, stops).startswith(shown)
+            assert truncate_at_stop(text, stops).startswith(shown)
             if stream.stopped:
                 break
         shown += stream.finish()
         # With several stop strings the one that ends first counts.
         assert shown == stream.text
-        assert cut_at_stop(shown, stops) == shown
+        assert truncate_at_stop(shown, stops) == shown
         assert stream.stopped == any(stop in text for stop in stops)
         if len(stops) == 1:
-            assert shown == cut_at_stop(text, stops)
+            assert shown == truncate_at_stop(text, stops)
 
 
 def test_only_what_may_become_a_stop_string_is_held_back():
-    assert longest_beginning("abcEN", ["END"]) == 2
-    assert longest_beginning("abcE", ["END", "cEN"]) == 2
-    assert longest_beginning("abc", ["END"]) == 0
-    assert longest_beginning("abc", []) == 0
+    assert partial_stop_length("abcEN", ["END"]) == 2
+    assert partial_stop_length("abcE", ["END", "cEN"]) == 2
+    assert partial_stop_length("abc", ["END"]) == 0
+    assert partial_stop_length("abc", []) == 0

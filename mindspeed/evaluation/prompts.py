@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.evaluation.reading import Record, Subject
+from mindspeed.evaluation.dataset_readers import Record, Subject
 from mindspeed.evaluation.task import FROM_OPTIONS, Task
 
 Mode = Literal["auto", "loglikelihood", "generate"]
@@ -78,7 +78,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asking:
+class TaskOptions:
     """How a benchmark is asked.
 
     Attributes:
@@ -95,20 +95,20 @@ class Asking:
     max_new_tokens: int | None = None
 
 
-def questions(task: Task, subjects: Sequence[Subject], asking: Asking) -> list[Question]:
+def questions(task: Task, subjects: Sequence[Subject], options: TaskOptions) -> list[Question]:
     """Every question of a benchmark, in the order of its files.
 
     Raises:
         ConfigError: The task has no choices to compare.
         DataError: A record's answer cannot be understood.
     """
-    if asking.mode == "loglikelihood" and not task.choices:
+    if options.mode == "loglikelihood" and not task.choices:
         raise ConfigError(
             f"--scoring loglikelihood: {task.name} has no choices to compare; use generate or auto"
         )
     result: list[Question] = []
     for subject in subjects:
-        result += _of_subject(task.for_subject(subject.name), subject, asking)
+        result += _of_subject(task.for_subject(subject.name), subject, options)
     return result
 
 
@@ -121,15 +121,15 @@ def fingerprint(asked: Sequence[Question]) -> str:
     return digest.hexdigest()
 
 
-def _of_subject(task: Task, subject: Subject, asking: Asking) -> Iterator[Question]:
+def _of_subject(task: Task, subject: Subject, options: TaskOptions) -> Iterator[Question]:
     words = {"subject_words": task.words_for(subject.name)}
     intro = task.intro.format_map(words) + subject.intro
     shots = []
     for index, record in enumerate(subject.shots):
         prepared = _prepared(task, subject.name, index, record)
         shots.append(task.prompt.format_map(prepared) + _answer(task, prepared))
-    repeats = asking.samples if task.score == "program" else 1
-    for index, record in enumerate(subject.records[: asking.limit]):
+    repeats = options.samples if task.score == "program" else 1
+    for index, record in enumerate(subject.records[: options.limit]):
         prepared = _prepared(task, subject.name, index, record)
         if task.choices == FROM_OPTIONS and not prepared["to_choose"]:
             raise DataError(
@@ -137,7 +137,7 @@ def _of_subject(task: Task, subject: Subject, asking: Asking) -> Iterator[Questi
                 "be the right one"
             )
         target = prepared.get("target")
-        choices = _choices(task, prepared) if asking.mode != "generate" else ()
+        choices = _choices(task, prepared) if options.mode != "generate" else ()
         if len(target or "") != 1 and task.choices == FROM_OPTIONS:
             choices = ()  # several right letters: only a text can name them
         for sample in range(repeats):
@@ -152,7 +152,7 @@ def _of_subject(task: Task, subject: Subject, asking: Asking) -> Iterator[Questi
                 target,
                 task.score,
                 task.stop,
-                asking.max_new_tokens or task.max_new_tokens,
+                options.max_new_tokens or task.max_new_tokens,
                 sample,
                 record,
             )

@@ -53,7 +53,7 @@ with tempfile.TemporaryDirectory(dir=".") as folder, open(folder + "/x", "w+") a
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResourceLimits:
     """What a program may use.
 
     Attributes:
@@ -93,23 +93,24 @@ def require_consent(allowed: bool, task: str) -> None:
 
 
 @cache
-def best() -> Isolation:
+def best_isolation() -> Isolation:
     """The most that works on this machine."""
-    return next(available(), Isolation())
+    return next(available_isolations(), Isolation())
 
 
-def available() -> Iterator[Isolation]:
+def available_isolations() -> Iterator[Isolation]:
     """Everything in which an ordinary program runs on this machine, the safest first."""
     for candidate in isolation.candidates():
-        if check(_PROBE, Limits(), candidate).passed:
+        if run_program(_PROBE, ResourceLimits(), candidate).passed:
             yield candidate
 
 
 def warn_about_gaps() -> None:
     """Say what this machine cannot keep a program from."""
-    if gaps := best().gaps():
+    active = best_isolation()
+    if gaps := active.gaps():
         warnings.warn(
-            f"generated programs run with {best()}: here they can {', '.join(gaps)}. Install "
+            f"generated programs run isolated by {active} and can {', '.join(gaps)}. Install "
             "bubblewrap and libseccomp, or run this in a container without network and without "
             "files of value, on a kernel that allows user namespaces or Landlock",
             SecurityWarning,
@@ -117,27 +118,29 @@ def warn_about_gaps() -> None:
         )
 
 
-def record() -> dict[str, Any]:
+def isolation_record() -> dict[str, Any]:
     """For results: what stood around the programs, and what it does not prevent."""
-    return {"isolation": str(best()), "not_prevented": list(best().gaps())}
+    return {"isolation": str(best_isolation()), "not_prevented": list(best_isolation().gaps())}
 
 
-def check_all(
+def run_programs(
     programs: Sequence[str],
-    limits: Limits = Limits(),
+    limits: ResourceLimits = ResourceLimits(),
     progress: Callable[[int], object] | None = None,
 ) -> list[Verdict]:
     """Run programs, several at a time."""
     verdicts = []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        for verdict in pool.map(lambda program: check(program, limits), programs):
+        for verdict in pool.map(lambda program: run_program(program, limits), programs):
             verdicts.append(verdict)
             if progress is not None:
                 progress(1)
     return verdicts
 
 
-def check(program: str, limits: Limits = Limits(), around: Isolation | None = None) -> Verdict:
+def run_program(
+    program: str, limits: ResourceLimits = ResourceLimits(), around: Isolation | None = None
+) -> Verdict:
     """Run one program that raises when it is wrong.
 
     Args:
@@ -145,7 +148,7 @@ def check(program: str, limits: Limits = Limits(), around: Isolation | None = No
         limits: What it may use.
         around: What stands around it; None: the best that works here.
     """
-    around = around or best()
+    around = around or best_isolation()
     word = secrets.token_hex(16)
     ending = f"\n__import__('sys').__stdout__.write({word!r})\n"
     with _directory() as directory:
@@ -176,8 +179,8 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="mindspeed-program-", ignore_cleanup_errors=True)
 
 
-def _for_child(limits: Limits, around: Isolation) -> str:
-    """What :mod:`.limited` is told."""
+def _for_child(limits: ResourceLimits, around: Isolation) -> str:
+    """What :mod:`.sandbox` is told."""
     return json.dumps(
         {
             "seconds": limits.seconds + 1,  # of the processor: the clock ends it and says so
@@ -190,7 +193,7 @@ def _for_child(limits: Limits, around: Isolation) -> str:
     )
 
 
-def _watch(process: subprocess.Popen[bytes], limits: Limits, directory: str) -> str | None:
+def _watch(process: subprocess.Popen[bytes], limits: ResourceLimits, directory: str) -> str | None:
     """Wait for the end; why it was forced, or None. No process of the program is left."""
     deadline = time.monotonic() + limits.seconds
     seen: dict[int, psutil.Process] = {}

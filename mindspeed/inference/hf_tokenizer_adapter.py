@@ -1,4 +1,4 @@
-"""Tokenizers of transformers, and none at all, in the form generation asks for."""
+"""Tokenizers for generation: a transformers tokenizer behind our protocol, or ids only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed.errors import ConfigError
 
 
 def adapt(tokenizer: Any) -> TextTokenizer:
-    """``tokenizer`` itself if it is one of ours, else a view of one of transformers.
+    """``tokenizer`` itself if it is a :class:`TextTokenizer`, else a wrapped transformers one.
 
     Raises:
         ConfigError: It is neither.
@@ -18,10 +18,10 @@ def adapt(tokenizer: Any) -> TextTokenizer:
     if hasattr(tokenizer, "detokenize"):
         return tokenizer
     if callable(tokenizer) and hasattr(tokenizer, "decode"):
-        return _OfTransformers(tokenizer)
+        return _HFTokenizer(tokenizer)
     raise ConfigError(
-        f"tokenizer is a {type(tokenizer).__name__}; one of mindspeed.data.tokenizer or of "
-        "transformers is expected"
+        f"tokenizer is a {type(tokenizer).__name__}; a tokenizer of mindspeed.data.tokenizer or "
+        "of transformers is expected"
     )
 
 
@@ -30,12 +30,12 @@ def without_text(vocab_size: int) -> TextTokenizer:
     return _IdsOnly(vocab_size)
 
 
-class _OfTransformers:
-    """A ``PreTrainedTokenizer`` with our names."""
+class _HFTokenizer:
+    """A transformers ``PreTrainedTokenizer`` behind the :class:`TextTokenizer` protocol."""
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None:
-            raise ConfigError("the tokenizer names no end-of-text token; set its eos_token")
+            raise ConfigError("the tokenizer has no end-of-text token; set its eos_token")
         self._tokenizer = tokenizer
         self.vocab_size: int = len(tokenizer)
         self.eod: int = tokenizer.eos_token_id
@@ -61,7 +61,7 @@ class _OfTransformers:
 
 
 class _IdsOnly:
-    """No tokenizer."""
+    """A vocabulary without text."""
 
     eod = pad = -1
     unique_identifiers: Mapping[str, Any] = {}

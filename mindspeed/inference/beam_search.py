@@ -1,14 +1,15 @@
 """Beam search and beam sampling.
 
-Each prompt follows ``num_beams`` sequences. One step looks at all their continuations, takes the
-``candidates`` best (beam sampling: draws as many, without replacement), lets those that end among
-the first ``num_beams`` compete for the finished list by log-probability / length ** penalty, and
-goes on with the ``num_beams`` best of the others. The search of a prompt is over when the list is
-full and the best running beam, scored at its present length, is worse than the worst of the list.
-These are Hugging Face's rules; the results are compared with its ``generate`` token by token.
+Each prompt has ``num_beams`` running sequences. A step scores all their continuations and selects
+the best candidates (beam sampling: draws the same number without replacement). Candidates that end
+and rank among the first ``num_beams`` enter the list of finished hypotheses, ordered by
+log-probability / length ** penalty; the best ``num_beams`` others are the new beams. The search
+ends when the list is full and the best running beam, scored at its current length, is worse than
+the worst in the list. These are Hugging Face's rules; tests compare with its ``generate`` token by
+token.
 
-One rank sees the logits and keeps the beams. Per step it broadcasts tokens and parents, 2 numbers
-per beam, and the finished lists once in the end. The caches follow the parents on every rank.
+The sampling rank has the logits and keeps the beams. Communication: it broadcasts token and parent
+of every beam per step, and the hypotheses at the end. Every rank reorders its KV cache by parents.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ import torch
 
 from mindspeed.inference.decoder import Decoder
 from mindspeed.inference.generate import check_prompts
-from mindspeed.inference.ranks import ModelRanks
-from mindspeed.inference.sampling import SamplingOptions, generator_of, keep_likely, process
+from mindspeed.inference.parallel_groups import ModelParallelGroups
+from mindspeed.inference.sampling import (
+    SamplingOptions,
+    filter_top_k_top_p,
+    generator_of,
+    process_logits,
+)
 
-# As low as no real sequence scores; finite, so that sums and quotients stay numbers.
+# Below the score of any real sequence, but finite, so that sums and quotients are not NaN.
 _DEAD = -1.0e9
 
 
@@ -34,9 +40,9 @@ class Hypothesis:
     """A finished sequence.
 
     Attributes:
-        tokens: New tokens, without the one that ended it.
-        score: Log-probability (as filtered) / length ** penalty; the end token counts.
-        logprobs: Of each token by the model's own logits.
+        tokens: New token ids, without the end token.
+        score: Log-probability (after processing) / length ** penalty, end token included.
+        logprobs: Log-probability of each token from the unprocessed logits.
         finish: ``"stop"`` or ``"length"``.
     """
 
@@ -54,23 +60,23 @@ class _Beam:
 
 
 class BeamSearch:
-    """The beams of one prompt. Knows nothing of models and ranks.
+    """The beams of one prompt. Independent of models and process groups.
 
     Args:
         options: Number of beams, penalties, limits.
         eos: Ids that end a sequence.
-        ends: Whether new tokens end a sequence otherwise (stop strings).
-        generator: Of the draws of beam sampling.
+        should_stop: Called with the new tokens; True ends the sequence (stop strings).
+        generator: Random generator of beam sampling.
     """
 
     def __init__(
         self,
         options: SamplingOptions,
         eos: Collection[int] = (),
-        ends: Callable[[Sequence[int]], bool] | None = None,
+        should_stop: Callable[[Sequence[int]], bool] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self._options, self._eos, self._ends = options, frozenset(eos), ends
+        self._options, self._eos, self._should_stop = options, frozenset(eos), should_stop
         self._generator = generator
         dead = [_Beam((), (), _DEAD)] * (options.num_beams - 1)
         self.beams = [_Beam((), (), 0.0), *dead]
@@ -81,24 +87,25 @@ class BeamSearch:
         """One step.
 
         Args:
-            scores: ``[num_beams, v]``: log-probabilities that beams compete by, on the CPU.
-            logprobs: The same without any processing, for the report.
+            scores: fp32 ``[num_beams, v]`` on the CPU: processed log-probabilities, which rank
+                the candidates.
+            logprobs: fp32 ``[num_beams, v]``: unprocessed log-probabilities, which are reported.
 
         Returns:
-            The new token of every beam, and which beam it continues.
+            The new token of every beam, and the beam that it continues (its parent).
         """
         options, size = self._options, self._options.num_beams
         length = len(self.beams[0].tokens) + 1
         total = (scores + torch.tensor([beam.score for beam in self.beams])[:, None]).flatten()
         count = min(size * max(2, 1 + len(self._eos)), len(total))
         keys = total if options.greedy else total + self._gumbel(len(total))
-        places = keys.topk(count).indices
+        candidates = keys.topk(count).indices
         running: list[tuple[_Beam, int]] = []
         ended = 0
-        for rank, (place, score) in enumerate(
-            zip(places.tolist(), total[places].tolist(), strict=True)
+        for rank, (candidate, score) in enumerate(
+            zip(candidates.tolist(), total[candidates].tolist(), strict=True)
         ):
-            parent, token = divmod(place, scores.shape[1])
+            parent, token = divmod(candidate, scores.shape[1])
             before = self.beams[parent]
             beam = _Beam(
                 (*before.tokens, token),
@@ -122,20 +129,20 @@ class BeamSearch:
         return [beam.tokens[-1] for beam in self.beams], [parent for _, parent in running]
 
     def _gumbel(self, count: int) -> torch.Tensor:
-        """Noise that makes the largest sums a draw without replacement."""
+        """Gumbel noise: the top k of scores plus noise are k draws without replacement."""
         exponential = torch.empty(count).exponential_(generator=self._generator)
         return -exponential.log()
 
     def _finish(self, tokens: tuple[int, ...]) -> str | None:
-        if tokens[-1] in self._eos or (self._ends is not None and self._ends(tokens)):
+        if tokens[-1] in self._eos or (self._should_stop is not None and self._should_stop(tokens)):
             return "stop"
         return "length" if len(tokens) == self._options.max_new_tokens else None
 
     def _add(self, beam: _Beam, finish: str) -> None:
         score = beam.score / len(beam.tokens) ** self._options.length_penalty
         end = len(beam.tokens) - (beam.tokens[-1] in self._eos)
-        found = Hypothesis(beam.tokens[:end], score, beam.logprobs[:end], finish)
-        self.finished.append(found)
+        hypothesis = Hypothesis(beam.tokens[:end], score, beam.logprobs[:end], finish)
+        self.finished.append(hypothesis)
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[self._options.num_beams :]
 
@@ -153,29 +160,30 @@ def beam_search(
     prompts: Sequence[Sequence[int]],
     options: SamplingOptions,
     *,
-    ranks: ModelRanks,
+    groups: ModelParallelGroups,
     vocab_size: int,
     eos: Collection[int] = (),
-    ends: Callable[[int, Sequence[int]], bool] | None = None,
-    numbers: Sequence[int] | None = None,
+    should_stop: Callable[[int, Sequence[int]], bool] | None = None,
+    seed_offsets: Sequence[int] | None = None,
 ) -> list[list[Hypothesis]]:
     """The ``num_return_sequences`` best continuations of every prompt, best first.
 
-    Without ``greedy`` beams are sampled: ``temperature``, ``top_k`` and ``top_p`` apply, in plain
-    beam search only the filters do.
+    With ``greedy`` it is plain beam search, in which only ``top_k`` and ``top_p`` apply; without,
+    beams are sampled and ``temperature`` applies as well.
 
     Args:
         model: This rank's stage, a ``GPTModel`` without wrappers. It is put into evaluation mode.
         prompts: Token ids of each prompt, at least one.
-        options: How many tokens, and how they are chosen.
-        ranks: The ranks that hold the model.
-        vocab_size: Entries of the tokenizer; the model's padded entries are never chosen.
+        options: Sampling options and limits.
+        groups: Process groups of the model.
+        vocab_size: Entries of the tokenizer; the model's padded entries are never sampled.
         eos: Ids that end a sequence; they are not returned.
-        ends: Called with a prompt's index and new tokens, on one rank; True ends the sequence.
-        numbers: Numbers of the prompts that their draws depend on; default: as they come.
+        should_stop: Called on the sampling rank with a prompt's index and its new tokens; True ends
+            the sequence.
+        seed_offsets: Added to ``options.seed`` for each prompt; default: its index.
 
     Raises:
-        DataError: A prompt is empty, or has ids outside the vocabulary, or is too long.
+        DataError: A prompt is empty, has ids outside the vocabulary, or is too long.
     """
     check_prompts(model, prompts, options, vocab_size)
     model.eval()
@@ -184,58 +192,67 @@ def beam_search(
         BeamSearch(
             options,
             eos,
-            None if ends is None else partial(ends, index),
-            generator_of(options.seed, number),
+            None if should_stop is None else partial(should_stop, index),
+            generator_of(options.seed, offset),
         )
-        for index, number in enumerate(numbers or range(len(prompts)))
+        for index, offset in enumerate(seed_offsets or range(len(prompts)))
     ]
     lengths = [len(prompt) for prompt in prompts]
-    active, end = list(range(len(prompts))), min(lengths)
-    decoder = Decoder(model, ranks, len(prompts), _longest(lengths, options), options.recompute)
-    logits = decoder(torch.tensor([list(prompt[:end]) for prompt in prompts]))
+    running, length = list(range(len(prompts))), min(lengths)
+    max_length = max(lengths) + options.max_new_tokens
+    decoder = Decoder(model, groups, len(prompts), max_length, options.recompute)
+    logits = decoder(torch.tensor([list(prompt[:length]) for prompt in prompts]))
     decoder.select(torch.arange(len(prompts)).repeat_interleave(size))
     if logits is not None:
         logits = logits.repeat_interleave(size, dim=0)
     while True:
-        plan = torch.zeros(len(active), 1 + 2 * size, dtype=torch.long)
-        if logits is not None and ranks.chooses:
-            groups = logits[:, :vocab_size].float().split(size)
-            for place, (index, group) in enumerate(zip(active, groups, strict=True)):
-                plan[place] = _advance(searches[index], prompts[index], end, group, options, eos)
-        plan = ranks.broadcast(plan)
-        going = [place for place in range(len(active)) if not plan[place, 0]]
-        if not going:
+        moves = torch.zeros(len(running), 1 + 2 * size, dtype=torch.long)  # see _advance
+        if logits is not None and groups.is_sampling_rank:
+            beam_logits = logits[:, :vocab_size].float().split(size)
+            for i, (index, own) in enumerate(zip(running, beam_logits, strict=True)):
+                moves[i] = _advance(searches[index], prompts[index], length, own, options, eos)
+        moves = groups.broadcast(moves)
+        unfinished = [i for i in range(len(running)) if not moves[i, 0]]
+        if not unfinished:
             break
-        parents = torch.cat([plan[place, 1 : 1 + size] + place * size for place in going])
-        tokens = torch.cat([plan[place, 1 + size :] for place in going])
-        active, end = [active[place] for place in going], end + 1
+        parents = torch.cat([moves[i, 1 : 1 + size] + i * size for i in unfinished])
+        tokens = torch.cat([moves[i, 1 + size :] for i in unfinished])
+        running, length = [running[i] for i in unfinished], length + 1
         decoder.select(parents)
         logits = decoder(tokens[:, None])
     best = [search.finished[: options.num_return_sequences] for search in searches]
-    return ranks.broadcast_object(best)
-
-
-def _longest(lengths: Sequence[int], options: SamplingOptions) -> int:
-    return max(lengths) + options.max_new_tokens
+    return groups.broadcast_object(best)
 
 
 def _advance(
     search: BeamSearch,
     prompt: Sequence[int],
-    end: int,
+    length: int,
     logits: torch.Tensor,
     options: SamplingOptions,
     eos: Collection[int],
 ) -> torch.Tensor:
-    """``[done, parents, tokens]`` of one prompt whose sequences are ``end`` tokens long."""
+    """One step of one prompt, whose sequences have ``length`` tokens.
+
+    Args:
+        search: State of the search.
+        prompt: Token ids.
+        length: Tokens per sequence so far.
+        logits: fp32 ``[num_beams, v]``.
+        options: Sampling options.
+        eos: Ids that end a sequence.
+
+    Returns:
+        int64 ``[1 + 2 * num_beams]``: whether the search is done, parents, tokens.
+    """
     size = options.num_beams
-    if end < len(prompt):  # still inside the prompt: feed its own next token
-        return torch.tensor([0, *range(size), *[prompt[end]] * size])
+    if length < len(prompt):  # inside the prompt: feed its own next token
+        return torch.tensor([0, *range(size), *[prompt[length]] * size])
     logprobs = logits.log_softmax(-1)
     history = torch.tensor([[*prompt, *beam.tokens] for beam in search.beams])
-    scores = process(logprobs, history, options, eos, [end - len(prompt)] * size)
+    scores = process_logits(logprobs, history, options, eos, [length - len(prompt)] * size)
     if not options.greedy:
         scores = scores / options.temperature
-    scores = keep_likely(scores, options, at_least=2)
+    scores = filter_top_k_top_p(scores, options, at_least=2)
     tokens, parents = search.advance(scores.cpu(), logprobs.cpu())
     return torch.tensor([int(search.done), *parents, *tokens])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.evaluation import plan, reading
-from mindspeed.evaluation.asking import Asking, questions
+from mindspeed.evaluation import dataset_readers, prepared_tasks
+from mindspeed.evaluation.prompts import TaskOptions, questions
 from mindspeed.evaluation.task import builtin, task
 from tests.support.fabricated import WRITERS, write_csv, write_json_lines
 
 
 def read(name, root, shots=None, split=""):
     item = task(name)
-    return reading.read(item, root, item.shots if shots is None else shots, split)
+    return dataset_readers.read(item, root, item.shots if shots is None else shots, split)
 
 
 @pytest.mark.parametrize("name", builtin())
@@ -113,7 +113,7 @@ def test_a_question_without_options_to_choose_from_is_refused(tmp_path):
         write_json_lines(tmp_path / "sat-en.jsonl", [row])
         subjects = read("agieval", tmp_path, shots=0)
         with pytest.raises(DataError, match="agieval/sat-en, record 1: fewer than two options"):
-            questions(task("agieval"), subjects, Asking())
+            questions(task("agieval"), subjects, TaskOptions())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_an_answer_that_cannot_be_understood_names_its_record(tmp_path):
     rows = [{"question": "a", "answer": "1\n#### 1"}, {"question": "b", "answer": "two"}]
     write_json_lines(tmp_path / "test.jsonl", rows)
     with pytest.raises(DataError, match="gsm8k, record 2: the answer has no '#### number'"):
-        questions(task("gsm8k"), read("gsm8k", tmp_path), Asking())
+        questions(task("gsm8k"), read("gsm8k", tmp_path), TaskOptions())
 
 
 def test_splits_are_checked(tmp_path):
@@ -139,12 +139,12 @@ def test_splits_are_checked(tmp_path):
     with pytest.raises(ConfigError, match="--split dev: ceval allows val, test"):
         read("ceval", tmp_path, split="dev")
     with pytest.raises(ConfigError, match="none of boolq has splits"):
-        plan.plan(["boolq"], ["x"], asking=Asking(), split="test")
+        prepared_tasks.prepare_tasks(["boolq"], ["x"], options=TaskOptions(), split="test")
 
 
 def test_paths_find_their_tasks():
     def paths(names, given):
-        return [str(path) for path in plan.data_paths(names, given)]
+        return [str(path) for path in prepared_tasks.data_paths(names, given)]
 
     assert paths(["boolq"], ["data/x"]) == ["data/x"]
     assert paths(["boolq", "mmlu"], ["d/MMLU", "d/BoolQ"]) == ["d/BoolQ", "d/MMLU"]
@@ -156,7 +156,9 @@ def test_paths_find_their_tasks():
 
 def test_programs_need_consent_before_anything_is_read(tmp_path):
     with pytest.raises(ConfigError, match="--allow-code-execution"):
-        plan.plan(["human_eval"], [str(tmp_path / "none")], asking=Asking())
+        prepared_tasks.prepare_tasks(
+            ["human_eval"], [str(tmp_path / "none")], options=TaskOptions()
+        )
 
 
 class Letters:
@@ -178,10 +180,10 @@ class Letters:
 
 def test_choices_of_several_tokens_are_pointed_out(tmp_path):
     WRITERS["boolq"](tmp_path)
-    planned = plan.plan(["boolq"], [str(tmp_path)], asking=Asking())
-    [note] = plan.check_choices(planned, Letters(" No"))
+    planned = prepared_tasks.prepare_tasks(["boolq"], [str(tmp_path)], options=TaskOptions())
+    [note] = prepared_tasks.check_choices(planned, Letters(" No"))
     assert note.startswith("boolq: ' Yes' is 4 tokens, so every choice costs a pass of its own")
-    assert plan.check_choices(planned, Letters(" No", " Yes")) == []
+    assert prepared_tasks.check_choices(planned, Letters(" No", " Yes")) == []
 
 
 def test_choices_a_tokenizer_cannot_tell_apart_are_refused(tmp_path):
@@ -190,6 +192,6 @@ def test_choices_a_tokenizer_cannot_tell_apart_are_refused(tmp_path):
             return [3] * len(text)
 
     WRITERS["mmlu"](tmp_path)
-    planned = plan.plan(["mmlu"], [str(tmp_path)], asking=Asking())
+    planned = prepared_tasks.prepare_tasks(["mmlu"], [str(tmp_path)], options=TaskOptions())
     with pytest.raises(ConfigError, match="the same ids for different choices"):
-        plan.check_choices(planned, Unknown())
+        prepared_tasks.check_choices(planned, Unknown())

@@ -4,8 +4,9 @@ A task of the harness names a data set on the Hugging Face Hub. Here its splits 
 ``--data-dir`` instead; everything else of the task (prompts, examples, filters, metrics, groups)
 stays the harness' own. First match counts:
 
-* the published files that :mod:`.reading` knows: ``boolq/dev.jsonl``, ``mmlu/test/*_test.csv``,
-  ``gsm8k/test.jsonl``, ``ceval/val/*_val.csv``, ``bbh/*.json``, ``human_eval/HumanEval.jsonl``;
+* the published files that :mod:`.dataset_readers` knows: ``boolq/dev.jsonl``,
+  ``mmlu/test/*_test.csv``, ``gsm8k/test.jsonl``, ``ceval/val/*_val.csv``, ``bbh/*.json``,
+  ``human_eval/HumanEval.jsonl``;
 * files of the Hub's layout, named after the split (``test.jsonl``, ``test-00000-of-00001.parquet``,
   also ``.json``, ``.csv``), in ``TASK/``, ``DATASET/CONFIGURATION/`` or ``DATASET/``, where
   ``DATASET`` is the last part of the data set's name.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.evaluation import execute
+from mindspeed.evaluation import code_execution
 from mindspeed.parsing import read_json
 
 # Before anything of Hugging Face is imported: nothing is ever asked of the network.
@@ -80,7 +81,7 @@ class LocalTasks(TaskManager):
                 )
         for name, task in self.load(list(names))["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):
-                execute.require_consent(allow_code, name)
+                code_execution.require_consent(allow_code, name)
             number = task.config.num_fewshot if shots is None else shots
             if number and not (task.has_training_docs() or _has_examples(task)):
                 raise DataError(
@@ -139,7 +140,7 @@ def _whole_programs(resps: Sequence[Sequence[str]], docs: Sequence[Row]) -> list
 def pass_at_1(references: Sequence[str], predictions: Sequence[Sequence[str]]) -> float:
     """The share of programs that pass their tests, in limited child processes."""
     [tests], [programs] = references, predictions
-    verdicts = execute.check_all([f"{program}\n{tests}\n" for program in programs])
+    verdicts = code_execution.run_programs([f"{program}\n{tests}\n" for program in programs])
     return sum(verdict.passed for verdict in verdicts) / len(verdicts)
 
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from mindspeed.errors import ConfigError
+from mindspeed.inference.loglikelihood import Score, loglikelihood
 from mindspeed.inference.sampling import SamplingOptions
-from mindspeed.inference.score import Score, loglikelihood
 
 if TYPE_CHECKING:
-    from mindspeed.inference.generator import Generator
+    from mindspeed.inference.text_generator import TextGenerator
 
 Encode = Callable[[str], list[int]]
 
 
-class Respondent(Protocol):
+class LanguageModel(Protocol):
     """What an evaluation needs of a model."""
 
     @property
@@ -44,7 +44,7 @@ class Respondent(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelRespondent:
+class ModelAdapter:
     """A model of this process and its neighbours.
 
     Attributes:
@@ -56,7 +56,7 @@ class ModelRespondent:
         more_stops: What ends an answer in a conversation.
     """
 
-    generator: Generator
+    generator: TextGenerator
     max_length: int
     sampling: SamplingOptions
     tokens_per_batch: int = 4096
@@ -70,7 +70,7 @@ class ModelRespondent:
         return loglikelihood(
             self.generator.stage,
             [self._tokens(self.wrap(context), continuation) for context, continuation in pairs],
-            ranks=self.generator.ranks,
+            groups=self.generator.groups,
             vocab_size=self.generator.vocab_size,
             tokens_per_batch=self.tokens_per_batch,
         )

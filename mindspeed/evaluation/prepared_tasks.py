@@ -13,14 +13,14 @@ from typing import Any
 
 from mindspeed.data.tokenizer import TextTokenizer
 from mindspeed.errors import ConfigError
-from mindspeed.evaluation import execute, reading
-from mindspeed.evaluation.asking import Asking, Question, fingerprint, questions
-from mindspeed.evaluation.respond import encode_pair
+from mindspeed.evaluation import code_execution, dataset_readers
+from mindspeed.evaluation.model_adapter import encode_pair
+from mindspeed.evaluation.prompts import Question, TaskOptions, fingerprint, questions
 from mindspeed.evaluation.task import Task, task
 
 
 @dataclass(frozen=True)
-class Planned:
+class PreparedTask:
     """One benchmark, ready to be asked.
 
     Attributes:
@@ -45,21 +45,21 @@ class Planned:
         }
 
 
-def plan(
+def prepare_tasks(
     names: Sequence[str],
     paths: Sequence[str],
     *,
-    asking: Asking,
+    options: TaskOptions,
     shots: int | None = None,
     split: str = "",
     allow_code: bool = False,
-) -> list[Planned]:
+) -> list[PreparedTask]:
     """Read the data of every task.
 
     Args:
         names: ``--task``.
         paths: ``--task-data-path``: ``name=path``, or paths alone.
-        asking: How questions are put.
+        options: How questions are put.
         shots: Examples per prompt; None for each task's own number.
         split: For the tasks that have splits.
         allow_code: Whether generated programs may run.
@@ -72,14 +72,14 @@ def plan(
         raise ConfigError(f"--task {' '.join(names)}: every task once, please")
     for item in tasks:
         if item.score == "program":
-            execute.require_consent(allow_code, item.name)
+            code_execution.require_consent(allow_code, item.name)
     if split and not any(item.splits for item in tasks):
         raise ConfigError(f"--split {split}: none of {', '.join(names)} has splits")
     planned = []
     for item, path in zip(tasks, data_paths(names, paths), strict=True):
         number = item.shots if shots is None else shots
-        subjects = reading.read(item, path, number, split if item.splits else "")
-        planned.append(Planned(item, path, number, tuple(questions(item, subjects, asking))))
+        subjects = dataset_readers.read(item, path, number, split if item.splits else "")
+        planned.append(PreparedTask(item, path, number, tuple(questions(item, subjects, options))))
     return planned
 
 
@@ -107,7 +107,7 @@ def data_paths(names: Sequence[str], paths: Sequence[str]) -> list[Path]:
     return [Path(named[name]) for name in names]
 
 
-def check_choices(planned: Sequence[Planned], tokenizer: TextTokenizer) -> list[str]:
+def check_choices(planned: Sequence[PreparedTask], tokenizer: TextTokenizer) -> list[str]:
     """See how the tokenizer cuts the choices.
 
     Returns:

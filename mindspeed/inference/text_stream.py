@@ -1,29 +1,30 @@
-"""From tokens to text, piece by piece: no half characters, nothing at or behind a stop string.
+"""Incremental detokenization: complete characters only, truncated at a stop string.
 
-A token may be a part of a character, or of a word whose first blank belongs to the piece before it.
-So a piece is what a token adds to the text of a few tokens before it, and it is held back as long
-as it ends with a replacement character (an unfinished one) or with what may become a stop string.
+A token may be part of a character, and its leading space may depend on the token before. The new
+text of a token is therefore the difference that it makes to the text of the last few tokens. Text
+is held back while it ends with a replacement character (an incomplete one) or with the beginning
+of a stop string.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-UNFINISHED = "\ufffd"
-_CONTEXT = 6  # tokens of the prompt that the first new one is decoded with
+REPLACEMENT = "\ufffd"  # how an incomplete character is decoded
+_CONTEXT = 6  # tokens of the prompt that the first new token is decoded with
 
 
 class TextStream:
     """The text of a growing sequence.
 
     Args:
-        detokenize: Text of token ids.
-        prompt: The tokens before; their text is no part of the stream.
-        stop: The text ends before the first of these.
+        detokenize: Token ids -> text.
+        prompt: Preceding token ids; their text is not part of the stream.
+        stop: The text ends before the first of these strings.
 
     Attributes:
-        text: All that was returned so far.
-        stopped: A stop string was found; further tokens add nothing.
+        text: All text returned so far.
+        stopped: A stop string was found; more tokens add nothing.
     """
 
     def __init__(
@@ -39,16 +40,16 @@ class TextStream:
         self.text, self.stopped = "", False
 
     def push(self, token: int) -> str:
-        """The text that is certain now."""
+        """Append a token; the new text that is final."""
         self._window.append(token)
         piece = self._new_text()
-        if piece.endswith(UNFINISHED) or not piece:
+        if piece.endswith(REPLACEMENT) or not piece:
             return ""
-        self._forget()
+        self._shrink_window()
         return self._release(piece)
 
     def finish(self) -> str:
-        """What was held back, once no more tokens come."""
+        """End the stream; the text that was held back."""
         rest = self._release(self._new_text())
         if not self.stopped:
             rest += self._held
@@ -60,8 +61,8 @@ class TextStream:
         before = self._detokenize(self._window[: self._read])
         return self._detokenize(self._window)[len(before) :]
 
-    def _forget(self) -> None:
-        """Keep the tokens of the last piece: the next one is decoded with them."""
+    def _shrink_window(self) -> None:
+        """Keep only the last tokens as context of the next one."""
         self._window = self._window[self._read :]
         self._read = len(self._window)
 
@@ -72,14 +73,14 @@ class TextStream:
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.stopped, text = True, text[: min(found)]
-        elif keep := longest_beginning(text, self._stop):
+        elif keep := partial_stop_length(text, self._stop):
             text, self._held = text[:-keep], text[-keep:]
         self.text += text
         return text
 
 
-def longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of ``text`` that are the beginning of a stop string."""
+def partial_stop_length(text: str, stops: Sequence[str]) -> int:
+    """Number of characters at the end of ``text`` that begin a stop string."""
     longest = max(map(len, stops), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(len(stop) > size and stop.startswith(text[-size:]) for stop in stops):
@@ -87,6 +88,6 @@ def longest_beginning(text: str, stops: Sequence[str]) -> int:
     return 0
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+def truncate_at_stop(text: str, stops: Sequence[str]) -> str:
     """``text`` up to the first stop string."""
     return text[: min((at for at in (text.find(s) for s in stops) if at >= 0), default=len(text))]

@@ -1,16 +1,16 @@
-"""How likely a model finds given continuations, exactly, under tensor and pipeline parallelism.
+"""Exact log-likelihood of given continuations, under tensor and pipeline parallelism.
 
     context  c0 c1 c2   continuation  t0 t1
     input    c0 c1 c2 t0 [padding]
     scored         t0 t1                    log p(t0 | c0 c1 c2) + log p(t1 | c0 c1 c2 t0)
 
-Rows are padded on the right: attention looks to the left only, so a padded row scores what it
-scores alone. Pairs with the same input share one row; the four letters of a multiple-choice
-question, one token each, cost one row of the batch and not four.
+Inputs are padded on the right; attention is causal, so padding does not change the scores. Pairs
+with the same input share one sequence: the four letters of a multiple-choice question, one token
+each, cost one sequence of the batch and not four.
 
-The vocabulary stays split over the tensor-parallel ranks. Per scored token three numbers (largest
-logit, its index, sum of exponentials) and the target's logit are reduced over them, and the last
-stage broadcasts 2 numbers per pair to all ranks of the model; the logits themselves never travel.
+The vocabulary stays sharded over the tensor-parallel ranks. Communication: four all-reduces of one
+number per scored token (largest logit, its index, sum of exponentials, the target's logit), and a
+broadcast of 2 numbers per pair from the last stage. The logits themselves are never communicated.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch.distributed as dist
 
 from mindspeed import device
 from mindspeed.errors import DataError
-from mindspeed.inference.ranks import ModelRanks
+from mindspeed.inference.parallel_groups import ModelParallelGroups
 
 Pair = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]
 
-_BEYOND_ANY_VOCABULARY = torch.iinfo(torch.int64).max
+_INVALID_ID = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
 class _Span:
-    """What one pair asks of a row: ``targets`` follow the positions from ``start`` on."""
+    """Scored tokens of one pair: ``targets`` are predicted at the positions from ``start`` on."""
 
     pair: int
     start: int
@@ -42,7 +42,9 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Input:
+    """One input sequence and the pairs that it scores."""
+
     tokens: tuple[int, ...]
     spans: list[_Span]
 
@@ -52,24 +54,24 @@ def loglikelihood(
     model: Any,
     pairs: Sequence[Pair],
     *,
-    ranks: ModelRanks,
+    groups: ModelParallelGroups,
     vocab_size: int,
     tokens_per_batch: int = 4096,
     progress: Callable[[dict[int, Score]], object] | None = None,
 ) -> list[Score]:
-    """Log-probability of every continuation after its context; the same on every rank.
+    """Log-probability of every continuation given its context; the same on every rank.
 
     Args:
         model: This rank's stage, a ``GPTModel`` without wrappers. It is put into evaluation mode.
-        pairs: Token ids of context and continuation, both at least one long.
-        ranks: The ranks that hold the model.
+        pairs: Token ids of context and continuation, both at least one token.
+        groups: Process groups of the model.
         vocab_size: Entries of the tokenizer; the model's padded entries have no probability.
-        tokens_per_batch: Upper limit of rows times length of one pass; a longer row goes alone.
-        progress: Called with the scores that a pass has found, by the place of their pair.
+        tokens_per_batch: Maximum of sequences times length per pass; a longer sequence runs alone.
+        progress: Called after each pass with its scores, keyed by the index of their pair.
 
     Returns:
-        Per pair the sum of the natural logarithms, and whether every token of the continuation is
-        the most likely one (the first of equals).
+        Per pair the sum of the log-probabilities (natural logarithm), and whether every token of
+        the continuation is the argmax (the lowest id on ties).
 
     Raises:
         DataError: A pair is empty, has ids outside the vocabulary, or is too long for the model.
@@ -77,9 +79,9 @@ def loglikelihood(
     _check(model, pairs, vocab_size)
     model.eval()
     results: list[Score] = [(0.0, False)] * len(pairs)
-    for batch in _batches(_rows(pairs), tokens_per_batch):
-        spans = [span for row in batch for span in row.spans]
-        scores = _score(model, batch, ranks, vocab_size)
+    for batch in _batches(_inputs(pairs), tokens_per_batch):
+        spans = [span for item in batch for span in item.spans]
+        scores = _score(model, batch, groups, vocab_size)
         found = {
             span.pair: (logprob, bool(greedy))
             for span, (logprob, greedy) in zip(spans, scores, strict=True)
@@ -91,48 +93,48 @@ def loglikelihood(
     return results
 
 
-def _rows(pairs: Sequence[Pair]) -> list[_Row]:
-    """Different inputs, longest first, so that what does not fit in memory fails at once."""
-    rows: dict[tuple[int, ...], _Row] = {}
+def _inputs(pairs: Sequence[Pair]) -> list[_Input]:
+    """Distinct inputs, longest first, so that out-of-memory errors occur at once."""
+    inputs: dict[tuple[int, ...], _Input] = {}
     for index, (context, continuation) in enumerate(pairs):
         tokens = (*context, *continuation)[:-1]
         span = _Span(index, len(context) - 1, tuple(continuation))
-        rows.setdefault(tokens, _Row(tokens, [])).spans.append(span)
-    return sorted(rows.values(), key=lambda row: -len(row.tokens))
+        inputs.setdefault(tokens, _Input(tokens, [])).spans.append(span)
+    return sorted(inputs.values(), key=lambda item: -len(item.tokens))
 
 
-def _batches(rows: Sequence[_Row], tokens_per_batch: int) -> Iterator[list[_Row]]:
+def _batches(inputs: Sequence[_Input], tokens_per_batch: int) -> Iterator[list[_Input]]:
     start = 0
-    while start < len(rows):
-        size = max(1, tokens_per_batch // len(rows[start].tokens))
-        yield list(rows[start : start + size])
+    while start < len(inputs):
+        size = max(1, tokens_per_batch // len(inputs[start].tokens))
+        yield list(inputs[start : start + size])
         start += size
 
 
 def _score(
-    model: Any, batch: Sequence[_Row], ranks: ModelRanks, vocab_size: int
+    model: Any, batch: Sequence[_Input], groups: ModelParallelGroups, vocab_size: int
 ) -> list[list[float]]:
-    """``[log-probability, 1 or 0]`` of every span of the batch, on every rank of the model."""
+    """``[log-probability, is greedy (0 or 1)]`` of every span of the batch, on every rank."""
     spans = [(row, span) for row, item in enumerate(batch) for span in item.spans]
     scores = torch.zeros(len(spans), 2, dtype=torch.float64)
-    logits = _forward(model, _padded(batch), ranks)
+    logits = _forward(model, _pad(batch), groups)
     if logits is not None:
-        place = logits.device
-        lengths = torch.tensor([len(span.targets) for _, span in spans], device=place)
+        target_device = logits.device
+        lengths = torch.tensor([len(span.targets) for _, span in spans], device=target_device)
         where = [(row, span.start + i) for row, span in spans for i in range(len(span.targets))]
-        targets = torch.tensor([t for _, span in spans for t in span.targets], device=place)
-        rows, positions = torch.tensor(where, device=place).unbind(1)
+        targets = torch.tensor([t for _, span in spans for t in span.targets], device=target_device)
+        rows, positions = torch.tensor(where, device=target_device).unbind(1)
         group = model.pg_collection.tp
         logprobs, best = _token_scores(logits[rows, positions], targets, vocab_size, group)
-        owner = torch.arange(len(spans), device=place).repeat_interleave(lengths)
-        sums = torch.zeros(len(spans), dtype=torch.float32, device=place)
+        owner = torch.arange(len(spans), device=target_device).repeat_interleave(lengths)
+        sums = torch.zeros(len(spans), dtype=torch.float32, device=target_device)
         sums.index_add_(0, owner, logprobs)
-        hits = torch.zeros(len(spans), dtype=torch.int64, device=place)
+        hits = torch.zeros(len(spans), dtype=torch.int64, device=target_device)
         hits.index_add_(0, owner, best.long())
         scores = torch.stack((sums.cpu().double(), (hits == lengths).cpu().double()), dim=1)
-    if ranks.model.size() > 1:
+    if groups.mp.size() > 1:
         shared = scores.float().to(device.current().torch_device())
-        dist.broadcast(shared, src=ranks.chooser, group=ranks.model)
+        dist.broadcast(shared, src=groups.sampling_rank, group=groups.mp)
         scores = shared.cpu()
     return scores.tolist()
 
@@ -140,13 +142,16 @@ def _score(
 def _token_scores(
     logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and whether it is the first of the most likely tokens.
+    """Log-probability of each target and whether it is the argmax (the lowest id on ties).
 
     Args:
-        logits: This rank's columns of the vocabulary, ``[n, v / tp]``.
-        targets: Ids ``[n]``.
-        vocab_size: Columns from here on are padding.
-        group: The tensor-parallel ranks.
+        logits: This rank's shard of the vocabulary, ``[n, v / tp]``.
+        targets: int64 ``[n]``.
+        vocab_size: Ids from here on are padding.
+        group: Tensor-parallel group.
+
+    Returns:
+        fp32 ``[n]`` and bool ``[n]``.
     """
     logits = logits.float()
     first = group.rank() * logits.shape[1]
@@ -163,32 +168,33 @@ def _token_scores(
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         dist.all_reduce(target, dist.ReduceOp.MAX, group=group)
     total = (logits - largest[:, None]).exp().sum(dim=1)
-    winner = (best_column + first).masked_fill(best < largest, _BEYOND_ANY_VOCABULARY)
+    winner = (best_column + first).masked_fill(best < largest, _INVALID_ID)
     if group.size() > 1:
         dist.all_reduce(total, group=group)
         dist.all_reduce(winner, dist.ReduceOp.MIN, group=group)
     return target - largest - total.log(), winner == targets
 
 
-def _padded(batch: Sequence[_Row]) -> torch.Tensor:
-    longest = max(len(row.tokens) for row in batch)
-    return torch.tensor([[*row.tokens, *[0] * (longest - len(row.tokens))] for row in batch])
+def _pad(batch: Sequence[_Input]) -> torch.Tensor:
+    """Token ids padded on the right, int64 ``[b, s]``."""
+    longest = max(len(item.tokens) for item in batch)
+    return torch.tensor([[*item.tokens, *[0] * (longest - len(item.tokens))] for item in batch])
 
 
-def _forward(model: Any, tokens: torch.Tensor, ranks: ModelRanks) -> torch.Tensor | None:
-    """One pass of ``tokens`` ``[b, s]`` without a cache; ``[b, s, v / tp]`` on the last stage."""
-    place = device.current().torch_device()
+def _forward(model: Any, tokens: torch.Tensor, groups: ModelParallelGroups) -> torch.Tensor | None:
+    """Logits ``[b, s, v / tp]`` of ``tokens`` ``[b, s]`` on the last stage; None elsewhere."""
+    target_device = device.current().torch_device()
     batch, length = tokens.shape
 
     def stage() -> torch.Tensor:
         return model(  # type: ignore[no-any-return]
-            tokens.to(place),
-            torch.arange(length, device=place).expand(batch, -1),
-            torch.ones(1, 1, length, length, dtype=torch.bool, device=place).triu(1),
+            tokens.to(target_device),
+            torch.arange(length, device=target_device).expand(batch, -1),
+            torch.ones(1, 1, length, length, dtype=torch.bool, device=target_device).triu(1),
             runtime_gather_output=False,
         )
 
-    return ranks.run_stage(model, batch, length, stage)
+    return groups.run_stage(model, batch, length, stage)
 
 
 def _check(model: Any, pairs: Sequence[Pair], vocab_size: int) -> None:

@@ -15,9 +15,9 @@ _LETTER = re.compile(r"(?<![A-Za-z])([A-G])(?![A-Za-z])")
 _LETTERS = re.compile(r"(?<![A-Za-z])([A-G]+)(?![A-Za-z])")
 
 
-def judge(score: str, text: str, target: str) -> bool:
-    """Whether ``text`` gives the answer ``target``; ``score`` is a name of :data:`SCORES`."""
-    return SCORES[score](text, target)
+def is_correct(score: str, text: str, target: str) -> bool:
+    """Whether ``text`` gives the answer ``target``; ``score`` is a name of :data:`MATCHERS`."""
+    return MATCHERS[score](text, target)
 
 
 def first_line(text: str) -> str:
@@ -107,7 +107,7 @@ def _value(formula: str) -> float | None:
         return None
 
 
-SCORES: dict[str, Callable[[str, str], bool]] = {
+MATCHERS: dict[str, Callable[[str, str], bool]] = {
     "yes_or_no": _yes_or_no,
     "letter": _letter,
     "letters": _letters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.evaluation.respond import encode_pair, last_tokens
+from mindspeed.evaluation.model_adapter import encode_pair, last_tokens
 
 START = 0
 WORDS = {"Answer": 1, ":": 2, " yes": 3, "yes": 4, " ": 5, "no": 6, ": yes": 7}

@@ -1,12 +1,12 @@
-"""Who may ask, and how much: everything that is checked before a request is looked at.
+"""Access control and request limits, checked before a request is parsed.
 
-* a key, compared in constant time, where one is set; the health check needs none
-* without a key only names of this machine as ``Host``, so that no web page can reach a server on
-  the loopback interface by a name of its own (DNS rebinding)
-* JSON only, for the same reason: a page may send other types to any server without asking first
-* bodies up to a limit, within a time limit
+* API key, compared in constant time, if one is set; the health check needs none
+* without a key only ``Host`` names of this machine, so that no web page can reach a server on the
+  loopback interface under its own domain (DNS rebinding)
+* JSON content type only, for the same reason: browsers send other types without a preflight request
+* limited size of a body and limited time to receive it
 
-A plain ASGI application around another one: it sees the bytes before any parser does.
+A plain ASGI middleware: it sees the bytes before any parser does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dataclasses import dataclass
 from typing import Any
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_OPEN = ("/health",)
+_PUBLIC_PATHS = ("/health",)
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a request may be.
+class RequestLimits:
+    """Limits of a request.
 
     Attributes:
         api_key: Clients send ``Authorization: Bearer <key>``; None: no key, this machine only.
-        body_bytes: Size of a request's body.
-        body_seconds: Until the body is here.
+        body_bytes: Maximum size of the body.
+        body_seconds: Maximum time to receive the body.
     """
 
     api_key: str | None = None
@@ -41,15 +41,15 @@ class Limits:
     body_seconds: float = 30.0
 
 
-class Refusal(Exception):
-    """An answer that is an error, in OpenAI's format.
+class ApiError(Exception):
+    """An error response in OpenAI's format.
 
     Args:
         status: HTTP status.
         message: For the user.
         kind: OpenAI's error type.
         code: OpenAI's error code.
-        param: The field that is wrong.
+        param: The invalid field.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Refusal(Exception):
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class Guard:
-    """``Guard(app, limits)`` is an application that lets through to ``app`` what is allowed."""
+class AccessMiddleware:
+    """ASGI middleware that forwards allowed requests to ``app`` and answers the others itself."""
 
-    def __init__(self, app: Any, limits: Limits) -> None:
+    def __init__(self, app: Any, limits: RequestLimits) -> None:
         self._app, self._limits = app, limits
         key = limits.api_key
         self._digest = None if key is None else _digest(key.encode())
@@ -79,12 +79,12 @@ class Guard:
             return
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
-            if scope["path"] not in _OPEN:
+            if scope["path"] not in _PUBLIC_PATHS:
                 self._check_key(headers)
             if scope["method"] == "POST":
                 receive = await self._with_body(headers, receive)
-        except Refusal as refusal:
-            await refuse(refusal, send)
+        except ApiError as error:
+            await send_error(error, send)
             return
         await self._app(scope, receive, send)
 
@@ -93,14 +93,14 @@ class Guard:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]
             if name not in _LOOPBACK:
-                raise Refusal(
+                raise ApiError(
                     403, "without an API key only requests to localhost are answered", code="host"
                 )
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        right = hmac.compare_digest(_digest(key.strip()), self._digest)
-        if scheme.lower() != b"bearer" or not right:
-            raise Refusal(
+        valid = hmac.compare_digest(_digest(key.strip()), self._digest)
+        if scheme.lower() != b"bearer" or not valid:
+            raise ApiError(
                 401,
                 "the API key is missing or wrong: send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
@@ -109,9 +109,9 @@ class Guard:
     async def _with_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> Receive:
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
-            raise Refusal(415, "send JSON with the header Content-Type: application/json")
+            raise ApiError(415, "send JSON with the header Content-Type: application/json")
         limit = self._limits.body_bytes
-        too_large = Refusal(413, f"the request is larger than {limit:,} bytes")
+        too_large = ApiError(413, f"the request is larger than {limit:,} bytes")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > limit:
             raise too_large
@@ -119,7 +119,9 @@ class Guard:
         try:
             body = await asyncio.wait_for(_read(receive, limit), seconds)
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the request was not here within {seconds:g} seconds") from None
+            raise ApiError(
+                408, f"the request body did not arrive within {seconds:g} seconds"
+            ) from None
         if body is None:
             raise too_large
         return _replayed(body, receive)
@@ -131,7 +133,7 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refusal(400, "the client left")
+            raise ApiError(400, "the client disconnected")
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > limit:
@@ -140,7 +142,7 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body in one message, then what the server says (that the client left)."""
+    """Replay the body as one message, then forward the server's messages (disconnect)."""
     pending: list[Mapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Mapping[str, Any]:
@@ -150,17 +152,17 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length whatever the key, so that a comparison tells nothing about it."""
+    """A digest of fixed length, so that the comparison does not leak the key's length."""
     return hashlib.sha256(key).digest()
 
 
-async def refuse(refusal: Refusal, send: Send) -> None:
-    """Answer with an error."""
-    body = json.dumps(refusal.content).encode()
+async def send_error(error: ApiError, send: Send) -> None:
+    """Send an error response."""
+    body = json.dumps(error.content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if refusal.status == 401:
+    if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if refusal.status in (408, 413, 429):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    if error.status in (408, 413, 429):
+        headers.append((b"connection", b"close"))  # the rest of the body is unread
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
