@@ -112,10 +112,10 @@ def failures(folder: str) -> Any:
     }
 
 
-def at_once(folder: str, prompts: list[str], rows: int) -> dict[str, Any]:
-    """Texts of requests one by one and of the same all at once, and the rows of every pass."""
+def at_once(folder: str, prompts: list[str], batch_size: int) -> dict[str, Any]:
+    """Texts of requests one by one and all at once, and the batch size of every forward pass."""
     service = _service(folder, max_queue=len(prompts))
-    service.engine._rows = rows
+    service.engine._max_batch_size = batch_size
     sizes: list[int] = []
     started, go_on = threading.Event(), threading.Event()
     texts = [""] * len(prompts)

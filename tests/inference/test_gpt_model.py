@@ -177,7 +177,7 @@ BAD = {
 BAD_PROMPTS = {
     "number": (3, "input_ids is a int"),
     "mixed": ([[1], "a", 2.5], "prompt 2 is neither"),
-    "floats": (torch.ones(2, 2), "input_ids is a tensor of [2, 2] torch.float32"),
+    "floats": (torch.ones(2, 2), "input_ids is a tensor of shape [2, 2] and dtype torch.float32"),
     "outside": ([[5, 10_000]], "outside the vocabulary"),
     "nothing": ([], "every prompt needs at least one token"),
 }

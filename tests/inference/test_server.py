@@ -158,8 +158,8 @@ def test_requests_at_once_share_passes_and_say_what_each_says_alone(ranks, tiny)
     (seen,) = ranks(1, server_ranks.at_once, str(tiny[0]), prompts, 3, setup=SETUP, timeout=120)
     assert seen["at once"] == seen["alone"]
     assert seen["alone"] == [greedy_text(tiny, p, 6 + n) for n, p in enumerate(prompts)]
-    assert max(seen["sizes"]) == 3  # the fourth waits for room
-    # A prompt a turn; its row is in the pass of that turn. The first one ends after six tokens.
+    assert max(seen["sizes"]) == 3  # the fourth waits until the batch has room
+    # One prefill per step, then the decode pass of that step. The first ends after six tokens.
     assert seen["sizes"][:6] == [1, 1, 1, 2, 1, 3]
     assert sum(seen["sizes"]) == sum(6 + n for n in range(4))
     assert len(seen["sizes"]) < 20
