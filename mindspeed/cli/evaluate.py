@@ -5,10 +5,10 @@
         --task-data-path mmlu=data/mmlu ceval=data/ceval --output runs/llama/scores
     mindspeed evaluate --load DIR --engine lm-eval --tasks hellaswag,gsm8k --data-dir data
 
-Tasks: boolq, mmlu, gsm8k, human_eval, agieval, bbh, bbh_cot, ceval; with --engine lm-eval, all
-tasks of lm-evaluation-harness. Data and flags are checked before the model is loaded. With
---output, an interrupted evaluation goes on where it was when the same command is given again. The
-table goes to standard output, everything else to standard error.
+--task below lists the tasks; with --engine lm-eval there are all of lm-evaluation-harness. Data and
+flags are checked before the model is loaded. With --output, an interrupted evaluation goes on where
+it was when the same command is given again. The table goes to standard output, everything else to
+standard error.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.cli.inference_flags import add_model_arguments, run_model
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation.prompts import MODES, TaskOptions
+from mindspeed.evaluation.task import names as task_names
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.ranges import MAX_RANKS, NOT_NEGATIVE, Range, number, whole
 
@@ -61,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
-        "--task", nargs="+", action="extend", metavar="NAME", help="one or more of the above"
+        "--task",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help=f"one or more of: {task_names().replace('%', '%%')}",
     )
     tasks.add_argument(
         "--task-data-path",

@@ -19,7 +19,8 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature
 from mindspeed.features.flags import flags_of
 from mindspeed.features.registry import add_arguments as add_feature_flags
-from mindspeed.features.registry import all_features, resolve
+from mindspeed.features.registry import all_features, origin_of, resolve
+from mindspeed.plugins import BUILT_IN
 
 HELP = "list the features: flag, level, devices, conflicts"
 
@@ -59,6 +60,7 @@ def describe(feature: Feature) -> dict[str, object]:
     return {
         "name": feature.name,
         "summary": feature.summary,
+        "origin": origin_of(feature.name),
         "level": feature.level,
         "stage": feature.stage,
         "devices": list(feature.devices),
@@ -109,6 +111,8 @@ def _print_table(features: list[Feature]) -> None:
             limits.append(f"only on {', '.join(feature.devices)}")
         if feature.stage != "stable":
             limits.append(feature.stage)
+        if (origin := origin_of(feature.name)) != BUILT_IN:
+            limits.append(f"from {origin}")
         table.add_row(
             str(feature.level),
             "\n".join([f"[bold]{feature.name}[/bold]", feature.summary, *limits]),
@@ -123,6 +127,7 @@ def _print_explanation(feature: Feature) -> None:
     console = Console()
     console.print(f"[bold]{feature.name}[/bold]  level {feature.level}, {feature.stage}")
     console.print(feature.summary)
+    console.print(f"brought by {origin_of(feature.name)}", highlight=False)
     for label in ("devices", "seams", "conflicts", "requires"):
         values = getattr(feature, label)
         if values:

@@ -28,16 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list, or the flags of one model."""
     from mindspeed.errors import ConfigError
-    from mindspeed.models.families import FAMILIES
+    from mindspeed.models.families import families, origin_of
     from mindspeed.models.presets import model_flags, presets
+    from mindspeed.plugins import BUILT_IN
 
     if args.model:
         flags = model_flags(args.model)
         lines = [f"--{name.replace('_', '-')} {value}" for name, value in sorted(flags.items())]
         print(json.dumps(flags) if args.json else "\n".join(lines))
         return 0
-    if args.family and args.family not in FAMILIES:
-        raise ConfigError(f"--family {args.family} is not one of {', '.join(FAMILIES)}")
+    if args.family and args.family not in families():
+        raise ConfigError(f"--family {args.family} is not one of {', '.join(families())}")
     chosen = [p for p in presets().values() if args.family in (None, p.family)]
     if args.json:
         print(json.dumps({preset.name: dict(preset.flags) for preset in chosen}))
@@ -51,5 +52,9 @@ def run(args: argparse.Namespace) -> int:
         experts = str(flags.get("num_experts", ""))
         sizes = (str(flags["num_layers"]), str(flags["hidden_size"]))
         table.add_row(preset.name, preset.family, *sizes, heads, experts)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for name in families():
+        if (origin := origin_of(name)) != BUILT_IN:
+            console.print(f"family {name} is brought by {origin}", highlight=False)
     return 0

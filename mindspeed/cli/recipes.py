@@ -79,11 +79,11 @@ def _print_list(family: str | None) -> None:
 
     from mindspeed import recipes
     from mindspeed.errors import ConfigError
-    from mindspeed.models.families import FAMILIES
+    from mindspeed.models.families import families
     from mindspeed.models.presets import presets
 
-    if family is not None and family not in FAMILIES:
-        raise ConfigError(f"--family {family} is not one of {', '.join(FAMILIES)}")
+    if family is not None and family not in families():
+        raise ConfigError(f"--family {family} is not one of {', '.join(families())}")
     shown = Table("recipe", "layout", "type", "sequence", "batch", box=SIMPLE_HEAD)
     for name, flags in recipes.table().items():
         if family in (None, presets()[flags["model"]].family):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from mindspeed.evaluation.task import function_named
+
 _CONCLUSION = re.compile(r"the answer is\s*:?", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _LETTER = re.compile(r"(?<![A-Za-z])([A-G])(?![A-Za-z])")
@@ -16,8 +18,14 @@ _LETTERS = re.compile(r"(?<![A-Za-z])([A-G]+)(?![A-Za-z])")
 
 
 def is_correct(score: str, text: str, target: str) -> bool:
-    """Whether ``text`` gives the answer ``target``; ``score`` is a name of :data:`MATCHERS`."""
-    return MATCHERS[score](text, target)
+    """Whether ``text`` gives the answer ``target``.
+
+    Args:
+        score: A name of :data:`MATCHERS`, or ``module:function``.
+        text: What the model wrote.
+        target: The right answer.
+    """
+    return bool(function_named(score, MATCHERS)(text, target))
 
 
 def first_line(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.evaluation.dataset_readers import Record, Subject
-from mindspeed.evaluation.task import FROM_OPTIONS, Task
+from mindspeed.evaluation.task import FROM_OPTIONS, Task, function_named
 
 Mode = Literal["auto", "loglikelihood", "generate"]
 MODES: tuple[Mode, ...] = ("auto", "loglikelihood", "generate")
@@ -165,7 +165,7 @@ def _prepared(task: Task, subject: str, index: int, record: Record) -> Record:
         fields.setdefault("target", record.get("answer"))
         return fields
     try:
-        return {**fields, **PREPARE[task.prepare](fields)}
+        return {**fields, **function_named(task.prepare, PREPARE)(fields)}
     except (KeyError, ValueError, TypeError) as error:
         raise DataError(f"{_place(task, subject, index)}: {error}") from error
 

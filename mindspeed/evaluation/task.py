@@ -1,13 +1,14 @@
 """What a benchmark is: an entry of ``tasks.yaml``, typed.
 
 A new benchmark is a new entry. What cannot be said in data, how a raw record becomes fields and how
-generated text becomes an answer, is named there and looked up in ``options.PREPARE`` and
-``answers.SCORES``.
+generated text becomes an answer, is named there: a name of ``prompts.PREPARE`` and
+``answer_matching.MATCHERS``, or ``module:function`` (:func:`function_named`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -15,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from mindspeed import plugins
 from mindspeed.errors import ConfigError
 
 SAME_FILE = "same"
@@ -102,10 +104,34 @@ def task(name: str) -> Task:
     Raises:
         ConfigError: There is none.
     """
-    tasks = builtin()
-    if name not in tasks:
-        raise ConfigError(f"--task {name} is unknown; allowed are {', '.join(tasks)}")
-    return tasks[name]
+    known = tasks()
+    if name not in known:
+        raise ConfigError(f"--task {name} is unknown; allowed are {', '.join(known)}")
+    return known[name]
+
+
+@cache
+def tasks() -> dict[str, Task]:
+    """All tasks by name: those of ``tasks.yaml``, then those of installed plug-ins.
+
+    Raises:
+        ConfigError: a plug-in cannot be used, or has the name of another task.
+    """
+    return plugins.with_plugins(
+        plugins.TASKS,
+        builtin(),
+        lambda value: isinstance(value, Task),
+        "a mindspeed.evaluation.task.Task",
+    )
+
+
+def names() -> str:
+    """The names of all tasks; a plug-in's with its package."""
+    origins = {name: plugins.origin(plugins.TASKS, name) for name in tasks()}
+    return ", ".join(
+        name if origin == plugins.BUILT_IN else f"{name} ({origin})"
+        for name, origin in origins.items()
+    )
 
 
 @cache
@@ -113,6 +139,12 @@ def builtin() -> dict[str, Task]:
     """All tasks of ``tasks.yaml``, in its order."""
     text = files(__package__).joinpath("tasks.yaml").read_text("utf-8")
     return {name: _task(name, entry) for name, entry in yaml.safe_load(text).items()}
+
+
+def function_named(name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """One of ``known``, or the function that ``module:function`` names."""
+    module, colon, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute) if colon else known[name]
 
 
 def _task(name: str, entry: Mapping[str, Any]) -> Task:

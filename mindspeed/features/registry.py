@@ -11,12 +11,13 @@ import argparse
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from mindspeed import plugins
 from mindspeed.errors import ConfigError
 from mindspeed.features import unavailable
 from mindspeed.features.feature import Feature, Problem
@@ -28,36 +29,62 @@ _SUPPORT_MODULES = {"feature", "flags", "level", "registry", "unavailable"}
 
 @lru_cache(maxsize=1)
 def all_features() -> tuple[Feature, ...]:
-    """Every feature of the library, by name. Each module of this package declares one.
+    """Every feature, by name: one per module of this package, and those of installed plug-ins.
 
     Raises:
-        ConfigError: two features share a name or a flag, or name an unknown feature.
+        ConfigError: a plug-in cannot be used; two features share a name or a flag, or name an
+            unknown feature.
     """
+    features = plugins.with_plugins(
+        plugins.FEATURES,
+        {feature.name: feature for feature in _built_in()},
+        lambda value: isinstance(value, Feature),
+        "a mindspeed.features.feature.Feature",
+    )
+    check_declarations(features.values())
+    return tuple(sorted(features.values(), key=lambda feature: feature.name))
+
+
+def origin_of(feature: str) -> str:
+    """The package that brings the feature: ``mindspeed``, or a plug-in with its version."""
+    return plugins.origin(plugins.FEATURES, feature)
+
+
+def _built_in() -> Iterator[Feature]:
     import mindspeed.features as package
 
-    modules = sorted(info.name for info in pkgutil.iter_modules(package.__path__))
-    features = [
-        importlib.import_module(f"{package.__name__}.{name}").FEATURE
-        for name in modules
-        if name not in _SUPPORT_MODULES and not name.startswith("_")
-    ]
-    check_declarations(features)
-    return tuple(sorted(features, key=lambda feature: feature.name))
+    for name in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+        if name not in _SUPPORT_MODULES and not name.startswith("_"):
+            yield importlib.import_module(f"{package.__name__}.{name}").FEATURE
 
 
 def check_declarations(features: Iterable[Feature]) -> None:
     """Refuse duplicate names and flags, and references to features that do not exist."""
     features = list(features)
     names = [feature.name for feature in features]
-    flags = [item.name for feature in features for item in flags_of(feature.options)]
-    for kind, given in (("feature", names), ("flag", flags)):
-        twice = sorted({name for name in given if given.count(name) > 1})
-        if twice:
-            raise ConfigError(f"{kind} declared twice: {', '.join(twice)}")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"feature declared twice: {', '.join(twice)}")
+    declared_by: dict[str, Feature] = {}
     for feature in features:
+        for spelling in _spellings(feature):
+            first = declared_by.setdefault(spelling, feature)
+            if first is not feature:
+                raise ConfigError(
+                    f"flag {spelling} declared twice: by {_with_origin(first)} and by "
+                    f"{_with_origin(feature)}"
+                )
         for other in (*feature.conflicts, *feature.requires, *feature.after):
             if other not in names:
-                raise ConfigError(f"feature '{feature.name}' refers to unknown feature '{other}'")
+                raise ConfigError(f"{_with_origin(feature)} refers to unknown feature '{other}'")
+
+
+def _spellings(feature: Feature) -> Iterator[str]:
+    for item in flags_of(feature.options):
+        yield from (item.option, *item.aliases)
+
+
+def _with_origin(feature: Feature) -> str:
+    return f"feature '{feature.name}' ({origin_of(feature.name)})"
 
 
 def add_arguments(
@@ -66,9 +93,23 @@ def add_arguments(
     """Add ``--optimization-level`` and the flags of all features to ``parser``; returns it."""
     add_flags(parser, LevelOptions, "mindspeed", file_values)
     for feature in all_features():
+        _refuse_flags_of_the_parser(parser, feature)
         add_flags(parser, feature.options, f"mindspeed: {feature.name}", file_values)
     unavailable.add_flags(parser)
     return parser
+
+
+def _refuse_flags_of_the_parser(parser: argparse.ArgumentParser, feature: Feature) -> None:
+    """A plug-in shares flags with Megatron-LM only where it says so (``flag(megatron=True)``)."""
+    if origin_of(feature.name) == plugins.BUILT_IN:
+        return
+    for item in flags_of(feature.options):
+        taken = [s for s in (item.option, *item.aliases) if s in parser._option_string_actions]
+        if taken and not item.megatron:
+            raise ConfigError(
+                f"flag {taken[0]} of {_with_origin(feature)} is a flag of Megatron-LM or of the "
+                "trainer already; rename it"
+            )
 
 
 def own_flags() -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from mindspeed.errors import CheckpointError
 from mindspeed.lora.config import WHOLE
 from mindspeed.lora.names import order_of
-from mindspeed.models.families import FAMILIES, Family
+from mindspeed.models.families import Family, families
 from mindspeed.models.rows import split
 from mindspeed.models.shape import Shape, shape_of
 from mindspeed.models.table import Parameter, parameters
@@ -60,7 +60,7 @@ def family_with(
         CheckpointError: None has; names a module.
     """
     missing = ""
-    for family in FAMILIES.values():
+    for family in families().values():
         try:
             table = table_of(family, shape)
         except KeyError:  # a size that this model does not have

@@ -9,9 +9,11 @@ code lives beside their weights, the published names of their tensors.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from mindspeed import plugins
 from mindspeed.errors import ConfigError
 from mindspeed.json_fields import TEXT, check
 from mindspeed.models.config_fields import FIELDS
@@ -236,9 +238,40 @@ _FAMILIES = (
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
+"""The families of the library."""
 
 # Any other model of Megatron Core's GPT: it converts between Megatron's formats only.
 _ANY_GPT = Family("gpt", (), "", (), GPT)
+
+
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """All families by name: those of the library, then those of installed plug-ins.
+
+    Raises:
+        ConfigError: a plug-in cannot be used, or two families share a name or a ``model_type``.
+    """
+    merged = plugins.with_plugins(
+        plugins.FAMILIES,
+        FAMILIES,
+        lambda value: isinstance(value, Family),
+        "a mindspeed.models.family.Family",
+    )
+    of_type: dict[str, Family] = {}
+    for family in merged.values():
+        for kind in family.model_types:
+            first = of_type.setdefault(kind, family)
+            if first is not family:
+                raise ConfigError(
+                    f"model_type {kind!r} is declared twice: by family {first.name!r} "
+                    f"({origin_of(first.name)}) and by {family.name!r} ({origin_of(family.name)})"
+                )
+    return merged
+
+
+def origin_of(family: str) -> str:
+    """The package that brings the family: ``mindspeed``, or a plug-in with its version."""
+    return plugins.origin(plugins.FAMILIES, family)
 
 
 def family_of_config(config: Config, where: str = "config.json") -> Family:
@@ -249,7 +282,7 @@ def family_of_config(config: Config, where: str = "config.json") -> Family:
     """
     check(config, {"model_type": TEXT}, where, ConfigError)
     wanted = config.get("model_type", "")
-    known = {kind: family for family in _FAMILIES for kind in family.model_types}
+    known = {kind: family for family in families().values() for kind in family.model_types}
     if wanted in known:
         return known[wanted]
     near = difflib.get_close_matches(wanted, known, n=3)
@@ -268,15 +301,15 @@ def family_of_args(args: Any) -> Family:
     """
     name = getattr(args, "model_family", None)
     if name:
-        if name not in FAMILIES:
-            raise ConfigError(f"--model-family {name} is not one of {', '.join(FAMILIES)}")
-        return FAMILIES[name]
-    for family in _FAMILIES:
+        if name not in families():
+            raise ConfigError(f"--model-family {name} is not one of {', '.join(families())}")
+        return families()[name]
+    for family in families().values():
         if family.describes(args):
             return family
     raise ConfigError(
         "this model has no counterpart in Hugging Face transformers; name the nearest family with "
-        f"--model-family ({', '.join(FAMILIES)})"
+        f"--model-family ({', '.join(families())})"
     )
 
 

@@ -39,6 +39,8 @@ class Family:
         in_transformers: Its class is part of transformers, which knows what missing keys mean.
         defaults: What missing keys mean that no class of transformers knows.
         prefixes: Prefixes that may be missing in files, for example ``transformer.``.
+        presets: Name for ``--model`` -> complete ``config.json`` of a published model; ours are in
+            ``presets.yaml``.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Family:
     in_transformers: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
+    presets: Mapping[str, Config] = field(default_factory=dict)
 
     @property
     def predicts_further_tokens(self) -> bool:

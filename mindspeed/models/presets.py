@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from mindspeed.errors import ConfigError
-from mindspeed.models.families import FAMILIES, family_of_config
+from mindspeed.models.families import families, family_of_config, origin_of
 from mindspeed.models.hf_files import CONFIG, read_config
 
 
@@ -38,17 +38,29 @@ class Preset:
     @property
     def flags(self) -> dict[str, Any]:
         """Megatron's flags."""
-        return FAMILIES[self.family].flags(self.config)
+        return families()[self.family].flags(self.config)
 
 
 @functools.cache
 def presets() -> Mapping[str, Preset]:
-    """All presets by name."""
+    """All presets by name: those of ``presets.yaml``, then those of families of plug-ins.
+
+    Raises:
+        ConfigError: two presets share a name.
+    """
     text = (Path(__file__).parent / "presets.yaml").read_text("utf-8")
     result = {}
     for name, config in yaml.safe_load(text).items():
         if not name.startswith("_"):  # a shared part
             result[name] = Preset(name, family_of_config(config).name, config)
+    for family in families().values():
+        for name, config in family.presets.items():
+            if name in result:
+                first = origin_of(result[name].family)
+                raise ConfigError(
+                    f"preset {name!r} is declared twice, by {first} and by {origin_of(family.name)}"
+                )
+            result[name] = Preset(name, family.name, config)
     return result
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from mindspeed import device, te
+from mindspeed import device, plugins, te
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import (
@@ -138,6 +138,7 @@ class Session:
 
     def _attach(self, configuration: Configuration, megatron: Mapping[str, Any]) -> None:
         self._repairs = repairs_for_arguments(megatron)
+        self.seams.parallel_groups.add(plugins.require_same_on_all_ranks, owner="plugins")
         try:
             for patch in self._repairs:
                 self.engine.add(patch)

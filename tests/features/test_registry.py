@@ -140,7 +140,9 @@ def test_attachment_order_does_not_depend_on_registration_order():
 def test_cycles_and_double_declarations_are_errors():
     with pytest.raises(ConfigError, match="wait for each other"):
         attachment_order([simple("a", after=("b",)), simple("b", after=("a",))])
-    with pytest.raises(ConfigError, match="flag declared twice: use_a"):
+    with pytest.raises(
+        ConfigError, match=r"flag --use-a declared twice: by feature 'a' \(mindspeed\) and"
+    ):
         check_declarations([simple("a"), make("x", options=simple("a").options)])
     with pytest.raises(ConfigError, match="refers to unknown feature 'zzz'"):
         check_declarations([simple("a", conflicts=("zzz",))])

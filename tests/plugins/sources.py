@@ -1,0 +1,59 @@
+"""Modules of the packages that the tests install."""
+
+FEATURE = """
+from dataclasses import dataclass
+
+from mindspeed.features.feature import Feature
+from mindspeed.features.flags import flag
+
+
+@dataclass(frozen=True)
+class Options:
+    acme_gain: float = flag(1.0, "gain", aliases=("--acme-amplification",))
+
+
+def attach(seams, options, megatron):
+    seams.{seam}.add(lambda *args: None, owner="acme-gain")
+
+
+FEATURE = Feature(
+    name="acme-gain",
+    summary="a gain",
+    level=2,
+    options=Options,
+    enabled=lambda options, megatron: options.acme_gain != 1.0,
+    attach=attach,
+    seams=("log",),
+)
+"""
+
+FAMILY = """
+from mindspeed.models.families import FAMILIES
+from dataclasses import replace
+
+FAMILY = replace(FAMILIES["llama"], name="acme", model_types=("{kind}",), {more})
+"""
+
+TASK = """
+from mindspeed.evaluation.task import Task
+
+TASK = Task(
+    name="acme-sums",
+    title="sums",
+    files=("*.jsonl",),
+    format="jsonl",
+    fields={"question": "str", "answer": "str"},
+    prompt="{question}",
+    score="acme_task:judge",
+    prepare="acme_task:prepare",
+    max_new_tokens=4,
+)
+
+
+def prepare(record):
+    return {"target": record["answer"][::-1]}
+
+
+def judge(text, target):
+    return sum(map(int, text.split("+"))) == int(target)
+"""
