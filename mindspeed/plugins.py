@@ -5,7 +5,8 @@ A package names its objects under entry points, in its ``pyproject.toml``:
     [project.entry-points."mindspeed.features"]
     weight-noise = "acme.weight_noise:FEATURE"
 
-The entry point has the name of the object. Nothing is read before a list of features, families,
+The entry point has the name of the object; that of a device is what ``MINDSPEED_DEVICE`` says.
+Nothing is read before a list of features, families,
 tasks or an unknown device is needed; then every entry point of that group is loaded, once. One that
 cannot be loaded is an error that names its package: a training without a feature that somebody
 installed would be another training.
@@ -73,12 +74,26 @@ def with_plugins(
     for name in entry_points(group):
         if name in built_in:
             raise _clash(group, name, BUILT_IN, _describe(entry_points(group)[name]))
-        merged[name] = load(group, name, accepts, expected)
+        value: Any = load(group, name, accepts, expected)
+        if value.name != name:
+            reason = f"its object has the name {value.name!r}, not {name!r}"
+            raise _unusable(group, entry_points(group)[name], reason)
+        merged[name] = value
     return merged
 
 
 def load(group: str, name: str, accepts: Callable[[Any], bool], expected: str) -> Any:
-    """The object of one entry point; arguments and errors as for :func:`with_plugins`."""
+    """The object of one entry point.
+
+    Args:
+        group: one of :data:`GROUPS`.
+        name: of the entry point.
+        accepts: whether the object is of the right type.
+        expected: that type in words, for the message.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is of another type.
+    """
     entry = entry_points(group)[name]
     try:
         value = entry.load()
@@ -87,8 +102,6 @@ def load(group: str, name: str, accepts: Callable[[Any], bool], expected: str) -
         raise _unusable(group, entry, f"{type(error).__name__}: {reason}") from error
     if not accepts(value):
         raise _unusable(group, entry, f"it is a {type(value).__name__}, not {expected}")
-    if value.name != name:
-        raise _unusable(group, entry, f"its object has the name {value.name!r}, not {name!r}")
     return value
 
 

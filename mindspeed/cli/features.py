@@ -63,7 +63,7 @@ def describe(feature: Feature) -> dict[str, object]:
         "origin": origin_of(feature.name),
         "level": feature.level,
         "stage": feature.stage,
-        "devices": list(feature.devices),
+        "devices": list(feature.devices) or ["all"],
         "seams": list(feature.seams),
         "conflicts": list(feature.conflicts),
         "requires": list(feature.requires),
@@ -107,7 +107,7 @@ def _print_table(features: list[Feature]) -> None:
     table.columns[2].min_width = 34
     for feature in sorted(features, key=lambda feature: feature.level):
         limits = [f"not with {', '.join(feature.conflicts)}"] if feature.conflicts else []
-        if len(feature.devices) < 3:
+        if feature.devices:
             limits.append(f"only on {', '.join(feature.devices)}")
         if feature.stage != "stable":
             limits.append(feature.stage)

@@ -7,20 +7,24 @@
 Library code asks ``current()``; it never names torch.cuda. Megatron does name it, so
 :func:`install` makes those names mean the chosen device: nothing on CUDA, torch_npu's own transfer
 layer on NPU, :mod:`mindspeed.device.cuda_world` on the CPU.
+
+Another kind of device is a class that an installed package names under the entry point group
+``mindspeed.devices``; ``MINDSPEED_DEVICE`` selects it by the name of the entry point.
 """
 
 from __future__ import annotations
 
+from mindspeed.device.accelerator import Accelerator
 from mindspeed.device.base import CAPABILITIES, Device, MemoryStats, Properties
 from mindspeed.device.cuda_world.callers import treat_as_megatron
 from mindspeed.device.detect import current, named
 from mindspeed.device.determinism import make_deterministic
-from mindspeed.device.npu import NpuDevice
 from mindspeed.device.tracker import MemoryTracker, track_memory
 from mindspeed.journal import Journal
 
 __all__ = [
     "CAPABILITIES",
+    "Accelerator",
     "Device",
     "MemoryStats",
     "MemoryTracker",
@@ -45,12 +49,5 @@ def install(journal: Journal, device: Device | None = None) -> Device:
         The device that was installed.
     """
     device = device or current()
-    if device.name == "cpu":
-        from mindspeed.device import cuda_world
-
-        cuda_world.install(journal)
-    elif isinstance(device, NpuDevice):
-        from mindspeed.device import npu_world
-
-        npu_world.install(journal, device)
+    device.install(journal)
     return device

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.journal import Journal
+
 CAPABILITIES = frozenset(
     {
         "streams",  # work of two streams can run at the same time
@@ -50,7 +52,7 @@ class Device(ABC):
     """One kind of device, as seen by this process."""
 
     name: str
-    """``"cpu"``, ``"cuda"`` or ``"npu"``: also the type of its ``torch.device``."""
+    """The type of its ``torch.device``: ``"cpu"``, ``"cuda"``, ``"npu"`` or a plug-in's."""
     backend: str
     """The torch.distributed backend of this device."""
     _capabilities: frozenset[str] = frozenset()
@@ -65,6 +67,13 @@ class Device(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}, {self.count()} on this host, {self.backend}>"
+
+    def install(self, journal: Journal) -> None:  # noqa: B027 - nothing to do is a valid answer
+        """Make Megatron's calls of ``torch.cuda`` work on this device.
+
+        Args:
+            journal: records every change; ``journal.undo()`` restores the original objects.
+        """
 
     @abstractmethod
     def torch_device(self, index: int | None = None) -> torch.device:

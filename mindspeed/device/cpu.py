@@ -7,9 +7,10 @@ import platform
 
 import torch
 
-from mindspeed.device import host_memory, tracker
+from mindspeed.device import cuda_world, host_memory, tracker
 from mindspeed.device.base import Device, MemoryStats, Properties
 from mindspeed.device.cuda_world import namespace, streams
+from mindspeed.journal import Journal
 
 
 class CpuDevice(Device):
@@ -18,6 +19,10 @@ class CpuDevice(Device):
     name = "cpu"
     backend = "gloo"
     _capabilities = frozenset({"fp64_collectives"})
+
+    def install(self, journal: Journal) -> None:
+        """Make the names of torch.cuda that Megatron uses mean the CPU."""
+        cuda_world.install(journal)
 
     def torch_device(self, index: int | None = None) -> torch.device:
         """Always ``cpu``: tensors of a CPU carry no index."""

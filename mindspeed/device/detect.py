@@ -12,6 +12,7 @@ import importlib.util
 import os
 from types import ModuleType
 
+from mindspeed import plugins
 from mindspeed.device.base import Device
 from mindspeed.errors import ConfigError
 
@@ -27,7 +28,7 @@ def current() -> Device:
 
 @functools.cache
 def named(name: str) -> Device:
-    """The device called ``"cpu"``, ``"cuda"`` or ``"npu"``.
+    """The device called ``"cpu"``, ``"cuda"``, ``"npu"``, or as a plug-in's entry point.
 
     Raises:
         ConfigError: the name is unknown, or the device is not usable in this process.
@@ -44,7 +45,14 @@ def named(name: str) -> Device:
         from mindspeed.device.npu import NpuDevice
 
         return NpuDevice(import_torch_npu())
-    raise ConfigError(f"MINDSPEED_DEVICE={name!r} is unknown; use one of {', '.join(_NAMES)}")
+    if name not in plugins.entry_points(plugins.DEVICES):
+        known = (*_NAMES, *plugins.entry_points(plugins.DEVICES))
+        raise ConfigError(f"MINDSPEED_DEVICE={name!r} is unknown; use one of {', '.join(known)}")
+    return plugins.load(plugins.DEVICES, name, _is_device, "a subclass of Device")()
+
+
+def _is_device(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Device)
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def make_deterministic(enabled: bool, device: Device | None = None) -> Callable[
     if not enabled:
         return journal.undo
     device = device or current()
-    variables = ENVIRONMENT[device.name]
+    variables = ENVIRONMENT.get(device.name, {})
     _check(device.name, variables)
     for name, value in variables.items():
         _set_environment(journal, name, value)

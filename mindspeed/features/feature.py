@@ -67,7 +67,7 @@ class Feature:
         requires: names of features that must be on too.
         after: names of features that attach before this one when both are on.
         stage: ``stable`` or ``prototype``.
-        devices: where it runs.
+        devices: the only kinds of device it runs on; empty: all.
     """
 
     name: str
@@ -83,4 +83,4 @@ class Feature:
     requires: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     stage: Literal["stable", "prototype"] = "stable"
-    devices: tuple[str, ...] = ("cpu", "cuda", "npu")
+    devices: tuple[str, ...] = ()

@@ -265,5 +265,5 @@ def _device_problems(wanted: Iterable[Feature], device: str) -> list[Problem]:
     return [
         Problem(f.name, f"does not run on {device}", f"it runs on {', '.join(f.devices)}")
         for f in wanted
-        if device not in f.devices
+        if f.devices and device not in f.devices
     ]

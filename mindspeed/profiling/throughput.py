@@ -83,7 +83,8 @@ class ThroughputMeter:
 
 def describe(measured: Throughput, shape: ModelShape | None) -> str:
     """The part of a log line about throughput; without ``shape`` only what was executed."""
-    name = _NAMES[device.current().name]
+    name = device.current().name
+    name = _NAMES.get(name, name.upper())
     seconds = max(measured.seconds, 1e-9)
 
     def entry(what: str, *flops: float) -> str:

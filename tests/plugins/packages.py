@@ -38,10 +38,11 @@ def install(
 
 def forget() -> None:
     """Entry points are read again from now on."""
+    from mindspeed.device import named
     from mindspeed.evaluation.task import tasks
     from mindspeed.features.registry import all_features
     from mindspeed.models.families import families
     from mindspeed.models.presets import presets
 
-    for cached in (plugins.entry_points, all_features, families, presets, tasks):
+    for cached in (plugins.entry_points, named, all_features, families, presets, tasks):
         cached.cache_clear()

@@ -57,3 +57,36 @@ def prepare(record):
 def judge(text, target):
     return sum(map(int, text.split("+"))) == int(target)
 """
+
+DEVICE = """
+from types import SimpleNamespace
+
+from mindspeed.device import Accelerator
+
+LOG = []
+
+
+class Acme(Accelerator):
+    name = "xpu"  # a kind of torch.device
+    backend = "gloo"
+    _capabilities = frozenset({"streams"})
+    _core_counts = ("engines",)
+
+    def __init__(self):
+        super().__init__(
+            SimpleNamespace(
+                current_device=lambda: 1,
+                device_count=lambda: 2,
+                mem_get_info=lambda: (40, 50),
+                memory_allocated=lambda: 10,
+                max_memory_allocated=lambda: 20,
+                memory_reserved=lambda: 30,
+                get_device_properties=lambda index: SimpleNamespace(
+                    name=f"Acme {index}", total_memory=50, engines=7
+                ),
+            )
+        )
+
+    def install(self, journal):
+        LOG.append("installed")
+"""

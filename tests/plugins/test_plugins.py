@@ -10,14 +10,16 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from mindspeed import plugins
+from mindspeed import device, plugins
 from mindspeed.cli import features as features_command
 from mindspeed.cli.main import main
+from mindspeed.device import MemoryStats, Properties
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation import answer_matching, task
 from mindspeed.evaluation.prompts import TaskOptions, questions
 from mindspeed.evaluation.dataset_readers import Subject
 from mindspeed.features import registry
+from mindspeed.journal import Journal
 from mindspeed.models import families, presets
 from tests.plugins import plugin_ranks, sources
 
@@ -70,6 +72,24 @@ def test_a_task_prepares_and_judges_with_its_own_functions(packages, capsys):
     assert question.target == "12"
     assert answer_matching.is_correct(question.score, "5+7", question.target) is True
     assert answer_matching.is_correct(question.score, "5+8", question.target) is False
+
+
+def test_a_fourth_device_is_chosen_by_the_name_of_its_entry_point(packages, monkeypatch):
+    packages(
+        "acme", {"acme_device": sources.DEVICE}, {plugins.DEVICES: {"acme": "acme_device:Acme"}}
+    )
+    monkeypatch.setenv("MINDSPEED_DEVICE", "acme")
+    here = device.current()
+    assert str(here.torch_device()) == "xpu:1"
+    assert here.properties() == Properties("Acme 1", 50, 7)
+    assert here.memory_stats() == MemoryStats(10, 20, 30, 40, 50)
+    assert here.has("streams") and not here.has("fp8")
+    assert device.install(Journal()) is here
+    assert sys.modules["acme_device"].LOG == ["installed"]
+    assert "noop-layers" in [f.name for f in registry.resolve({"noop_layers": [0]}, "xpu").enabled]
+    monkeypatch.setenv("MINDSPEED_DEVICE", "acne")
+    with pytest.raises(ConfigError, match="'acne' is unknown; use one of cpu, cuda, npu, acme"):
+        device.current()
 
 
 BROKEN = {

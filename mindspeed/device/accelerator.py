@@ -1,0 +1,94 @@
+"""A device with memory and streams of its own, through a module that mirrors ``torch.cuda``.
+
+torch has one such module per kind of device (``torch.cuda``, ``torch.xpu``; torch_npu brings
+``torch.npu``), with the same names in each. A device of another kind is a short subclass: its
+name, its torch.distributed backend, what it can do, and :meth:`~Device.install`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed.device.base import Device, MemoryStats, Properties
+
+
+class Accelerator(Device):
+    """The current device of this process, by the functions of ``module``.
+
+    Attributes:
+        module: such as ``torch.cuda``.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def torch_device(self, index: int | None = None) -> torch.device:
+        """``name:index``."""
+        return torch.device(self.name, self.index() if index is None else index)
+
+    def index(self) -> int:
+        """The current device."""
+        return self.module.current_device()
+
+    def set_index(self, index: int) -> None:
+        """Make ``index`` current."""
+        self.module.set_device(index)
+
+    def count(self) -> int:
+        """Visible devices."""
+        return self.module.device_count()
+
+    def stream(self, priority: int = 0) -> Any:
+        """A new stream."""
+        return self.module.Stream(priority=priority)
+
+    def current_stream(self) -> Any:
+        """The current stream."""
+        return self.module.current_stream()
+
+    def use_stream(self, stream: Any) -> Any:
+        """``with device.use_stream(s)``."""
+        return self.module.stream(stream)
+
+    def event(self, timing: bool = False) -> Any:
+        """A new event."""
+        return self.module.Event(enable_timing=timing)
+
+    def generator(self, index: int | None = None) -> torch.Generator:
+        """The default generator of a device."""
+        self.module.init()
+        return self.module.default_generators[self.index() if index is None else index]
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self.module.synchronize()
+
+    def memory_stats(self) -> MemoryStats:
+        """The caching allocator's statistics, and the driver's free and total bytes."""
+        available, total = self.module.mem_get_info()
+        return MemoryStats(
+            allocated=self.module.memory_allocated(),
+            peak=self.module.max_memory_allocated(),
+            reserved=self.module.memory_reserved(),
+            available=available,
+            total=total,
+        )
+
+    def reset_peak_memory(self) -> None:
+        """Start a new peak."""
+        self.module.reset_peak_memory_stats()
+
+    def empty_cache(self) -> None:
+        """Return cached blocks to the driver."""
+        self.module.empty_cache()
+
+    def properties(self) -> Properties:
+        """Name, memory and cores; drivers do not tell the peak rate."""
+        known = self.module.get_device_properties(self.index())
+        cores = next(filter(None, (getattr(known, n, 0) for n in self._core_counts)), 0)
+        return Properties(known.name, known.total_memory, int(cores))
+
+    _core_counts: tuple[str, ...] = ("multi_processor_count",)
+    """Names of the property that counts cores; the first that is not 0 counts."""
