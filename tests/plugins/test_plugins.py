@@ -16,8 +16,8 @@ from mindspeed.cli.main import main
 from mindspeed.device import MemoryStats, Properties
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation import answer_matching, task
-from mindspeed.evaluation.prompts import TaskOptions, questions
 from mindspeed.evaluation.dataset_readers import Subject
+from mindspeed.evaluation.prompts import TaskOptions, questions
 from mindspeed.features import registry
 from mindspeed.journal import Journal
 from mindspeed.models import families, presets
