@@ -37,7 +37,7 @@ from mindspeed.checkpoint.weights.convert import (
     holds_whole_weights,
     open_weights,
 )
-from mindspeed.checkpoint.weights.hugging_face import args_of
+from mindspeed.checkpoint.weights.hugging_face import model_config
 from mindspeed.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.load import check_adapter
@@ -123,7 +123,7 @@ def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
         CheckpointError: there is none.
     """
     if is_hf(root):
-        return args_of(folder_of(root))
+        return model_config(folder_of(root)).namespace()
     if (other := _in_another_format(root, step)) is not None:
         return open_weights(other).args
     return common_state(latest(root, step))["args"]

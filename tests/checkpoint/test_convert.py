@@ -331,7 +331,7 @@ import sys
 import torch
 import mindspeed.megatron_adaptor
 from mindspeed.checkpoint.weights.convert import Target, convert
-from mindspeed.checkpoint.weights.hugging_face import args_of
+from mindspeed.checkpoint.weights.hugging_face import model_config
 from mindspeed.models.weight_source import Weights
 from mindspeed.device import host_memory
 from mindspeed.models.families import FAMILIES
@@ -350,7 +350,7 @@ FORMS = (("torch", Layout(2)), ("deepspeed", Layout()), ("safetensors", Layout()
          ("torch_dist", Layout()), ("hf", Layout()))
 for size in ("small", "large"):  # the small one imports what writing needs
     folder = f"{sys.argv[1]}/{size}"
-    source = Made("made", args_of(folder), FAMILIES["llama"])
+    source = Made("made", model_config(folder).namespace(), FAMILIES["llama"])
     for form, layout in FORMS:
         host_memory.reset_peak()
         before = host_memory.resident()

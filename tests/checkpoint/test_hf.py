@@ -18,8 +18,10 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from mindspeed.checkpoint import hf
 from mindspeed.checkpoint.load import latest, saved_args
+from mindspeed.checkpoint.weights.convert import Target, convert
+from mindspeed.checkpoint.weights.hugging_face import HFWeights, family_like
+from mindspeed.checkpoint.weights.torch_dist import TorchDistWeights
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models import hf_files
 from tests.checkpoint import hf_ranks
@@ -56,6 +58,18 @@ def mindspeed(*words):
     return done.stdout
 
 
+def import_hf(folder, output, **options):
+    """Convert a directory to ``torch_dist``; returns the tensors that the model does not use."""
+    target = Target("torch_dist", **{"vocab_multiple": 128, **options})
+    return convert(HFWeights(folder), output, target).unused
+
+
+def export_hf(checkpoint, args, output, like=None, **options):
+    """Convert a ``torch_dist`` checkpoint to a directory."""
+    source = TorchDistWeights(checkpoint, args, family_like(args, like))
+    convert(source, output, Target("hf", like=like, **options))
+
+
 def files(folder):
     """All tensors of a directory."""
     return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
@@ -75,14 +89,14 @@ def same(ours, theirs):
 )
 def test_there_and_back_byte_for_byte(directories, tmp_path, name, implementation):
     source = directories(name)
-    target = hf.Target(implementation, vocab_multiple=128, max_file_bytes=20_000)
-    assert hf.import_hf(str(source), str(tmp_path / "ck"), target) == []
-    hf.export_hf(
+    target = {"transformer_impl": implementation, "max_file_bytes": 20_000}
+    assert import_hf(str(source), str(tmp_path / "ck"), **target) == []
+    export_hf(
         latest(str(tmp_path / "ck")),
         saved_args(str(tmp_path / "ck")),
         str(tmp_path / "hf"),
         like=str(source),
-        max_shard_bytes=30_000,
+        max_file_bytes=30_000,
     )
     same(files(tmp_path / "hf"), files(source))
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
@@ -108,7 +122,8 @@ def test_a_converted_checkpoint_is_the_model_in_every_layout(
     source, output = str(directories(name)), str(tmp_path / "ck")
     local = "--transformer-impl=local" in flags
     size = size * (2 if PP in flags and EP in flags else 1)
-    hf.import_hf(source, output, hf.Target("local" if local else "transformer_engine", 64))
+    scheme = "local" if local else "transformer_engine"
+    import_hf(source, output, transformer_impl=scheme, vocab_multiple=64)
     run = hf_ranks.weights
     converted = ranks(size, run, source, output, flags, setup=SETUP, timeout=120)
     direct = ranks(size, run, source, f"hf:{source}", flags, setup=SETUP, timeout=120)
@@ -154,7 +169,7 @@ def test_memory_holds_one_file_and_one_tensor(directories, tmp_path, monkeypatch
 
     monkeypatch.setattr(hf_files.HFReader, "read", counted)
     source = directories("deepseek-v3")
-    hf.import_hf(str(source), str(tmp_path), hf.Target(max_file_bytes=limit))
+    import_hf(str(source), str(tmp_path), max_file_bytes=limit)
     largest = max(tensor.nbytes for tensor in files(source).values())
     assert 0 < peak <= limit + 2 * largest < sum(t.nbytes for t in files(source).values()) / 2
 
@@ -174,27 +189,27 @@ def test_bad_input_is_said_before_anything_is_written(directories, tmp_path):
     missing = damaged(source, tmp_path / "a", lambda t: t.pop(name))
     wrong = damaged(source, tmp_path / "b", lambda t: t.update({name: torch.zeros(4, 32)}))
     with pytest.raises(CheckpointError, match=rf"{name} is missing.*mlp\.linear_fc1"):
-        hf.import_hf(missing, str(out))
+        import_hf(missing, str(out))
     with pytest.raises(
         CheckpointError, match=rf"{name} has shape \[4, 32\].*\[48, 32\].*intermediate_size"
     ):
-        hf.import_hf(wrong, str(out))
+        import_hf(wrong, str(out))
     short = Path(damaged(source, tmp_path / "c", lambda t: None)) / "model.safetensors"
     short.write_bytes(short.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="truncated"):
-        hf.import_hf(str(short.parent), str(out))
+        import_hf(str(short.parent), str(out))
     (tmp_path / "d").mkdir()
     with pytest.raises(ConfigError, match=r"there is no config\.json"):
-        hf.import_hf(str(tmp_path / "d"), str(out))
+        import_hf(str(tmp_path / "d"), str(out))
     assert not out.exists()
 
 
 def test_surplus_tensors_are_named_and_computed_buffers_are_not(directories, tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "x": torch.ones(1)}
     folder = damaged(directories("llama2-gqa"), tmp_path / "a", lambda t: t.update(extra))
-    assert hf.import_hf(folder, str(tmp_path / "out")) == ["x"]
+    assert import_hf(folder, str(tmp_path / "out")) == ["x"]
     with pytest.raises(CheckpointError, match="holds checkpoints already"):
-        hf.import_hf(folder, str(tmp_path / "out"))
+        import_hf(folder, str(tmp_path / "out"))
 
 
 def test_a_wrong_vocabulary_and_quantized_weights_name_the_field(directories, tmp_path):
@@ -202,19 +217,19 @@ def test_a_wrong_vocabulary_and_quantized_weights_name_the_field(directories, tm
     rows = {"model.embed_tokens.weight": torch.zeros(120, 32)}
     folder = damaged(source, tmp_path / "a", lambda t: t.update(rows))
     with pytest.raises(CheckpointError, match=r"\[120, 32\].*\[99, 32\].*look at vocab_size$"):
-        hf.import_hf(folder, str(tmp_path / "out"))
+        import_hf(folder, str(tmp_path / "out"))
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     Path(folder, "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="quantized"):
-        hf.import_hf(folder, str(tmp_path / "out"))
+        import_hf(folder, str(tmp_path / "out"))
 
 
 def test_layers_that_predict_further_tokens_are_named_once(directories, tmp_path):
     names = ("enorm.weight", "eh_proj.weight", "mlp.gate_proj.weight")
     extra = {f"model.layers.2.{name}": torch.ones(1) for name in names}
     folder = damaged(directories("deepseek-v3"), tmp_path / "a", lambda t: t.update(extra))
-    unused = hf.import_hf(folder, str(tmp_path / "out"))
+    unused = import_hf(folder, str(tmp_path / "out"))
     assert unused == ["model.layers.2.* (multi-token prediction)"]
 
 
@@ -224,7 +239,7 @@ def test_an_index_that_names_a_missing_file(directories, tmp_path):
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"-00001-of-00002\.safetensors, which is missing"):
-        hf.import_hf(str(tmp_path), str(tmp_path / "out"))
+        import_hf(str(tmp_path), str(tmp_path / "out"))
 
 
 def test_bin_files_are_read_too(directories, tmp_path):
@@ -232,9 +247,9 @@ def test_bin_files_are_read_too(directories, tmp_path):
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     plain = {name.removeprefix("transformer."): t for name, t in files(source).items()}
     torch.save(plain, tmp_path / "pytorch_model.bin")
-    hf.import_hf(str(tmp_path), str(tmp_path / "ck"))
+    import_hf(str(tmp_path), str(tmp_path / "ck"))
     checkpoint = str(tmp_path / "ck")
-    hf.export_hf(latest(checkpoint), saved_args(checkpoint), str(tmp_path / "hf"))
+    export_hf(latest(checkpoint), saved_args(checkpoint), str(tmp_path / "hf"))
     same(files(tmp_path / "hf"), files(source))
 
 
@@ -258,16 +273,16 @@ def test_an_exported_config_says_what_the_source_said(directories, tmp_path):
     stale = {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
     config |= {**special, **stale, "initializer_range": 0.0125, "use_cache": False}
     (source / "config.json").write_text(json.dumps(config))
-    hf.import_hf(str(source), str(tmp_path / "ck"))
+    import_hf(str(source), str(tmp_path / "ck"))
     found, saved = latest(str(tmp_path / "ck")), saved_args(str(tmp_path / "ck"))
-    hf.export_hf(found, saved, str(tmp_path / "like"), like=str(source))
+    export_hf(found, saved, str(tmp_path / "like"), like=str(source))
     again = AutoConfig.from_pretrained(tmp_path / "like")
     assert {name: getattr(again, name) for name in special} == special
     assert again.initializer_range == 0.0125 and again.use_cache is False
     assert again.rope_parameters["rope_theta"] == 5e5 and again.dtype == torch.float32
     generation = GenerationConfig.from_model_config(again)
     assert {name: getattr(generation, name) for name in special} == special
-    hf.export_hf(found, saved, str(tmp_path / "bare"))
+    export_hf(found, saved, str(tmp_path / "bare"))
     bare = json.loads((tmp_path / "bare" / "config.json").read_text())
     assert [bare[name] for name in special] == [None] * 3 and bare["initializer_range"] == 0.0125
 
@@ -275,12 +290,12 @@ def test_an_exported_config_says_what_the_source_said(directories, tmp_path):
 def test_special_tokens_of_our_own_tokenizer_are_exported(directories, tmp_path):
     from mindspeed.data.tokenizer import save_tokenizer, train_bpe
 
-    hf.import_hf(str(directories("llama2-gqa")), str(tmp_path / "ck"))
+    import_hf(str(directories("llama2-gqa")), str(tmp_path / "ck"))
     saved = saved_args(str(tmp_path / "ck"))
     (tmp_path / "own").mkdir()
     save_tokenizer(train_bpe(["one two three"] * 9, 260), tmp_path / "own")
     saved.tokenizer_model = str(tmp_path / "own")
-    hf.export_hf(latest(str(tmp_path / "ck")), saved, str(tmp_path / "out"))
+    export_hf(latest(str(tmp_path / "ck")), saved, str(tmp_path / "out"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     ids = [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
     assert ids == [0, 0, 1]
@@ -299,12 +314,12 @@ def test_an_exported_tokenizer_gives_transformers_the_same_ids(directories, tmp_
     )
 
     text = "It's 1234 o'clock;\tDON'T  panic\n\n  caf\u0065\u0301 2026!"
-    hf.import_hf(str(directories(name)), str(tmp_path / "ck"))
+    import_hf(str(directories(name)), str(tmp_path / "ck"))
     saved = saved_args(str(tmp_path / "ck"))
     (tmp_path / "own").mkdir()
     save_tokenizer(train_bpe([text] * 9, 300), tmp_path / "own")
     saved.tokenizer_model = str(tmp_path / "own")
-    hf.export_hf(latest(str(tmp_path / "ck")), saved, str(tmp_path / "out"))
+    export_hf(latest(str(tmp_path / "ck")), saved, str(tmp_path / "out"))
     expected = build_tokenizer(TokenizerOptions(tokenizer_model=saved.tokenizer_model))
     again = build_tokenizer(TokenizerOptions(tokenizer_model=str(tmp_path / "out")))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")

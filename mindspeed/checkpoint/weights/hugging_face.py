@@ -31,6 +31,7 @@ from mindspeed.models.hf_files import (
     specs_of,
     write_weights,
 )
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.models.naming import Scheme
 from mindspeed.models.rows import split
 from mindspeed.models.table import Parameter
@@ -52,43 +53,37 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def args_of(
+def model_config(
     folder: str | Path,
     transformer_impl: Scheme = "transformer_engine",
     mtp_num_layers: int | None = None,
-) -> argparse.Namespace:
-    """Final values of a model as its directory describes it, on one rank and without padding.
+) -> ModelConfig:
+    """The model that a directory describes, with its vocabulary unpadded.
 
     Args:
         folder: The directory.
         transformer_impl: Layer spec of the Megatron model that it becomes.
-        mtp_num_layers: Take so many of its layers of multi-token prediction.
+        mtp_num_layers: Number of its multi-token prediction layers to take.
 
     Raises:
-        ConfigError: ``config.json`` is missing or asks for what Megatron has not.
+        ConfigError: ``config.json`` is missing, or the model has no counterpart in Megatron.
+        CheckpointError: It has fewer multi-token prediction layers.
     """
-    from mindspeed.training.arguments import build_parser
-    from mindspeed.training.recipe import flag_words
-    from mindspeed.training.resolve import resolve
-
-    where = str(Path(folder) / CONFIG)
-    family = family_of_config(config := read_config(folder), where)
+    folder = Path(folder)
+    config = read_config(folder)
+    family = family_of_config(config, where := str(folder / CONFIG))
     flags = family.read(config, where)
-    parser = build_parser()
-    words = [*flag_words(flags, parser), f"--seq-length={flags['max_position_embeddings']}"]
-    words += ["--lr=1", "--train-iters=1", "--eval-iters=0", "--mock-data"]  # no part of a model
-    words += ["--transformer-impl", transformer_impl]
-    if any((Path(folder) / name).is_file() for name in COMPANIONS[:3]):
-        words += ["--tokenizer-type=HuggingFaceTokenizer"]
-        words += [f"--tokenizer-model={Path(folder).resolve()}"]
-    else:
-        words += ["--tokenizer-type=NullTokenizer"]
-    if mtp_num_layers:
-        check_mtp(family.further_layers(config), mtp_num_layers, folder)
-        words += ["--mtp-num-layers", str(mtp_num_layers)]
-    args = resolve(parser.parse_args(words), 1).args
-    args.padded_vocab_size = args.vocab_size
-    return args
+    check_mtp(family.further_layers(config), mtp_num_layers, folder)
+    tokenizer: dict[str, str] = {}
+    if any((folder / name).is_file() for name in COMPANIONS[:3]):
+        tokenizer["tokenizer_type"] = "HuggingFaceTokenizer"
+        tokenizer["tokenizer_model"] = str(folder.resolve())
+    return ModelConfig.from_flags(
+        flags,
+        transformer_impl=transformer_impl,
+        mtp_num_layers=mtp_num_layers or None,
+        **tokenizer,
+    )
 
 
 class HFWeights(Weights):
@@ -112,7 +107,8 @@ class HFWeights(Weights):
     ) -> None:
         config = read_config(folder)
         family = family_of_config(config, str(Path(folder) / CONFIG))
-        super().__init__(str(folder), args_of(folder, transformer_impl, mtp_num_layers), family)
+        model = model_config(folder, transformer_impl, mtp_num_layers)
+        super().__init__(str(folder), model.namespace(), family)
         self._reader = HFReader(folder, family.prefixes)
         for parameter in self.table:
             self._reader.check(parameter)
