@@ -74,7 +74,8 @@ def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
     from mindspeed import recipes, session
     from mindspeed.data.corpus import write_python_docs
     from mindspeed.data.preprocess import PreprocessOptions, preprocess
-    from mindspeed.data.tokenizer import TokenizerOptions, save_tokenizer, train_bpe
+    from mindspeed.data.tokenizer import save_tokenizer, train_bpe
+    from mindspeed.data.tokenizer_types import TokenizerOptions
     from mindspeed.training import data, setup
     from mindspeed.training.arguments import build_parser
     from mindspeed.training.model import build

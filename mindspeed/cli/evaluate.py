@@ -227,7 +227,8 @@ def _sampling(args: argparse.Namespace) -> SamplingOptions:
 def _check_choices(args: argparse.Namespace, planned: Sequence[PreparedTask]) -> None:
     """See that the tokenizer fits the questions, before the model is loaded."""
     _import_megatron_adaptor()
-    from mindspeed.data.tokenizer import TokenizerOptions, build_tokenizer
+    from mindspeed.data.tokenizer import build_tokenizer
+    from mindspeed.data.tokenizer_types import TokenizerOptions
     from mindspeed.evaluation.prepared_tasks import check_choices
     from mindspeed.inference.load import Source, resolve_source
 

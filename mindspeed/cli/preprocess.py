@@ -33,7 +33,8 @@ from mindspeed.data import preprocess as data
 from mindspeed.data.formats import COMPRESSIONS, FORMATS
 from mindspeed.data.handlers import HANDLERS
 from mindspeed.data.sources import TEXT_UNITS
-from mindspeed.data.tokenizer import TokenizerOptions, add_tokenizer_arguments
+from mindspeed.data.tokenizer import add_tokenizer_arguments
+from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import ConfigError
 from mindspeed.parsing import parse_json
 from mindspeed.ranges import MAX_SIZE, whole

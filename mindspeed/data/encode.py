@@ -22,7 +22,8 @@ from mindspeed.data.masks import IGNORED, Sample, encode
 from mindspeed.data.options import PreprocessOptions
 from mindspeed.data.sentences import sentences
 from mindspeed.data.templates import ChatTemplate, Rendered
-from mindspeed.data.tokenizer import TextTokenizer, build_tokenizer
+from mindspeed.data.tokenizer import build_tokenizer
+from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, takewhile
 from typing import Any
 
-from mindspeed.data.tokenizer import TextTokenizer, Tokens
+from mindspeed.data.tokenizer_types import TextTokenizer, Tokens
 from mindspeed.errors import ConfigError
 
 _MARK = re.compile(r"<extra_id_(\d+)>")

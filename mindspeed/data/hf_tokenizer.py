@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed.data.tokenizer import END_OF_TEXT, TextTokenizer, TokenizerOptions, Tokens
+from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from mindspeed.data.tokenizer_types import END_OF_TEXT, TextTokenizer, TokenizerOptions, Tokens
 from mindspeed.errors import ConfigError, DataError, MindSpeedError
 from mindspeed.files import check_path
 from mindspeed.parsing import read_json, read_text
@@ -45,8 +46,6 @@ def open_directory(directory: Path, options: TokenizerOptions) -> TextTokenizer:
                 "tokenizer.model to read instead: run its code with --trust-remote-code if you "
                 "trust it"
             )
-        from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
-
         return SentencePieceTokenizer(model, config, special)
     backend: _FileBackend | _TransformersBackend
     file = directory / "tokenizer.json"

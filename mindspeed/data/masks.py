@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from mindspeed.data.templates import Rendered, Span
-from mindspeed.data.tokenizer import TextTokenizer
+from mindspeed.data.tokenizer_types import TextTokenizer
 
 IGNORED = -100
 CONVERSATION_KEYS = ("input_ids", "attention_mask", "labels")  # one data set each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed.data.tokenizer import TokenizerOptions, required_file
+from mindspeed.data.tokenizer_types import TokenizerOptions, required_file
 from mindspeed.errors import ConfigError, DataError
 
 

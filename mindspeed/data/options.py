@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mindspeed.data import handlers
 from mindspeed.data.masks import CONVERSATION_KEYS
 from mindspeed.data.sources import TEXT_UNITS
-from mindspeed.data.tokenizer import TokenizerOptions
+from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed.data.tokenizer import Tokens
+from mindspeed.data.tokenizer_types import Tokens
 from mindspeed.errors import DataError
 
 # A protobuf message and another one behind it are read as the former changed by the latter; this

@@ -19,11 +19,24 @@ GPT-2 and BERT with ``tokenizers``, and the remaining types through Megatron's o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
+from mindspeed.data.extra_ids import ExtraIds
+from mindspeed.data.hf_tokenizer import from_vocabulary, open_directory
+from mindspeed.data.megatron_tokenizer import MegatronTokenizer
+from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from mindspeed.data.tokenizer_types import (
+    END_OF_TEXT,
+    HUGGINGFACE_TYPES,
+    SENTENCEPIECE_TYPES,
+    TOKENIZER_TYPES,
+    VOCABULARY_FILE_TYPES,
+    TextTokenizer,
+    TokenizerOptions,
+    required_file,
+)
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_write_text, check_path
 from mindspeed.ranges import MAX_SIZE, whole
@@ -33,87 +46,8 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 MIN_VOCAB_SIZE = 256 + 2  # all bytes and the two special tokens
-
-_HUGGINGFACE_TYPES = ("HuggingFaceTokenizer", "PretrainedFromHF")
-_SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-_VOCABULARY_FILE_TYPES = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
-TOKENIZER_TYPES = (
-    *_HUGGINGFACE_TYPES,
-    *_SENTENCEPIECE_TYPES,
-    *_VOCABULARY_FILE_TYPES,
-    "TikTokenizer",
-    "NullTokenizer",
-)
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Ids of a text and the ``(start, end)`` characters that each stands for."""
-
-    ids: Sequence[int]
-    offsets: Sequence[tuple[int, int]]
-
-
-class TextTokenizer(Protocol):
-    """What preprocessing, Megatron's data sets and generation need of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eod(self) -> int: ...
-
-    @property
-    def pad(self) -> int: ...
-
-    @property
-    def unique_identifiers(self) -> Mapping[str, Any]: ...
-
-    def tokenize(self, text: str) -> list[int]: ...
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def detokenize(self, ids: Sequence[int]) -> str: ...
-
-    def token_id(self, text: str) -> int | None:
-        """The id of a single token, None where the vocabulary lacks it."""
-
-    def tokenize_with_offsets(
-        self, texts: Sequence[str], add_special_tokens: bool
-    ) -> list[Tokens] | None:
-        """Ids and characters; None where the tokenizer cannot say the characters."""
-
-
-@dataclass(frozen=True)
-class TokenizerOptions:
-    """Megatron's tokenizer flags; field ``name`` is the flag ``--tokenizer-name`` or ``--name``."""
-
-    tokenizer_type: str = "HuggingFaceTokenizer"
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    trust_remote_code: bool = False
-    include_special_tokens: bool = False
-    vocab_extra_ids: int = 0
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> TokenizerOptions:
-        """Collect the options from parsed flags; flags a command does not have keep defaults."""
-        model = getattr(args, "tokenizer_model", None)
-        return cls(
-            tokenizer_type=getattr(args, "tokenizer_type", None) or cls.tokenizer_type,
-            tokenizer_model=model or getattr(args, "tokenizer_name_or_path", None),
-            vocab_size=getattr(args, "vocab_size", None),
-            vocab_file=getattr(args, "vocab_file", None),
-            merge_file=getattr(args, "merge_file", None),
-            trust_remote_code=getattr(args, "trust_remote_code", False),
-            include_special_tokens=getattr(args, "tokenizer_hf_include_special_tokens", False),
-            vocab_extra_ids=getattr(args, "vocab_extra_ids", 0),
-        )
 
 
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,8 +147,6 @@ def build_tokenizer(options: TokenizerOptions) -> TextTokenizer:
         return tokenizer
     if options.tokenizer_type == "NullTokenizer":
         raise ConfigError("--vocab-extra-ids: NullTokenizer has no texts; raise --vocab-size")
-    from mindspeed.data.extra_ids import ExtraIds
-
     return ExtraIds(tokenizer, options.vocab_extra_ids)
 
 
@@ -224,33 +156,13 @@ def _of_type(options: TokenizerOptions) -> TextTokenizer:
             f"--tokenizer-type {options.tokenizer_type} is unknown; allowed are "
             f"{', '.join(TOKENIZER_TYPES)}"
         )
-    if options.tokenizer_type in _HUGGINGFACE_TYPES:
-        from mindspeed.data.hf_tokenizer import open_directory
-
+    if options.tokenizer_type in HUGGINGFACE_TYPES:
         return open_directory(_required_directory(options), options)
-    if options.tokenizer_type in _VOCABULARY_FILE_TYPES:
-        from mindspeed.data.hf_tokenizer import from_vocabulary
-
+    if options.tokenizer_type in VOCABULARY_FILE_TYPES:
         return from_vocabulary(options)
-    if options.tokenizer_type in _SENTENCEPIECE_TYPES:
-        from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
-
+    if options.tokenizer_type in SENTENCEPIECE_TYPES:
         return SentencePieceTokenizer(required_file(options))
-    from mindspeed.data.megatron_tokenizer import MegatronTokenizer
-
     return MegatronTokenizer(options)
-
-
-def required_file(options: TokenizerOptions) -> Path:
-    """The file that ``--tokenizer-model`` must name."""
-    if options.tokenizer_model is None:
-        raise ConfigError(f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model FILE")
-    path = Path(options.tokenizer_model)
-    if path.is_dir() and options.tokenizer_type in _SENTENCEPIECE_TYPES:
-        path /= "tokenizer.model"
-    if not path.is_file():
-        raise DataError(f"--tokenizer-model {path}: there is no such file")
-    return check_path(path, "input")
 
 
 def _required_directory(options: TokenizerOptions) -> Path:

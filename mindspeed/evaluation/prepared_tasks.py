@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed.data.tokenizer import TextTokenizer
+from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation import code_execution, dataset_readers
 from mindspeed.evaluation.model_adapter import encode_pair

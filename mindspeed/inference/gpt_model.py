@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel as MegatronGPTModel
 
-from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
+from mindspeed.data.tokenizer import build_tokenizer
+from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError
 from mindspeed.inference.hf_generate import OutputFormat, new_token_limit
 from mindspeed.inference.hf_tokenizer_adapter import adapt, without_text

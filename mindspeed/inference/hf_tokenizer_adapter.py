@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed.data.tokenizer import TextTokenizer, Tokens
+from mindspeed.data.tokenizer_types import TextTokenizer, Tokens
 from mindspeed.errors import ConfigError
 
 

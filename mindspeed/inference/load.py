@@ -16,7 +16,8 @@ from typing import Any
 from mindspeed import lora, session
 from mindspeed.built_model import BuiltModel
 from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture
-from mindspeed.data.tokenizer import TextTokenizer, TokenizerOptions, build_tokenizer
+from mindspeed.data.tokenizer import build_tokenizer
+from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.inference.hf_tokenizer_adapter import without_text
 from mindspeed.json_fields import Either, ListOf, Whole, check, or_null, read_object

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed.data.tokenizer import TextTokenizer
+from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.inference.beam_search import Hypothesis, beam_search
 from mindspeed.inference.generate import TokenScores, check_prompts, decode_steps
 from mindspeed.inference.load import LoadedModel

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mindspeed import session
 from mindspeed.checkpoint.load import saved_args, take_architecture
-from mindspeed.data.tokenizer import TextTokenizer
+from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs
 from mindspeed.training import configs, recompute, setup

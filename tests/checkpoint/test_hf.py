@@ -306,12 +306,8 @@ def test_an_exported_tokenizer_gives_transformers_the_same_ids(directories, tmp_
     """Also where transformers has a class of its own for that kind of model (Qwen2)."""
     from transformers import AutoTokenizer
 
-    from mindspeed.data.tokenizer import (
-        TokenizerOptions,
-        build_tokenizer,
-        save_tokenizer,
-        train_bpe,
-    )
+    from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer, train_bpe
+    from mindspeed.data.tokenizer_types import TokenizerOptions
 
     text = "It's 1234 o'clock;\tDON'T  panic\n\n  caf\u0065\u0301 2026!"
     import_hf(str(directories(name)), str(tmp_path / "ck"))

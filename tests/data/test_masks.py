@@ -22,7 +22,8 @@ from tokenizers.processors import ByteLevel
 from mindspeed.data import templates
 from mindspeed.data.masks import IGNORED, Sample, encode
 from mindspeed.data.templates import Rendered
-from mindspeed.data.tokenizer import TokenizerOptions, build_tokenizer, save_tokenizer
+from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer
+from mindspeed.data.tokenizer_types import TokenizerOptions
 
 CORPUS = ["the answer is 42\n\n  def f(x):\n    return x", "### Response:\nyes", "a b c"] * 5
 MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<reserved_106>", "<reserved_107>"]

@@ -22,12 +22,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from mindspeed.data import formats
 from mindspeed.data import preprocess as module
 from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
-from mindspeed.data.tokenizer import (
-    TokenizerOptions,
-    build_tokenizer,
-    save_tokenizer,
-    train_bpe,
-)
+from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer, train_bpe
+from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 
 RECORDS = [

@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed.data.tokenizer import (
-    END_OF_TEXT,
-    PADDING,
-    TokenizerOptions,
-    build_tokenizer,
-    save_tokenizer,
-    train_bpe,
-)
+from mindspeed.data.tokenizer import PADDING, build_tokenizer, save_tokenizer, train_bpe
+from mindspeed.data.tokenizer_types import END_OF_TEXT, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 
 TEXTS = ["the cat sat on the mat\n", "naïve café, 東京 and 🙂", "def f(x):\n    return x\n"] * 20

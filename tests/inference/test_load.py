@@ -15,7 +15,8 @@ pytest.importorskip("megatron.core")
 from mindspeed import recipes
 from mindspeed.cli.inference_flags import command_line
 from mindspeed.data.preprocess import PreprocessOptions, preprocess
-from mindspeed.data.tokenizer import TokenizerOptions, save_tokenizer, train_bpe
+from mindspeed.data.tokenizer import save_tokenizer, train_bpe
+from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import CheckpointError, ConfigError, DataError
 from mindspeed.inference.load import Source, resolve_source
 

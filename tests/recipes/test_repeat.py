@@ -34,7 +34,8 @@ def test_the_recipe_beside_a_checkpoint_repeats_the_run(ranks, tmp_path):
 @pytest.mark.slow
 def test_an_example_script_trains_under_torchrun(tmp_path):
     from mindspeed.data.preprocess import PreprocessOptions, preprocess
-    from mindspeed.data.tokenizer import TokenizerOptions, save_tokenizer, train_bpe
+    from mindspeed.data.tokenizer import save_tokenizer, train_bpe
+    from mindspeed.data.tokenizer_types import TokenizerOptions
 
     lines = ['{"text": "to be or not to be, that is the question"}'] * 300
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))

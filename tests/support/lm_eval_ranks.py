@@ -18,7 +18,8 @@ def make_model(folder: Path) -> None:
     import transformers
     from tokenizers.processors import TemplateProcessing
 
-    from mindspeed.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
+    from mindspeed.data.tokenizer import save_tokenizer, train_bpe
+    from mindspeed.data.tokenizer_types import END_OF_TEXT
 
     texts = [f"It is {i}. Question: is it {i} even? Answer: yes no A B C D" for i in range(300)]
     tokenizer = train_bpe(texts, 420)

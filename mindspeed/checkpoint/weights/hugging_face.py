@@ -193,7 +193,8 @@ def _special_tokens(folder: str | None) -> dict[str, Any]:
             return {key: values.get(key) for key in _SPECIAL}
     if not (Path(folder) / "tokenizer_config.json").is_file():
         return found
-    from mindspeed.data.tokenizer import TokenizerOptions, build_tokenizer
+    from mindspeed.data.tokenizer import build_tokenizer
+    from mindspeed.data.tokenizer_types import TokenizerOptions
 
     tokenizer = build_tokenizer(TokenizerOptions(tokenizer_model=str(folder)))
     special = read_config_of_tokenizer(Path(folder))

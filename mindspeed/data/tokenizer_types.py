@@ -1,0 +1,110 @@
+"""What a tokenizer is, and the flags that choose one.
+
+Every reader of tokenizer files implements :class:`TextTokenizer`;
+:func:`mindspeed.data.tokenizer.build_tokenizer` makes the one that :class:`TokenizerOptions`
+describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.files import check_path
+
+if TYPE_CHECKING:
+    import argparse
+
+END_OF_TEXT = "<|endoftext|>"
+HUGGINGFACE_TYPES = ("HuggingFaceTokenizer", "PretrainedFromHF")
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+VOCABULARY_FILE_TYPES = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+TOKENIZER_TYPES = (
+    *HUGGINGFACE_TYPES,
+    *SENTENCEPIECE_TYPES,
+    *VOCABULARY_FILE_TYPES,
+    "TikTokenizer",
+    "NullTokenizer",
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids of a text and the ``(start, end)`` characters that each stands for."""
+
+    ids: Sequence[int]
+    offsets: Sequence[tuple[int, int]]
+
+
+class TextTokenizer(Protocol):
+    """What preprocessing, Megatron's data sets and generation need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
+
+    @property
+    def pad(self) -> int: ...
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, Any]: ...
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a single token, None where the vocabulary lacks it."""
+
+    def tokenize_with_offsets(
+        self, texts: Sequence[str], add_special_tokens: bool
+    ) -> list[Tokens] | None:
+        """Ids and characters; None where the tokenizer cannot say the characters."""
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """Megatron's tokenizer flags; field ``name`` is the flag ``--tokenizer-name`` or ``--name``."""
+
+    tokenizer_type: str = "HuggingFaceTokenizer"
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    trust_remote_code: bool = False
+    include_special_tokens: bool = False
+    vocab_extra_ids: int = 0
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> TokenizerOptions:
+        """Collect the options from parsed flags; flags a command does not have keep defaults."""
+        model = getattr(args, "tokenizer_model", None)
+        return cls(
+            tokenizer_type=getattr(args, "tokenizer_type", None) or cls.tokenizer_type,
+            tokenizer_model=model or getattr(args, "tokenizer_name_or_path", None),
+            vocab_size=getattr(args, "vocab_size", None),
+            vocab_file=getattr(args, "vocab_file", None),
+            merge_file=getattr(args, "merge_file", None),
+            trust_remote_code=getattr(args, "trust_remote_code", False),
+            include_special_tokens=getattr(args, "tokenizer_hf_include_special_tokens", False),
+            vocab_extra_ids=getattr(args, "vocab_extra_ids", 0),
+        )
+
+
+def required_file(options: TokenizerOptions) -> Path:
+    """The file that ``--tokenizer-model`` must name."""
+    if options.tokenizer_model is None:
+        raise ConfigError(f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model FILE")
+    path = Path(options.tokenizer_model)
+    if path.is_dir() and options.tokenizer_type in SENTENCEPIECE_TYPES:
+        path /= "tokenizer.model"
+    if not path.is_file():
+        raise DataError(f"--tokenizer-model {path}: there is no such file")
+    return check_path(path, "input")
