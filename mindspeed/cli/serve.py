@@ -23,7 +23,7 @@ from mindspeed.errors import ConfigError, DataError
 from mindspeed.ranges import ABOVE_ZERO, number, whole
 
 if TYPE_CHECKING:
-    from mindspeed.data.templates import ChatTemplate
+    from mindspeed.data.chat_template import ChatTemplate
     from mindspeed.inference.text_generator import TextGenerator
 
 HELP = "answer requests in the form of OpenAI's API"

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from mindspeed.data import handlers, templates
+from mindspeed.data.chat_template import ChatTemplate, Rendered
 from mindspeed.data.formats import Block
 from mindspeed.data.masks import IGNORED, Sample, encode
 from mindspeed.data.options import PreprocessOptions
 from mindspeed.data.sentences import sentences
-from mindspeed.data.templates import ChatTemplate, Rendered
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from mindspeed.data.templates import ChatTemplate
+from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError
 
 Conversation = list[dict[str, str]]

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed.data.chat_template import ChatTemplate, Message, Rendered, Span
 from mindspeed.data.hf_tokenizer import check_config, read_config
 from mindspeed.data.jinja_process import JinjaProcess
 from mindspeed.data.jinja_renderer import GENERATION
-from mindspeed.data.templates import ChatTemplate, Message, Rendered, Span
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.parsing import read_json, read_text
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mindspeed.data.templates import Rendered, Span
+from mindspeed.data.chat_template import Rendered, Span
 from mindspeed.data.tokenizer_types import TextTokenizer
 
 IGNORED = -100

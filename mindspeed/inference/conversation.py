@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mindspeed.data import templates
-from mindspeed.data.templates import ChatTemplate
+from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import DataError
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_generator import TextGenerator

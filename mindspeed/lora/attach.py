@@ -18,16 +18,9 @@ from mindspeed.built_model import unwrap
 from mindspeed.errors import ConfigError
 from mindspeed.lora.config import ALL_LINEAR, LoraConfig
 from mindspeed.lora.experts import give_expert_adapters
+from mindspeed.lora.layers import linear_layers, order_of, parts_of
 from mindspeed.lora.linear import AdaptedLinear, give_adapter
-from mindspeed.lora.names import (
-    is_expert,
-    linear_layers,
-    named_modules,
-    order_of,
-    parts_of,
-    short_name,
-    targeted,
-)
+from mindspeed.lora.names import is_expert, named_modules, short_name, targeted
 from mindspeed.te.grouped import GroupedLinear
 
 _ENDS = ("word_embeddings", "output_layer")

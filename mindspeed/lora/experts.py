@@ -28,6 +28,7 @@ from mindspeed.lora.linear import (
     cut_of,
     new_matrices,
 )
+from mindspeed.lora.names import expert_layer, first_expert
 from mindspeed.te.grouped import GroupedLinear, gmm
 from mindspeed.te.linear import compute_dtype
 
@@ -59,8 +60,6 @@ class AdaptedExperts(AdaptedLinear):
 
     def pieces(self, name: str) -> Iterator[Piece]:
         """The weights of the local experts."""
-        from mindspeed.lora.names import expert_layer, first_expert
-
         mlp, _, layer = name.rpartition(".experts.")
         first = first_expert(self.config)  # type: ignore[attr-defined]
         for i, (a, b) in enumerate(zip(self.lora_A, self.lora_B, strict=True)):

@@ -10,7 +10,7 @@ import torch
 
 from mindspeed.errors import CheckpointError
 from mindspeed.lora.config import WHOLE
-from mindspeed.lora.names import order_of
+from mindspeed.lora.layers import order_of
 from mindspeed.models.families import Family, families
 from mindspeed.models.rows import split
 from mindspeed.models.shape import Shape, shape_of
@@ -76,7 +76,7 @@ def family_with(
 
 
 def whole_parts(layer: str, parameter: Parameter, shape: Shape) -> dict[str, int]:
-    """Parts of a whole layer with their rows, as :func:`mindspeed.lora.names.parts_of` has them.
+    """Parts of a whole layer with their rows, as :func:`mindspeed.lora.layers.parts_of` has them.
 
     Args:
         layer: Its Megatron name.

@@ -12,9 +12,9 @@ from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
 from mindspeed.lora.attach import adapted_layers
 from mindspeed.lora.hf_names import whole_parts
+from mindspeed.lora.layers import order_of
 from mindspeed.lora.linear import as_one, take_adapter
 from mindspeed.lora.load import config_of, samples_of, whole_adapter
-from mindspeed.lora.names import order_of
 from mindspeed.lora.state import check_samples
 from mindspeed.models.table import Parameter
 from mindspeed.models.weight_source import Weights

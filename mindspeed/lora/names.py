@@ -1,4 +1,4 @@
-"""Names of modules in the whole model, which of them are linear layers, and what parts they have.
+"""Names of modules in the whole model, and which of them a list of targets names.
 
 A pipeline stage counts its layers from 0; here ``decoder.layers.7.mlp.linear_fc1`` is layer 7 of
 the whole model on whichever rank it lives.
@@ -10,11 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from mindspeed.lora.config import ALL_LINEAR, MEANINGS, WHOLE
-from mindspeed.lora.experts import expert_cut_of
-from mindspeed.lora.linear import Cut, cut_of
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)(?=\.|$)")
 _EXPERTS = ".experts."
@@ -70,60 +66,9 @@ def is_end(name: str) -> bool:
     return name.startswith(tuple(f"{end}." for end in _ENDS))
 
 
-def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, Cut]]:
-    """Linear layers that can have adapters; grouped experts are one of them."""
-    for name, module in named_modules(chunk):
-        cut = expert_cut_of(module) if is_expert(name) else cut_of(module)
-        if cut is not None:
-            yield name, module, cut
-
-
 def short_name(name: str) -> str:
     """What users call a layer: ``linear_proj``, ``experts.linear_fc1``."""
     return ("experts." if is_expert(name) else "") + name.rpartition(".")[2]
-
-
-def parts_of(name: str, module: Any, config: Any, cut: Cut) -> dict[str, int]:
-    """Parts of a layer, with this rank's rows of each; ``{"all": rows}`` if it has one part.
-
-    Args:
-        name: Its name in the whole model.
-        module: The layer.
-        config: Megatron's configuration of the model.
-        cut: How the layer is cut.
-    """
-    rows = rows_of(module)
-    leaf = name.rpartition(".")[2]
-    if leaf == "linear_fc1" and config.gated_linear_unit:
-        return {"gate": rows // 2, "up": rows // 2}
-    if leaf == "linear_qkv" and config.num_query_groups % cut.size == 0:
-        head = config.kv_channels
-        key = config.num_query_groups // cut.size * head
-        query = config.num_attention_heads // cut.size * head
-        if query + 2 * key == rows:
-            return {"q": query, "k": key, "v": key}
-    return {WHOLE: rows}
-
-
-def rows_of(module: Any) -> int:
-    """Rows of this rank's weight."""
-    weight = module.weight0 if hasattr(module, "weight0") else module.weight
-    return int(module.output_size_per_partition if weight is None else weight.shape[0])
-
-
-def order_of(parts: dict[str, int], head: int) -> torch.Tensor | None:
-    """For each row of the weight, its row when the parts stand one below the other.
-
-    Args:
-        parts: Rows of each part.
-        head: Rows of one key head.
-    """
-    if "q" not in parts:
-        return None
-    groups = parts["k"] // head
-    rows = torch.arange(sum(parts.values()))
-    blocks = (part.view(groups, -1) for part in rows.split(tuple(parts.values())))
-    return torch.cat(tuple(blocks), dim=1).flatten()
 
 
 def targeted(name: str, parts: dict[str, int], targets: tuple[str, ...]) -> set[str]:

@@ -20,8 +20,8 @@ from tokenizers import (
 from tokenizers.processors import ByteLevel
 
 from mindspeed.data import templates
+from mindspeed.data.chat_template import Rendered
 from mindspeed.data.masks import IGNORED, Sample, encode
-from mindspeed.data.templates import Rendered
 from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer
 from mindspeed.data.tokenizer_types import TokenizerOptions
 

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from mindspeed.data.templates import ChatTemplate
+from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import MindSpeedError
 from mindspeed.inference.continuous_batching import PromptScores
 from mindspeed.inference.conversation import prompt_of

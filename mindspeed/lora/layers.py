@@ -1,0 +1,64 @@
+"""The linear layers of a pipeline stage, and the parts that one of them consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mindspeed.lora.config import WHOLE
+from mindspeed.lora.experts import expert_cut_of
+from mindspeed.lora.linear import Cut, cut_of
+from mindspeed.lora.names import is_expert, named_modules
+
+
+def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, Cut]]:
+    """Linear layers that can have adapters; grouped experts are one of them."""
+    for name, module in named_modules(chunk):
+        cut = expert_cut_of(module) if is_expert(name) else cut_of(module)
+        if cut is not None:
+            yield name, module, cut
+
+
+def parts_of(name: str, module: Any, config: Any, cut: Cut) -> dict[str, int]:
+    """Parts of a layer, with this rank's rows of each; ``{"all": rows}`` if it has one part.
+
+    Args:
+        name: Its name in the whole model.
+        module: The layer.
+        config: Megatron's configuration of the model.
+        cut: How the layer is cut.
+    """
+    rows = rows_of(module)
+    leaf = name.rpartition(".")[2]
+    if leaf == "linear_fc1" and config.gated_linear_unit:
+        return {"gate": rows // 2, "up": rows // 2}
+    if leaf == "linear_qkv" and config.num_query_groups % cut.size == 0:
+        head = config.kv_channels
+        key = config.num_query_groups // cut.size * head
+        query = config.num_attention_heads // cut.size * head
+        if query + 2 * key == rows:
+            return {"q": query, "k": key, "v": key}
+    return {WHOLE: rows}
+
+
+def rows_of(module: Any) -> int:
+    """Rows of this rank's weight."""
+    weight = module.weight0 if hasattr(module, "weight0") else module.weight
+    return int(module.output_size_per_partition if weight is None else weight.shape[0])
+
+
+def order_of(parts: dict[str, int], head: int) -> torch.Tensor | None:
+    """For each row of the weight, its row when the parts stand one below the other.
+
+    Args:
+        parts: Rows of each part.
+        head: Rows of one key head.
+    """
+    if "q" not in parts:
+        return None
+    groups = parts["k"] // head
+    rows = torch.arange(sum(parts.values()))
+    blocks = (part.view(groups, -1) for part in rows.split(tuple(parts.values())))
+    return torch.cat(tuple(blocks), dim=1).flatten()
