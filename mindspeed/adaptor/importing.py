@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 
+from mindspeed.errors import VersionError
+
 Callback = Callable[[ModuleType], None]
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -80,6 +82,26 @@ class PostImportHooks:
                 callback(module)
 
         loader.exec_module = exec_module  # type: ignore[union-attr,method-assign]
+
+
+def refuse_late_import() -> None:
+    """Refuse a Megatron that was imported before the Transformer Engine substitute is installed.
+
+    Raises:
+        VersionError: its module of Transformer Engine wrappers found no engine.
+    """
+    extension = sys.modules.get("megatron.core.extensions.transformer_engine")
+    if extension is not None and not extension.HAVE_TE:
+        raise VersionError(
+            "import mindspeed.megatron_adaptor before megatron.core: "
+            "megatron.core.extensions.transformer_engine is loaded already, without an engine"
+        )
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether Megatron's parallel groups exist; False where Megatron is not imported."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    return parallel_state is not None and parallel_state.model_parallel_is_initialized()
 
 
 def _is_initializing(module: ModuleType) -> bool:

@@ -36,7 +36,7 @@ All up to ``optimizer`` are in ``megatron.core`` (of ``rows`` and ``documents`` 
 model) and so reach Megatron-LM, frameworks and our own trainer alike. The others belong to a
 training loop: Megatron-LM's reaches them through patches of ``megatron.training``, our trainer
 calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
-(The seam for arguments is :mod:`mindspeed.session.arguments`, always installed.)
+(The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
 A feature that replaces a computation inside Megatron's modules, or a decision of attention, hands
 it to ``seams.use_kernels`` (:mod:`mindspeed.te.kernels`, :mod:`mindspeed.te.attention_policy`);

@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from mindspeed.adaptor.contract import check_contracts
+from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.versions import megatron_root, read_version
 from mindspeed.errors import ConfigError
-from mindspeed.session.inventory import all_patches
 
 HELP = "list what is changed in Megatron, and check it against a Megatron version"
 

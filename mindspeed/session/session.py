@@ -22,7 +22,12 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from mindspeed import device, plugins, te
-from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.arguments import argument_patches
+from mindspeed.adaptor.importing import (
+    PostImportHooks,
+    model_parallel_is_initialized,
+    refuse_late_import,
+)
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import (
     absent_triton,
@@ -34,10 +39,16 @@ from mindspeed.adaptor.repairs import (
 from mindspeed.adaptor.repairs.mla_rope_fusion import corrected_arguments
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
-from mindspeed.errors import ConfigError, VersionError
-from mindspeed.features.registry import Configuration, refuse_unknown, resolve
+from mindspeed.errors import ConfigError
+from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
+from mindspeed.features.registry import (
+    Configuration,
+    add_arguments,
+    own_flags,
+    refuse_unknown,
+    resolve,
+)
 from mindspeed.journal import Journal
-from mindspeed.session.arguments import argument_patches
 from mindspeed.session.config_file import CONFIG_FILE, read_config_file
 
 logger = logging.getLogger("mindspeed")
@@ -65,7 +76,8 @@ class Session:
         Raises:
             ImportError: Megatron was imported earlier, without a Transformer Engine.
         """
-        _refuse_late_import(self.te)
+        if self.te == "substitute":
+            refuse_late_import()
         self.hooks.install()
         device.install(self.journal)
         if self.te == "substitute":
@@ -75,7 +87,7 @@ class Session:
         checkpoint_pickles.install(self.hooks, self.journal)
         for patch in repairs_for(self.device.name, self.te):
             self.engine.add(patch)
-        for patch in argument_patches(self._configure_from_namespace):
+        for patch in argument_patches(_add_flags, own_flags, self._configure_from_namespace):
             self.engine.add(patch)
 
     def configure(self, values: Mapping[str, Any], *, strict: bool = False) -> Configuration:
@@ -101,7 +113,7 @@ class Session:
             values[name] = value  # in Megatron's own namespace
         new = resolve(values, self.device.name)
         old = self.configuration
-        if old is not None and _model_parallel_is_initialized():
+        if old is not None and model_parallel_is_initialized():
             if old.changed_values() == new.changed_values():
                 return old
             raise ConfigError(
@@ -150,13 +162,10 @@ class Session:
             raise
 
 
-def _refuse_late_import(te_choice: str) -> None:
-    extension = sys.modules.get("megatron.core.extensions.transformer_engine")
-    if te_choice == "substitute" and extension is not None and not extension.HAVE_TE:
-        raise VersionError(
-            "import mindspeed.megatron_adaptor before megatron.core: "
-            "megatron.core.extensions.transformer_engine is loaded already, without an engine"
-        )
+def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    add_arguments(parser, read_config_file())
+    parser.set_defaults(cp_comm_type=COMM_TYPE_NOT_GIVEN)
+    return parser
 
 
 def _holds_aliases(module: ModuleType) -> bool:
@@ -169,11 +178,6 @@ def _holds_aliases(module: ModuleType) -> bool:
     if not file or not main_file:
         return False
     return Path(file).parent == Path(main_file).resolve().parent
-
-
-def _model_parallel_is_initialized() -> bool:
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    return parallel_state is not None and parallel_state.model_parallel_is_initialized()
 
 
 def _difference(old: Configuration, new: Configuration) -> list[str]:

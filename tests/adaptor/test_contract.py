@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from mindspeed.adaptor.contract import check_contracts
+from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.versions import (
     TESTED,
@@ -22,7 +23,6 @@ from mindspeed.adaptor.versions import (
     read_version,
 )
 from mindspeed.errors import VersionError
-from mindspeed.session.inventory import all_patches
 
 
 def problems(root: Path, patches=None) -> list[str]:

@@ -10,10 +10,10 @@ import pytest
 
 from mindspeed.adaptor import computations
 from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import PatchEngine
 from mindspeed.adaptor.seams import SEAM_NAMES, Seams
 from mindspeed.features.registry import all_features
-from mindspeed.session.inventory import all_patches
 from mindspeed.te import attention_policy, kernels
 from tests.adaptor import seam_ranks
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed import device
+from mindspeed.adaptor import arguments
 from mindspeed.features import unsupported
-from mindspeed.session import arguments
 
 FSDP = {"use_megatron_fsdp": True}
 OFF = {
@@ -111,7 +111,7 @@ def test_hardware_queues_of_a_gpu_are_demanded_from_a_gpu_only(name_of_device, g
         monkeypatch.setenv(name, given)
     monkeypatch.setattr(device, "current", lambda: SimpleNamespace(name=name_of_device))
     seen = []
-    _, patch = arguments.argument_patches(lambda args: None)
+    _, patch = arguments.argument_patches(lambda parser: parser, tuple, lambda args: None)
     validate = patch.make(lambda args, defaults: seen.append(os.environ.get(name)))
     for fsdp in ({}, {"use_torch_fsdp2": True}, {"use_megatron_fsdp": True}):
         validate(argparse.Namespace(**fsdp), {})

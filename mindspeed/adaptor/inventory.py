@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mindspeed.adaptor import computations
+from mindspeed.adaptor.arguments import argument_patches
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import all_repairs
 from mindspeed.adaptor.seams import Seams
-from mindspeed.session.arguments import argument_patches
 
 
 def all_patches() -> tuple[Patch, ...]:
@@ -15,4 +15,5 @@ def all_patches() -> tuple[Patch, ...]:
     seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
     of_seams = dict.fromkeys(patch for seam in seams for patch in seam.patches)
     of_kernels = [patch for patches in computations.CALLS.values() for patch in patches]
-    return (*all_repairs(), *argument_patches(lambda args: None), *of_seams, *of_kernels)
+    of_arguments = argument_patches(lambda parser: parser, tuple, lambda args: None)
+    return (*all_repairs(), *of_arguments, *of_seams, *of_kernels)

@@ -1,49 +1,51 @@
-"""The arguments seam: our flags in Megatron-LM's parser, our choice after Megatron's own checks.
+"""Patches of Megatron-LM's argument handling: more flags, and a call once all values are final.
 
-``add_megatron_arguments`` builds the parser; our flag groups are added behind Megatron's.
-``validate_args`` is where Megatron's values become final, and it runs before any process group or
-module exists: there the session decides which features are on and attaches them.
+``add_megatron_arguments`` builds the parser; flags are added after Megatron's own.
+``validate_args`` makes Megatron's values final, before any process group or module exists: the
+session (:mod:`mindspeed.session`) chooses and attaches features right after it.
 
-Megatron demands ``CUDA_DEVICE_MAX_CONNECTIONS=1`` with tensor or context parallelism and forbids it
-with FSDP. It limits the hardware queues of an NVIDIA GPU, so on other devices Megatron's checks see
-the value they demand, whatever the environment says.
+Megatron requires ``CUDA_DEVICE_MAX_CONNECTIONS=1`` with tensor or context parallelism and forbids
+it with FSDP. It limits the hardware queues of an NVIDIA GPU, so on other devices Megatron's checks
+get the value they require, whatever the environment says.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mindspeed import device
 from mindspeed.adaptor.patch import Patch
-from mindspeed.features import registry
-from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
-from mindspeed.session.config_file import read_config_file
 
 OWNER = "arguments"
 
 
-def argument_patches(configure: Callable[[Any], None]) -> tuple[Patch, ...]:
+def argument_patches(
+    add_flags: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
+    own_flags: Callable[[], Iterable[str]],
+    configure: Callable[[argparse.Namespace], None],
+) -> tuple[Patch, ...]:
     """The two patches of Megatron-LM's argument handling.
 
     Args:
-        configure: called with the validated ``argparse.Namespace``.
+        add_flags: adds flags to Megatron-LM's parser and returns it.
+        own_flags: the names among them whose values Megatron's validation must not change.
+        configure: called with the validated values.
     """
 
-    def add_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    def flags_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def add_megatron_arguments(parser: Any) -> Any:
-            parser = registry.add_arguments(original(parser), read_config_file())
-            parser.set_defaults(cp_comm_type=COMM_TYPE_NOT_GIVEN)
-            return parser
+            return add_flags(original(parser))
 
         return add_megatron_arguments
 
     def configure_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-            given = {name: getattr(args, name) for name in registry.own_flags() if name in args}
-            with _demanded_connections(args):
+            given = {name: getattr(args, name) for name in own_flags() if name in args}
+            with _required_connections(args):
                 result = original(args, *rest, **kwargs)
             vars(args).update(given)  # Megatron sets a few of these names, too
             configure(args)
@@ -55,7 +57,7 @@ def argument_patches(configure: Callable[[Any], None]) -> tuple[Patch, ...]:
     return (
         Patch(
             f"{module}:add_megatron_arguments",
-            add_flags,
+            flags_after,
             OWNER,
             "flags of our features",
             expects="(parser)",
@@ -71,7 +73,7 @@ def argument_patches(configure: Callable[[Any], None]) -> tuple[Patch, ...]:
 
 
 @contextlib.contextmanager
-def _demanded_connections(args: Any) -> Iterator[None]:
+def _required_connections(args: Any) -> Iterator[None]:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if device.current().name == "cuda":
         yield
