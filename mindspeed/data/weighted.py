@@ -13,9 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from mindspeed.errors import ConfigError
 
@@ -67,26 +64,3 @@ def _part(form: str, text: str) -> Part:
             "documents"
         )
     return Part(found["prefix"].strip(), weight, start, end)
-
-
-class PartsBuilder(BlendedMegatronDatasetBuilder):
-    """Builds blends per split whose data sets are parts.
-
-    Args:
-        parts: of training, validation and test; None where a split has none.
-        others: as of Megatron Core's builder; ``config.blend_per_split`` is that of ``parts``.
-    """
-
-    def __init__(self, parts: Sequence[Sequence[Part] | None], *others: Any) -> None:
-        super().__init__(*others)
-        self._ranges = [{p.prefix: (p.start, p.end) for p in some or ()} for some in parts]
-        self.config.split = repr(self._ranges)  # caches of other parts are other caches
-
-    def _build_megatron_dataset_splits(
-        self, dataset_path: str, split: Sequence[Any], *others: Any, **more: Any
-    ) -> list[Any]:
-        cut = [
-            None if whole is None else ranges[dataset_path]
-            for whole, ranges in zip(split, self._ranges, strict=True)
-        ]
-        return super()._build_megatron_dataset_splits(dataset_path, cut, *others, **more)

@@ -30,10 +30,15 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
 from mindspeed import device, session
 from mindspeed.data.instruction import InstructionConfig, InstructionDataset, part_prefixes
-from mindspeed.data.ordered import InOrderDataset, InOrderMockDataset, LastTokenDataset
+from mindspeed.data.megatron import (
+    InOrderDataset,
+    InOrderMockDataset,
+    LastTokenDataset,
+    PartsBuilder,
+)
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
-from mindspeed.data.weighted import Part, PartsBuilder, parse
+from mindspeed.data.weighted import Part, parse
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
 from mindspeed.training.batches import Batch, MicroBatches

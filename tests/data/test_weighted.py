@@ -10,9 +10,10 @@ pytest.importorskip("megatron.core")
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from mindspeed.data.megatron import PartsBuilder
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TokenizerOptions
-from mindspeed.data.weighted import Part, PartsBuilder, parse
+from mindspeed.data.weighted import Part, parse
 from mindspeed.errors import ConfigError
 
 DOCUMENTS, LENGTH = 40, 8
