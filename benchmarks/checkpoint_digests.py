@@ -84,8 +84,9 @@ def save(root: Path, tensors: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
-    from mindspeed.checkpoint.writer import Writing, queue_in_this_process
+    from mindspeed.checkpoint.writer import Writing
     from mindspeed.storage import directory
+    from mindspeed.storage.megatron import queue_in_this_process
 
     path = directory.begin(root, 1)
     with queue_in_this_process():

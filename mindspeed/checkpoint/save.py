@@ -29,13 +29,14 @@ import mindspeed
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
-from mindspeed.checkpoint.writer import Writing, errors_kept, queue_in_this_process
+from mindspeed.checkpoint.writer import Writing
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.lora import adapted
 from mindspeed.lora.config import DESCRIPTION
 from mindspeed.lora.export import export_peft
 from mindspeed.lora.state import description
 from mindspeed.storage import directory
+from mindspeed.storage.megatron import errors_kept, queue_in_this_process
 
 _RESERVE_BYTES = 1 << 20
 

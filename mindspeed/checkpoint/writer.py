@@ -9,71 +9,21 @@ its way (:mod:`mindspeed.storage.digests`).
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from mindspeed import device
 from mindspeed.errors import CheckpointError
 from mindspeed.files import secure_open
 from mindspeed.storage.digests import DigestingFile, FileDigest
-
-
-@contextmanager
-def queue_in_this_process() -> Iterator[None]:
-    """While inside, Megatron plans a save with a plain queue instead of a queue server."""
-    before = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
-
-
-@contextmanager
-def errors_kept(errors: list[BaseException]) -> Iterator[None]:
-    """While inside, what Megatron writes on rank 0 alone keeps its error instead of raising it.
-
-    The other ranks go on to a collective, so rank 0 must get there, too. Afterwards all ranks can
-    agree that the checkpoint has failed.
-
-    Args:
-        errors: Gets what was raised (a full disk, no permission).
-    """
-
-    def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def kept(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except (OSError, RuntimeError) as error:  # torch.save has RuntimeError for a full disk
-                errors.append(error)
-
-        return kept
-
-    places: list[tuple[Any, str]] = [
-        (TorchCommonSaveStrategy, "save_common"),
-        (filesystem_async.FileSystemWriterAsync, "finish"),
-        (serialization, "save_config"),
-    ]
-    with ExitStack() as stack:
-        for holder, name in places:
-            before = vars(holder)[name]
-            setattr(holder, name, keeping(before))
-            stack.callback(setattr, holder, name, before)
-        yield
+from mindspeed.storage.megatron import errors_kept, write_item
 
 
 class Writing:
@@ -149,14 +99,7 @@ class Writing:
                 with secure_open(path, "wb") as raw:
                     file = DigestingFile(raw)
                     outcome[index] = [
-                        filesystem_async._write_item(
-                            *self._request.async_fn.args[0],
-                            file,
-                            data,
-                            item,
-                            name,
-                            serialization_format=SerializationFormat.TORCH_SAVE,
-                        )
+                        write_item(self._request, file, data, item, name)
                         for item, data in (*objects, *tensors)
                     ]
                     raw.flush()

@@ -7,5 +7,6 @@
 ``common_state``   its common part: the run's arguments, iteration
 ``global_tensors`` its tensors one at a time, without a model or process group
 ``sharded_load``   its tensors into a model's sharded state dict, on all ranks
+``megatron``       the inner names of Megatron's writer and reader that are replaced for one call
 =================  ===============================================================================
 """

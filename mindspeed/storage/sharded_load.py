@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import torch as strategy
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mindspeed import device
 from mindspeed.errors import CheckpointError, DamagedCheckpoint, MindSpeedError
 from mindspeed.storage.digests import CheckedFile, Digests
+from mindspeed.storage.megatron import files_read_by
 from mindspeed.unpickle import refusal
 
 _DAMAGE = (CheckpointException, CheckpointingException, OSError, RuntimeError, EOFError, ValueError)
@@ -47,7 +47,7 @@ def read_sharded(wanted: dict[str, Any], checkpoint: Path, **options: Any) -> di
     """
     digests = Digests.read(checkpoint)
     try:
-        with _checked_files(digests), warnings.catch_warnings():
+        with files_read_by(_CheckedFiles(digests)), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)
             state: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint), **options)
     except MindSpeedError:
@@ -85,23 +85,6 @@ def on_all_ranks(action: Callable[[], Any]) -> Any:
     raise (CheckpointError if worst.item() == 2 else DamagedCheckpoint)(
         f"rank {rank}: {found[rank][1]}"
     )
-
-
-@contextmanager
-def _checked_files(digests: Digests | None) -> Iterator[None]:
-    """While inside, Megatron's reader opens files that check themselves."""
-    before = strategy._get_filesystem_reader
-
-    def reader(*args: Any, **kwargs: Any) -> Any:
-        made = before(*args, **kwargs)
-        made.fs = _CheckedFiles(digests)
-        return made
-
-    strategy._get_filesystem_reader = reader
-    try:
-        yield
-    finally:
-        strategy._get_filesystem_reader = before
 
 
 class _CheckedFiles(FileSystem):
