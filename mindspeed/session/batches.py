@@ -23,10 +23,10 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: Documents do not fit the batch, or the model would not look at them.
     """
-    from megatron.core import utils as megatron
+    from megatron.core.utils import get_batch_on_this_cp_rank as zigzag_chunks
 
     if install().seams.documents.functions:
         return shard_batch(batch)
     if get_actual_seq_len() is not None:
         raise ConfigError("set_actual_seq_len needs --reset-attention-mask")
-    return megatron.get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
+    return zigzag_chunks(batch)  # type: ignore[no-any-return]
