@@ -109,10 +109,11 @@ def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
 
 def _our_step(args: argparse.Namespace, model: Any, sets: Any) -> Callable[[], float]:
     from mindspeed.training import data
+    from mindspeed.training.forward_step import checked, forward_step, sum_reports
     from mindspeed.training.step import Trainer
 
     readers = data.micro_batches(args, model.config, sets.train, 0)
-    trainer = Trainer(args, model)
+    trainer = Trainer(args, model, checked(forward_step, args, ()))
     for chunk in model.chunks:
         chunk.train()
     done = 0
@@ -120,7 +121,8 @@ def _our_step(args: argparse.Namespace, model: Any, sets: Any) -> Callable[[], f
     def step() -> float:
         nonlocal done
         done += 1
-        total, tokens = trainer.step(readers, done).losses.sum(dim=0).tolist()
+        losses = trainer.step(readers, done).losses
+        total, tokens = sum_reports(losses)["lm loss"].tolist()
         return total / tokens
 
     return step

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
@@ -29,6 +29,7 @@ from mindspeed import device
 from mindspeed.built_model import TrainedModel
 from mindspeed.training.counting import CountedRows, Counts, FullRows
 from mindspeed.training.flops import flops_of_tokens
+from mindspeed.training.forward_step import Reports, sum_reports
 from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
 
@@ -54,7 +55,7 @@ class Log:
         self._rows = rows
         self._speaks = dist.get_rank() == dist.get_world_size() - 1
         self._sinks = open_sinks(args, iteration) if self._speaks else []
-        self._losses: list[torch.Tensor] = []
+        self._reports: list[Reports] = []
         self._grad_norm: float | None = None
         self._skipped = 0
         self._samples = 0
@@ -69,14 +70,15 @@ class Log:
         self._samples += samples
         self._skipped += result.skipped
         self._grad_norm = result.grad_norm
-        if result.losses is not None and not result.skipped:
-            self._losses.append(result.losses.sum(dim=0))
+        if result.losses and not result.skipped:
+            self._reports.append(sum_reports(result.losses))
         for sink in self._sinks:
             sink.advance()
 
     def report(self, iteration: int, extra: str = "") -> None:
         """Print and record the steps since the last report."""
-        loss = mean_loss(self._losses)
+        reports = mean_reports(self._reports)
+        loss = reports.pop("lm loss", None)
         auxiliary = _auxiliary_losses(self._args, self._iterations)
         params_norm = _params_norm(self._model) if self._args.log_params_norm else None
         counts = self._rows.take(self._samples)
@@ -84,29 +86,34 @@ class Log:
         elapsed = time.perf_counter() - self._interval_start
         if self._speaks:
             self._last_loss = loss
-            metrics = self._metrics(iteration, elapsed, loss, counts) | auxiliary
+            metrics = self._metrics(iteration, elapsed, loss, counts)
             if params_norm is not None:
                 metrics["params_norm"] = params_norm
-            line = _line(metrics, self._args.train_iters)
+            reports |= auxiliary
+            line = _line(metrics, reports, self._args.train_iters)
+            metrics |= reports
             for sink in self._sinks:
                 sink.record(iteration, metrics, line + (f" {extra} |" if extra else ""))
-        self._losses.clear()
+        self._reports.clear()
         self._skipped = self._samples = self._iterations = 0
         self._interval_start = time.perf_counter()
 
-    def report_held_out(self, name: str, iteration: int, loss: float | None) -> None:
-        """Print and record a loss on held-out data."""
-        if not self._speaks or loss is None:
+    def report_held_out(self, name: str, iteration: int, means: Mapping[str, float]) -> None:
+        """Print and record the mean reports on held-out data."""
+        if not self._speaks or not means:
             return
-        perplexity = math.exp(min(20.0, loss))
-        metrics = {
-            "iteration": iteration,
-            f"{name}_loss": loss,
-            f"{name}_perplexity": perplexity,
-        }
-        line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+        metrics: dict[str, Any] = {"iteration": iteration}
+        line = f" {name} loss at iteration {iteration} |"
+        for report, mean in means.items():
+            line += f" {report} value: {mean:.6E} |"
+            if report == "lm loss":
+                perplexity = math.exp(min(20.0, mean))
+                line += f" lm loss PPL: {perplexity:.6E} |"
+                metrics |= {f"{name}_loss": mean, f"{name}_perplexity": perplexity}
+            else:
+                metrics[f"{report} {name}"] = mean
         for sink in self._sinks:
-            sink.record(iteration, metrics, f"{line} lm loss PPL: {perplexity:.6E} |")
+            sink.record(iteration, metrics, line)
 
     def message(self, text: str) -> None:
         """Print a line without disturbing the progress bar."""
@@ -161,33 +168,40 @@ class Log:
         return metrics
 
 
-def mean_loss(losses: list[torch.Tensor]) -> float | None:
-    """Mean over iterations of (token loss sum / tokens) over all data-parallel ranks.
+def mean_reports(reports: Sequence[Reports]) -> dict[str, float]:
+    """Mean over iterations of (sum / count) over all data-parallel ranks, by name.
 
-    One all-reduce of 8 bytes per iteration among the ranks of the last stage; None elsewhere.
+    One all-reduce of 8 bytes per iteration and name among the ranks of the last stage; empty
+    elsewhere.
+
+    Args:
+        reports: one per iteration: name -> [2], fp32.
     """
-    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True) or not losses:
-        return None
-    sums = torch.stack(losses)
+    names = list(reports[0]) if reports else []
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True) or not names:
+        return {}
+    sums = torch.stack([report[name] for report in reports for name in names])
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    per_iteration = (sums[:, 0] / sums[:, 1]).tolist()
+    per_iteration = (sums[:, 0] / sums[:, 1]).view(len(reports), len(names)).T.tolist()
     # Added one by one in single precision, as Megatron-LM does: equal to the last digit.
-    return float(
-        reduce(lambda a, b: np.float32(a + np.float32(b)), per_iteration, np.float32(0))
-    ) / len(per_iteration)
+    return {
+        name: float(reduce(lambda a, b: np.float32(a + np.float32(b)), means, np.float32(0)))
+        / len(means)
+        for name, means in zip(names, per_iteration, strict=True)
+    }
 
 
-def _line(metrics: Mapping[str, Any], train_iters: int) -> str:
-    """One aligned line; loss and learning rate in Megatron-LM's digits."""
+def _line(metrics: Mapping[str, Any], reports: Mapping[str, float], train_iters: int) -> str:
+    """One aligned line; losses and learning rate in Megatron-LM's digits."""
     parts = [
         f" iteration {metrics['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {metrics['consumed_samples']:12d}",
     ]
     if metrics["lm_loss"] is not None:
         parts.append(f"lm loss: {metrics['lm_loss']:.6E}")
-    for key in ("load_balancing_loss", "z_loss", "mtp_loss", "params_norm"):
-        if key in metrics:
-            parts.append(f"{key.replace('_', ' ')}: {metrics[key]:.6E}")
+    parts += [f"{name}: {mean:.6E}" for name, mean in reports.items()]
+    if "params_norm" in metrics:
+        parts.append(f"params norm: {metrics['params_norm']:.6E}")
     if metrics["learning_rate"] is not None:
         parts.append(f"learning rate: {np.float32(metrics['learning_rate']):.6E}")
     if "loss_scale" in metrics:
@@ -264,4 +278,4 @@ def _auxiliary_losses(args: argparse.Namespace, iterations: int) -> dict[str, fl
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         MTPLossLoggingHelper.track_mtp_metrics(scale, 0, None, None, found)
-    return {name.replace(" ", "_"): float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in found.items()}

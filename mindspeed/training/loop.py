@@ -17,7 +17,9 @@ from mindspeed import session
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
 from mindspeed.training.data import Reader
-from mindspeed.training.log import Log, Rows, mean_loss
+from mindspeed.training.forward_step import ForwardStep, Reports, checked, sum_reports
+from mindspeed.training.log import Log, Rows, mean_reports
+from mindspeed.training.sinks import RESERVED
 from mindspeed.training.step import Trainer
 from mindspeed.training.stopping import Stopping
 
@@ -30,6 +32,7 @@ def train(
     iteration: int,
     saver: Saver | None,
     rows: Rows,
+    forward_step: ForwardStep,
 ) -> int:
     """Train from ``iteration`` to the end or an early stop.
 
@@ -41,11 +44,12 @@ def train(
         iteration: iterations done.
         saver: writes checkpoints, or None.
         rows: counts the tokens that the training readers read.
+        forward_step: computes the loss of one micro-batch.
 
     Returns:
         The last iteration done.
     """
-    trainer = Trainer(args, model)
+    trainer = Trainer(args, model, checked(forward_step, args, RESERVED))
     log = Log(args, model, iteration, rows)
     gathering = _ParameterGathering(args, model)
     for chunk in model.chunks:
@@ -69,8 +73,8 @@ def train(
                 log.report(iteration, " | ".join(filter(None, seams.log.run_all(iteration))))
             if "validation" in held_out and iteration % args.eval_interval == 0:
                 with log.not_counted(), gathering.paused():
-                    loss = evaluate(args, model, trainer, held_out["validation"])
-                    log.report_held_out("validation", iteration, loss)
+                    means = evaluate(args, model, trainer, held_out["validation"])
+                    log.report_held_out("validation", iteration, means)
             _collect_garbage(args, iteration)
             reason = stopping.reason() or _exit_interval(args, iteration)
             if saver is not None:
@@ -81,8 +85,8 @@ def train(
     if warning := trainer.skipped.at_end(iteration):
         log.message(warning)
     if "test" in held_out and reason is None:
-        loss = evaluate(args, model, trainer, held_out["test"])
-        log.report_held_out("test", iteration, loss)
+        means = evaluate(args, model, trainer, held_out["test"])
+        log.report_held_out("test", iteration, means)
     if saver is not None:
         saver.finish(iteration)
     if reason:
@@ -96,22 +100,20 @@ def evaluate(
     model: TrainedModel,
     trainer: Trainer,
     readers: Sequence[Reader | None],
-) -> float | None:
-    """Mean loss over ``--eval-iters`` global batches; None on ranks without the last stage."""
+) -> dict[str, float]:
+    """Mean reports over ``--eval-iters`` global batches; empty on ranks without the last stage."""
     for chunk in model.chunks:
         chunk.eval()
     # All validation batches have the full size, also while the training batch still grows.
     full = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    sums = None
+    sums: Reports = {}
     for _ in range(args.eval_iters):
-        losses = trainer.evaluate(readers, full)
-        if losses is not None:
-            total = losses.sum(dim=0)
-            sums = total if sums is None else sums + total
+        reports = sum_reports(trainer.evaluate(readers, full))
+        sums = {name: sums.get(name, 0) + pair for name, pair in reports.items()}
         args.consumed_valid_samples += args.global_batch_size
     for chunk in model.chunks:
         chunk.train()
-    return mean_loss([] if sums is None else [sums])
+    return mean_reports([sums] if sums else [])
 
 
 class _ParameterGathering:

@@ -9,11 +9,12 @@ times in a row, or in every step of a run, ends the run with a sentence.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from mindspeed.errors import TrainingError
+from mindspeed.training.forward_step import MicroBatchLoss, first_not_finite
 
 IN_A_ROW = 8
 
@@ -34,7 +35,7 @@ class SkippedSteps:
     def after_step(
         self,
         updated: bool,
-        losses: torch.Tensor | None,
+        losses: Sequence[MicroBatchLoss],
         scale: Callable[[], torch.Tensor],
         iteration: int,
     ) -> None:
@@ -42,7 +43,7 @@ class SkippedSteps:
 
         Args:
             updated: whether the parameters were changed.
-            losses: [micro-batches, 2] of this rank, or None.
+            losses: of the micro-batches of this rank.
             scale: gives the loss scale now.
             iteration: for the message.
 
@@ -56,7 +57,7 @@ class SkippedSteps:
             self._updates += 1
             self._bad_losses = self._at_smallest = 0
             return
-        bad = losses is not None and not bool(torch.isfinite(losses[:, 0]).all())
+        bad = first_not_finite(losses) is not None
         self._bad_losses = self._bad_losses + 1 if bad else 0
         self._at_smallest = self._at_smallest + 1 if float(scale()) <= self._smallest else 0
         if self._bad_losses >= IN_A_ROW:

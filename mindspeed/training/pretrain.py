@@ -26,27 +26,36 @@ from mindspeed.storage import directory
 from mindspeed.training import adapters, data, loop, setup
 from mindspeed.training.counting import CountedRows, FullRows
 from mindspeed.training.flops import training_flops
+from mindspeed.training.forward_step import ForwardStep, forward_step
 from mindspeed.training.model import ModelProvider, build, gpt_model
 from mindspeed.training.resolve import Settings
 
 
-def pretrain(settings: Settings, provider: ModelProvider = gpt_model) -> int:
+def pretrain(
+    settings: Settings,
+    provider: ModelProvider = gpt_model,
+    forward_step: ForwardStep = forward_step,
+) -> int:
     """Train a model.
 
     Args:
-        settings: final values (:func:`mindspeed.training.resolve.resolve`).
+        settings: final values (:func:`mindspeed.training.initialize.prepare`).
         provider: builds one pipeline stage.
+        forward_step: computes the loss of one micro-batch, in training and validation; its
+            contract is in :mod:`mindspeed.training.forward_step`.
 
     Returns:
         The last iteration done.
     """
     setup.initialize(settings.args)
-    iteration = _train(settings, provider)  # its readers' processes, with our sockets, have ended
+    iteration = _train(
+        settings, provider, forward_step
+    )  # its readers' processes, with our sockets, have ended
     setup.leave_job()
     return iteration
 
 
-def _train(settings: Settings, provider: ModelProvider) -> int:
+def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardStep) -> int:
     args = settings.args
     tokenizer = data.load_tokenizer(args)
     count_batches(args)
@@ -68,7 +77,7 @@ def _train(settings: Settings, provider: ModelProvider) -> int:
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
         source = args.lora_load if adapted(model.chunks) else args.load
         saver.last_saved = iteration if source == args.save else None
-    return loop.train(args, model, readers, held_out, iteration, saver, rows)
+    return loop.train(args, model, readers, held_out, iteration, saver, rows, forward_step)
 
 
 def _is_finished(args: argparse.Namespace) -> bool:

@@ -31,7 +31,8 @@ from mindspeed.files import atomic_write_text, make_dirs, secure_open
 
 Metrics = Mapping[str, Any]
 
-# Our key -> the name of the curve in Megatron-LM.
+# Our key -> the name of the curve, Megatron-LM's where it has one. Keys that are not here are names
+# of reports (:mod:`mindspeed.training.forward_step`) and of auxiliary losses: the curve's, too.
 CURVES = {
     "lm_loss": "lm loss",
     "learning_rate": "learning-rate",
@@ -42,8 +43,20 @@ CURVES = {
     "validation_perplexity": "lm loss validation ppl",
     "test_loss": "lm loss test",
     "test_perplexity": "lm loss test ppl",
+    "consumed_samples": "consumed-samples",
+    "grad_norm": "grad-norm",
+    "tokens_per_second": "tokens-per-second",
+    "memory_gb": "memory-gb",
+    "skipped_iterations": "skipped-iterations",
+    "loss_scale": "loss-scale",
+    "params_norm": "params-norm",
+    "padding_fraction": "padding-fraction",
+    "positions_per_second": "positions-per-second",
 }
 _NO_CURVE = ("iteration", "eta_seconds")
+_AUXILIARY = ("load_balancing_loss", "z_loss")
+# Names that no report can have: they are in the files or curves already.
+RESERVED = frozenset({*CURVES, *CURVES.values(), *_NO_CURVE, *_AUXILIARY, "time"} - {"lm loss"})
 
 
 class Sink(Protocol):
@@ -279,7 +292,7 @@ class WeightsAndBiases(Silent):
 def curves(metrics: Metrics, left_out: Sequence[str] | set[str] = ()) -> dict[str, float]:
     """The metrics that make a curve, under Megatron-LM's names."""
     return {
-        CURVES.get(key, key.replace("_", "-")): value
+        CURVES.get(key, key): value
         for key, value in metrics.items()
         if value is not None and key not in _NO_CURVE and key not in left_out
     }

@@ -2,8 +2,8 @@
 
     zero gradients -> schedule(forward_step) -> optimizer.step -> learning rate
 
-The loss stays on its device as (sum, tokens) per micro-batch; nothing is reduced or copied to the
-host here except one look whether it is finite (``--no-check-for-nan-in-loss-and-grad`` drops it).
+Losses stay on their device, one per micro-batch; nothing is reduced or copied to the host here
+except one look whether they are finite (``--no-check-for-nan-in-loss-and-grad`` drops it).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from mindspeed.errors import TrainingError
 from mindspeed.training import zero
 from mindspeed.training.batches import MicroBatches
 from mindspeed.training.data import Reader
+from mindspeed.training.forward_step import ForwardStep, MicroBatchLoss, first_not_finite
 from mindspeed.training.overflow import SkippedSteps
 
 
@@ -34,12 +34,12 @@ class StepResult:
     """What one step leaves for the log.
 
     Attributes:
-        losses: [micro-batches, 2]: sum of the token losses and number of tokens; last stage only.
+        losses: one per micro-batch; empty on all stages but the last.
         grad_norm: norm of the gradients before clipping; None without parameters on this rank.
         skipped: the parameters were not changed.
     """
 
-    losses: torch.Tensor | None
+    losses: list[MicroBatchLoss]
     grad_norm: float | None
     skipped: bool
 
@@ -50,11 +50,15 @@ class Trainer:
     Args:
         args: final values.
         model: the model, its optimizer and its schedule.
+        forward_step: computes one micro-batch (:func:`mindspeed.training.forward_step.checked`).
     """
 
-    def __init__(self, args: argparse.Namespace, model: TrainedModel) -> None:
+    def __init__(
+        self, args: argparse.Namespace, model: TrainedModel, forward_step: ForwardStep
+    ) -> None:
         self._args = args
         self._model = model
+        self._forward_step = forward_step
         self._schedule = get_forward_backward_func()
         self._nonfinite = 0
         self.skipped = SkippedSteps(args)
@@ -89,8 +93,8 @@ class Trainer:
 
     def evaluate(
         self, readers: Sequence[Reader | None], num_microbatches: int
-    ) -> torch.Tensor | None:
-        """Losses of so many micro-batches without gradients, as in :class:`StepResult`."""
+    ) -> list[MicroBatchLoss]:
+        """Losses of ``num_microbatches`` micro-batches without gradients, last stage only."""
         with torch.no_grad():
             return self._run_schedule(readers, num_microbatches, forward_only=True)
 
@@ -101,14 +105,14 @@ class Trainer:
         *,
         forward_only: bool,
         follows: int = 0,
-    ) -> torch.Tensor | None:
+    ) -> list[MicroBatchLoss]:
         model, args = self._model, self._args
         for reader in readers:
             if isinstance(reader, MicroBatches):
                 reader.expect(num_microbatches + follows)
         single = len(model.chunks) == 1
-        reports = self._schedule(
-            forward_step_func=forward_step,
+        losses: list[MicroBatchLoss] = self._schedule(
+            forward_step_func=self._forward_step,
             data_iterator=readers[0] if single else list(readers),
             model=model.chunks[0] if single else model.chunks,
             num_microbatches=num_microbatches,
@@ -116,16 +120,16 @@ class Trainer:
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,
         )
-        return torch.stack(reports) if reports else None
+        return losses
 
-    def _must_skip(self, losses: torch.Tensor | None, iteration: int) -> bool:
+    def _must_skip(self, losses: Sequence[MicroBatchLoss], iteration: int) -> bool:
         """Whether any rank has a loss or gradient that is not finite; one reduction of 4 bytes."""
         finite = torch.ones((), dtype=torch.bool, device=device.current().torch_device())
         for chunk in self._model.chunks:
             for gradients in zero.gradients(chunk):
                 finite &= torch.isfinite(gradients.sum())
-        if losses is not None:
-            finite &= torch.isfinite(losses).all()
+        for micro_batch in losses:
+            finite &= torch.isfinite(micro_batch.loss)
         bad = (~finite).to(torch.int32)
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if not bad.item():
@@ -152,59 +156,20 @@ class Trainer:
         )
 
 
-def forward_step(
-    reader: Reader | None, model: Any, return_schedule_plan: bool = False
-) -> tuple[Any, Any]:
-    """Forward pass of one micro-batch through one stage; Megatron's schedules call it.
-
-    Args:
-        reader: micro-batches; None on a stage in the middle, which needs none.
-        model: one chunk.
-        return_schedule_plan: return what the pass would compute, in parts that the schedule runs
-            between those of another micro-batch (``--overlap-moe-expert-parallel-comm``).
-    """
-    compute = model.build_schedule_plan if return_schedule_plan else model
-    if reader is None:  # a stage in the middle; its loss function is never called
-        return compute(None, None, None), token_losses
-    batch = next(reader)
-    packing = {key: batch[key] for key in ("packed_seq_params",) if key in batch}
-    output = compute(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        **packing,
-    )
-    # Without a mask the stage is not the last one and its loss function is never called.
-    return output, partial(token_losses, batch["loss_mask"])  # type: ignore[arg-type]
-
-
-def token_losses(
-    loss_mask: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of the token losses, number of tokens, and both as the report of the micro-batch."""
-    mask = loss_mask.view(-1).float()
-    total = torch.sum(losses.view(-1).float() * mask)
-    count = mask.sum()
-    return total, count.to(torch.int), torch.stack([total.detach(), count])
-
-
-def check_losses(losses: torch.Tensor | None, iteration: int) -> None:
+def check_losses(losses: Sequence[MicroBatchLoss], iteration: int) -> None:
     """Raise if a loss on this rank is not finite.
 
     Raises:
         TrainingError: names iteration, rank and micro-batch.
     """
-    if losses is None:
+    index = first_not_finite(losses)
+    if index is None:
         return
-    finite = torch.isfinite(losses[:, 0])
-    if finite.all():
-        return
-    index = int(torch.nonzero(~finite)[0])
+    micro_batch = losses[index]
+    count = 1 if micro_batch.num_tokens is None else micro_batch.num_tokens.item()
     raise TrainingError(
         f"iteration {iteration}, rank {dist.get_rank()}, micro-batch {index}: the loss is "
-        f"{losses[index, 0].item() / losses[index, 1].item()}; check data and learning rate, "
+        f"{micro_batch.loss.item() / max(1, count)}; check data and learning rate, "
         "--max-skipped-nan-iterations N leaves such steps out"
     )
 

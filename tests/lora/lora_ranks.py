@@ -82,7 +82,7 @@ def run(args: Any, model: Any) -> float | None:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from mindspeed.training.step import forward_step
+    from mindspeed.training.forward_step import forward_step
 
     tokens, labels = batch()
     rank = parallel_state.get_data_parallel_rank()
@@ -113,8 +113,10 @@ def run(args: Any, model: Any) -> float | None:
         micro_batch_size=size,
         forward_only=False,
     )
-    losses = torch.stack(reports) if reports else None
-    return None if losses is None else (losses[:, 0].sum() / losses[:, 1].sum()).item()
+    if not reports:
+        return None
+    total, count = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
+    return (total / count).item()
 
 
 def parts(model: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:

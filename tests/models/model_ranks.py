@@ -76,7 +76,7 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
     from mindspeed.models.families import family_of_args
     from mindspeed.models.hf_load import parts
     from mindspeed.models.shape import shape_of
-    from mindspeed.training.step import forward_step
+    from mindspeed.training.forward_step import forward_step
 
     args, model = loaded(folder, flags)
     tokens, labels = batch()
@@ -114,7 +114,8 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
         for part in parts(model.modules, family_of_args(args), shape_of(args))
         if id(part.data) not in buffers
     ]
-    loss = reports[0][0] / reports[0][1] if reports else None
+    total, count = reports[0]["lm loss"] if reports else (None, None)
+    loss = total / count if reports else None
     rank = parallel_state.get_tensor_model_parallel_rank()
     further = MTPLossLoggingHelper.tracker.pop("values", [None])[0] if reports else None
     return {

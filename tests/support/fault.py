@@ -89,10 +89,10 @@ def signal_in_step(step: int, rank: int) -> None:
 
 def bad_loss_in_step(step: int, micro_batch: int) -> None:
     """The loss of one micro-batch is not a number."""
-    from mindspeed.training import step as module
+    from mindspeed.training import forward_step as module
     from mindspeed.training.step import Trainer
 
-    run, losses = Trainer.step, module.token_losses
+    run, losses = Trainer.step, module.next_token_loss
     state = {"iteration": 0, "micro_batch": 0}
 
     def counted(self: Any, readers: Any, iteration: int) -> Any:
@@ -105,7 +105,7 @@ def bad_loss_in_step(step: int, micro_batch: int) -> None:
             output = output * float("nan")
         return losses(loss_mask, output)
 
-    Trainer.step, module.token_losses = counted, bad
+    Trainer.step, module.next_token_loss = counted, bad
 
 
 def killed_in_save(save: int, moment: str) -> None:
@@ -162,8 +162,8 @@ def weights_that_are_not_numbers() -> None:
 
     start = Trainer.__init__
 
-    def with_nan(self: Any, args: Any, model: Any) -> None:
-        start(self, args, model)
+    def with_nan(self: Any, args: Any, model: Any, forward_step: Any) -> None:
+        start(self, args, model, forward_step)
         for chunk in model.chunks:
             next(chunk.parameters()).data.fill_(float("nan"))
         model.optimizer.reload_model_params()

@@ -29,15 +29,16 @@ def modes_of_passes(flags: Sequence[str]) -> list[tuple[bool, bool]]:
     """Train; for every forward pass: is the model in training mode, are gradients recorded?"""
     import torch
 
-    from mindspeed.training import step
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.training.forward_step import forward_step
+    from mindspeed.training.pretrain import pretrain
 
     modes = []
-    forward_step = step.forward_step
 
-    def watched(reader, model):
+    def watched(data_iterator, model):
         modes.append((model.training, torch.is_grad_enabled()))
-        return forward_step(reader, model)
+        return forward_step(data_iterator, model)
 
-    step.forward_step = watched
-    train(flags)
+    settings = _prepare([*MODEL, *TRAINING, *flags], int(os.environ["WORLD_SIZE"]))
+    pretrain(settings, forward_step=watched)
     return modes
