@@ -270,7 +270,7 @@ def _evaluate(
         model,
         identity=_identity(args, planned),
         replica=replica,
-        leader=generator.groups.mp.rank() == 0,
+        is_writer=generator.groups.mp.rank() == 0,
         output=args.output,
         batch_size=args.evaluation_batch_size,
         seed=args.seed,

@@ -1,21 +1,25 @@
-"""Benchmarks from local files: read, ask, score, report.
+"""Benchmarks from local files: read the data, query the model, score, report.
 
-    tasks.yaml           what a benchmark is: files, fields, prompt, choices, score, groups
-    task.py              that description, typed
-    reading.py           files -> records
-    options.py            records -> questions: examples, prompt, choices
-    plan.py              a command line -> questions, all checked before a model is loaded
-    respond.py           who answers: a model under TP x PP, or a stand-in
-    run.py               every question once, by data-parallel replicas
-    samples.py           answers on disk, so that an interrupted run goes on
-    answers.py           generated text -> right or wrong
-    execute.py           generated programs in limited child processes (isolation.py, limited.py)
-    report.py            scores per subject and group, standard errors, table
-    evaluate.py          all of it, from a plan and a model to files
-    lm_eval_adapter.py   the same models in lm-evaluation-harness
-    lm_eval_run.py       its evaluation of them, from our command
-    remembered.py        answers on disk, so that its runs can be interrupted
-    lm_eval_data.py      its tasks on local files
+    tasks.yaml              benchmarks as data: files, fields, prompt, choices, score, groups
+    task.py                 that description, typed
+    dataset_readers.py      files -> records
+    prompts.py              records -> questions: few-shot examples, prompt, choices
+    prepared_tasks.py       command line -> questions, all checked before a model is loaded
+    model_adapter.py        the model under TP x PP as a function on texts
+    run.py                  every question once, over data-parallel replicas
+    samples.py              answers on disk, so that an interrupted run can continue
+    answer_matching.py      generated text -> right or wrong
+    code_execution.py       generated programs in child processes (isolation.py, sandbox.py)
+    report.py               scores per subject and group, standard errors, table
+    evaluate.py             all of it, from prepared tasks and a model to files
 
-Nothing is downloaded, and everything that can be wrong is said before a model is loaded.
+lm-evaluation-harness with the same models, data and sandbox:
+
+    lm_eval_adapter.py      a model as the harness' ``LM`` class
+    response_cache.py       its responses on disk, so that an interrupted run can continue
+    lm_eval_tasks.py        its tasks on local data
+    lm_eval_datasets.py     local files -> the splits that a task uses
+    lm_eval_run.py          its evaluation, from our command
+
+Nothing is downloaded, and all inputs are checked before a model is loaded.
 """

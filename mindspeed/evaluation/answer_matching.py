@@ -1,7 +1,7 @@
-"""Generated text -> right or wrong, per kind of answer.
+"""Compares generated text with the target, per kind of answer.
 
-A model's text goes on after its answer (it may invent the next question), so each judge looks at
-the part that belongs to this question and normalises both sides.
+A model's text may continue after its answer (it may invent the next question), so each matcher
+extracts the answer to this question and normalises both sides.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ _LETTERS = re.compile(r"(?<![A-Za-z])([A-G]+)(?![A-Za-z])")
 
 
 def is_correct(score: str, text: str, target: str) -> bool:
-    """Whether ``text`` gives the answer ``target``.
+    """Whether ``text`` answers ``target``.
 
     Args:
-        score: A name of :data:`MATCHERS`, or ``module:function``.
-        text: What the model wrote.
+        score: A key of :data:`MATCHERS`, or ``module:function``.
+        text: Generated text.
         target: The right answer.
     """
     return bool(function_named(score, MATCHERS)(text, target))
 
 
 def first_line(text: str) -> str:
-    """The first line that is not empty."""
+    """The first non-empty line."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def conclusion(text: str) -> str:
-    """What follows the last "the answer is", to the end of its line; else the first line."""
+    """The rest of the line after the last "the answer is"; without one, the first line."""
     parts = _CONCLUSION.split(text)
     return first_line(parts[-1]) if len(parts) > 1 else first_line(text)
 
 
 def last_number(text: str) -> str | None:
-    """The last number after "the answer is", else of the whole text, without thousands commas."""
+    """The last number after "the answer is", else in the text, without thousands separators."""
     parts = _CONCLUSION.split(text)
     for part in (first_line(parts[-1]) if len(parts) > 1 else "", text):
         if numbers := _NUMBER.findall(part):
@@ -59,7 +59,7 @@ def _letter(text: str, target: str) -> bool:
 
 
 def _letters(text: str, target: str) -> bool:
-    """One letter must be the first named; several must be named all, in any order."""
+    """A single letter must be the first one; several must all occur, in any order."""
     if len(target) == 1:
         return _letter(text, target)
     return set("".join(_LETTERS.findall(conclusion(text)))) == set(target)
@@ -87,7 +87,7 @@ def _formula(text: str, target: str) -> bool:
 
 
 def normal_formula(text: str) -> str:
-    """A short LaTeX formula in one spelling."""
+    """A short LaTeX formula in canonical form."""
     boxed = re.search(r"\\boxed\{(.*)\}", text)
     text = boxed[1] if boxed else text
     dollars = re.search(r"\$([^$]+)\$", text)

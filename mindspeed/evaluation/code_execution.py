@@ -1,15 +1,15 @@
-"""Generated programs, run in limited child processes.
+"""Runs generated programs in isolated child processes with resource limits.
 
-Every program gets a Python of its own (``-I -S``: no environment, no site-packages, no user
-files), an empty environment, a temporary directory that is removed afterwards, no open file but its
-output, a session of its own, and limits on processor time, memory, files and processes. What stands
-between it and the rest of the machine depends on the machine (:mod:`.isolation`); what is missing
-is said loudly once, and stands in the results. When the time is over, or a limit is exceeded that
-no kernel keeps for all processes together (their number, their memory, the disk), all are killed.
+Every program runs in a separate Python (``-I -S``: no site-packages, no user files) with an empty
+environment, a temporary directory, no open file but its output, its own session, and limits on CPU
+time, memory, files and processes. The isolation from the rest of the machine depends on the machine
+(:mod:`.isolation`); gaps are reported once, as a warning and in the results. All processes of a
+program are killed at the time limit, or when they exceed a limit that the kernel does not enforce
+for a group of processes (their number, total memory, disk space).
 
-A program passes when it ends by itself with status 0 and has printed, as the last thing after its
-tests, a random word. ``os._exit(0)`` in the middle prints none. A program that goes looking for the
-word in its own source can print it: this keeps scores from accidents, not from malice.
+A program passes if it ends by itself with status 0 and has printed a random word as the last thing
+after its tests. ``os._exit(0)`` in the middle prints none. A program that searches its own source
+for the word can print it: this protects scores from accidents, not from malice.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from mindspeed.evaluation import isolation
 from mindspeed.evaluation.isolation import Isolation
 from mindspeed.files import SecurityWarning, atomic_write_text
 
-_LOOK_EVERY = 0.02
+_POLL_SECONDS = 0.02
 _TAIL, _REASON = 4096, 200
 _ENTRIES, _BLOCK = 1000, 512
-# What programs use: libraries, threads, random numbers, the clock, their own files.
+# Uses what ordinary programs need: libraries, threads, random numbers, the clock, files.
 _PROBE = """
 import collections, ctypes, json, math, random, re, tempfile, threading, time, zlib
 thread = threading.Thread(target=time.time)
@@ -54,14 +54,14 @@ with tempfile.TemporaryDirectory(dir=".") as folder, open(folder + "/x", "w+") a
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    """What a program may use.
+    """Resource limits of a program.
 
     Attributes:
-        seconds: Of wall time; a process may use one second more of the processor.
-        bytes: Of address space, and of memory in all.
-        file_bytes: Of every file, its output included.
-        processes: Processes and threads, where it may start processes.
-        disk_bytes: Of all its files, of which there are at most a thousand.
+        seconds: Wall time; the CPU time limit is one second more.
+        bytes: Address space of each process, and total memory.
+        file_bytes: Size of every file, including its output.
+        processes: Processes and threads, if it may start processes.
+        disk_bytes: Total size of its files, of which there are at most 1000.
     """
 
     seconds: int = 10
@@ -73,40 +73,40 @@ class ResourceLimits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program; ``reason`` is for people."""
+    """Result of a program; ``reason`` is a message for users."""
 
     passed: bool
     reason: str
 
 
 def require_consent(allowed: bool, task: str) -> None:
-    """Stop unless the user wants generated programs to run.
+    """Refuse to run generated programs without the user's consent.
 
     Raises:
-        ConfigError: He did not say so.
+        ConfigError: The user did not allow it.
     """
     if not allowed:
         raise ConfigError(
-            f"--task {task} runs programs that the model writes, with your rights; if you want "
-            "that, best inside a container, give --allow-code-execution"
+            f"--task {task} runs programs that the model writes, with your permissions; to allow "
+            "that, preferably inside a container, give --allow-code-execution"
         )
 
 
 @cache
 def best_isolation() -> Isolation:
-    """The most that works on this machine."""
+    """The strongest isolation that works on this machine."""
     return next(available_isolations(), Isolation())
 
 
 def available_isolations() -> Iterator[Isolation]:
-    """Everything in which an ordinary program runs on this machine, the safest first."""
+    """Isolations in which an ordinary program runs on this machine, strongest first."""
     for candidate in isolation.candidates():
         if run_program(_PROBE, ResourceLimits(), candidate).passed:
             yield candidate
 
 
 def warn_about_gaps() -> None:
-    """Say what this machine cannot keep a program from."""
+    """Warn about actions that the isolation of this machine does not prevent."""
     active = best_isolation()
     if gaps := active.gaps():
         warnings.warn(
@@ -119,7 +119,7 @@ def warn_about_gaps() -> None:
 
 
 def isolation_record() -> dict[str, Any]:
-    """For results: what stood around the programs, and what it does not prevent."""
+    """For results: the isolation of the programs, and what it does not prevent."""
     return {"isolation": str(best_isolation()), "not_prevented": list(best_isolation().gaps())}
 
 
@@ -128,7 +128,7 @@ def run_programs(
     limits: ResourceLimits = ResourceLimits(),
     progress: Callable[[int], object] | None = None,
 ) -> list[Verdict]:
-    """Run programs, several at a time."""
+    """Run programs, several in parallel."""
     verdicts = []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         for verdict in pool.map(lambda program: run_program(program, limits), programs):
@@ -139,23 +139,23 @@ def run_programs(
 
 
 def run_program(
-    program: str, limits: ResourceLimits = ResourceLimits(), around: Isolation | None = None
+    program: str, limits: ResourceLimits = ResourceLimits(), isolated_by: Isolation | None = None
 ) -> Verdict:
-    """Run one program that raises when it is wrong.
+    """Run one program, which raises an exception if it is wrong.
 
     Args:
         program: Its source.
-        limits: What it may use.
-        around: What stands around it; None: the best that works here.
+        limits: Resource limits.
+        isolated_by: Isolation; None: the strongest that works here.
     """
-    around = around or best_isolation()
+    isolated_by = isolated_by or best_isolation()
     word = secrets.token_hex(16)
     ending = f"\n__import__('sys').__stdout__.write({word!r})\n"
     with _directory() as directory:
         atomic_write_text(Path(directory) / "program.py", program + ending)
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
-                around.command(directory, _for_child(limits, around)),
+                isolated_by.command(directory, _sandbox_arguments(limits, isolated_by)),
                 cwd=directory,
                 env={},
                 stdin=subprocess.DEVNULL,
@@ -179,22 +179,22 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="mindspeed-program-", ignore_cleanup_errors=True)
 
 
-def _for_child(limits: ResourceLimits, around: Isolation) -> str:
-    """What :mod:`.sandbox` is told."""
+def _sandbox_arguments(limits: ResourceLimits, isolated_by: Isolation) -> str:
+    """Argument of :mod:`.sandbox`, as JSON."""
     return json.dumps(
         {
-            "seconds": limits.seconds + 1,  # of the processor: the clock ends it and says so
+            "seconds": limits.seconds + 1,  # the wall clock ends it first, with a clear reason
             "bytes": limits.bytes,
             "file_bytes": limits.file_bytes,
             "processes": limits.processes,
-            "landlock": bool(around.landlock),
-            "seccomp": around.seccomp,
+            "landlock": bool(isolated_by.landlock),
+            "seccomp": isolated_by.seccomp,
         }
     )
 
 
 def _watch(process: subprocess.Popen[bytes], limits: ResourceLimits, directory: str) -> str | None:
-    """Wait for the end; why it was forced, or None. No process of the program is left."""
+    """Wait for the end; why it was forced, or None. Kills all processes of the program."""
     deadline = time.monotonic() + limits.seconds
     seen: dict[int, psutil.Process] = {}
     try:
@@ -209,7 +209,7 @@ def _watch(process: subprocess.Popen[bytes], limits: ResourceLimits, directory: 
                 return f"wrote more than {limits.disk_bytes >> 20} MiB or {_ENTRIES} files"
             if time.monotonic() > deadline:
                 return f"did not end within {limits.seconds} seconds"
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
         return None
     finally:
         _kill(process, seen)
@@ -227,7 +227,7 @@ def _alive(seen: dict[int, psutil.Process]) -> int:
 
 
 def _memory(processes: Iterable[psutil.Process]) -> int:
-    """Bytes that these have in memory; what they share counts for each."""
+    """Total resident memory in bytes; shared pages count for each process."""
     total = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -236,7 +236,7 @@ def _memory(processes: Iterable[psutil.Process]) -> int:
 
 
 def _disk(directory: str) -> float:
-    """Bytes on disk below ``directory``; infinite where it has too many entries."""
+    """Bytes on disk below ``directory``; infinite if it has too many entries."""
     total = entries = 0
     try:
         for _, folders, files, handle in os.fwalk(directory):
@@ -247,13 +247,13 @@ def _disk(directory: str) -> float:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(name, dir_fd=handle, follow_symlinks=False)
                     total += status.st_blocks * _BLOCK
-    except FileNotFoundError:  # a directory went while we looked
+    except FileNotFoundError:  # a directory was removed during the walk
         pass
     return total
 
 
 def _kill(process: subprocess.Popen[bytes], seen: dict[int, psutil.Process]) -> None:
-    """The group, and whoever left it."""
+    """Kill the process group, and descendants that left it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     for child in seen.values():

@@ -1,8 +1,8 @@
-"""The files of a benchmark -> records, checked field by field.
+"""Reads the files of a benchmark as records and checks every field.
 
-Everything that can be wrong with the data is said here, with file and line, before a model is
-loaded: a wrong directory (with the layout that was expected), a missing file of examples, a record
-without a field, a value of the wrong kind.
+Errors in the data are reported here, with file and line, before a model is loaded: a wrong
+directory (with the expected layout), a missing file of few-shot examples, a record without a field,
+a value of the wrong type.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LETTERS = "ABCDEFG"
 
 @dataclass(frozen=True)
 class Subject:
-    """One file of questions.
+    """The records of one subject of a benchmark.
 
     Attributes:
         name: Empty for a benchmark that is one file.
-        records: What is asked.
-        shots: What the examples in the prompt are made of.
-        intro: Text of the task's ``intro_files``; empty without.
+        records: Questions.
+        shots: Few-shot examples.
+        intro: Text of the task's ``intro_files``, or empty.
     """
 
     name: str
@@ -48,14 +48,14 @@ def read(task: Task, path: Path, shots: int, split: str = "") -> list[Subject]:
     """All subjects of a benchmark.
 
     Args:
-        task: Which.
-        path: Its directory; one of its files where the task is one file.
-        shots: Examples per prompt.
+        task: The benchmark.
+        path: Its directory, or its file for a benchmark of one file.
+        shots: Few-shot examples per prompt.
         split: One of ``task.splits``; empty for the first.
 
     Raises:
         ConfigError: There is no such split, or there are fewer examples than ``shots``.
-        DataError: The directory has another layout, or a record is not as it should be.
+        DataError: The directory has another layout, or a record is invalid.
     """
     split = _split(task, split)
     root, found = _question_files(task, path, split)
@@ -64,7 +64,7 @@ def read(task: Task, path: Path, shots: int, split: str = "") -> list[Subject]:
         wanted = task.required_fields(split)
         records = [record for file in files for record in _records(task, file, wanted)]
         if not records:
-            raise DataError(f"{files[0]}: there are no questions")
+            raise DataError(f"{files[0]} has no questions")
         examples = _shots(task, root, name, records, shots)
         if task.shot_files == SAME_FILE:
             records = records[shots:]
@@ -73,7 +73,7 @@ def read(task: Task, path: Path, shots: int, split: str = "") -> list[Subject]:
 
 
 def layout(task: Task) -> str:
-    """The files a task reads, for people."""
+    """The files that a task reads, for error messages and listings."""
     text = " or ".join(task.files)
     if task.shot_files and task.shot_files != SAME_FILE:
         text += f"; for examples {' or '.join(task.shot_files)}"
@@ -84,7 +84,7 @@ def _split(task: Task, split: str) -> str:
     if not split:
         return task.splits[0] if task.splits else ""
     if split not in task.splits:
-        allowed = ", ".join(task.splits) or "none, it has one part only"
+        allowed = ", ".join(task.splits) or "none: it has a single split"
         raise ConfigError(f"--split {split}: {task.name} allows {allowed}")
     return split
 
@@ -112,8 +112,7 @@ def _question_files(task: Task, path: Path, split: str) -> tuple[Path, dict[str,
         if found and (not known or known & set(found)):
             return path, found
     raise DataError(
-        f"--task-data-path {path}: nothing of {task.name} is here; expected are files "
-        f"{layout(task)}"
+        f"--task-data-path {path}: no files of {task.name} found; expected files are {layout(task)}"
     )
 
 
@@ -126,23 +125,23 @@ def _shots(
         if len(records) <= number:
             raise ConfigError(
                 f"--num-fewshot {number}: {task.name} takes its examples from {subject} itself, "
-                f"which has {len(records)} records; ask for fewer"
+                f"which has {len(records)} records; use a smaller number"
             )
         return records[:number]
     wanted = task.required_fields(task.splits[0] if task.splits else "")
     paths = [root / pattern.replace("{subject}", subject) for pattern in task.shot_files]
     file = next((path for path in paths if path.is_file()), None)
     if file is not None and file.name.endswith("_prompts.csv"):
-        examples: Sequence[Record] = list(_table_of_examples(file, subject))
+        examples: Sequence[Record] = list(_agieval_examples(file, subject))
     elif file is not None:
         examples = list(_records(task, file, wanted))
     elif task.own_shots:
         examples = [dict(record) for record in task.own_shots]
     else:
-        expected = " or ".join(map(str, paths[:1])) if paths else "no file: it has no examples"
+        where = f"{paths[0]}, which does not exist" if paths else "nowhere: it has no examples"
         raise ConfigError(
-            f"{task.name} puts {number} examples before a question and takes them from {expected}"
-            f"{', which is not there' if paths else ''}; give --num-fewshot 0 to ask without"
+            f"{task.name} needs {number} few-shot examples per prompt and reads them from "
+            f"{where}; give --num-fewshot 0 to run without"
         )
     if len(examples) < number:
         source = file or "the built-in examples"
@@ -154,34 +153,34 @@ def _shots(
 
 
 def _intro(task: Task, root: Path, subject: str) -> str:
-    """What follows the line of dashes in a file of published prompts; such files begin with a
-    notice for those who collect training data."""
+    """The text after the dashed line in a file of published prompts; before it such files have a
+    notice for collectors of training data."""
     if not task.intro_files:
         return ""
     paths = [root / pattern.replace("{subject}", subject) for pattern in task.intro_files]
     file = next((path for path in paths if path.is_file()), None)
     if file is None:
-        raise DataError(f"{task.name} needs {paths[0]}, which is not there")
+        raise DataError(f"{task.name} needs {paths[0]}, which does not exist")
     text = file.read_text("utf-8")
     return text.partition("-----\n")[2].strip() + "\n\n" if "-----\n" in text else text
 
 
 def _records(task: Task, file: Path, wanted: Mapping[str, str]) -> Iterator[Record]:
     readers = {"jsonl": _json_lines, "csv": _csv_rows, "examples": _json_examples}
-    for place, record in readers[task.format](file, task):
+    for line, record in readers[task.format](file, task):
         for name, other in task.other_names.items():
             if name not in record and other in record:
                 record[name] = record[other]
         for name, kind in wanted.items():
             if name not in record:
                 raise DataError(
-                    f"{file}:{place}: field {name!r} is missing; a record of {task.name} has "
+                    f"{file}:{line}: field {name!r} is missing; a record of {task.name} has "
                     f"{', '.join(wanted)}"
                 )
-            record[name] = _checked(record[name], kind, f"{file}:{place}: field {name!r}")
+            record[name] = _checked(record[name], kind, f"{file}:{line}: field {name!r}")
         options = [record[name] for name in wanted if name in tuple(_LETTERS)]
         if options and sum(bool(option.strip()) for option in options) < 2:
-            raise DataError(f"{file}:{place}: fewer than two options have a text")
+            raise DataError(f"{file}:{line}: fewer than two options have a text")
         yield record
 
 
@@ -207,19 +206,19 @@ def _text(file: Path) -> str:
 
 
 def _json_lines(file: Path, task: Task) -> Iterator[tuple[int, Record]]:
-    """JSON lines, or one JSON list."""
+    """JSON Lines, or one JSON list."""
     text = _text(file)
     items: Iterator[tuple[int, Any]]
     if text.lstrip().startswith("["):
         items = enumerate(_parsed(text, str(file)), 1)
     else:
-        # Not splitlines(): it also cuts at characters that JSON texts may hold unescaped.
-        lines = enumerate(text.split("\n"), 1)
-        items = ((n, _parsed(line, f"{file}:{n}")) for n, line in lines if line.strip())
-    for place, item in items:
+        # Not splitlines(): it also splits at characters that JSON strings may hold unescaped.
+        numbered = enumerate(text.split("\n"), 1)
+        items = ((n, _parsed(text, f"{file}:{n}")) for n, text in numbered if text.strip())
+    for line, item in items:
         if not isinstance(item, dict):
-            raise DataError(f"{file}:{place}: a JSON object is expected, got {str(item)[:40]!r}")
-        yield place, item
+            raise DataError(f"{file}:{line}: a JSON object is expected, got {str(item)[:40]!r}")
+        yield line, item
 
 
 def _json_examples(file: Path, task: Task) -> Iterator[tuple[int, Record]]:
@@ -254,13 +253,13 @@ def _csv(rows: Any, file: Path) -> Iterator[Any]:
     try:
         yield from rows
     except csv.Error as error:
-        raise DataError(f"{file}:{rows.line_num} is no valid CSV: {error}") from error
+        raise DataError(f"{file}:{rows.line_num} is not valid CSV: {error}") from error
 
 
-def _table_of_examples(file: Path, subject: str) -> Iterator[Record]:
+def _agieval_examples(file: Path, subject: str) -> Iterator[Record]:
     """A column of AGIEval's ``few_shot_prompts.csv``: records as Python literals, every other row.
 
-    The set without passages has no column of its own.
+    The variant without passages uses the column of the one with passages.
     """
     column = subject.removesuffix("-without-passage")
     for row in _csv(csv.DictReader(io.StringIO(_text(file), newline="")), file):
@@ -271,7 +270,7 @@ def _table_of_examples(file: Path, subject: str) -> Iterator[Record]:
             if not isinstance(record, dict):
                 raise ValueError("a mapping is expected")
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-            raise DataError(f"{file}: column {column} has no record: {error}") from error
+            raise DataError(f"{file}: column {column} has an invalid record: {error}") from error
         if column != subject:
             record["passage"] = None
         yield record

@@ -1,4 +1,4 @@
-"""A plan and a model -> answers, scores, files. Collective: every rank of the job takes part."""
+"""Runs prepared tasks on a model: answers, scores, result files. Collective over all ranks."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from mindspeed.evaluation.samples import Outcome
 from mindspeed.files import atomic_write_text
 
 RESULTS, SUBMISSION = "results.json", "submission.json"
-_SAMPLE = 1 << 16
-_PATIENCE = timedelta(days=30)
+_HASHED_BYTES = 1 << 16  # at either end of a file
+_TIMEOUT = timedelta(days=30)
 
 
 def evaluate(
-    planned: Sequence[PreparedTask],
+    tasks: Sequence[PreparedTask],
     model: LanguageModel,
     *,
     identity: Mapping[str, Any],
     replica: run.Replica,
-    leader: bool,
+    is_writer: bool,
     output: Path | None = None,
     batch_size: int = 16,
     seed: int = 1234,
 ) -> dict[str, Any] | None:
-    """Answer all questions; the results on rank 0, None on the others.
+    """Answer all questions; results on rank 0, None on the others.
 
     Args:
-        planned: The benchmarks.
-        model: This rank's part of a copy of the model.
-        identity: What the results belong to: model and settings.
-        replica: Which copy of the model this is.
-        leader: Whether this rank writes for its copy.
-        output: Directory of the results; a run that was interrupted there is taken up.
-        batch_size: Questions at once.
-        seed: Of sampled answers.
+        tasks: The benchmarks.
+        model: This rank's part of a replica of the model.
+        identity: Identifies model, settings and questions.
+        replica: The data-parallel replica that this rank belongs to.
+        is_writer: Whether this rank writes for its replica.
+        output: Directory of the results; an interrupted run in it is continued.
+        batch_size: Questions per batch.
+        seed: Random seed of sampled answers.
     """
-    asked = [question for item in planned for question in item.questions]
-    group = _patient_group()
-    done = _taken_up(identity, output, group)
-    mine = len(asked[replica.index :: replica.size])
-    known = sum(question.key in done for question in asked[replica.index :: replica.size])
+    questions = [question for item in tasks for question in item.questions]
+    group = _long_timeout_group()
+    done = _earlier_outcomes(identity, output, group)
+    mine = len(questions[replica.index :: replica.size])
+    known = sum(question.key in done for question in questions[replica.index :: replica.size])
     with (
-        samples.SampleFile(output if leader else None, replica.index) as file,
+        samples.SampleFile(output if is_writer else None, replica.index) as file,
         tqdm(total=mine, initial=known, unit="question", disable=_rank() != 0) as bar,
     ):
 
@@ -64,7 +64,7 @@ def evaluate(
             bar.update(len(new))
 
         outcomes = run.answer_all(
-            asked,
+            questions,
             model,
             replica=replica,
             done=done,
@@ -72,48 +72,48 @@ def evaluate(
             seed=seed,
             append=append,
         )
-    everything = _gathered(outcomes if leader else [], group)
-    if everything is None:
+    all_outcomes = _gather(outcomes if is_writer else [], group)
+    if all_outcomes is None:
         return None
-    everything = run.in_order(everything, asked)
-    if note := run.length_note(everything, asked):
+    all_outcomes = run.in_order(all_outcomes, questions)
+    if note := run.length_note(all_outcomes, questions):
         print(f"mindspeed evaluate: {note}", file=sys.stderr, flush=True)
-    _run_programs(everything, asked)
-    results = _results(planned, everything, identity)
+    _run_programs(all_outcomes, questions)
+    results = _results(tasks, all_outcomes, identity)
     if output is not None:
-        samples.finish(output, everything)
+        samples.finish(output, all_outcomes)
         _write_json(output / RESULTS, results)
-        _write_submissions(output, everything)
+        _write_submissions(output, all_outcomes)
     return results
 
 
 def identity_of(
-    planned: Sequence[PreparedTask], model: Mapping[str, Any], settings: Mapping[str, Any]
+    tasks: Sequence[PreparedTask], model: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What makes two runs the same: model, settings, questions."""
-    tasks = {item.task.name: item.identity() for item in planned}
-    return {"model": dict(model), "settings": dict(settings), "tasks": tasks}
+    """Identity of a run: model, settings, questions."""
+    identities = {item.task.name: item.identity() for item in tasks}
+    return {"model": dict(model), "settings": dict(settings), "tasks": identities}
 
 
 def fingerprint_of_files(directory: Path) -> str:
     """SHA-256 over the names, sizes and both ends of all files of a checkpoint.
 
-    Tells checkpoints apart without reading hundreds of gigabytes; two that differ in the middle of
-    a large file only are taken for the same.
+    Distinguishes checkpoints without reading hundreds of gigabytes; a difference only in the middle
+    of a large file is not detected.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(directory)}\0{size}\0".encode())
         with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE))
-            file.seek(max(0, size - _SAMPLE))
-            digest.update(file.read(_SAMPLE))
+            digest.update(file.read(_HASHED_BYTES))
+            file.seek(max(0, size - _HASHED_BYTES))
+            digest.update(file.read(_HASHED_BYTES))
     return digest.hexdigest()
 
 
 def fingerprint_of_weights(load: str, step: int | None, adapter: str | None) -> dict[str, str]:
-    """Which weights a model has: the directory and :func:`fingerprint_of_files` of it.
+    """Identity of a model's weights: the directory and its :func:`fingerprint_of_files`.
 
     Args:
         load: As ``--load``.
@@ -130,17 +130,17 @@ def fingerprint_of_weights(load: str, step: int | None, adapter: str | None) -> 
     return model
 
 
-def _patient_group() -> dist.ProcessGroup | None:
-    """All ranks, waiting for each other for days: replicas end hours apart. None for one rank."""
+def _long_timeout_group() -> dist.ProcessGroup | None:
+    """All ranks, with a timeout of days because replicas end hours apart. None for one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
 
-def _taken_up(
+def _earlier_outcomes(
     identity: Mapping[str, Any], output: Path | None, group: dist.ProcessGroup | None
 ) -> dict[str, Outcome]:
-    """Outcomes of an interrupted run, as rank 0 finds them, on every rank."""
+    """Outcomes of an interrupted run, read by rank 0 and broadcast."""
     box: list[Any] = [None]
     if _rank() == 0 and output is not None:
         box = [samples.begin(output, identity)]
@@ -149,7 +149,7 @@ def _taken_up(
     return box[0] or {}
 
 
-def _gathered(outcomes: list[Outcome], group: dist.ProcessGroup | None) -> list[Outcome] | None:
+def _gather(outcomes: list[Outcome], group: dist.ProcessGroup | None) -> list[Outcome] | None:
     """The outcomes of all ranks on rank 0, None elsewhere."""
     if group is None:
         return outcomes
@@ -158,11 +158,11 @@ def _gathered(outcomes: list[Outcome], group: dist.ProcessGroup | None) -> list[
     return [outcome for part in parts for outcome in part] if _rank() == 0 else None
 
 
-def _run_programs(outcomes: Sequence[Outcome], asked: Sequence[Question]) -> None:
-    """Judge the answers that are programs."""
+def _run_programs(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> None:
+    """Run the answers that are programs."""
     programs = [
         (outcome, program_of(question, outcome["answer"]))
-        for outcome, question in zip(outcomes, asked, strict=True)
+        for outcome, question in zip(outcomes, questions, strict=True)
         if question.score == "program" and "verdict" not in outcome
     ]
     if not programs:
@@ -174,32 +174,32 @@ def _run_programs(outcomes: Sequence[Outcome], asked: Sequence[Question]) -> Non
 
 
 def program_of(question: Question, answer: str) -> str:
-    """The function as the model completed it, and its tests."""
+    """The function that the model completed, followed by its tests."""
     record = question.record
     return f"{record['prompt']}{answer}\n{record['test']}\ncheck({record['entry_point']})\n"
 
 
 def _results(
-    planned: Sequence[PreparedTask], outcomes: Sequence[Outcome], identity: Mapping[str, Any]
+    tasks: Sequence[PreparedTask], outcomes: Sequence[Outcome], identity: Mapping[str, Any]
 ) -> dict[str, Any]:
-    tasks = {}
-    for item in planned:
+    summaries = {}
+    for item in tasks:
         name = item.task.name
         own = [outcome for outcome in outcomes if outcome["task"] == name]
-        tasks[name] = {**report.summary(item.task, own), **identity["tasks"][name]}
-    programs = any(item.task.score == "program" for item in planned)
+        summaries[name] = {**report.summary(item.task, own), **identity["tasks"][name]}
+    programs = any(item.task.score == "program" for item in tasks)
     return {
         "mindspeed": __version__,
         **({"code_execution": code_execution.isolation_record()} if programs else {}),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": identity["model"],
         "settings": identity["settings"],
-        "tasks": tasks,
+        "tasks": summaries,
     }
 
 
 def _write_submissions(output: Path, outcomes: Sequence[Outcome]) -> None:
-    """Answers to questions whose labels are not public: subject -> number -> letter."""
+    """Answers to questions without public labels: subject -> index -> letter."""
     answers: dict[str, dict[str, str]] = {}
     for outcome in outcomes:
         if outcome["correct"] is None and outcome["target"] is None:

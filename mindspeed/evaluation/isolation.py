@@ -1,16 +1,16 @@
-"""How far generated programs are kept apart from the rest of this machine.
+"""Isolation of generated programs from the rest of this machine.
 
-Three things can stand around a program; each is used where the machine allows it:
+Three mechanisms, each used if the machine supports it:
 
 ================ ==============================================================================
-``bubblewrap``   a root directory with nothing but the interpreter, the system's libraries and the
-                 program's own directory; no network, no view of other processes
-``namespaces``   where bubblewrap is missing: ``unshare``, no network, no view of other processes
-Landlock,        in the child itself (:mod:`.sandbox`): which files it reads and writes, which
-seccomp          system calls it makes
+``bubblewrap``   a root directory with only the interpreter, system libraries and the program's
+                 directory; no network, other processes invisible
+``namespaces``   without bubblewrap: ``unshare``, no network, other processes invisible
+Landlock,        in the child itself (:mod:`.sandbox`): allow-lists of files and of system calls
+seccomp
 ================ ==============================================================================
 
-What is left is said by :meth:`Isolation.gaps`, at the start of a run and in its results.
+:meth:`Isolation.gaps` lists what remains possible; a run prints it and writes it to its results.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mindspeed.evaluation import sandbox
 
 Wrapper = Literal["bubblewrap", "namespaces", "none"]
 _COMMANDS: dict[Wrapper, str] = {"bubblewrap": "bwrap", "namespaces": "unshare", "none": ""}
-_INSIDE, _SCRIPT_INSIDE = "/program", "/limited.py"
+_INSIDE, _SCRIPT_INSIDE = "/program", "/sandbox.py"
 _NAMESPACES = "unshare --user --map-root-user --net --pid --ipc --fork --kill-child=KILL"
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """What stands around a program.
+    """A combination of isolation mechanisms.
 
     Attributes:
-        wrapper: The command that starts it.
+        wrapper: The command that starts the program.
         landlock: Version of the kernel's Landlock; 0: not used.
-        seccomp: Its system calls are filtered.
+        seccomp: Whether system calls are filtered.
     """
 
     wrapper: Wrapper = "none"
@@ -52,10 +52,10 @@ class Isolation:
         return ", ".join([*parts, "resource limits"])
 
     def command(self, directory: str, limits: str) -> list[str]:
-        """What runs ``program.py`` of ``directory``.
+        """The command that runs ``program.py`` in ``directory``.
 
         Args:
-            directory: Of the program, the present one.
+            directory: The program's directory, which must be the working directory.
             limits: JSON for :mod:`.sandbox`.
         """
         script = str(Path(sandbox.__file__).resolve())
@@ -67,27 +67,28 @@ class Isolation:
         return [*prefix, python, "-I", "-S", script, limits, "program.py"]
 
     def gaps(self) -> tuple[str, ...]:
-        """What a program can do in spite of this."""
-        apart = self.wrapper != "none"
-        private = self.wrapper == "bubblewrap"
+        """Actions that this isolation does not prevent."""
+        namespaces = self.wrapper != "none"
+        private_root = self.wrapper == "bubblewrap"
         possible = {
-            "read every file that you may read": not private and not self.landlock,
-            "change every file that you may change": not private and not self.landlock,
-            "change modes, times and attributes of your files": not private and not self.seccomp,
-            "find out whether a file exists": not private,
-            "see other processes and their command lines": not private and not self.landlock,
-            "use the network": not apart and not self.seccomp,
-            "send signals to your processes": not apart
+            "read every file that you may read": not private_root and not self.landlock,
+            "change every file that you may change": not private_root and not self.landlock,
+            "change modes, times and attributes of your files": not private_root
+            and not self.seccomp,
+            "find out whether a file exists": not private_root,
+            "see other processes and their command lines": not private_root and not self.landlock,
+            "use the network": not namespaces and not self.seccomp,
+            "send signals to your processes": not namespaces
             and not self.seccomp
             and self.landlock < sandbox.SCOPES_SINCE,
-            "outlive its test": not apart and not self.seccomp,
+            "outlive its test": not namespaces and not self.seccomp,
             "use more memory than its limit for some hundredths of a second": not self.seccomp,
         }
         return tuple(deed for deed, is_possible in possible.items() if is_possible)
 
 
 def candidates() -> Iterator[Isolation]:
-    """What could be had on this machine, the safest first; whether it works is another question."""
+    """Isolations that this machine may support, strongest first; they still have to be tried."""
     landlock, seccomp = sandbox.landlock_version(), sandbox.libseccomp() is not None
     present = [name for name, command in _COMMANDS.items() if not command or shutil.which(command)]
     for filters in dict.fromkeys(
@@ -98,7 +99,7 @@ def candidates() -> Iterator[Isolation]:
 
 
 def _bubblewrap(directory: str, script: str) -> list[str]:
-    """A root directory of what the program needs, on which it can write its own directory only."""
+    """A root directory with what the program needs; only its own directory is writable."""
     command = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
     for path in sandbox.readable():
         command += ["--ro-bind", path, path]

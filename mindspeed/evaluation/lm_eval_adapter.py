@@ -1,18 +1,17 @@
-"""Our models in lm-evaluation-harness: ``--engine lm-eval``, or its own command line.
+"""mindspeed models in lm-evaluation-harness: ``--engine lm-eval``, or its own command line.
 
     mindspeed evaluate --engine lm-eval --load DIR --tp 2 --tasks hellaswag,mmlu --data-dir data
     lm_eval --model mindspeed --model_args load=DIR --tasks ...    (after importing this module)
 
-Every rank runs the harness' evaluator on the same requests of its replica: tensor- and
-pipeline-parallel ranks see the same texts in the same order, so their passes meet. To the harness,
-``rank`` and ``world_size`` are the data-parallel ones; it deals out the documents by them.
+Every rank runs the harness' evaluator on the requests of its replica: tensor- and pipeline-parallel
+ranks see the same texts in the same order, so their forward passes match. The harness divides the
+documents by ``rank`` and ``world_size``, which are the data-parallel ones.
 
-Answers may be kept on disk as they come (``answers=DIR``; with ``--output`` always), so that a run
-that was interrupted asks nothing twice.
+Responses can be cached on disk (``answers=DIR``; always with ``--output``), so that an interrupted
+run repeats no request.
 
-Texts become ids as in the harness' own Hugging Face backend (context and continuation jointly,
-blanks at the seam belong to the continuation, the left is cut when the model is too short), which
-is why scores are comparable with it.
+Tokenization follows the harness' Hugging Face backend (context and continuation jointly, spaces
+between them belong to the continuation, truncation on the left), so scores are comparable with it.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ _DEFAULT_NEW_TOKENS = 256
 
 @register_model("mindspeed")
 class MindSpeedLM(TemplateLM):
-    """A model on its ranks, as the harness wants it.
+    """A model under TP x PP as the harness' ``LM``.
 
     Args:
         load: Directory of checkpoints, or ``hf:DIR``.
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
         ckpt_step: Iteration; None for the latest.
-        lora_load: Directory of an adapter.
-        tokenizer_model: Another tokenizer than the checkpoint's.
-        max_length: Tokens of context and continuation; None for the model's.
-        batch_size: Prompts that are continued at once.
-        tokens_per_batch: Size of a scoring pass.
+        lora_load: Directory of a LoRA adapter.
+        tokenizer_model: Tokenizer that replaces the checkpoint's.
+        max_length: Maximum tokens of context and continuation; None for the model's.
+        batch_size: Prompts per generation batch.
+        tokens_per_batch: Maximum tokens of a scoring pass.
         prompt_type: Chat template, for ``apply_chat_template``.
-        answers: Directory where answers are kept for a run that continues.
+        answers: Directory of the response cache.
     """
 
     def __init__(
@@ -81,16 +80,16 @@ class MindSpeedLM(TemplateLM):
             options["weights"] = fingerprint_of_weights(load, ckpt_step, lora_load)
         source = Source(load, ckpt_step, int(tp), int(pp), tokenizer_model, lora_load)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._take(TextGenerator.of(load_model(source, world_size)), **options)
+        self._set_up(TextGenerator.of(load_model(source, world_size)), **options)
 
     @classmethod
     def of(cls, generator: TextGenerator, **options: Any) -> MindSpeedLM:
-        """For a model that is loaded already; options as of the class."""
+        """For a model that is already loaded; options as for the class."""
         model = cls.__new__(cls)
-        model._take(generator, **options)
+        model._set_up(generator, **options)
         return model
 
-    def _take(
+    def _set_up(
         self,
         generator: TextGenerator,
         max_length: int | None = None,
@@ -102,7 +101,7 @@ class MindSpeedLM(TemplateLM):
         answers: Path | None = None,
         weights: Mapping[str, str] | None = None,
     ) -> None:
-        """``device`` and ``max_batch_size`` come from the harness; the ranks know theirs."""
+        """``device`` and ``max_batch_size`` are passed by the harness and ignored."""
         super().__init__()
         self.generator = generator
         self.max_length = int(max_length or generator.context_length)
@@ -112,8 +111,8 @@ class MindSpeedLM(TemplateLM):
         replicas = generator.groups.dp
         if replicas is not None:
             self._rank, self._world_size = replicas.rank(), replicas.size()
-        self._device = "cpu"  # of the numbers that the harness exchanges
-        self._remembered = ResponseCache(
+        self._device = "cpu"  # for the tensors that the harness gathers
+        self._cache = ResponseCache(
             answers,
             {"model": dict(weights or {}), "tokenizer": self.tokenizer_name},
             self._rank,
@@ -126,7 +125,7 @@ class MindSpeedLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: bos, or the end of the text before."""
+        """The context of a text without context: bos, or end-of-text."""
         return self.generator.start[0] if self.generator.start else self.eot_token_id
 
     def tok_encode(
@@ -167,7 +166,7 @@ class MindSpeedLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Requests with the same settings go together; remembered ones are not made again."""
+        """Requests with the same settings share batches; cached ones are not repeated."""
         groups: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             groups[repr(sorted(request.args[1].items()))].append(index)
@@ -175,21 +174,21 @@ class MindSpeedLM(TemplateLM):
         with self._bar(len(requests), disable_tqdm) as bar:
             for settings, members in groups.items():
                 options = self._sampling(requests[members[0]].args[1])
-                room = self.max_length - options.max_new_tokens
-                prompts = {i: self.tok_encode(requests[i].args[0])[-room:] for i in members}
+                limit = self.max_length - options.max_new_tokens
+                prompts = {i: self.tok_encode(requests[i].args[0])[-limit:] for i in members}
                 keys = self._keys(settings, prompts)
-                known = self._remembered.known
-                missing = [i for i in members if keys[i] not in known]
+                cached = self._cache.entries
+                missing = [i for i in members if keys[i] not in cached]
                 bar.update(len(members) - len(missing))
                 for start in range(0, len(missing), self.batch_size):
                     batch = missing[start : start + self.batch_size]
-                    found = self.generator.generate([prompts[i] for i in batch], options)
-                    self._remembered.add(
-                        {keys[i]: row[0].text for i, row in zip(batch, found, strict=True)}
+                    completions = self.generator.generate([prompts[i] for i in batch], options)
+                    self._cache.add(
+                        {keys[i]: one.text for i, [one] in zip(batch, completions, strict=True)}
                     )
                     bar.update(len(batch))
                 for index in members:
-                    texts[index] = known[keys[index]]
+                    texts[index] = cached[keys[index]]
                     self.cache_hook.add_partial(
                         "generate_until", requests[index].args, texts[index]
                     )
@@ -197,7 +196,7 @@ class MindSpeedLM(TemplateLM):
 
     @staticmethod
     def _keys(settings: str, prompts: Mapping[int, list[int]]) -> dict[int, str]:
-        """A key for every request; equal ones are told apart, as they may be drawn differently."""
+        """A key per request; equal requests get different keys, as samples may differ."""
         seen: Counter[str] = Counter()
         keys = {}
         for index, prompt in prompts.items():
@@ -221,47 +220,51 @@ class MindSpeedLM(TemplateLM):
         return name.replace("/", "__")
 
     def all_gather(self, tensor: Any) -> Any:
-        return torch.tensor(self._everyones(tensor.tolist())) if self._world_size > 1 else tensor
+        return (
+            torch.tensor(self._all_gather_object(tensor.tolist()))
+            if self._world_size > 1
+            else tensor
+        )
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        everyones = self._everyones(obj) if self._world_size > 1 else [obj]
-        return everyones if self._rank == dst else None
+        gathered = self._all_gather_object(obj) if self._world_size > 1 else [obj]
+        return gathered if self._rank == dst else None
 
     def barrier(self) -> None:
         if self._world_size > 1:
             dist.barrier(group=self.generator.groups.dp)
 
-    def _everyones(self, value: Any) -> list[Any]:
+    def _all_gather_object(self, value: Any) -> list[Any]:
         parts: list[Any] = [None] * self._world_size
         dist.all_gather_object(parts, value, group=self.generator.groups.dp)
         return parts
 
     def _scores(self, pairs: Sequence[Pair], disable_tqdm: bool) -> list[Score]:
-        """Scores of pairs; those that are remembered are not asked for again."""
-        remembered = self._remembered
+        """Scores of pairs; only pairs that are not cached are computed."""
+        cache = self._cache
         keys = [request_key("score", list(context), list(more)) for context, more in pairs]
-        every = dict(zip(keys, pairs, strict=True))
-        asked = {key: pair for key, pair in every.items() if key not in remembered.known}
-        names = list(asked)
+        by_key = dict(zip(keys, pairs, strict=True))
+        missing = {key: pair for key, pair in by_key.items() if key not in cache.entries}
+        missing_keys = list(missing)
 
-        def keep(found: dict[int, Score]) -> None:
-            remembered.add({names[place]: list(score) for place, score in found.items()})
-            bar.update(len(found))
+        def store(scores: dict[int, Score]) -> None:
+            cache.add({missing_keys[index]: list(score) for index, score in scores.items()})
+            bar.update(len(scores))
 
-        with self._bar(len(asked), disable_tqdm) as bar:
-            if asked:
+        with self._bar(len(missing), disable_tqdm) as bar:
+            if missing:
                 loglikelihood(
                     self.generator.stage,
-                    list(asked.values()),
+                    list(missing.values()),
                     groups=self.generator.groups,
                     vocab_size=self.generator.vocab_size,
                     tokens_per_batch=self._tokens_per_batch,
-                    progress=keep,
+                    progress=store,
                 )
-        return [(float(v), bool(g)) for v, g in (remembered.known[key] for key in keys)]
+        return [(float(v), bool(g)) for v, g in (cache.entries[key] for key in keys)]
 
     def _sampling(self, kwargs: dict[str, Any]) -> SamplingOptions:
-        """The harness' settings as ours.
+        """The harness' generation settings as sampling options.
 
         Raises:
             ConfigError: They leave no room for a prompt.

@@ -1,4 +1,4 @@
-"""``--engine lm-eval``: the harness' evaluation of our model, and what is left of it on disk."""
+"""``--engine lm-eval``: runs lm-evaluation-harness on a mindspeed model and writes its results."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def evaluate(
     """The harness' results on rank 0, None on the others. Collective.
 
     Args:
-        model: This rank's part.
+        model: This rank's part of the model.
         names: Tasks, groups or tags of the harness.
-        tasks: Where it finds them.
-        shots: Examples per prompt; None for each task's own number.
+        tasks: Provides them with local data.
+        shots: Few-shot examples per prompt; None for each task's default.
         limit: Documents per task.
-        chat: Whether to put prompts as conversations.
-        allow_code: Whether tasks may run what the model writes.
+        chat: Whether to apply the chat template.
+        allow_code: Whether tasks may run programs that the model writes.
     """
     results = simple_evaluate(
         model=model,
@@ -57,11 +57,11 @@ def evaluate(
 
 
 def report(results: dict[str, Any], weights: Mapping[str, str], output: Path | None) -> None:
-    """Print the harness' tables; write what it found to ``results.json`` and ``samples.jsonl``.
+    """Print the harness' tables; write ``results.json`` and ``samples.jsonl``.
 
     Args:
-        results: Of :func:`evaluate`.
-        weights: What identifies the model.
+        results: From :func:`evaluate`.
+        weights: Identity of the model's weights.
         output: Directory of the files; None to write none.
     """
     print(utils.make_table(results), flush=True)
@@ -72,6 +72,6 @@ def report(results: dict[str, Any], weights: Mapping[str, str], output: Path | N
     dump = partial(json.dumps, default=str, ensure_ascii=False)
     samples = results.pop("samples", {})
     results["config"].update(model_files=dict(weights), mindspeed=__version__)
-    lines = [dump({"task": name, **row}) for name, rows in samples.items() for row in rows]
+    lines = [dump({"task": name, **sample}) for name, found in samples.items() for sample in found]
     atomic_write_text(output / "samples.jsonl", "".join(f"{line}\n" for line in lines))
     atomic_write_text(output / "results.json", dump(results, indent=2) + "\n")

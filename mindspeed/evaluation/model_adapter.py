@@ -1,7 +1,7 @@
-"""Who answers: a model on its ranks, seen as a function from texts to numbers or texts.
+"""The model as a function on texts: scores of continuations, and generated text.
 
-Everything above this module works with text; token ids begin here. A stand-in with the same three
-methods takes a model's place in tests.
+Evaluation code works on texts; this module converts to token ids. Tests replace the model with a
+stub that has the same methods.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Encode = Callable[[str], list[int]]
 
 
 class LanguageModel(Protocol):
-    """What an evaluation needs of a model."""
+    """The interface that an evaluation needs."""
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer."""
         ...
 
     def count(self, text: str) -> int:
@@ -33,27 +33,27 @@ class LanguageModel(Protocol):
         ...
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """Log-probability of each continuation after its context, and whether it is greedy."""
+        """Log-probability of each continuation given its context, and whether it is greedy."""
         ...
 
     def generate(
         self, prompts: Sequence[str], stops: Sequence[str], max_new_tokens: int, seed: int
     ) -> list[str]:
-        """Text after each prompt, up to the first of ``stops``."""
+        """Continuation of each prompt, up to the first of ``stops``."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelAdapter:
-    """A model of this process and its neighbours.
+    """A :class:`TextGenerator` as a :class:`LanguageModel`.
 
     Attributes:
-        generator: The model, its tokenizer and its ranks.
-        max_length: Tokens of context and continuation together.
-        sampling: How generated tokens are chosen.
-        tokens_per_batch: Size of a scoring pass.
-        wrap: Makes the prompt of a conversation out of a plain one.
-        more_stops: What ends an answer in a conversation.
+        generator: The model, its tokenizer and its process groups.
+        max_length: Maximum number of tokens of context and continuation.
+        sampling: Sampling options.
+        tokens_per_batch: Maximum tokens of a scoring pass.
+        wrap: Plain prompt -> prompt of a chat.
+        more_stops: Stop strings of the chat template.
     """
 
     generator: TextGenerator
@@ -88,7 +88,7 @@ class ModelAdapter:
         if room < 1:
             raise ConfigError(
                 f"--max-new-tokens {max_new_tokens}: the model's {self.max_length} positions leave "
-                "no room for a prompt; ask for fewer"
+                "no room for a prompt; lower it"
             )
         tokens = [self.generator.encode(self.wrap(prompt))[-room:] for prompt in prompts]
         return [completion.text for [completion] in self.generator.generate(tokens, options)]
@@ -102,19 +102,19 @@ class ModelAdapter:
 def encode_pair(
     encode: Encode, context: str, continuation: str, start: int
 ) -> tuple[list[int], list[int]]:
-    """Ids of a context and of what follows, as they are in the joint text.
+    """Ids of a context and its continuation, tokenized jointly.
 
-    Blanks at the end of the context move to the continuation: most tokenizers join a blank with the
-    word behind it. Both are then cut out of the ids of the whole text.
+    Trailing spaces of the context move to the continuation, because most tokenizers join a space
+    with the word after it.
 
     Args:
         encode: Text -> ids.
-        context: May be empty: then ``start`` takes its place.
-        continuation: What is scored.
-        start: The id in front of a text.
+        context: May be empty; ``start`` then replaces it.
+        continuation: The text to score.
+        start: Id at the start of a text.
 
     Raises:
-        ConfigError: The tokenizer gives the continuation no token of its own.
+        ConfigError: The continuation has no token.
     """
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
@@ -124,7 +124,7 @@ def encode_pair(
     before, whole = encode(bare), encode(bare + continuation)
     if len(whole) <= len(before):
         raise ConfigError(
-            f"the tokenizer gives {continuation!r} no token of its own behind {bare[-20:]!r}; "
+            f"the tokenizer has no separate token for {continuation!r} after {bare[-20:]!r}; "
             "use --scoring generate"
         )
     return before, whole[len(before) :]
@@ -133,9 +133,9 @@ def encode_pair(
 def last_tokens(
     context: list[int], continuation: list[int], max_length: int
 ) -> tuple[list[int], list[int]]:
-    """Context and continuation without what a model of ``max_length`` cannot see.
+    """Context and continuation, truncated on the left to what a model of ``max_length`` can see.
 
-    The last token is only predicted, so ``max_length + 1`` of them fit.
+    The last token is only predicted, so ``max_length + 1`` tokens fit.
     """
     tokens = [*context, *continuation][-(max_length + 1) :]
     scored = min(len(continuation), len(tokens) - 1)

@@ -1,7 +1,7 @@
-"""What a command line asks for, read and checked before any model is loaded.
+"""Reads and checks all benchmarks of a command line before a model is loaded.
 
-Users lose whole runs to a missing file that is found after the model was loaded, or after the first
-of seven benchmarks. So all data is read, every question made and every choice tokenized first.
+A missing file that is found after the model was loaded, or after the first of seven benchmarks,
+wastes a run. So all data is read, every prompt built and every choice tokenized first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mindspeed.evaluation.task import Task, task
 
 @dataclass(frozen=True)
 class PreparedTask:
-    """One benchmark, ready to be asked.
+    """One benchmark, ready to run.
 
     Attributes:
-        task: Its description.
+        task: Its definition.
         path: Its data.
-        shots: Examples per prompt.
-        questions: All of them.
+        shots: Few-shot examples per prompt.
+        questions: All questions.
     """
 
     task: Task
@@ -36,7 +36,7 @@ class PreparedTask:
     questions: tuple[Question, ...]
 
     def identity(self) -> dict[str, Any]:
-        """What another run must share to continue this one, or to be compared with it."""
+        """Properties that another run must share to continue this one or to be comparable."""
         return {
             "data": str(self.path),
             "shots": self.shots,
@@ -54,14 +54,14 @@ def prepare_tasks(
     split: str = "",
     allow_code: bool = False,
 ) -> list[PreparedTask]:
-    """Read the data of every task.
+    """Read the data of every task and build its questions.
 
     Args:
         names: ``--task``.
         paths: ``--task-data-path``: ``name=path``, or paths alone.
-        options: How questions are put.
-        shots: Examples per prompt; None for each task's own number.
-        split: For the tasks that have splits.
+        options: How the benchmarks are run.
+        shots: Few-shot examples per prompt; None for each task's default.
+        split: For tasks that have splits.
         allow_code: Whether generated programs may run.
 
     Raises:
@@ -69,7 +69,7 @@ def prepare_tasks(
     """
     tasks = [task(name) for name in names]
     if len(set(names)) < len(names):
-        raise ConfigError(f"--task {' '.join(names)}: every task once, please")
+        raise ConfigError(f"--task {' '.join(names)}: name every task once")
     for item in tasks:
         if item.score == "program":
             code_execution.require_consent(allow_code, item.name)
@@ -84,7 +84,7 @@ def prepare_tasks(
 
 
 def data_paths(names: Sequence[str], paths: Sequence[str]) -> list[Path]:
-    """The path of each task: ``name=path``, else the path that holds the name, else by order.
+    """The path of each task: ``name=path``, else the path that contains the name, else by order.
 
     Raises:
         ConfigError: A task has no path, or a path no task.
@@ -108,13 +108,13 @@ def data_paths(names: Sequence[str], paths: Sequence[str]) -> list[Path]:
 
 
 def check_choices(planned: Sequence[PreparedTask], tokenizer: TextTokenizer) -> list[str]:
-    """See how the tokenizer cuts the choices.
+    """Check how the tokenizer splits the choices.
 
     Returns:
-        What the user should know: where choices cost more than one pass.
+        Notes for the user: tasks whose choices need one pass each.
 
     Raises:
-        ConfigError: A choice has no token of its own, or two choices are the same tokens.
+        ConfigError: A choice has no token, or two choices have the same tokens.
     """
     encode, start = tokenizer.tokenize, tokenizer.eod
     notes = []
@@ -137,12 +137,12 @@ def check_choices(planned: Sequence[PreparedTask], tokenizer: TextTokenizer) -> 
             if len(longest) > 1:
                 choice = question.choices[ids.index(longest)]
                 notes.append(
-                    f"{item.task.name}: {choice!r} is {len(longest)} tokens, so every choice costs "
-                    "a pass of its own instead of one for all"
+                    f"{item.task.name}: {choice!r} is {len(longest)} tokens, so every choice needs "
+                    "its own pass"
                 )
     return notes
 
 
 def _mentions(path: str, name: str) -> bool:
-    """Whether a path holds a task's name, as directories spell it (``human_eval``, HumanEval)."""
+    """Whether a path contains a task's name in any spelling (``human_eval``, HumanEval)."""
     return name.replace("_", "") in path.lower().replace("_", "").replace("-", "")

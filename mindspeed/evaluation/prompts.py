@@ -1,13 +1,13 @@
-"""Records -> questions: what is put to a model, and what it should say.
+"""Records -> questions: the prompt of a model and the right answer.
 
     intro       The following are multiple choice questions (with answers) about anatomy.
     shots       Which bone ...?\\nA. ...\\nAnswer: C          (examples with their answers)
     body        Which nerve ...?\\nA. ...\\nAnswer:
-    choices     " A" " B" " C" " D"        the likeliest one counts; without choices, text is
-                                          generated and judged by ``answers.SCORES``
+    choices     " A" " B" " C" " D"        the most likely one is the answer; without choices, text
+                                          is generated and matched (``answer_matching``)
 
-The parts stay apart until a model's length is known: a prompt that is too long loses examples from
-its front, and only then text.
+The parts are joined when the context length is known: a prompt that is too long loses its first
+examples, and only then text.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _LETTERS = "ABCDEFG"
 
 @dataclass(frozen=True)
 class Question:
-    """One question to a model.
+    """One question for a model.
 
     Attributes:
         task: Name of the benchmark.
         subject: Part of it; may be empty.
-        index: Number within the subject.
-        intro: Begins the prompt.
-        shots: Examples.
+        index: Position within the subject.
+        intro: Start of the prompt.
+        shots: Few-shot examples.
         body: The question itself.
-        choices: Texts to compare; empty when text is generated.
-        target: What is right: a text, or several letters; None where the data does not say.
-        score: Judges generated text.
-        stop: Texts that end a generated answer.
-        max_new_tokens: Its length.
-        sample: Number of this attempt, where a question is asked several times.
-        record: The record it was made of.
+        choices: Texts to compare; empty if the answer is generated.
+        target: Right answer: a text, or several letters; None if the data has none.
+        score: Key of ``answer_matching.MATCHERS``, or ``program``.
+        stop: Stop strings of a generated answer.
+        max_new_tokens: Maximum length of a generated answer.
+        sample: Index of this attempt, if a question is asked several times.
+        record: The record it was made from.
     """
 
     task: str
@@ -72,21 +72,21 @@ class Question:
         return f"{name}#{self.sample}" if self.sample else name
 
     def prompt(self, shots: int | None = None) -> str:
-        """The text in front of the answer, with the last ``shots`` examples (default: all)."""
+        """The prompt with the last ``shots`` examples (default: all)."""
         kept = self.shots if shots is None else self.shots[len(self.shots) - shots :]
         return self.intro + "".join(shot + _SEPARATOR for shot in kept) + self.body
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How a benchmark is asked.
+    """How a benchmark is run.
 
     Attributes:
-        mode: ``loglikelihood`` compares choices, ``generate`` judges text, ``auto`` compares where
-            there are choices.
+        mode: ``loglikelihood`` compares choices, ``generate`` matches generated text, ``auto``
+            compares if there are choices.
         limit: Questions per subject; None for all.
-        samples: Attempts at every question that is answered by a program.
-        max_new_tokens: Length of generated answers; None for the task's own.
+        samples: Attempts per question whose answer is a program (pass@k).
+        max_new_tokens: Maximum length of generated answers; None for the task's default.
     """
 
     mode: Mode = "auto"
@@ -100,7 +100,7 @@ def questions(task: Task, subjects: Sequence[Subject], options: TaskOptions) -> 
 
     Raises:
         ConfigError: The task has no choices to compare.
-        DataError: A record's answer cannot be understood.
+        DataError: A record's answer cannot be parsed.
     """
     if options.mode == "loglikelihood" and not task.choices:
         raise ConfigError(
@@ -112,10 +112,10 @@ def questions(task: Task, subjects: Sequence[Subject], options: TaskOptions) -> 
     return result
 
 
-def fingerprint(asked: Sequence[Question]) -> str:
-    """SHA-256 over everything a model is shown and what is held right."""
+def fingerprint(questions: Sequence[Question]) -> str:
+    """SHA-256 over all prompts, choices and targets."""
     digest = hashlib.sha256()
-    for question in asked:
+    for question in questions:
         parts = [question.key, question.prompt(), question.choices, question.target]
         digest.update(json.dumps(parts, ensure_ascii=False).encode())
     return digest.hexdigest()
@@ -131,15 +131,15 @@ def _of_subject(task: Task, subject: Subject, options: TaskOptions) -> Iterator[
     repeats = options.samples if task.score == "program" else 1
     for index, record in enumerate(subject.records[: options.limit]):
         prepared = _prepared(task, subject.name, index, record)
-        if task.choices == FROM_OPTIONS and not prepared["to_choose"]:
+        if task.choices == FROM_OPTIONS and not prepared["has_options"]:
             raise DataError(
                 f"{_place(task, subject.name, index)}: fewer than two options: any answer would "
-                "be the right one"
+                "be right"
             )
         target = prepared.get("target")
         choices = _choices(task, prepared) if options.mode != "generate" else ()
         if len(target or "") != 1 and task.choices == FROM_OPTIONS:
-            choices = ()  # several right letters: only a text can name them
+            choices = ()  # several right letters: only generated text can name them
         for sample in range(repeats):
             yield Question(
                 task.name,
@@ -159,7 +159,7 @@ def _of_subject(task: Task, subject: Subject, options: TaskOptions) -> Iterator[
 
 
 def _prepared(task: Task, subject: str, index: int, record: Record) -> Record:
-    """The record with what the templates and the score need."""
+    """The record with the derived fields that templates and score need."""
     fields = dict(record)
     if task.prepare is None:
         fields.setdefault("target", record.get("answer"))
@@ -175,7 +175,7 @@ def _place(task: Task, subject: str, index: int) -> str:
 
 
 def _answer(task: Task, prepared: Record) -> str:
-    """An example's answer as it continues the example's prompt."""
+    """The answer of an example, in the form that follows its prompt."""
     if task.answer:
         return task.answer.format_map(prepared)
     choices, target = _choices(task, prepared), prepared["target"]
@@ -194,7 +194,7 @@ def _prepare_boolq(record: Record) -> Record:
 
 
 def _prepare_gsm8k(record: Record) -> Record:
-    """``16 - 3 = <<16-3=13>>13 left.\\n#### 13`` -> the reasoning in one line, and the number."""
+    """``16 - 3 = <<16-3=13>>13 left.\\n#### 13`` -> the reasoning on one line, and the number."""
     reasoning, marked, number = record["answer"].rpartition("####")
     if not marked:
         raise ValueError(f"the answer has no '#### number': {record['answer'][-40:]!r}")
@@ -204,22 +204,22 @@ def _prepare_gsm8k(record: Record) -> Record:
 
 
 def _prepare_agieval(record: Record) -> Record:
-    """Several versions of the data: null for an empty passage, a label of one letter or a list."""
+    """Published versions differ: null for an empty passage, a label that is a letter or a list."""
     options = record.get("options") or []
     if isinstance(options, str):
         options = [options]
     label, answer = record.get("label"), record.get("answer")
     target = label if label else answer
     if not target:
-        raise ValueError("a label or an answer is needed, both are missing or empty")
+        raise ValueError("label and answer are both missing or empty")
     target = "".join(target) if isinstance(target, list) else str(target)
-    # Some records hold all options in one text: "A. ...\tB. ...".
+    # Some records hold all options in one string: "A. ...\tB. ...".
     number = len(options) if len(options) != 1 else len(re.findall(r"\b[A-G]\. ", options[0]))
     return {
         "passage": record.get("passage") or "",
         "options": " ".join(options),
         "number_of_options": number or 4,
-        "to_choose": number != 1 and bool("".join(options).strip()),
+        "has_options": number != 1 and bool("".join(options).strip()),
         "last": _LETTERS[(number or 4) - 1],
         "target": target.strip(),
     }

@@ -1,8 +1,8 @@
-"""Outcomes -> scores: per subject, per group and in all, with standard errors.
+"""Outcomes -> scores: per subject, per group and in total, with standard errors.
 
-A question is worth between 0 and 1; one that is asked several times (programs) is worth the
-unbiased estimate of pass@k, ``1 - C(n - c, k) / C(n, k)`` for ``c`` right ones of ``n`` [1]. The
-standard error is that of a mean: the sample deviation over the root of the number of questions.
+The score of a question is between 0 and 1; a question with several attempts (programs) scores the
+unbiased estimate of pass@k, ``1 - C(n - c, k) / C(n, k)`` for ``c`` correct of ``n`` attempts [1].
+The standard error is that of the mean: sample standard deviation / sqrt(number of questions).
 ``score`` is the mean over questions (micro), ``macro`` the mean over subjects.
 
 [1] Chen et al., Evaluating large language models trained on code, 2021.
@@ -23,14 +23,14 @@ _PASS_AT = (1, 10, 100)
 
 
 def pass_at_k(attempts: int, right: int, k: int) -> float:
-    """Probability that one of ``k`` attempts is right, of ``attempts`` with ``right`` right."""
+    """Unbiased estimate of pass@k from ``attempts``, of which ``right`` are correct."""
     return 1.0 - math.comb(attempts - right, k) / math.comb(attempts, k)
 
 
 def summary(task: Task, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The scores of one task.
 
-    Questions whose answer the data does not tell are counted, not scored.
+    Questions without a target in the data are counted, not scored.
     """
     attempts: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for outcome in outcomes:
@@ -55,7 +55,7 @@ def summary(task: Task, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """All tasks as text: groups and subjects indented below their task."""
+    """A text table of all tasks, with groups and subjects indented below their task."""
     rows: list[tuple[str, ...]] = [("task", "questions", "score", "stderr", "macro")]
     for name, result in results.items():
         rows.append(_row(f"{name} ({result['metric']})", result))

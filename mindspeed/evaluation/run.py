@@ -1,8 +1,8 @@
 """Every question once: batches, data-parallel replicas, resuming.
 
-Each replica of the model takes every ``size``-th question and writes what it finds to a file of its
-own; nothing is exchanged until the end, when all outcomes meet on rank 0. So replicas never wait
-for each other's longest answer, and a killed run loses one batch per replica.
+Each replica of the model takes every ``size``-th question and writes its outcomes to a separate
+file; nothing is communicated until rank 0 gathers all outcomes at the end. So replicas never wait
+for each other's longest answer, and a killed run loses at most one batch per replica.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Append = Callable[[Sequence[Outcome]], object]
 
 @dataclass(frozen=True)
 class Replica:
-    """One copy of the model among ``size`` of them."""
+    """One data-parallel replica of the model among ``size``."""
 
     index: int = 0
     size: int = 1
@@ -38,15 +38,15 @@ def answer_all(
     seed: int = 1234,
     append: Append | None = None,
 ) -> list[Outcome]:
-    """Outcomes of this replica's share, those of ``done`` included. Same on all its ranks.
+    """Outcomes of this replica's share, including those in ``done``. The same on all its ranks.
 
     Args:
         questions: All questions of the run.
-        model: Who answers.
+        model: Answers the questions.
         replica: Takes every ``size``-th question.
-        done: Outcomes of an earlier, interrupted run.
-        batch_size: Questions put at once.
-        seed: Of sampled answers.
+        done: Outcomes of an interrupted run, by key.
+        batch_size: Questions per batch.
+        seed: Random seed of sampled answers.
         append: Called with the outcomes of every batch.
     """
     done = done or {}
@@ -54,11 +54,11 @@ def answer_all(
     outcomes = [done[question.key] for question in share if question.key in done]
     for batch in _batches([q for q in share if q.key not in done], batch_size):
         prompts, notes = zip(*(fitting(question, model) for question in batch), strict=True)
-        respond = _compare if batch[0].choices else _generate
+        answer = _compare if batch[0].choices else _generate
         new = [
             {**_description(question), **note, **found}
             for question, note, found in zip(
-                batch, notes, respond(batch, prompts, model, seed), strict=True
+                batch, notes, answer(batch, prompts, model, seed), strict=True
             )
         ]
         outcomes += new
@@ -68,9 +68,9 @@ def answer_all(
 
 
 def fitting(question: Question, model: LanguageModel) -> tuple[str, Outcome]:
-    """The prompt with as many examples as the model's length allows, and what became of it.
+    """The prompt with as many examples as the context length allows, and how it was shortened.
 
-    A prompt that is too long without any example is cut on the left by the model.
+    A prompt that is too long without any example is truncated on the left by the model.
     """
     if question.choices:
         room = model.max_length + 1 - max(map(model.count, question.choices))
@@ -86,27 +86,27 @@ def fitting(question: Question, model: LanguageModel) -> tuple[str, Outcome]:
 
 
 def length_note(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> str | None:
-    """How many prompts were too long for the model; None if all were short enough."""
+    """A note on prompts that were too long for the model; None if there were none."""
     wanted = {question.key: len(question.shots) for question in questions}
     fewer = sum(outcome["shots"] < wanted[outcome["key"]] for outcome in outcomes)
     cut = sum(outcome["truncated"] for outcome in outcomes)
     if not fewer and not cut:
         return None
     return (
-        f"of {len(outcomes)} prompts {fewer} have fewer examples than asked for and {cut} are cut "
-        "on the left, because the model is too short for them"
+        f"of {len(outcomes)} prompts {fewer} have fewer examples than requested and {cut} are "
+        "truncated on the left, because they exceed the model's context length"
     )
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question]]:
-    """Neighbours of one kind: the same task, all compared or all generated, longest first.
+    """Batches of one kind: the same task, all compared or all generated, longest first.
 
-    Prompts of one batch are of similar length, which keeps padding small.
+    Prompts of a batch have similar length, which keeps padding small.
     """
 
     def kind(question: Question) -> tuple[str, bool, int, tuple[str, ...]]:
-        asks = bool(question.choices)
-        return question.task, asks, question.max_new_tokens, question.stop
+        compares = bool(question.choices)
+        return question.task, compares, question.max_new_tokens, question.stop
 
     for _, group in groupby(sorted(questions, key=kind), key=kind):
         ordered = sorted(group, key=lambda question: -len(question.prompt()))
@@ -117,7 +117,7 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question
 def _compare(
     batch: Sequence[Question], prompts: Sequence[str], model: LanguageModel, seed: int
 ) -> list[Outcome]:
-    """The likeliest choice of each question; one call for the whole batch."""
+    """The most likely choice of each question; one scoring call for the batch."""
     pairs = [
         (prompt, choice)
         for question, prompt in zip(batch, prompts, strict=True)
@@ -136,7 +136,7 @@ def _compare(
 def _generate(
     batch: Sequence[Question], prompts: Sequence[str], model: LanguageModel, seed: int
 ) -> list[Outcome]:
-    """Text, judged unless it is a program: those run later, once, on rank 0."""
+    """Generated text, matched with the target; programs are run later, on rank 0."""
     first = batch[0]
     texts = model.generate(prompts, first.stop, first.max_new_tokens, _seed(seed, first))
     outcomes = []
@@ -149,7 +149,7 @@ def _generate(
 
 
 def _seed(seed: int, first: Question) -> int:
-    """Different for different batches, the same when a run is repeated."""
+    """A seed that differs between batches and is the same when a run is repeated."""
     return (seed + 1_000_003 * first.index + 7919 * first.sample) % 2**31
 
 

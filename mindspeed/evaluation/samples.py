@@ -1,12 +1,12 @@
-"""What was asked and answered so far, on disk: an interrupted evaluation goes on where it was.
+"""Answers on disk, so that an interrupted evaluation can continue.
 
-    run.json            what this run is: questions, model, settings, as hashes
+    run.json            identity of the run: questions, model, settings, as hashes
     samples-0.jsonl     one line per answered question, from data-parallel rank 0, 1, ...
-    samples.jsonl       all of them, in the order of the questions, once the run is complete
+    samples.jsonl       all of them, in the order of the questions, when the run is complete
 
-A line is appended when its question is answered. A killed run may leave half a line at the end of a
-file; it is dropped and asked again. A directory belongs to one run: other questions, another model
-or other settings are refused.
+A line is appended when its question is answered. A killed run may leave an incomplete line at the
+end of a file; it is dropped and the question repeated. A directory belongs to one run: different
+questions, models or settings are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Outcome = dict[str, Any]
 
 
 class SampleFile:
-    """Where this data-parallel rank appends its outcomes; nowhere without a directory."""
+    """The file to which this data-parallel rank appends its outcomes; none without a directory."""
 
     def __init__(self, directory: Path | None, replica: int) -> None:
         self._file: IO[str] | None = None
@@ -35,7 +35,7 @@ class SampleFile:
             self._file = secure_open(directory / f"samples-{replica}.jsonl", "a")
 
     def append(self, outcomes: Iterable[Outcome]) -> None:
-        """Write lines that outlive this process."""
+        """Append lines and flush them."""
         if self._file is not None:
             self._file.writelines(_line(outcome) for outcome in outcomes)
             self._file.flush()
@@ -54,10 +54,10 @@ class SampleFile:
 
 
 def begin(directory: Path, identity: Mapping[str, Any]) -> dict[str, Outcome]:
-    """Claim ``directory`` for a run, or take up an earlier one: key -> outcome.
+    """Claim ``directory`` for a run, or continue an earlier one; its outcomes by key.
 
     Raises:
-        ConfigError: It holds another run.
+        ConfigError: It belongs to another run.
     """
     make_dirs(directory)
     check(directory, identity)
@@ -65,16 +65,16 @@ def begin(directory: Path, identity: Mapping[str, Any]) -> dict[str, Outcome]:
     parts = sorted(directory.glob(_PARTS))
     paths = [path for path in (directory / SAMPLES, *parts) if path.is_file()]
     done = {outcome["key"]: outcome for path in paths for outcome in _read(path)}
-    if parts:  # so that nobody appends to half a line
+    if parts:  # so that nothing is appended to an incomplete line
         finish(directory, list(done.values()))
     return done
 
 
 def check(directory: Path, identity: Mapping[str, Any]) -> None:
-    """See that a run may write to ``directory``; changes nothing.
+    """Check that a run may write to ``directory``; changes nothing.
 
     Raises:
-        ConfigError: It holds another run.
+        ConfigError: It belongs to another run.
     """
     file = directory / RUN
     if not file.is_file():
@@ -89,7 +89,7 @@ def check(directory: Path, identity: Mapping[str, Any]) -> None:
 
 
 def finish(directory: Path, outcomes: Sequence[Outcome]) -> None:
-    """Replace the parts by one file."""
+    """Merge the files of all ranks into one."""
     atomic_write_text(directory / SAMPLES, "".join(map(_line, outcomes)))
     for part in directory.glob(_PARTS):
         part.unlink()
@@ -100,9 +100,11 @@ def _line(outcome: Outcome) -> str:
 
 
 def _read(path: Path) -> list[Outcome]:
-    # Not splitlines(): it also cuts at characters that JSON texts may hold unescaped.
+    # Not splitlines(): it also splits at characters that JSON strings may hold unescaped.
     *lines, _unfinished = path.read_text("utf-8", errors="replace").split("\n")
     try:
         return [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} is damaged ({error}); remove it to ask again") from error
+        raise DataError(
+            f"{path} is damaged ({error}); remove it to repeat its questions"
+        ) from error

@@ -1,17 +1,17 @@
-"""Runs in the child, before a generated program: give up what it must not have, then become it.
+"""Runs in the child process: drops its permissions, then executes a generated program.
 
-    python -I -S limited.py '{"landlock": true, "seccomp": true, "seconds": 10, ...}' program.py
+    python -I -S sandbox.py '{"landlock": true, "seccomp": true, "seconds": 10, ...}' program.py
 
 Only the standard library, because ``-I -S`` leaves nothing else to import. None of this needs
-rights, none can be taken back, and all of it holds for root too:
+privileges, none can be reverted, and all of it applies to root as well:
 
-* Landlock [1] (Linux 5.13 and later): files are read below the interpreter's and the system's
-  libraries only and written below the working directory only; no TCP (6.7), no signals to other
-  processes (6.12).
-* seccomp, through libseccomp [2]: only the system calls that a Python program needs. One process
-  with threads, so that the limit of its address space is the limit of all its memory; no changes
-  of modes, owners, times and extended attributes, which Landlock does not know; no sockets but
-  pairs; no signals.
+* Landlock [1] (Linux 5.13 and later): files are readable only below the interpreter's and the
+  system's libraries and writable only below the working directory; no TCP (6.7), no signals to
+  other processes (6.12).
+* seccomp, through libseccomp [2]: only the system calls that a Python program needs. A single
+  process with threads, so that the address-space limit bounds all its memory; no changes of modes,
+  owners, times and extended attributes, which Landlock does not cover; no sockets but pairs; no
+  signals.
 * resource limits.
 
 [1] https://docs.kernel.org/userspace-api/landlock.html
@@ -42,7 +42,7 @@ _OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE
 _BIND_AND_CONNECT = 0b11
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 SCOPES_SINCE = 6
-_RULESET_SIZES = {4: 16, SCOPES_SINCE: 24}  # of the structure, from a version on; 8 before
+_RULESET_SIZES = {4: 16, SCOPES_SINCE: 24}  # of the structure since a Landlock version; 8 before
 
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _EQUAL, _MASKED = 4, 7
@@ -67,13 +67,34 @@ socketpair splice stat statfs statx symlink symlinkat sync_file_range sysinfo te
 timerfd_create timerfd_gettime timerfd_settime times truncate umask uname unlink unlinkat wait4
 waitid write writev
 """
-# Further calls, with the argument that decides: (index, comparison, mask or value, value).
-_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)  # not those that make files send signals
-_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of terminals: what they are; of files
+# Calls allowed depending on an argument: (index, comparison, mask or value, value).
+_FCNTL = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    36,
+    37,
+    38,
+    1030,
+    1032,
+)  # without those that make files send signals
+_IOCTL = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # terminal queries and harmless file requests
 _CONDITIONAL = (
     ("clone", (0, _MASKED, _THREAD | _NAMESPACES, _THREAD)),
-    ("prlimit64", (0, _EQUAL, 0, 0)),  # of this process
-    ("sendto", (4, _EQUAL, 0, 0)),  # to nobody but the other end
+    ("prlimit64", (0, _EQUAL, 0, 0)),  # only of this process
+    ("sendto", (4, _EQUAL, 0, 0)),  # without address: only to the connected peer
     *(("fcntl", (1, _EQUAL, command, 0)) for command in _FCNTL),
     *(("ioctl", (1, _EQUAL, command, 0)) for command in _IOCTL),
 )
@@ -102,14 +123,14 @@ class _Comparison(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock; 0 without."""
+    """The kernel's Landlock version; 0 if it has none."""
     if not sys.platform.startswith("linux"):
         return 0
     return max(0, _call(_CREATE_RULESET, None, 0, _ABI_VERSION_FLAG))
 
 
 def libseccomp() -> ctypes.CDLL | None:
-    """The library, where it is installed."""
+    """The seccomp library, if installed."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
@@ -119,7 +140,7 @@ def libseccomp() -> ctypes.CDLL | None:
 
 
 def readable() -> list[str]:
-    """Files and directories that Python needs; whatever else is on the machine is nobody's."""
+    """Files and directories that Python must be able to read."""
     python = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/nix/store"]
     files = [os.path.realpath(sys.executable), "/etc/ld.so.cache"]
@@ -127,7 +148,7 @@ def readable() -> list[str]:
 
 
 def restrict_files(directory: str) -> None:
-    """This process and all it starts write below ``directory`` only, and read what they need."""
+    """Restrict this process and its children: write below ``directory``, read ``readable()``."""
     version = landlock_version()
     files = _EXECUTE | _WRITE | _READ | _LIST | _CHANGE_TREE
     files |= _REFER if version > 1 else 0
@@ -158,16 +179,20 @@ def _file_rules(directory: str) -> Iterator[tuple[str, int]]:
 
 
 def restrict_calls(library: ctypes.CDLL) -> None:
-    """Only the system calls above; others fail with EPERM."""
+    """Allow only the system calls above; others fail with EPERM."""
     context = ctypes.c_void_p(library.seccomp_init(_ERROR | errno.EPERM))
     rules: list[tuple[str, int, Sequence[tuple[int, int, int, int]]]] = [
-        ("clone3", _ERROR | errno.ENOSYS, ()),  # its flags cannot be seen: the C library has clone
+        (
+            "clone3",
+            _ERROR | errno.ENOSYS,
+            (),
+        ),  # seccomp cannot read its flags; the C library falls back to clone
         *((name, _ALLOW, ()) for name in _CALLS.split()),
         *((name, _ALLOW, (comparison,)) for name, comparison in _CONDITIONAL),
     ]
     for name, action, comparisons in rules:
         number = library.seccomp_syscall_resolve_name(name.encode())
-        if number >= 0:  # this architecture has it
+        if number >= 0:  # the call exists on this architecture
             array = (_Comparison * len(comparisons))(*(_Comparison(*c) for c in comparisons))
             count = len(comparisons)
             _checked(library.seccomp_rule_add_array(context, action, number, count, array))
@@ -176,7 +201,7 @@ def restrict_calls(library: ctypes.CDLL) -> None:
 
 
 def limit(name: str, value: int) -> None:
-    """Lower a resource limit for good, where the system has it."""
+    """Lower a resource limit permanently, if the system supports it."""
     number = getattr(resource, f"RLIMIT_{name}", None)
     if number is not None:
         hard = resource.getrlimit(number)[1]
@@ -198,7 +223,7 @@ def _checked(status: int) -> None:
 
 
 def main() -> None:
-    """Limit this process and become the program."""
+    """Restrict this process and replace it by the program."""
     limits, program = json.loads(sys.argv[1]), sys.argv[2]
     python = os.path.realpath(sys.executable)
     limit("CORE", 0)
@@ -210,7 +235,7 @@ def main() -> None:
         restrict_files(os.getcwd())
     if limits["seccomp"]:
         library = libseccomp()
-        assert library is not None, "libseccomp was here a moment ago"
+        assert library is not None, "libseccomp was found by the parent"
         restrict_calls(library)
     else:
         limit("NPROC", limits["processes"])

@@ -1,7 +1,7 @@
-"""What a benchmark is: an entry of ``tasks.yaml``, typed.
+"""The definition of a benchmark: an entry of ``tasks.yaml``, typed.
 
-A new benchmark is a new entry. What cannot be said in data, how a raw record becomes fields and how
-generated text becomes an answer, is named there: a name of ``prompts.PREPARE`` and
+A new benchmark is a new entry. Code that an entry needs (how a raw record becomes fields, how
+generated text is matched) is named there: a key of ``prompts.PREPARE`` or
 ``answer_matching.MATCHERS``, or ``module:function`` (:func:`function_named`).
 """
 
@@ -28,33 +28,33 @@ class Task:
     """A benchmark.
 
     Attributes:
-        name: What ``--task`` calls it.
-        title: One line for people.
-        files: Patterns of the question files; ``{subject}`` makes one subject of each file,
-            ``{split}`` is the split asked for.
+        name: Its name for ``--task``.
+        title: One-line description.
+        files: Patterns of the question files; each match of ``{subject}`` is one subject,
+            ``{split}`` is the requested split.
         format: ``jsonl`` (also a JSON list, also gzipped), ``csv`` or ``examples`` (a JSON object
             with a list under that name).
-        columns: Names of the columns of a CSV file without a header.
-        fields: What every record must have: name -> ``str``, ``bool`` or ``letter``.
-        fields_of_split: Further fields of one split.
-        other_names: Field -> the name it has in other published versions.
+        columns: Column names of a CSV file without a header.
+        fields: Required fields of a record: name -> ``str``, ``bool`` or ``letter``.
+        fields_of_split: Additional required fields of a split.
+        other_names: Field -> its name in other published versions of the data.
         prepare: Name of the function that adds derived fields.
-        splits: Splits to choose from; the first is the default.
-        intro: Begins the prompt.
-        intro_files: Files whose text begins the prompt.
+        splits: Available splits; the first is the default.
+        intro: Start of the prompt.
+        intro_files: Files whose text starts the prompt.
         prompt: Template of one question.
         answer: Template of an example's answer, for tasks without choices.
-        choices: Texts of which the likeliest is the answer; ``from_options`` takes a letter for
-            each option of the record; empty for tasks that only generate.
-        score: Name of the function that judges generated text.
-        shots: Examples in front of the question, unless said otherwise.
-        shot_files: Where they are read; ``same`` takes them from the question file's start.
-        own_shots: Records used where the data has no such file.
-        stop: Texts that end an answer.
-        max_new_tokens: Length of a generated answer.
+        choices: Texts of which the most likely is the answer; ``from_options`` means one letter
+            per option of the record; empty for tasks that only generate.
+        score: Name of the matcher for generated text, or ``program``.
+        shots: Default number of few-shot examples.
+        shot_files: Their files; ``same`` takes them from the start of the question file.
+        own_shots: Examples used if the data has no such file.
+        stop: Strings that end an answer.
+        max_new_tokens: Maximum length of a generated answer.
         groups: Group -> subjects, for the report.
-        subject_words: Subject -> how the prompt calls it (default: underscores become spaces).
-        variants: Changes for some subjects: ``subjects`` and any of the fields above.
+        subject_words: Subject -> its name in the prompt (default: underscores become spaces).
+        variants: Overrides for some subjects: ``subjects`` and any of the fields above.
     """
 
     name: str
@@ -83,18 +83,18 @@ class Task:
     variants: tuple[Mapping[str, Any], ...] = ()
 
     def for_subject(self, subject: str) -> Task:
-        """This task with the changes that ``subject`` asks for."""
+        """This task with the overrides for ``subject``."""
         for variant in self.variants:
             if subject in variant["subjects"]:
                 return replace(self, **{k: v for k, v in variant.items() if k != "subjects"})
         return self
 
     def required_fields(self, split: str) -> dict[str, str]:
-        """Name -> type of what a record must have."""
+        """Required fields of a record: name -> type."""
         return {**self.fields, **self.fields_of_split.get(split, {})}
 
     def words_for(self, subject: str) -> str:
-        """How a prompt calls the subject."""
+        """The subject's name in prompts."""
         return self.subject_words.get(subject, subject.replace("_", " "))
 
 

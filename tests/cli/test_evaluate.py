@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
         (("--task", "human_eval", *DATA, "--samples", "5"), "--samples 5: greedy answers are all"),
         (("--task", "boolq", *DATA, "--temperature", "0"), "--temperature 0.0: sampling needs"),
         (("--task", "human_eval", *DATA), "--allow-code-execution"),
-        (("--task", "boolq", "boolq", "--task-data-path", "a", "b"), "every task once"),
+        (("--task", "boolq", "boolq", "--task-data-path", "a", "b"), "name every task once"),
     ],
 )
 def test_contradictions_are_named(words, message):
@@ -57,7 +57,7 @@ def test_contradictions_are_named(words, message):
 
 
 def test_data_is_read_before_the_model_is_looked_for(tmp_path):
-    with pytest.raises(DataError, match="nothing of boolq is here"):
+    with pytest.raises(DataError, match="no files of boolq found"):
         evaluate.run(parsed("--task", "boolq", "--task-data-path", str(tmp_path)))
 
 

@@ -21,13 +21,13 @@ def test_a_wrong_directory_says_which_files_are_expected(tmp_path, name):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DataError) as error:
         read(name, tmp_path, shots=0)
-    assert f"nothing of {name} is here" in str(error.value)
+    assert f"no files of {name} found" in str(error.value)
     assert builtin()[name].files[0] in str(error.value)
 
 
 def test_another_benchmarks_directory_is_a_wrong_one(tmp_path):
     WRITERS["boolq"](tmp_path)
-    with pytest.raises(DataError, match="nothing of agieval is here"):
+    with pytest.raises(DataError, match="no files of agieval found"):
         read("agieval", tmp_path)
 
 
@@ -77,7 +77,7 @@ def test_too_few_examples_are_counted(tmp_path):
         ('{"question": 3, "passage": "p", "answer": true}', "'question' is 3; a text"),
         ("{broken", "dev.jsonl:1 is no valid JSON"),
         ("[1, 2]", "dev.jsonl:1: a JSON object is expected"),
-        ("", "there are no questions"),
+        ("", "has no questions"),
     ],
 )
 def test_a_broken_record_is_named(tmp_path, text, message):
@@ -182,7 +182,7 @@ def test_choices_of_several_tokens_are_pointed_out(tmp_path):
     WRITERS["boolq"](tmp_path)
     planned = prepared_tasks.prepare_tasks(["boolq"], [str(tmp_path)], options=TaskOptions())
     [note] = prepared_tasks.check_choices(planned, Letters(" No"))
-    assert note.startswith("boolq: ' Yes' is 4 tokens, so every choice costs a pass of its own")
+    assert note.startswith("boolq: ' Yes' is 4 tokens, so every choice needs its own pass")
     assert prepared_tasks.check_choices(planned, Letters(" No", " Yes")) == []
 
 

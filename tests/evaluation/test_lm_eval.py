@@ -109,8 +109,8 @@ def killed_while_adding(folder: str) -> None:
 
     from mindspeed.evaluation.response_cache import ResponseCache
 
-    remembered = ResponseCache(Path(folder), {"model": "a"})
-    remembered.add({"one": [1.5, True], "two": "text"})
+    cache = ResponseCache(Path(folder), {"model": "a"})
+    cache.add({"one": [1.5, True], "two": "text"})
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -126,8 +126,8 @@ def test_answers_outlive_a_killed_process(tmp_path):
     child.start()
     child.join(120)
     assert child.exitcode == -9
-    remembered = ResponseCache(folder, {"model": "a"})
-    assert remembered.known == {"one": [1.5, True], "two": "text"}
-    remembered.add({"one": "other", "three": 3})
+    cache = ResponseCache(folder, {"model": "a"})
+    assert cache.entries == {"one": [1.5, True], "two": "text"}
+    cache.add({"one": "other", "three": 3})
     lines = (folder / "samples-0.jsonl").read_text().splitlines()
     assert [line for line in lines if "other" in line] == [] and len(lines) == 1

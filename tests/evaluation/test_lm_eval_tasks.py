@@ -15,7 +15,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.evaluation.lm_eval_tasks import LocalTasks, read_splits
+from mindspeed.evaluation.lm_eval_datasets import read_splits
+from mindspeed.evaluation.lm_eval_tasks import LocalTasks
 from tests.support.fabricated import WRITERS, write_json_lines
 
 PUBLISHED = {  # what a task of the harness says, and how many rows each split has
@@ -142,7 +143,7 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(tasks, tmp_path):
         tasks().check(["plan"])
     with pytest.raises(DataError, match="no data for absent"):
         tasks().check(["absent"])
-    with pytest.raises(DataError, match="shots puts 2 examples before a question"):
+    with pytest.raises(DataError, match="shots needs 2 few-shot examples per prompt"):
         tasks().check(["shots"])
     tasks().check(["shots"], shots=0)
     with pytest.raises(ConfigError, match="unsafe runs programs that the model writes"):
@@ -178,7 +179,7 @@ def test_human_eval_runs_in_our_limited_children(tmp_path):
     "row", [{"choices": ["only"]}, {"endings": []}, {"choices": {"text": ["a", " "]}}, [1]]
 )
 def test_a_question_without_options_to_choose_from_is_refused(row, tmp_path):
-    from mindspeed.evaluation.lm_eval_tasks import read_splits
+    from mindspeed.evaluation.lm_eval_datasets import read_splits
 
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "test.jsonl").write_text(json.dumps({"choices": ["a", "b"]}) + "\n")

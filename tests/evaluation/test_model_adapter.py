@@ -40,9 +40,9 @@ def test_a_text_that_brings_its_own_start_gets_no_second_one():
     assert encode_pair(lambda text: [START, *encode(text)], "", "no", START) == ([START], [6])
 
 
-def test_a_continuation_that_melts_into_the_context_is_refused():
-    """The tokenizer has one piece for ``: yes``, so nothing is left to be scored."""
-    with pytest.raises(ConfigError, match="gives ' yes' no token of its own behind 'Answer:'"):
+def test_a_continuation_that_is_merged_with_the_context_is_refused():
+    """The tokenizer merges ``: yes`` into one token, so no token is left to score."""
+    with pytest.raises(ConfigError, match="no separate token for ' yes' after 'Answer:'"):
         encode_pair(encode, "Answer:", " yes", START)
 
 

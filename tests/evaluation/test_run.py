@@ -33,7 +33,7 @@ def evaluated(planned, model, output=None, **identity):
         model,
         identity=evaluate.identity_of(planned, identity, {}),
         replica=run.Replica(),
-        leader=True,
+        is_writer=True,
         output=output,
         batch_size=2,
     )

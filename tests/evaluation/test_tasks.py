@@ -62,7 +62,7 @@ def score(name, root, mode, wrong=0, **options):
     model = KnowsAnswers(known, WAYS_TO_SAY[name])
     identity = evaluate.identity_of(planned, {"path": "stand-in"}, {})
     results = evaluate.evaluate(
-        planned, model, identity=identity, replica=run.Replica(), leader=True, batch_size=3
+        planned, model, identity=identity, replica=run.Replica(), is_writer=True, batch_size=3
     )
     return results["tasks"][name], model, item
 
@@ -156,7 +156,7 @@ def test_hidden_labels_become_a_submission(tmp_path):
         KnowsAnswers(known),
         identity=evaluate.identity_of(planned, {}, {}),
         replica=run.Replica(),
-        leader=True,
+        is_writer=True,
         output=tmp_path / "out",
     )
     assert results["tasks"]["ceval"]["score"] is None
@@ -191,7 +191,7 @@ def test_programs_of_a_finished_run_are_not_run_again(tmp_path, monkeypatch):
             planned,
             KnowsAnswers(right, WAYS_TO_SAY["human_eval"]),
             replica=run.Replica(),
-            leader=True,
+            is_writer=True,
             **common,
         )
         assert results["tasks"]["human_eval"]["score"] == 1.0
@@ -220,7 +220,7 @@ def test_pass_at_k_counts_problems_not_programs(tmp_path):
         SecondIsWrong(right, WAYS_TO_SAY["human_eval"]),
         identity=evaluate.identity_of(planned, {}, {}),
         replica=run.Replica(),
-        leader=True,
+        is_writer=True,
         batch_size=20,
     )
     result = results["tasks"]["human_eval"]
