@@ -1,0 +1,13 @@
+"""One rank of ``test_core_script.py``: a script run as Python runs it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+
+def run(script: str, flags: Sequence[str]) -> None:
+    """``python SCRIPT FLAGS`` in this process."""
+    sys.argv = [script, *flags]
+    runpy.run_path(script, run_name="__main__")

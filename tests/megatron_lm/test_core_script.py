@@ -1,0 +1,50 @@
+"""The one import line in a script for GPUs that nobody has changed: it trains here, as on a GPU.
+
+The script (:mod:`tests.megatron_lm.core_script`) needs the wheel of megatron.core only. Its model,
+data and seeds are those of ``pretrain_gpt.py`` with the flags of :data:`trainer_job.TINY`, so its
+losses are those that Megatron-LM printed, digit for digit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed.testing import RankError
+from tests.megatron_lm import core_job
+from tests.support.megatron_lm_figures import LAYOUTS, as_printed
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+SCRIPT = Path(__file__).with_name("core_script.py")
+ADAPTOR_LINE = "import mindspeed.megatron_adaptor\n"
+FLAGS = {
+    "tensor-2-sequence-parallel-transformer-engine": "--tensor-model-parallel-size=2",
+    "pipeline-2": "--pipeline-model-parallel-size=2",
+    "data-2-distributed-optimizer": "--use-distributed-optimizer",
+}
+SLOW = {"pipeline-2", "data-2-distributed-optimizer"}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FLAGS]
+)
+def test_with_the_line_it_prints_the_losses_of_megatron_lm(layout, ranks, tmp_path):
+    script, losses = tmp_path / "script.py", tmp_path / "losses.json"
+    lines = SCRIPT.read_text().splitlines(keepends=True)
+    lines.insert(lines.index("import torch\n") + 1, ADAPTOR_LINE)
+    script.write_text("".join(lines))
+    ranks(2, core_job.run, str(script), [FLAGS[layout], f"--losses={losses}"], backend=None)
+    _, _, expected_losses, expected_norms = LAYOUTS[layout]
+    steps = json.loads(losses.read_text())
+    assert as_printed([loss for loss, _ in steps]) == expected_losses.split()
+    assert [f"{norm:.3f}" for _, norm in steps] == expected_norms.split()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which it just runs")
+def test_without_the_line_it_needs_a_gpu(ranks, tmp_path):
+    with pytest.raises(RankError, match=r"torch\.cuda\.set_device"):
+        ranks(1, core_job.run, str(SCRIPT), [f"--losses={tmp_path / 'losses'}"], backend=None)
