@@ -36,7 +36,12 @@ _ONE_RANK: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model, complete: fields are Megatron's flags, defaults are Megatron's."""
+    """One model, complete: fields are Megatron's flags, defaults are Megatron's.
+
+    Attributes:
+        extra: Other flags that a family sets: one of another package may need more of Megatron's,
+            or those of its own features.
+    """
 
     num_layers: int
     hidden_size: int
@@ -126,6 +131,8 @@ class ModelConfig:
     moe_token_dispatcher_type: str = "allgather"
     mtp_num_layers: int | None = None
 
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any], **others: Any) -> ModelConfig:
         """A model from the flags that a family reads from ``config.json``.
@@ -135,7 +142,7 @@ class ModelConfig:
             **others: Fields that no ``config.json`` has, such as ``transformer_impl``.
 
         Raises:
-            TypeError: A flag is no field of a model, or one without a default is missing.
+            TypeError: A flag without a default is missing.
         """
         values = {
             "seq_length": flags["max_position_embeddings"],
@@ -155,9 +162,14 @@ class ModelConfig:
                 values[field.name] = float(value)
             if field.name in _LISTS and field.name in values and not isinstance(value, list):
                 values[field.name] = [values[field.name]]
-        return cls(**values)
+        extra = {name: values.pop(name) for name in values.keys() - cls._names()}
+        return cls(**values, extra=extra)
 
     def namespace(self) -> argparse.Namespace:
         """The values under Megatron-LM's names, as a checkpoint of one rank stores them."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return argparse.Namespace(**fields, **_ONE_RANK)
+        fields = {name: getattr(self, name) for name in self._names()}
+        return argparse.Namespace(**fields, **self.extra, **_ONE_RANK)
+
+    @classmethod
+    def _names(cls) -> set[str]:
+        return {field.name for field in dataclasses.fields(cls)} - {"extra"}

@@ -40,7 +40,7 @@ def test_defaults_are_the_trainers(parser):
     trainers = vars(parser.parse_args([]))
     derived = {"params_dtype", "num_query_groups", "add_position_embedding", "tokenizer_type"}
     for field in dataclasses.fields(ModelConfig):
-        if field.default is not dataclasses.MISSING and field.name not in derived:
+        if field.name not in derived and field.default is not dataclasses.MISSING:
             default = trainers[field.name]
             if field.name == "mask_padded_vocab":  # every family sets it
                 assert field.default is True
@@ -48,7 +48,9 @@ def test_defaults_are_the_trainers(parser):
                 assert (field.default, type(field.default)) == (default, type(default)), field.name
 
 
-def test_a_flag_that_is_no_value_of_a_model_is_refused():
+def test_a_family_of_another_package_may_set_other_flags_and_must_set_the_sizes():
     flags = next(iter(presets().values())).flags
-    with pytest.raises(TypeError, match="lr"):
-        ModelConfig.from_flags({**flags, "lr": 1e-4})
+    model = ModelConfig.from_flags({**flags, "softmax_type": "learnable"})
+    assert model.namespace().softmax_type == "learnable"
+    with pytest.raises(TypeError, match="hidden_size"):
+        ModelConfig.from_flags({k: v for k, v in flags.items() if k != "hidden_size"})
