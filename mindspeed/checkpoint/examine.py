@@ -6,17 +6,17 @@ of their own (CRC-32, which loading does not look at); their index has none.
 
 from __future__ import annotations
 
-import io
 import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.storage import directory
 from mindspeed.storage.digests import Digests
+from mindspeed.storage.file_views import FileSlice
 
 
 @dataclass(frozen=True)
@@ -92,36 +92,5 @@ def _archives(checkpoint: Path) -> Iterator[tuple[str, Any]]:
 
     for key, info in read_index(checkpoint).storage_data.items():
         with open(checkpoint / info.relative_path, "rb") as file:
-            part: Any = _Part(file, info.offset, info.length)
+            part: Any = FileSlice(file, info.offset, info.length)
             yield f"{info.relative_path} ({key.fqn})", zipfile.ZipFile(part)
-
-
-class _Part(io.RawIOBase):
-    """Some bytes of a file as a file; torch's own view cannot seek from its end."""
-
-    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
-        super().__init__()
-        self._file, self._start, self._size, self._position = file, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("before the begin of an entry")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._file.seek(self._start + self._position)
-        data = self._file.read(max(0, min(len(buffer), self._size - self._position)))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)

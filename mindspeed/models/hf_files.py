@@ -104,11 +104,6 @@ class HFReader:
     def __contains__(self, name: str) -> bool:
         return self._stored(name) is not None
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, as the files spell them."""
-        return list(self._file_of)
-
     def surplus(
         self, parameters: Iterable[Parameter], further_layers: int | None = None
     ) -> list[str]:

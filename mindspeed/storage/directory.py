@@ -24,6 +24,7 @@ from mindspeed.files import (
     make_dirs,
 )
 from mindspeed.storage import digests
+from mindspeed.storage.checked_file import first_damage
 from mindspeed.unpickle import check_relative
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -135,7 +136,7 @@ def damage_of(checkpoint: Path, *, whole: bool) -> str | None:
         return str(error)
     if stored is not None:
         small = [name for name in stored.files if not name.endswith(_TENSORS)]
-        return stored.problem(None if whole else small)
+        return first_damage(stored, None if whole else small)
     sidecar = checkpoint / SIDECAR
     if not sidecar.is_file():  # written by Megatron-LM
         return None

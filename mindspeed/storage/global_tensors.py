@@ -35,11 +35,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.storage import directory
-from mindspeed.storage.digests import CheckedFile, Digests
+from mindspeed.storage.checked_file import CheckedFile
+from mindspeed.storage.digests import Digests
+from mindspeed.storage.file_views import FileSlice
 from mindspeed.storage.safe_metadata import read_index
 from mindspeed.unpickle import read_object
 
@@ -118,9 +119,8 @@ class GlobalTensors:
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self._folder}: {index.fqn} is stored compressed")
         try:
-            view: Any = _create_file_view(
-                self._opened(info.relative_path), info.offset, info.length
-            )
+            file = self._opened(info.relative_path)
+            view: Any = FileSlice(file, info.offset, info.length)
             tensor: torch.Tensor = read_object(view, map_location="cpu")
         except DamagedCheckpoint as error:
             hint = directory.others(self._folder)

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed import unpickle
 from mindspeed.errors import CheckpointError, DamagedCheckpoint, SecurityError
-from mindspeed.storage.digests import CheckedFile, Digests
+from mindspeed.storage.checked_file import CheckedFile
+from mindspeed.storage.digests import Digests
 
 
 def read_index(checkpoint: Path, digests: Digests | None = None) -> Metadata:
