@@ -1,0 +1,68 @@
+"""Where a feature replaces the forward of mixture-of-experts layers: on the instances.
+
+    def attach(seams, options, megatron):
+        def replace(model, config, vp_stage):
+            for layer in moe_layers(model):
+                replace_forward(layer, lambda forward: overlapped(forward, options), seams.journal)
+
+        seams.chunk.add(replace, owner=FEATURE.name)
+
+The seam ``chunk`` gets the finished modules, so both layer specs and multi-token prediction are
+reached, no class is patched, and detaching the feature restores the layers that are still alive.
+``--overlap-moe-expert-parallel-comm`` does not call ``forward``: its schedule runs router,
+dispatcher and experts of a layer one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from mindspeed.journal import Journal
+
+Forward = Callable[..., Any]
+_BEFORE = "_forwards_before"
+"""Attribute of a module: the instance's ``forward`` under each replacement, oldest first."""
+
+
+def moe_layers(model: torch.nn.Module) -> Iterator[MoELayer]:
+    """The mixture-of-experts layers of a model chunk, multi-token prediction's included."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return (module for module in model.modules() if isinstance(module, MoELayer))
+
+
+def replace_forward(
+    module: torch.nn.Module,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    journal: Journal,
+) -> None:
+    """Replace ``forward`` of one module until ``journal`` is undone. Replacements stack.
+
+    The journal does not keep the module alive.
+
+    Args:
+        module: Any module; hooks and recomputation call its ``forward`` as before.
+        make: Gets the ``forward`` that there is, returns the new one.
+        journal: A feature's ``seams.journal``.
+    """
+    vars(module).setdefault(_BEFORE, []).append(vars(module).get("forward"))
+    module.forward = make(module.forward)
+    journal.call_on_undo(functools.partial(_restore, weakref.ref(module)))
+
+
+def _restore(reference: weakref.ref[torch.nn.Module]) -> None:
+    module = reference()
+    if module is None:
+        return
+    before = vars(module)[_BEFORE].pop()
+    if before is None:
+        del module.forward
+    else:
+        module.forward = before
