@@ -7,7 +7,7 @@
         config.yaml                         recipe that repeats the run
         mindspeed.json                      sizes of all files, versions, position in the data
 
-``state`` knows what a checkpoint holds, ``shards`` the same where ranks share parameters (ZeRO 2
-and 3), ``writer`` how files are written without starting processes; ``save`` and ``load`` put them
-together. Names, digests and retention of the files are in :mod:`mindspeed.storage`.
+``state`` lists what a checkpoint holds, ``fsdp_state`` the same for parameters that are sharded over
+data-parallel ranks (ZeRO 2 and 3), ``writer`` writes the files without starting processes; ``save``
+and ``load`` use all of them. Names, digests and retention are in :mod:`mindspeed.storage`.
 """

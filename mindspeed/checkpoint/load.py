@@ -20,7 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed.built_model import BuiltModel, TrainedModel
-from mindspeed.checkpoint import shards
+from mindspeed.checkpoint import fsdp_state
 from mindspeed.checkpoint.state import (
     ARCHITECTURE,
     DETAILS,
@@ -72,7 +72,7 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     Raises:
         CheckpointError: checkpoints exist, but none can be loaded, or they hold another model.
     """
-    if shards.is_cut(model.chunks[0]) and needs_whole_stages(args):
+    if fsdp_state.is_sharded(model.chunks[0]) and needs_whole_stages(args):
         return Loaded(Path(args.load), 0)  # as they were when the model was built
     if is_hf(args.load):
         return _load_hf(args, model)
@@ -258,8 +258,8 @@ def _load_one(
     check_architecture(args, saved, str(path))
     weights_only = args.finetune or path.name == directory.RELEASE
     if adapter:
-        cut = [chunk for chunk in model.chunks if shards.is_cut(chunk)]
-        check_adapter(model.modules, path, shards.tensors(cut) if cut else None)
+        cut = [chunk for chunk in model.chunks if fsdp_state.is_sharded(chunk)]
+        check_adapter(model.modules, path, fsdp_state.tensors(cut) if cut else None)
     with_optimizer = (
         isinstance(model, TrainedModel)
         and "opt_param_scheduler" in common  # saved with every optimizer
@@ -299,24 +299,24 @@ def _load_one(
 
 def _apply(model: BuiltModel, state: dict[str, Any], optimizer: bool, path: Path) -> None:
     modules = model.modules
-    cut = shards.is_cut(model.chunks[0])
+    cut = fsdp_state.is_sharded(model.chunks[0])
     for index, (chunk, module) in enumerate(zip(model.chunks, modules, strict=True)):
         key = model_key(index, len(modules))
         if key not in state:  # a stage without layers has no entry
             continue
         if cut:
-            shards.load_model_state(chunk, state[key])
+            fsdp_state.load_model_state(chunk, state[key])
         else:
             module.load_state_dict(state[key], strict=False)
     if not isinstance(model, TrainedModel):
         return
     if optimizer and not model.optimizer.is_stub_optimizer:
         if cut:
-            shards.load_optimizer_state(model.chunks, model.optimizer, state["optimizer"])
+            fsdp_state.load_optimizer_state(model.chunks, model.optimizer, state["optimizer"])
         else:
             model.optimizer.load_state_dict(state["optimizer"])
     if cut:
-        shards.distribute(model.chunks, to_optimizer=not optimizer)
+        fsdp_state.distribute(model.chunks, to_optimizer=not optimizer)
     if not optimizer:
         model.optimizer.reload_model_params()  # fp32 copies of bf16 and fp16 weights
         return
@@ -365,10 +365,10 @@ def _check_optimizer(
     elif not args.use_distributed_optimizer:
         # The fp32 copies of 16-bit parameters have another name in each of the two optimizers.
         half = any(getattr(run, name, False) for run in (args, saved) for name in ("bf16", "fp16"))
-        readable = kind == shards.SHARDING and not half
+        readable = kind == fsdp_state.SHARDING and not half
         instead = "go on with --use-distributed-optimizer (--zero-stage 1)"
     elif args.use_megatron_fsdp:
-        readable = kind == shards.SHARDING
+        readable = kind == fsdp_state.SHARDING
         instead = "go on with --zero-stage 1, or save it with --dist-ckpt-optim-fully-reshardable"
     else:
         reshardable = DistributedOptimizer.checkpoint_fully_reshardable_formats

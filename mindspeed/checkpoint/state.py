@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mindspeed import device
 from mindspeed.built_model import BuiltModel, TrainedModel
-from mindspeed.checkpoint import shards
+from mindspeed.checkpoint import fsdp_state
 from mindspeed.errors import CheckpointError
 from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.state import sharded_state as adapter_state
@@ -129,11 +129,11 @@ def state_dict(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**metadata, "dp_cp_group": group}
     modules = model.modules
-    cut = shards.is_cut(model.chunks[0])
+    cut = fsdp_state.is_sharded(model.chunks[0])
     state: dict[str, Any] = {}
     for index, (chunk, module) in enumerate(zip(model.chunks, modules, strict=True)):
         if cut:
-            own = shards.model_state(chunk)
+            own = fsdp_state.model_state(chunk)
         elif adapter:
             own = adapter_state(module, metadata)
         else:
@@ -144,7 +144,7 @@ def state_dict(
         if model.optimizer.is_stub_optimizer:
             pass
         elif cut:
-            state["optimizer"] = shards.optimizer_state(
+            state["optimizer"] = fsdp_state.optimizer_state(
                 model.chunks, model.optimizer, is_loading=is_loading
             )
         else:

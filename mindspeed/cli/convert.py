@@ -133,13 +133,13 @@ def run(args: argparse.Namespace) -> int:
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.checkpoint.weights.convert import Target
     from mindspeed.errors import ConfigError
-    from mindspeed.models.layout import Layout
+    from mindspeed.models.parallel_sizes import ParallelSizes
 
     from_hf = (Path(args.input) / "config.json").is_file()
     to_hf = args.to == "hf" or not (args.to or args.format or from_hf)
     form: Format = "hf" if to_hf else args.format or "torch_dist"
-    layout = Layout(args.tp, args.pp, args.vpp, args.ep, args.layers_per_stage)
-    if layout != Layout() and form not in ("torch", "deepspeed"):
+    layout = ParallelSizes(args.tp, args.pp, args.vpp, args.ep, args.layers_per_stage)
+    if layout != ParallelSizes() and form not in ("torch", "deepspeed"):
         raise ConfigError(
             "--tp, --pp, --vpp, --ep and --layers-per-stage are for --format torch and deepspeed; "
             f"{form} fits every layout, so leave them out"

@@ -32,7 +32,7 @@ from mindspeed.inference.load import LoadedModel, Source, build_and_load, load_m
 from mindspeed.inference.prompts import Prompts
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_generator import TextGenerator
-from mindspeed.models import specials
+from mindspeed.models import model_extras
 from mindspeed.training import initialize
 from mindspeed.training.model import gpt_options
 
@@ -74,7 +74,7 @@ class GPTModel(MegatronGPTModel):
             raise ConfigError("the vocabulary size is unknown: give --tokenizer-model")
         options = gpt_options(args, config, pre_process, post_process, vp_stage)
         super().__init__(**{**options, "parallel_output": parallel_output})
-        specials.change_model(args, self)
+        model_extras.change_model(args, self)
 
     @classmethod
     def from_pretrained(

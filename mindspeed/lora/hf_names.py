@@ -12,9 +12,9 @@ from mindspeed.errors import CheckpointError
 from mindspeed.lora.config import WHOLE
 from mindspeed.lora.layers import order_of
 from mindspeed.models.families import Family, families
-from mindspeed.models.rows import split
 from mindspeed.models.shape import Shape, shape_of
 from mindspeed.models.table import Parameter, parameters
+from mindspeed.models.weight_shards import split
 
 
 def shape_of_model(chunk: Any) -> Shape:

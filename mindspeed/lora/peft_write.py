@@ -24,9 +24,9 @@ from mindspeed.lora.names import is_expert
 from mindspeed.lora.peft import CONFIG, EXPERT_LAYERS, EXPERTS, FUSED, PREFIX, WEIGHTS
 from mindspeed.lora.peft_blocks import fused
 from mindspeed.models.families import Family
-from mindspeed.models.rows import split
 from mindspeed.models.shape import Shape
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_shards import split
 
 
 def write(

@@ -28,10 +28,10 @@ from mindspeed.models.config_json import (
     Tied,
     Window,
 )
-from mindspeed.models.experts_json import FurtherTokens, Latent, SigmoidExperts, SoftmaxExperts
+from mindspeed.models.custom_configs import BaichuanKind, BloomSizes
 from mindspeed.models.family import Family
 from mindspeed.models.family import differing_flags as differing_flags
-from mindspeed.models.own_json import BaichuanKind, BloomSizes
+from mindspeed.models.moe_configs import FurtherTokens, Latent, SigmoidExperts, SoftmaxExperts
 from mindspeed.models.tensors import BAICHUAN, BLOOM, DEEPSEEK, GPT, LLAMA, MIXTRAL, QWEN_MOE
 
 _SIZES = {

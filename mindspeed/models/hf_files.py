@@ -26,9 +26,9 @@ from mindspeed.errors import CheckpointError, ConfigError, SecurityError
 from mindspeed.files import atomic_write_text, atomic_writer, check_path
 from mindspeed.json_fields import TEXT, MapOf, check, read_object
 from mindspeed.models.finite import check_finite
-from mindspeed.models.rows import overlap, source_rows
 from mindspeed.models.shape import CONFIG_KEYS
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_shards import overlap, source_rows
 from mindspeed.security import safe_torch_load
 from mindspeed.unpickle import check_relative
 

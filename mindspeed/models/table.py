@@ -4,7 +4,7 @@
          stacked((".mlp.gate_proj.weight", ".mlp.up_proj.weight"), "ffn"), "hidden", "halves")
 
 A rule names a Megatron parameter (as the local layer spec does, with the number of the layer in the
-whole model), the Hugging Face rows it is made of, and how tensor parallelism cuts it.
+whole model), the Hugging Face rows it is made of, and how tensor parallelism shards it.
 :func:`parameters` writes the table out for one :class:`Shape`: one :class:`Parameter` for every
 layer and expert. Everything else (loading, converting, exporting) works on that list.
 """
@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mindspeed.models.rows import Layout, Segment, source_rows, total_rows
 from mindspeed.models.shape import Shape
+from mindspeed.models.weight_shards import Segment, ShardMap, source_rows, total_rows
 
 Split = Literal["rows", "halves", "fc1", "columns", "rows_if_local"] | None
-"""How tensor parallelism cuts a parameter.
+"""How tensor parallelism shards a parameter.
 
-``halves`` cuts gate and up one by one, ``fc1`` does so in a model with gates and cuts rows in
-others; ``rows_if_local`` cuts rows with the local layer spec and nothing with that of Transformer
-Engine (down projections of latent attention).
+``halves`` shards the rows of gate and up separately, ``fc1`` does so in a gated MLP and shards plain
+rows in others; ``rows_if_local`` shards rows with the local layer spec and nothing with that of
+Transformer Engine (down projections of latent attention).
 """
 
 
@@ -34,10 +34,10 @@ class Rule:
     Attributes:
         name: Megatron's name; ``{layer}``, ``{depth}`` (of multi-token prediction) and
             ``{expert}`` stand for numbers.
-        rows: Layout of its rows, in Hugging Face names with the same placeholders; ``{layer}`` goes
-            on behind the last layer there.
+        rows: Where its rows come from, in Hugging Face names with the same placeholders; ``{layer}``
+            of multi-token prediction counts from the number of layers on.
         columns: Name of the size of its second dimension; None for a vector.
-        split: How tensor parallelism cuts it.
+        split: How tensor parallelism shards it.
         needs: Trait of the shape without which the parameter does not exist.
         layers: In which layers it exists; multi-token prediction has the kind of the last one.
         copies: Names under which Hugging Face has it once more for each depth of multi-token
@@ -46,7 +46,7 @@ class Rule:
     """
 
     name: str
-    rows: Layout
+    rows: ShardMap
     columns: str | None = None
     split: Split = None
     needs: str | None = None
@@ -57,7 +57,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of one model, whole: not cut by any parallelism.
+    """One parameter of one model, unsharded.
 
     Attributes:
         name: Megatron's name with the local layer spec, numbers counted over the whole model.
@@ -65,12 +65,12 @@ class Parameter:
         depth: Number of its layer of multi-token prediction, from 0; None outside those.
         expert: Number of its expert, from 0; None outside the experts.
         shape: Its shape.
-        segments: Layout of its rows, in Hugging Face names.
-        split: How tensor parallelism cuts it.
+        segments: Where its rows come from, in Hugging Face names.
+        split: How tensor parallelism shards it.
         moe: Its layer's MLP is a mixture of experts.
         latent: Its layer's attention is latent attention.
         columns: Name of the size of its second dimension.
-        copies: Further Hugging Face tensors that equal its only source.
+        copies: Other Hugging Face tensors that equal its only source.
         tied: Hugging Face tensors that must equal its only source where a file has them; they are
             never written.
     """
@@ -98,21 +98,21 @@ def parameters(rules: Sequence[Rule], shape: Shape) -> Iterator[Parameter]:
     """All parameters of a model, layer by layer, multi-token prediction last."""
     present = [rule for rule in rules if rule.needs is None or rule.needs in shape.has]
     inside = [rule for rule in present if "{layer}" in rule.name]
-    behind = [rule for rule in present if "{depth}" in rule.name]
+    mtp = [rule for rule in present if "{depth}" in rule.name]
     for rule in present:
-        if rule not in inside and rule not in behind:
+        if rule not in inside and rule not in mtp:
             yield _parameter(rule, shape)
     for layer, moe in enumerate(shape.moe_layers):
         for rule, expert in _of_layer(inside, shape, moe):
             yield _parameter(rule, shape, layer=layer, expert=expert, moe=moe)
     moe = shape.moe_layers[-1]
     for depth in range(shape["mtp"]):
-        for rule, expert in _of_layer(behind, shape, moe):
+        for rule, expert in _of_layer(mtp, shape, moe):
             yield _parameter(rule, shape, depth=depth, expert=expert, moe=moe)
 
 
 def _of_layer(rules: Sequence[Rule], shape: Shape, moe: bool) -> Iterator[tuple[Rule, int | None]]:
-    """The rules that hold for a layer, once for each expert where they are about experts."""
+    """The rules that apply to a layer, repeated for each expert where they name experts."""
     for rule in rules:
         if rule.layers != ("dense" if moe else "moe"):
             experts = range(shape["experts"]) if "{expert}" in rule.name else (None,)
@@ -150,9 +150,9 @@ def _parameter(
         latent="latent" in shape.has,
         columns=rule.columns,
         copies=tuple(
-            name.format(layer=shape.num_layers + further)
+            name.format(layer=shape.num_layers + depth)
             for name in rule.copies
-            for further in range(shape["mtp"])
+            for depth in range(shape["mtp"])
         ),
         tied=() if "untied" in shape.has else rule.tied,
     )

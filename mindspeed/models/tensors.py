@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mindspeed.models.rows import (
-    Layout,
+from mindspeed.models.table import Rule
+from mindspeed.models.weight_shards import (
+    ShardMap,
     grouped_pack,
     grouped_qkv,
     padded_vocabulary,
     stacked,
     whole,
 )
-from mindspeed.models.table import Rule
 
 _LAYER, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 _ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF + "self_attn."
@@ -47,7 +47,7 @@ _NORMS = (
 )
 
 
-def _attention(qkv: Mapping[str, Layout]) -> tuple[Rule, ...]:
+def _attention(qkv: Mapping[str, ShardMap]) -> tuple[Rule, ...]:
     """Attention with the projection to queries, keys and values as ``qkv`` has it."""
     out = _ATTENTION + "linear_proj."
     rules = [
@@ -132,8 +132,8 @@ _SHARED_EXPERT = (
 
 def _latent() -> tuple[Rule, ...]:
     def rule(ours: str, theirs: str, rows: str, columns: str | None = None, **more: Any) -> Rule:
-        layout = whole(f"{_HF_ATTENTION}{theirs}.weight", rows)
-        return Rule(f"{_ATTENTION}{ours}.weight", layout, columns, **more)
+        shard_map = whole(f"{_HF_ATTENTION}{theirs}.weight", rows)
+        return Rule(f"{_ATTENTION}{ours}.weight", shard_map, columns, **more)
 
     q, down = {"needs": "q_lora"}, "rows_if_local"
     return (

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 
 from mindspeed.built_model import BuiltModel, TrainedModel
+from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load
-from mindspeed.checkpoint.shards import is_cut
 from mindspeed.lora.load import is_peft
 from mindspeed.lora.load import load as load_adapter
 from mindspeed.storage.directory import root_and_iteration
@@ -34,7 +34,7 @@ def resume(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
     Returns:
         Where training continues; None if the adapters are new.
     """
-    if not is_cut(model.chunks[0]):  # there it was loaded while it was whole
+    if not is_sharded(model.chunks[0]):  # there it was loaded while it was whole
         load_base(args, model)
         model.optimizer.reload_model_params()
     if args.lora_load is None or is_peft(args.lora_load):

@@ -30,7 +30,7 @@ from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.load import load, needs_whole_stages
 from mindspeed.lora import LoraConfig, adapted, attach
 from mindspeed.lora.gradients import summed_over_tp
-from mindspeed.models import specials
+from mindspeed.models import model_extras
 from mindspeed.training import zero
 from mindspeed.training.adapters import load_base
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
@@ -47,7 +47,7 @@ def gpt_model(
 ) -> GPTModel:
     """One pipeline stage of a GPT; the default model provider."""
     model = GPTModel(**gpt_options(args, config, pre_process, post_process, vp_stage))
-    specials.change_model(args, model)
+    model_extras.change_model(args, model)
     return model
 
 
@@ -59,7 +59,7 @@ def gpt_options(
     vp_stage: int | None,
 ) -> dict[str, Any]:
     """What Megatron's ``GPTModel`` is built with."""
-    spec = specials.change_spec(args, layer_spec(args, config, vp_stage))
+    spec = model_extras.change_spec(args, layer_spec(args, config, vp_stage))
     alibi = args.position_embedding_type == "alibi"  # belongs to the attention
     return dict(
         config=config,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mindspeed.built_model import unwrap
-from mindspeed.checkpoint.shards import contents, is_cut
+from mindspeed.checkpoint.fsdp_state import contents, is_sharded
 from mindspeed.errors import ConfigError
 from mindspeed.lora.attach import adapted
 from mindspeed.lora.state import remember_base
@@ -157,7 +157,7 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
 
 def gradients(chunk: Any) -> list[torch.Tensor]:
     """What this rank keeps of a stage's gradients, in any ZeRO stage."""
-    if is_cut(chunk):  # not the buffers: their padding is what memory happened to hold
+    if is_sharded(chunk):  # not the buffers: their padding is what memory happened to hold
         named = chunk.param_and_grad_buffer.optimizer_named_parameters
         return [kept for _, parameter in named if (kept := gradient(parameter)) is not None]
     return [b.grad_data for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]

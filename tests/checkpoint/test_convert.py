@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed.checkpoint.weights.convert import Target, convert, open_weights, verify
 from mindspeed.device import track_memory
 from mindspeed.errors import CheckpointError, ConfigError, SecurityError
-from mindspeed.models.layout import Layout
+from mindspeed.models.parallel_sizes import ParallelSizes
 from tests.checkpoint import hf_ranks
 from tests.support.tiny import CASES
 
@@ -77,12 +77,14 @@ def test_through_all_formats_and_layouts_and_back(directories, tmp_path, name):
     last = chain(
         directories(name),
         tmp_path,
-        Target("torch", Layout(tensor=2, pipeline=2, virtual=2), vocab_multiple=64, **local),
+        Target("torch", ParallelSizes(tensor=2, pipeline=2, virtual=2), vocab_multiple=64, **local),
         Target("safetensors", max_file_bytes=20_000),
-        Target("torch", Layout(pipeline=4, expert=2 if moe else 1), grouped=moe),
+        Target("torch", ParallelSizes(pipeline=4, expert=2 if moe else 1), grouped=moe),
         Target("torch_dist", max_file_bytes=20_000),
-        Target("deepspeed", Layout(tensor=2)),
-        Target("torch", Layout(expert=4 if moe else 1), transformer_impl="transformer_engine"),
+        Target("deepspeed", ParallelSizes(tensor=2)),
+        Target(
+            "torch", ParallelSizes(expert=4 if moe else 1), transformer_impl="transformer_engine"
+        ),
         Target("hf", max_file_bytes=20_000),
     )
     same(files(last), files(directories(name)))
@@ -96,35 +98,35 @@ def test_megatron_to_megatron_keeps_trained_padding(directories, tmp_path):
     tensors["output_layer.weight"][100:] = 3.0
     save_file(tensors, path)
     path.with_name("digests.jsonl").unlink()  # changed on purpose
-    two, one = Target("torch", Layout(tensor=2, pipeline=2)), Target("torch")
+    two, one = Target("torch", ParallelSizes(tensor=2, pipeline=2)), Target("torch")
     last = chain(first, tmp_path / "b", two, one, Target("torch_dist"), Target("safetensors"))
     same(files(last / "release"), tensors)
 
 
 LAYOUTS = {
-    "tp2": ("llama2-gqa", 2, Layout(tensor=2), ("--tensor-model-parallel-size=2",)),
+    "tp2": ("llama2-gqa", 2, ParallelSizes(tensor=2), ("--tensor-model-parallel-size=2",)),
     "pp2-vpp2-tied": (
         "bloom",
         2,
-        Layout(pipeline=2, virtual=2),
+        ParallelSizes(pipeline=2, virtual=2),
         ("--pipeline-model-parallel-size=2", "--num-virtual-stages-per-pipeline-rank=2"),
     ),
     "ep2-grouped": (
         "qwen3-moe",
         2,
-        Layout(expert=2),
+        ParallelSizes(expert=2),
         ("--expert-model-parallel-size=2", "--moe-grouped-gemm"),
     ),
     "latent-tp2-local": (
         "deepseek-v3",
         2,
-        Layout(tensor=2),
+        ParallelSizes(tensor=2),
         ("--tensor-model-parallel-size=2", "--sequence-parallel", "--transformer-impl=local"),
     ),
     "uneven-pp2-tied": (
         "llama3.2-tied",
         2,
-        Layout(pipeline=2, layers=(3, 1)),
+        ParallelSizes(pipeline=2, layers=(3, 1)),
         ("--pipeline-model-parallel-size=2", "--decoder-first-pipeline-num-layers=3"),
     ),
 }
@@ -156,7 +158,9 @@ def test_rank_files_are_megatrons_own_state_dicts(directories, ranks, tmp_path, 
 
 def test_training_starts_from_a_legacy_checkpoint_in_another_layout(directories, ranks, tmp_path):
     source, flags = str(directories("llama2-gqa")), ("--pipeline-model-parallel-size=2",)
-    convert(open_weights(source), tmp_path, Target("torch", Layout(tensor=4), vocab_multiple=128))
+    convert(
+        open_weights(source), tmp_path, Target("torch", ParallelSizes(tensor=4), vocab_multiple=128)
+    )
     run = hf_ranks.weights
     legacy = ranks(2, run, source, str(tmp_path), flags, setup=SETUP, timeout=120)
     direct = ranks(2, run, source, f"hf:{source}", flags, setup=SETUP, timeout=120)
@@ -178,7 +182,7 @@ def test_a_gpt_that_no_family_describes_is_cut_anew(tmp_path):
     last = chain(
         tmp_path / "source",
         tmp_path,
-        Target("torch", Layout(tensor=2, pipeline=2)),
+        Target("torch", ParallelSizes(tensor=2, pipeline=2)),
         Target("torch_dist"),
         Target("torch"),
     )
@@ -233,11 +237,13 @@ def test_verify_finds_one_changed_byte(directories, tmp_path, form):
 def test_what_does_not_fit_a_layout_is_said_before_anything_is_written(directories, tmp_path):
     source, out = open_weights(directories("llama2-gqa")), tmp_path / "new" / "out"
     wrong = {
-        Layout(tensor=3): r"4 attention heads cannot be divided by --tp 3",
-        Layout(pipeline=3): r"4 layers cannot be divided into 3 equal pipeline stages",
-        Layout(pipeline=2, virtual=4): r"--vpp 4",
-        Layout(pipeline=2, layers=(2, 3)): r"--layers-per-stage 2,3: 2 numbers with the sum 4",
-        Layout(expert=2): r"--ep 2: the model has no experts",
+        ParallelSizes(tensor=3): r"4 attention heads cannot be divided by --tp 3",
+        ParallelSizes(pipeline=3): r"4 layers cannot be divided into 3 equal pipeline stages",
+        ParallelSizes(pipeline=2, virtual=4): r"--vpp 4",
+        ParallelSizes(
+            pipeline=2, layers=(2, 3)
+        ): r"--layers-per-stage 2,3: 2 numbers with the sum 4",
+        ParallelSizes(expert=2): r"--ep 2: the model has no experts",
     }
     for layout, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
@@ -275,7 +281,11 @@ class Code:
 
 
 def test_damaged_and_hostile_legacy_files(directories, tmp_path, capsys):
-    convert(open_weights(directories("llama2-gqa")), tmp_path / "a", Target("torch", Layout(2, 2)))
+    convert(
+        open_weights(directories("llama2-gqa")),
+        tmp_path / "a",
+        Target("torch", ParallelSizes(2, 2)),
+    )
     release = tmp_path / "a" / "release"
     path = release / "mp_rank_01_000" / "model_optim_rng.pt"
     data = path.read_bytes()
@@ -335,7 +345,7 @@ from mindspeed.checkpoint.weights.hugging_face import model_config
 from mindspeed.models.weight_source import Weights
 from mindspeed.device import host_memory
 from mindspeed.models.families import FAMILIES
-from mindspeed.models.layout import Layout
+from mindspeed.models.parallel_sizes import ParallelSizes
 
 
 class Made(Weights):
@@ -346,8 +356,8 @@ class Made(Weights):
         return torch.full(parameter.shape, 1.5)
 
 
-FORMS = (("torch", Layout(2)), ("deepspeed", Layout()), ("safetensors", Layout()),
-         ("torch_dist", Layout()), ("hf", Layout()))
+FORMS = (("torch", ParallelSizes(2)), *((form, ParallelSizes()) for form in
+         ("deepspeed", "safetensors", "torch_dist", "hf")))
 for size in ("small", "large"):  # the small one imports what writing needs
     folder = f"{sys.argv[1]}/{size}"
     source = Made("made", model_config(folder).namespace(), FAMILIES["llama"])

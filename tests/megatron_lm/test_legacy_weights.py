@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.checkpoint.weights.convert import Target, convert, open_weights
-from mindspeed.models.layout import Layout
+from mindspeed.models.parallel_sizes import ParallelSizes
 from tests.megatron_lm import weights_ranks
 from tests.megatron_lm.launch import pretrain
 from tests.support.tiny import CASES
@@ -25,11 +25,16 @@ Batch = list[tuple[torch.Tensor, torch.Tensor]]
 SETUP = "mindspeed.megatron_adaptor"
 LOAD = "--use-checkpoint-args --use-mp-args-from-checkpoint-args --finetune --no-load-optim"
 LAYOUTS = {
-    "tp2": ("llama2-gqa", Layout(tensor=2), None, ""),
-    "pp2-tied-local": ("llama3.2-tied", Layout(pipeline=2), "local", "--transformer-impl local"),
+    "tp2": ("llama2-gqa", ParallelSizes(tensor=2), None, ""),
+    "pp2-tied-local": (
+        "llama3.2-tied",
+        ParallelSizes(pipeline=2),
+        "local",
+        "--transformer-impl local",
+    ),
     "ep2-grouped": (
         "qwen3-moe",
-        Layout(expert=2),
+        ParallelSizes(expert=2),
         None,
         # Not among what --use-checkpoint-args takes.
         "--qk-layernorm --moe-grouped-gemm --moe-aux-loss-coeff 0",

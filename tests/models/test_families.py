@@ -12,9 +12,9 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 from mindspeed.models.families import family_of_config
-from mindspeed.models.rows import split
 from mindspeed.models.shape import shape_of
 from mindspeed.models.table import parameters
+from mindspeed.models.weight_shards import split
 from tests.models import model_ranks
 from tests.support.tiny import CASES, VOCAB
 

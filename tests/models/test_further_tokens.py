@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from mindspeed.checkpoint.weights.convert import Target, convert, open_weights, verify
 from mindspeed.errors import CheckpointError
-from mindspeed.models.layout import Layout
+from mindspeed.models.parallel_sizes import ParallelSizes
 from tests.models import model_ranks
 from tests.models.further_tokens import CASE, COPIES, FACTOR
 from tests.models.test_families import TOLERANCE, assembled
@@ -87,10 +87,12 @@ def test_through_all_formats_and_back_byte_for_byte(oracle, tmp_path):
     -> Hugging Face."""
     targets = (
         Target("torch_dist", vocab_multiple=64),
-        Target("torch", Layout(tensor=2, pipeline=2), transformer_impl="local"),
+        Target("torch", ParallelSizes(tensor=2, pipeline=2), transformer_impl="local"),
         Target("safetensors"),
-        Target("torch", Layout(expert=2), transformer_impl="transformer_engine", grouped=True),
-        Target("deepspeed", Layout(tensor=2)),
+        Target(
+            "torch", ParallelSizes(expert=2), transformer_impl="transformer_engine", grouped=True
+        ),
+        Target("deepspeed", ParallelSizes(tensor=2)),
         Target("hf"),
     )
     source = open_weights(oracle[0], mtp_num_layers=1)
@@ -107,8 +109,10 @@ def test_through_all_formats_and_back_byte_for_byte(oracle, tmp_path):
 @pytest.mark.parametrize(
     ("size", "layout", "flags"),
     [
-        pytest.param(2, Layout(pipeline=2), PP, id="pp"),
-        pytest.param(2, Layout(tensor=2), (*TP_SP, *LOCAL), id="local-tp", marks=pytest.mark.slow),
+        pytest.param(2, ParallelSizes(pipeline=2), PP, id="pp"),
+        pytest.param(
+            2, ParallelSizes(tensor=2), (*TP_SP, *LOCAL), id="local-tp", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_rank_files_are_megatrons_own_state_dicts(oracle, ranks, tmp_path, size, layout, flags):
@@ -129,7 +133,7 @@ def test_a_converted_checkpoint_is_the_model_in_other_layouts(oracle, ranks, tmp
     from tests.checkpoint import hf_ranks
 
     source = open_weights(oracle[0], mtp_num_layers=1)
-    for form, layout in (("torch_dist", Layout()), ("torch", Layout(tensor=2))):
+    for form, layout in (("torch_dist", ParallelSizes()), ("torch", ParallelSizes(tensor=2))):
         convert(source, tmp_path / form, Target(form, layout, vocab_multiple=64))
     flags = (*MTP, *PP)
     expected, *others = (

@@ -1,7 +1,7 @@
 """Any format to any other: open, adapt, write, look once more, publish.
 
     source = open_weights("Qwen3-8B")
-    convert(source, "checkpoints", Target("torch", Layout(tensor=4, pipeline=2)))
+    convert(source, "checkpoints", Target("torch", ParallelSizes(tensor=4, pipeline=2)))
 
 What is wrong with the source is said before anything is written; the output appears under its name
 when all its bytes are on the disk.
@@ -36,8 +36,8 @@ from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.files import atomic_write_text, check_path, harden_tree, make_dirs
 from mindspeed.models.families import Family
 from mindspeed.models.hf_files import CONFIG
-from mindspeed.models.layout import Layout
 from mindspeed.models.naming import Scheme
+from mindspeed.models.parallel_sizes import ParallelSizes
 from mindspeed.models.weight_source import Adapted, Weights, padded_vocab
 from mindspeed.storage import directory
 from mindspeed.storage.common_state import common_state
@@ -54,7 +54,7 @@ class Target:
 
     Attributes:
         format: Of the files.
-        layout: Ranks that a legacy checkpoint has files for.
+        parallel: Parallel sizes that a legacy checkpoint has files for.
         transformer_impl: Layer spec of the Megatron model; None keeps the source's.
         grouped: Experts are computed together, in a legacy checkpoint.
         vocab_multiple: Each rank's rows of the vocabulary are a multiple of this; None keeps the
@@ -67,7 +67,7 @@ class Target:
     """
 
     format: Format
-    layout: Layout = field(default_factory=Layout)
+    parallel: ParallelSizes = field(default_factory=ParallelSizes)
     transformer_impl: Scheme | None = None
     grouped: bool = False
     vocab_multiple: int | None = None
@@ -204,7 +204,9 @@ def _same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def _adapted(source: Weights, target: Target, on_read: Callable[[int], object]) -> Weights:
     """The source as the target wants it."""
-    padded = padded_vocab(source, target.added_tokens, target.vocab_multiple, target.layout.tensor)
+    padded = padded_vocab(
+        source, target.added_tokens, target.vocab_multiple, target.parallel.tensor
+    )
     weights = Adapted(
         source,
         dtype=target.dtype,
@@ -229,7 +231,7 @@ def _write(weights: Weights, folder: Path, target: Target) -> None:
         write_torch_dist(weights, folder, max_file_bytes=limit or 1 << 30)
     else:
         deepspeed = target.format == "deepspeed"
-        write_legacy(weights, folder, target.layout, grouped=target.grouped, deepspeed=deepspeed)
+        write_legacy(weights, folder, target.parallel, grouped=target.grouped, deepspeed=deepspeed)
 
 
 @contextmanager

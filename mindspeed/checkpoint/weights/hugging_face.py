@@ -33,8 +33,8 @@ from mindspeed.models.hf_files import (
 )
 from mindspeed.models.model_config import ModelConfig
 from mindspeed.models.naming import Scheme
-from mindspeed.models.rows import split
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_shards import split
 from mindspeed.models.weight_source import Weights
 
 # What belongs to a model beside its weights; copied as it is.

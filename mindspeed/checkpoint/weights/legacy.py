@@ -1,4 +1,4 @@
-"""Megatron's legacy format (``--ckpt-format torch``): read in any layout, written in any other.
+"""Megatron's legacy format (``--ckpt-format torch``): read and written for any parallel sizes.
 
 A parameter of the whole model is in the files of some ranks under a name that depends on the layer
 spec, the stage's own count of layers and the rank's own count of experts. Readers find all of this
@@ -21,8 +21,15 @@ from mindspeed.checkpoint.state import stored_args
 from mindspeed.checkpoint.weights.rank_files import Rank, RankFile, file_name, load_files
 from mindspeed.errors import CheckpointError
 from mindspeed.models.families import Family
-from mindspeed.models.layout import Layout, Place, cut, joined, part_shape, places
 from mindspeed.models.naming import Scheme, local_name
+from mindspeed.models.parallel_sizes import (
+    ParallelSizes,
+    RankLocation,
+    locations,
+    shard,
+    shard_shape,
+    unshard,
+)
 from mindspeed.models.table import Parameter
 from mindspeed.models.weight_source import Weights
 
@@ -60,7 +67,7 @@ class LegacyWeights(Weights):
         self._tensor = 1 + max(rank.tensor for rank in self._files)
         pipeline = 1 + max(rank.pipeline for rank in self._files)
         expert = 1 + max(rank.expert for rank in self._files)
-        self._layout = Layout(self._tensor, pipeline, len(self._files[Rank(0, 0, 0)]), expert)
+        self._sizes = ParallelSizes(self._tensor, pipeline, len(self._files[Rank(0, 0, 0)]), expert)
         self._stages = self._found_stages()
         keys = {key for chunks in self._files.values() for chunk in chunks for key in chunk}
         engine = any(".layer_norm_weight" in key for key in keys)
@@ -74,35 +81,35 @@ class LegacyWeights(Weights):
         return self._part(parameter, 0).dtype
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The parameter, put together from the parts of the tensor-parallel ranks."""
+        """The parameter, joined from the shards of the tensor-parallel ranks."""
         parts = [self._part(parameter, rank) for rank in range(self._tensor)]
-        return joined(parts, parameter, self._scheme)
+        return unshard(parts, parameter, self._scheme)
 
     def _part(self, parameter: Parameter, tensor: int) -> torch.Tensor:
-        place = self._place(parameter)
-        name = self._name(parameter, place)
-        rank = Rank(tensor, place.pipeline, place.expert or 0)
-        part = self._files[rank][place.virtual].get(name)
+        location = self._location(parameter)
+        name = self._name(parameter, location)
+        rank = Rank(tensor, location.pipeline, location.expert or 0)
+        part = self._files[rank][location.virtual].get(name)
         if part is None:
             raise CheckpointError(
                 f"{self.where}: there is no {name} in the files of pipeline rank "
-                f"{place.pipeline} (Megatron's {parameter.name})"
+                f"{location.pipeline} (Megatron's {parameter.name})"
             )
         return part
 
-    def _name(self, parameter: Parameter, place: Place) -> str:
-        if place.copied:
+    def _name(self, parameter: Parameter, location: RankLocation) -> str:
+        if location.copied:
             return _OUTPUT
         return local_name(
-            parameter, self._scheme, place.layer, place.local_expert, grouped=self._grouped
+            parameter, self._scheme, location.layer, location.local_expert, grouped=self._grouped
         )
 
     def _surplus(self) -> list[str]:
         """Names in the files that no parameter has."""
         used = {
-            (place.pipeline, place.virtual, self._name(parameter, place))
+            (location.pipeline, location.virtual, self._name(parameter, location))
             for parameter in self.table
-            for place in self._places(parameter)
+            for location in self._locations(parameter)
         }
         found = {
             (rank.pipeline, virtual, name)
@@ -113,16 +120,16 @@ class LegacyWeights(Weights):
         }
         return sorted(name for _, _, name in found - used)
 
-    def _place(self, parameter: Parameter) -> Place:
-        return next(self._places(parameter))
+    def _location(self, parameter: Parameter) -> RankLocation:
+        return next(self._locations(parameter))
 
-    def _places(self, parameter: Parameter) -> Iterator[Place]:
-        return places(parameter, self._layout, self._stages, self.shape)
+    def _locations(self, parameter: Parameter) -> Iterator[RankLocation]:
+        return locations(parameter, self._sizes, self._stages, self.shape)
 
     def _found_stages(self) -> list[range]:
         """Layers of each stage, counted in the files."""
         stages, start = [], 0
-        for virtual, pipeline in product(range(self._layout.virtual), range(self._layout.pipeline)):
+        for virtual, pipeline in product(range(self._sizes.virtual), range(self._sizes.pipeline)):
             chunk = self._files[Rank(0, pipeline, 0)][virtual]
             layers = {int(match[1]) for key in chunk if (match := _LAYER.match(key))}
             stages.append(range(start, start + len(layers)))
@@ -136,7 +143,7 @@ class LegacyWeights(Weights):
 
     def _check(self) -> None:
         for parameter in self.table:
-            expected = part_shape(parameter, self._scheme, self._tensor)
+            expected = shard_shape(parameter, self._scheme, self._tensor)
             for rank in range(self._tensor):
                 found = tuple(self._part(parameter, rank).shape)
                 if found != expected:
@@ -149,17 +156,17 @@ class LegacyWeights(Weights):
 def write_legacy(
     weights: Weights,
     folder: Path,
-    layout: Layout,
+    sizes: ParallelSizes,
     *,
     grouped: bool = False,
     deepspeed: bool = False,
 ) -> None:
-    """Write a checkpoint with one file for each rank of a layout.
+    """Write a checkpoint with one file for each rank.
 
     Args:
         weights: The model; ``transformer_impl`` of its values says for which layer spec.
         folder: An existing directory.
-        layout: The layout.
+        sizes: Parallel sizes of the run that will load it.
         grouped: For experts that are computed together (``--moe-grouped-gemm``).
         deepspeed: Files as DeepSpeed names them.
 
@@ -167,41 +174,43 @@ def write_legacy(
         ConfigError: The model cannot be spread like this.
     """
     args, shape = weights.args, weights.shape
-    layout.check(shape, args.num_attention_heads)
+    sizes.check(shape, args.num_attention_heads)
     scheme: Scheme = args.transformer_impl
-    stages = layout.stages(shape.num_layers)
+    stages = sizes.stages(shape.num_layers)
 
     def targets(parameter: Parameter) -> list[tuple[int, int, int, str]]:
         """Pipeline rank, expert rank, virtual stage and name of each copy of a parameter."""
         found = []
-        for place in places(parameter, layout, stages, shape):
-            name = local_name(parameter, scheme, place.layer, place.local_expert, grouped=grouped)
-            name = _OUTPUT if place.copied else name
-            experts = range(layout.expert) if place.expert is None else (place.expert,)
-            found += [(place.pipeline, expert, place.virtual, name) for expert in experts]
+        for location in locations(parameter, sizes, stages, shape):
+            name = local_name(
+                parameter, scheme, location.layer, location.local_expert, grouped=grouped
+            )
+            name = _OUTPUT if location.copied else name
+            experts = range(sizes.expert) if location.expert is None else (location.expert,)
+            found += [(location.pipeline, expert, location.virtual, name) for expert in experts]
         return found
 
     contents: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(
-        lambda: [{} for _ in range(layout.virtual)]
+        lambda: [{} for _ in range(sizes.virtual)]
     )
     for parameter in weights.table:
-        entry = weights.dtype(parameter), part_shape(parameter, scheme, layout.tensor)
+        entry = weights.dtype(parameter), shard_shape(parameter, scheme, sizes.tensor)
         for pipeline, expert, virtual, name in targets(parameter):
             contents[pipeline, expert][virtual][name] = entry
-    extra = _extra(args, layout, grouped=grouped, deepspeed=deepspeed)
+    extra = _extra(args, sizes, grouped=grouped, deepspeed=deepspeed)
     files = {}
     for pipeline, expert, tensor in product(
-        range(layout.pipeline), range(layout.expert), range(layout.tensor)
+        range(sizes.pipeline), range(sizes.expert), range(sizes.tensor)
     ):
         rank = Rank(tensor, pipeline, expert)
         name = file_name(
-            rank, pipeline=layout.pipeline > 1, expert=layout.expert > 1, deepspeed=deepspeed
+            rank, pipeline=sizes.pipeline > 1, expert=sizes.expert > 1, deepspeed=deepspeed
         )
         chunks = contents[pipeline, expert]
         files[rank] = RankFile(folder / name, chunks, extra, deepspeed=deepspeed)
     for parameter in weights.table:
         whole = weights.read(parameter)
-        for tensor, part in enumerate(cut(whole, parameter, scheme, layout.tensor)):
+        for tensor, part in enumerate(shard(whole, parameter, scheme, sizes.tensor)):
             for pipeline, expert, virtual, name in targets(parameter):
                 files[Rank(tensor, pipeline, expert)].write(virtual, name, part)
     for file in files.values():
@@ -209,14 +218,14 @@ def write_legacy(
 
 
 def _extra(
-    args: argparse.Namespace, layout: Layout, *, grouped: bool, deepspeed: bool
+    args: argparse.Namespace, sizes: ParallelSizes, *, grouped: bool, deepspeed: bool
 ) -> dict[str, Any]:
     values = stored_args(args)
-    values.tensor_model_parallel_size = layout.tensor
-    values.pipeline_model_parallel_size = layout.pipeline
-    values.virtual_pipeline_model_parallel_size = layout.virtual if layout.virtual > 1 else None
-    values.expert_model_parallel_size = layout.expert
-    values.expert_tensor_parallel_size = layout.tensor
+    values.tensor_model_parallel_size = sizes.tensor
+    values.pipeline_model_parallel_size = sizes.pipeline
+    values.virtual_pipeline_model_parallel_size = sizes.virtual if sizes.virtual > 1 else None
+    values.expert_model_parallel_size = sizes.expert
+    values.expert_tensor_parallel_size = sizes.tensor
     # Megatron-LM takes it from here, and leaves out weights that it finds under other names.
     values.moe_grouped_gemm = grouped
     values.ckpt_format = "torch"

@@ -24,8 +24,8 @@ from mindspeed.errors import CheckpointError
 from mindspeed.files import atomic_write_text
 from mindspeed.models.families import Family
 from mindspeed.models.hf_files import HFReader, specs_of, write_weights
-from mindspeed.models.rows import Segment
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_shards import Segment
 from mindspeed.models.weight_source import Weights
 
 ARGS = "megatron.json"

@@ -1,12 +1,13 @@
-"""A Megatron parameter is a stack of rows of Hugging Face tensors.
+"""How a Megatron parameter is put together from rows of Hugging Face tensors.
 
     linear_qkv = [ q of group 0 | k of group 0 | v of group 0 | q of group 1 | ... ]
     linear_fc1 = [ gate | up ]
     embedding  = [ vocabulary | zeros up to the padded size ]
 
-A layout is a function from the model's :class:`Shape` to such a stack of :class:`Segment`. Merging
-two models' formats is copying segments, splitting them is copying them back, and a rank that holds
-rows ``a`` to ``b`` reads the segments that overlap. Columns are never reordered.
+A :data:`ShardMap` is a function from the model's :class:`Shape` to such a list of :class:`Segment`,
+concatenated along the rows. Converting copies segments, converting back copies them the other way,
+and a tensor-parallel rank that holds rows ``a`` to ``b`` reads the segments that overlap them.
+Columns are never reordered.
 """
 
 from __future__ import annotations
@@ -32,48 +33,48 @@ class Segment:
     size: str | None = None
 
 
-Layout = Callable[[Shape], tuple[Segment, ...]]
+ShardMap = Callable[[Shape], tuple[Segment, ...]]
 
 
-def whole(name: str, rows: str) -> Layout:
+def whole(name: str, rows: str) -> ShardMap:
     """The tensor as it is; ``rows`` is the name of its size."""
     return lambda shape: (Segment(name, 0, shape[rows], rows),)
 
 
-def stacked(names: Sequence[str], rows: str) -> Layout:
-    """Several tensors of ``rows`` rows, one below the other."""
+def stacked(names: Sequence[str], rows: str) -> ShardMap:
+    """Several tensors of ``rows`` rows, concatenated."""
     return lambda shape: tuple(Segment(name, 0, shape[rows], rows) for name in names)
 
 
-def padded_vocabulary(name: str) -> Layout:
+def padded_vocabulary(name: str) -> ShardMap:
     """One row per token, then zeros up to the padded size."""
 
-    def layout(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[Segment, ...]:
         real, padding = shape["vocab"], shape["padded_vocab"] - shape["vocab"]
         tokens = Segment(name, 0, real, "vocab")
         return (tokens, Segment(None, 0, padding)) if padding else (tokens,)
 
-    return layout
+    return shard_map
 
 
-def grouped_qkv(query: str, key: str, value: str) -> Layout:
+def grouped_qkv(query: str, key: str, value: str) -> ShardMap:
     """Per key/value head: its query heads, then the key, then the value."""
 
-    def layout(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[Segment, ...]:
         return tuple(_groups(shape, (query, key, value), (0, 0, 0)))
 
-    return layout
+    return shard_map
 
 
-def grouped_pack(name: str) -> Layout:
+def grouped_pack(name: str) -> ShardMap:
     """Like :func:`grouped_qkv`, from one tensor ``[all q; all k; all v]``."""
 
-    def layout(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[Segment, ...]:
         first_key = shape["query"]
         starts = (0, first_key, first_key + shape["key"])
         return tuple(_groups(shape, (name, name, name), starts))
 
-    return layout
+    return shard_map
 
 
 def _groups(
@@ -88,28 +89,28 @@ def _groups(
 
 
 def total_rows(segments: Sequence[Segment]) -> int:
-    """Rows of the stack."""
+    """Number of rows of the Megatron parameter."""
     return sum(segment.count for segment in segments)
 
 
 def overlap(segments: Sequence[Segment], start: int, count: int) -> Iterator[tuple[Segment, int]]:
-    """What rows ``start`` to ``start + count`` of the stack consist of.
+    """The segments that rows ``start`` to ``start + count`` of a parameter consist of.
 
     Yields:
-        A segment cut to the range, and the row of the range where it begins.
+        A segment clipped to the range, and its first row relative to ``start``.
     """
     position = 0
     for segment in segments:
         first = max(start, position)
         last = min(start + count, position + segment.count)
         if first < last:
-            cut = Segment(segment.name, segment.start + first - position, last - first)
-            yield cut, first - start
+            clipped = Segment(segment.name, segment.start + first - position, last - first)
+            yield clipped, first - start
         position += segment.count
 
 
 def source_rows(segments: Sequence[Segment]) -> dict[str, int]:
-    """Rows of each tensor that a stack is made of, zeros left out."""
+    """Number of rows of each source tensor; padding has none."""
     rows: dict[str, int] = {}
     for segment in segments:
         if segment.name is not None:
@@ -119,11 +120,14 @@ def source_rows(segments: Sequence[Segment]) -> dict[str, int]:
 
 
 def split(tensor: torch.Tensor, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
-    """The tensors that a whole stack was made of; those in one piece are views of it.
+    """The Hugging Face tensors of a whole Megatron parameter.
 
     Args:
-        tensor: The stack, its rows in the first dimension.
-        segments: Its layout.
+        tensor: ``[rows]`` or ``[rows, columns]``, any dtype.
+        segments: Where its rows come from.
+
+    Returns:
+        Name -> tensor of the same dtype; a view of ``tensor`` where its rows are contiguous there.
     """
     sizes = source_rows(segments)
     result: dict[str, torch.Tensor] = {}

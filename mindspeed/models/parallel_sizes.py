@@ -1,4 +1,4 @@
-"""Which part of a model one rank holds: tensor, pipeline, virtual pipeline and expert parallelism.
+"""Which shard of a model one rank holds: tensor, pipeline, virtual pipeline and expert parallelism.
 
 Pure functions of numbers, without ranks or process groups. A pipeline's stages take turns: with
 four layers, two ranks and two virtual stages,
@@ -6,8 +6,8 @@ four layers, two ranks and two virtual stages,
     rank 0    layer 0    layer 2
     rank 1    layer 1    layer 3
 
-Tensor parallelism cuts a parameter as its :data:`~mindspeed.models.table.Split` says; experts are
-dealt out in order, each with all its rows that tensor parallelism leaves.
+Tensor parallelism shards a parameter as its :data:`~mindspeed.models.table.Split` says; expert
+parallelism gives each rank consecutive experts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WORDS = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a model is spread over ranks.
+class ParallelSizes:
+    """Sizes of the parallel groups of a model.
 
     Attributes:
         tensor: Tensor parallel size, of dense layers and of experts.
@@ -73,7 +73,7 @@ class Layout:
         return [range(end - size, end) for size, end in zip(counts, ends, strict=True)]
 
     def check(self, shape: Shape, heads: int) -> None:
-        """See that a model can be spread like this.
+        """Check that a model can be divided like this.
 
         Args:
             shape: The model.
@@ -104,7 +104,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """A parameter in one file of a checkpoint that has a file for each rank.
 
     Attributes:
@@ -113,7 +113,7 @@ class Place:
         expert: Rank among the experts' ranks; None: all of them have it.
         layer: Number of the layer in its stage.
         local_expert: Number of the expert on its rank.
-        copied: It is the word embeddings once more, for the output of a later stage.
+        copied: The word embeddings, repeated for the tied output layer of the last stage.
     """
 
     pipeline: int
@@ -124,41 +124,51 @@ class Place:
     copied: bool = False
 
 
-def places(
-    parameter: Parameter, layout: Layout, stages: Sequence[range], shape: Shape
-) -> Iterator[Place]:
-    """Where the ranks of a layout hold a parameter.
+def locations(
+    parameter: Parameter, sizes: ParallelSizes, stages: Sequence[range], shape: Shape
+) -> Iterator[RankLocation]:
+    """The ranks that hold a parameter, and where.
 
     Args:
         parameter: Which one.
-        layout: The layout.
-        stages: Its stages for this model.
+        sizes: Parallel sizes.
+        stages: Their stages for this model.
         shape: The model.
     """
     expert = local = None
     if parameter.expert is not None:
-        expert, local = divmod(parameter.expert, shape["experts"] // layout.expert)
+        expert, local = divmod(parameter.expert, shape["experts"] // sizes.expert)
     if parameter.layer is not None:
         for number, layers in enumerate(stages):
             if parameter.layer in layers:
-                virtual, pipeline = divmod(number, layout.pipeline)
-                yield Place(pipeline, virtual, expert, parameter.layer - layers.start, local)
+                virtual, pipeline = divmod(number, sizes.pipeline)
+                yield RankLocation(pipeline, virtual, expert, parameter.layer - layers.start, local)
         return
     first = parameter.name.startswith(_FIRST)
-    virtual, pipeline = divmod(0 if first else len(stages) - 1, layout.pipeline)
-    yield Place(pipeline, virtual, expert, None, local)
-    if parameter.name == _WORDS and layout.pipeline > 1:
-        last = Place(layout.pipeline - 1, layout.virtual - 1, None, None, None)
+    virtual, pipeline = divmod(0 if first else len(stages) - 1, sizes.pipeline)
+    yield RankLocation(pipeline, virtual, expert, None, local)
+    if parameter.name == _WORDS and sizes.pipeline > 1:
+        last = RankLocation(sizes.pipeline - 1, sizes.virtual - 1, None, None, None)
         if shape["mtp"]:  # it embeds further tokens
             yield last
         if "untied" not in shape.has:
             yield replace(last, copied=True)
 
 
-def cut(
+def shard(
     tensor: torch.Tensor, parameter: Parameter, scheme: Scheme, size: int
 ) -> Iterator[torch.Tensor]:
-    """A whole parameter -> the parts of all tensor-parallel ranks, one after the other."""
+    """The shards of a parameter, one per tensor-parallel rank.
+
+    Args:
+        tensor: The whole parameter, ``[rows]`` or ``[rows, columns]``, any dtype.
+        parameter: Which one.
+        scheme: Layer spec; with ``local`` some projections of latent attention are sharded.
+        size: Tensor parallel size.
+
+    Yields:
+        The shard of rank 0, 1 ..., of shape :func:`shard_shape` and the same dtype.
+    """
     kind = _kind(parameter, scheme)
     if kind is None:
         yield from (tensor for _ in range(size))
@@ -169,8 +179,8 @@ def cut(
         yield from tensor.chunk(size, dim=1 if kind == "columns" else 0)
 
 
-def part_shape(parameter: Parameter, scheme: Scheme, size: int) -> tuple[int, ...]:
-    """Shape of what one tensor-parallel rank holds of a parameter."""
+def shard_shape(parameter: Parameter, scheme: Scheme, size: int) -> tuple[int, ...]:
+    """Shape of the shard of a parameter that one of ``size`` tensor-parallel ranks holds."""
     kind = _kind(parameter, scheme)
     shape = list(parameter.shape)
     if kind is not None:
@@ -178,15 +188,24 @@ def part_shape(parameter: Parameter, scheme: Scheme, size: int) -> tuple[int, ..
     return tuple(shape)
 
 
-def joined(parts: Sequence[torch.Tensor], parameter: Parameter, scheme: Scheme) -> torch.Tensor:
-    """The parts of all tensor-parallel ranks -> the whole parameter."""
+def unshard(shards: Sequence[torch.Tensor], parameter: Parameter, scheme: Scheme) -> torch.Tensor:
+    """The whole parameter from the shards of all tensor-parallel ranks; inverse of :func:`shard`.
+
+    Args:
+        shards: One per rank, in order, each of shape :func:`shard_shape`.
+        parameter: Which one.
+        scheme: Layer spec.
+
+    Returns:
+        ``[rows]`` or ``[rows, columns]``, in the dtype of the shards.
+    """
     kind = _kind(parameter, scheme)
-    if kind is None or len(parts) == 1:
-        return parts[0]
+    if kind is None or len(shards) == 1:
+        return shards[0]
     if kind == "halves":
-        halves = [part.chunk(2) for part in parts]
+        halves = [one.chunk(2) for one in shards]
         return torch.cat([half[i] for i in (0, 1) for half in halves])
-    return torch.cat(tuple(parts), dim=1 if kind == "columns" else 0)
+    return torch.cat(tuple(shards), dim=1 if kind == "columns" else 0)
 
 
 def _kind(parameter: Parameter, scheme: Scheme) -> str | None:

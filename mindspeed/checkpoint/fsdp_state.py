@@ -106,7 +106,7 @@ def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
     return Contents(tuple(parts), others)
 
 
-def is_cut(chunk: Any) -> bool:
+def is_sharded(chunk: Any) -> bool:
     """Whether ranks keep shares of the parameters of a stage."""
     return isinstance(getattr(chunk, "contents", None), Contents)
 

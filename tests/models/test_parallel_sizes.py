@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from mindspeed.errors import ConfigError
-from mindspeed.models.layout import Layout, cut, joined, part_shape
+from mindspeed.models.parallel_sizes import ParallelSizes, shard, shard_shape, unshard
 from mindspeed.models.table import Parameter
 
 
@@ -26,7 +26,7 @@ PARTS = {
 @pytest.mark.parametrize("split", [*PARTS, "columns", None])
 def test_parts_are_what_tensor_parallel_ranks_hold_and_join_to_the_whole(split):
     whole, one = torch.arange(48.0).view(8, 6), parameter(split)
-    parts = list(cut(whole, one, "local", 2))
+    parts = list(shard(whole, one, "local", 2))
     if split in PARTS:
         rows = [[int(word) for word in words.split()] for words in PARTS[split]]
         assert all(torch.equal(part, whole[r]) for part, r in zip(parts, rows, strict=True))
@@ -34,24 +34,28 @@ def test_parts_are_what_tensor_parallel_ranks_hold_and_join_to_the_whole(split):
         assert torch.equal(parts[0], whole[:, :3]) and torch.equal(parts[1], whole[:, 3:])
     else:
         assert all(torch.equal(part, whole) for part in parts)
-    assert {part_shape(one, "local", 2)} == {tuple(part.shape) for part in parts}
-    assert torch.equal(joined(parts, one, "local"), whole)
+    assert {shard_shape(one, "local", 2)} == {tuple(part.shape) for part in parts}
+    assert torch.equal(unshard(parts, one, "local"), whole)
 
 
 def test_what_only_the_local_spec_cuts_is_whole_elsewhere():
     one = parameter("rows_if_local")
-    assert part_shape(one, "transformer_engine", 2) == (8, 6) and part_shape(one, "local", 2) == (
+    assert shard_shape(one, "transformer_engine", 2) == (8, 6) and shard_shape(one, "local", 2) == (
         4,
         6,
     )
 
 
 def test_stages_are_runs_of_layers():
-    assert Layout(pipeline=2).stages(6) == [range(0, 3), range(3, 6)]
-    assert Layout(pipeline=2, virtual=2).stages(8) == [range(n, n + 2) for n in (0, 2, 4, 6)]
-    assert Layout(pipeline=3, layers=(1, 4, 1)).stages(6) == [range(1), range(1, 5), range(5, 6)]
+    assert ParallelSizes(pipeline=2).stages(6) == [range(0, 3), range(3, 6)]
+    assert ParallelSizes(pipeline=2, virtual=2).stages(8) == [range(n, n + 2) for n in (0, 2, 4, 6)]
+    assert ParallelSizes(pipeline=3, layers=(1, 4, 1)).stages(6) == [
+        range(1),
+        range(1, 5),
+        range(5, 6),
+    ]
     with pytest.raises(ConfigError, match="7 layers cannot be divided into 2 equal"):
-        Layout(pipeline=2).stages(7)
+        ParallelSizes(pipeline=2).stages(7)
     for layers in ((1, 5), (2, 2, 1)):
         with pytest.raises(ConfigError, match="3 numbers with the sum 6 are needed"):
-            Layout(pipeline=3, layers=layers).stages(6)
+            ParallelSizes(pipeline=3, layers=layers).stages(6)
