@@ -13,6 +13,7 @@ when the first function arrives, and calls all functions in the order in which t
 | rows            | rows: the leader's micro-batch, as read | rows                            |
 | documents       | borders, tokens on the host, tokenizer  | borders of the documents        |
 | schedule        | forward_backward_func                   | forward_backward_func           |
+| optimizer_args  | dict: ``get_megatron_optimizer``'s      | dict                            |
 | optimizer       | optimizer                               | optimizer                       |
 | train           | (nothing)                               | context manager around training |
 | step            | iteration (1-based, the one that runs)  | context manager around one step |
@@ -38,11 +39,15 @@ training loop: Megatron-LM's reaches them through patches of ``megatron.training
 calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
-A feature that replaces a computation inside Megatron's modules, or a decision of attention, hands
-it to ``seams.use_kernels`` (:mod:`mindspeed.te.kernels`, :mod:`mindspeed.te.attention_policy`);
-Megatron's own functions for the same then call it, too (:mod:`mindspeed.adaptor.computations`).
-What a feature must change outside Megatron (environment, torch's flags) it changes through
-``seams.journal``, and it is restored when the feature is detached.
+With ``--optimizer muon`` the two optimizer seams see the Adam of parameters that are no matrices.
+
+A feature that replaces a computation inside Megatron's modules, a decision of attention, or the
+update rule and state storage of Adam, hands it to ``seams.use_kernels``
+(:mod:`mindspeed.te.kernels`, :mod:`mindspeed.te.attention_policy`,
+:mod:`mindspeed.te.optimizer_policy`); Megatron's own functions for the same then call it, too
+(:mod:`mindspeed.adaptor.computations`). What a feature must change outside Megatron (environment,
+torch's flags) it changes through ``seams.journal``, and it is restored when the feature is
+detached.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ from mindspeed.adaptor import computations, documents, model_construction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
-from mindspeed.te import attention_policy, kernels
+from mindspeed.te import attention_policy, kernels, optimizer_policy
 
 
 class Seam:
@@ -107,6 +112,7 @@ class Seams:
 
     def __init__(self, engine: PatchEngine) -> None:
         self.model_construction = model_construction.build_patch(self)  # shared by three seams
+        self.optimizer_construction = _optimizer_construction(self)  # shared by two
         self._all = {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
         self.journal = Journal()
         self._engine = engine
@@ -125,12 +131,16 @@ class Seams:
         self.train.add(lambda: _arguments_changed(values), owner=owner)
 
     def use_kernels(self, *, owner: str, **functions: Callable[..., Any]) -> None:
-        """Use ``functions`` instead of those of the same names in te.kernels or attention_policy.
+        """Use ``functions`` instead of those of the same names in te's tables.
 
-        Megatron's own functions for the same are patched to call them.
+        The tables are te.kernels, attention_policy and optimizer_policy. Megatron's own functions
+        for the same are patched to call them.
         """
         for name, function in functions.items():
-            self.journal.set(_table_with(name), name, function, owner=owner)
+            table = _table_with(name)
+            if table is optimizer_policy:
+                optimizer_policy.check_in_use(owner)
+            self.journal.set(table, name, function, owner=owner)
             for patch in computations.CALLS.get(name, ()):
                 self._engine.add(patch)
 
@@ -170,7 +180,7 @@ _SEAM_OF_METHOD = {"use_kernels": "kernels", "while_training": "train"}
 
 def _table_with(name: str) -> ModuleType:
     """The module whose function ``name`` features may replace."""
-    tables = (kernels, attention_policy)
+    tables = (kernels, attention_policy, optimizer_policy)
     for module in tables:
         found = getattr(module, name, None)
         if callable(found) and not name.startswith("_"):
@@ -261,6 +271,23 @@ def _pipe_result(seam: str, target: str, expects: str, why: str) -> Callable[[Se
         return (Patch(target, make, owner_of(seam), why, expects=expects),)
 
     return patches
+
+
+def _optimizer_construction(seams: Seams) -> Patch:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+            given = seams.optimizer_args.pipe(dict(bind(original, args, kwargs)))
+            return seams.optimizer.pipe(original(**given))
+
+        return get_megatron_optimizer
+
+    return Patch(
+        "megatron.core.optimizer:get_megatron_optimizer",
+        make,
+        owner_of("optimizer"),
+        "features choose the optimizer's configuration, wrap or replace it",
+        expects="(config, model_chunks, ...)",
+    )
 
 
 def _train(seams: Seams) -> tuple[Patch, ...]:
@@ -369,12 +396,8 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
         "(...)",
         "features choose the pipeline schedule",
     ),
-    "optimizer": _pipe_result(
-        "optimizer",
-        "megatron.core.optimizer:get_megatron_optimizer",
-        "(config, model_chunks, ...)",
-        "features wrap or replace the optimizer",
-    ),
+    "optimizer_args": lambda seams: (seams.optimizer_construction,),
+    "optimizer": lambda seams: (seams.optimizer_construction,),
     "train": _train,
     "step": _step,
     "log": _log,

@@ -1,15 +1,16 @@
-"""``FusedAdam`` and ``FusedSGD`` with the conventions Megatron's optimizers rely on.
+"""``FusedAdam`` with the conventions Megatron's optimizers rely on.
 
 * ``step`` is a number in the param group, not a tensor per parameter.
-* The state of a parameter holds exactly ``exp_avg``, ``exp_avg_sq`` and, with ``master_weights``,
-  ``master_param``; every key is written to checkpoints.
+* The state of a parameter holds exactly ``exp_avg``, ``exp_avg_sq``, the other states of the update
+  rule and, with ``master_weights``, ``master_param``; every key is written to checkpoints.
 * ``get_unscaled_state`` / ``set_scaled_state`` read and write states as fp32 whatever they are
   stored in, so a checkpoint does not depend on the storage; ``load_state_dict`` keeps the storage
   dtypes that torch's own would turn into the parameter's.
 
-All arithmetic is fp32 (or wider, for wider parameters). The fp32 states are updated in place by one
-fused operator per group; other storages (:mod:`mindspeed.te.state_codec`) are decoded and encoded
-one parameter at a time.
+All arithmetic is fp32 (or wider, for wider parameters) and belongs to the update rule
+(:mod:`mindspeed.te.update_rules`). fp32 states are updated in place by one call per group; other
+storages (:mod:`mindspeed.te.state_codec`) are decoded and encoded one parameter at a time. Which
+rule and which storage: :mod:`mindspeed.te.optimizer_policy`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from typing import Any
 
 import torch
 
-from mindspeed.te.state_codec import Codec, Remainder, codec_for
+from mindspeed.te import optimizer_policy
+from mindspeed.te.state_codec import Absent, Codec, Full, Remainder
+from mindspeed.te.update_rules import StepOptions
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
-
-_UNCORRECTED = 2.0**24
-"""A step count at which ``1 - beta ** step`` is 1: Adam without bias correction."""
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW, one fused operator per param group.
+    """Adam or AdamW, or another update rule, one call per param group.
+
+    A moment that the rule does not have is read as zeros: Megatron's checkpoints hold both.
 
     Args:
         params: Parameters or param groups.
@@ -77,22 +78,27 @@ class FusedAdam(torch.optim.Optimizer):
             raise RuntimeError(
                 f"FusedAdam: master weights can be fp32 or fp16, not {master_weight_dtype}"
             )
+        self._rule = optimizer_policy.update_rule()
+        dtypes = {
+            **dict.fromkeys(self._rule.states, torch.float32),
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            MASTER: master_weight_dtype,
+        }
         self._codecs: dict[str, Codec] = {
-            "exp_avg": codec_for(exp_avg_dtype, "exp_avg"),
-            "exp_avg_sq": codec_for(exp_avg_sq_dtype, "exp_avg_sq"),
-            MASTER: codec_for(master_weight_dtype, MASTER),
+            name: optimizer_policy.state_codec(name, dtype)
+            if name in (*self._rule.states, MASTER)
+            else Absent()
+            for name, dtype in dtypes.items()
         }
         self._remainder = Remainder()
         exact = master_weights and master_weight_dtype == torch.float32
         self.store_param_remainders = store_param_remainders and exact
         self.adam_w_mode, self.capturable = adam_w_mode, capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
-        self.name_to_dtype_map = {
-            "exp_avg": exp_avg_dtype,
-            "exp_avg_sq": exp_avg_sq_dtype,
-            MASTER: master_weight_dtype,
-        }
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._allocated: set[torch.Tensor] = set()
+        self._in_place = all(type(self._codecs[name]) is Full for name in self._rule.states)
         defaults = {
             "lr": torch.tensor(lr, dtype=torch.float32) if capturable else lr,
             "bias_correction": bias_correction,
@@ -117,28 +123,38 @@ class FusedAdam(torch.optim.Optimizer):
     def initialize_state(
         self, param: torch.Tensor, store_param_remainders: bool | None = None
     ) -> None:
-        """Create the states of ``param``: moments zero, master equal to the parameter."""
+        """Create the states of ``param``: those of the rule, master equal to the parameter."""
         for name in self._names(param):
-            self._initialize_state(param, name, zero_buffer=name != MASTER)
-        if MASTER in self.state[param]:
-            self.set_scaled_state(param, MASTER, param.detach().float())
+            self.set_scaled_state(param, name, self._initial(param, name))
 
-    def _initialize_state(
-        self,
-        param: torch.Tensor,
-        state_name: str,
-        zero_buffer: bool,
-        store_param_remainders: bool = False,
-    ) -> None:
-        """Allocate one state in its storage dtype."""
+    def _initial(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        weight = param.detach().to(_wide(param.dtype))
+        make = self._rule.states.get(state_name)
+        return weight if make is None else make(weight)
+
+    def _allocate(self, param: torch.Tensor, state_name: str) -> None:
+        """Create the storage of one state."""
+        self._allocated.add(param)
         codec = self._codec(param, state_name)
-        make = torch.zeros_like if zero_buffer else torch.empty_like
-        exact = codec.dtype == torch.float32 and param.dtype == torch.float64
-        dtype = param.dtype if exact else codec.dtype
-        self.state[param][state_name] = make(param, dtype=dtype, requires_grad=False)
-        if codec.scaled:
-            scales = self._scales.setdefault(param, {})
-            scales[state_name] = torch.ones(1, dtype=torch.float32, device=param.device)
+        self.state[param][state_name] = codec.allocate(param)
+        scale = codec.allocate_scale(param)
+        if scale is not None:
+            self._scales.setdefault(param, {})[state_name] = scale
+
+    def _adopt(self, param: torch.Tensor) -> None:
+        """Make states that Megatron has created itself (moments in fp32) those of the rule."""
+        states = self.state[param]
+        if not states or param in self._allocated:
+            return
+        self._allocated.add(param)
+        names = self._names(param)
+        if set(states) == set(names) and all(type(self._codec(param, n)) is Full for n in names):
+            return
+        given = dict(states)
+        states.clear()
+        self.initialize_state(param)
+        for name in given.keys() & set(names):
+            self.set_scaled_state(param, name, given[name])
 
     def get_unscaled_state(
         self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
@@ -157,7 +173,7 @@ class FusedAdam(torch.optim.Optimizer):
         if state_name not in self._codecs:
             return
         if state_name not in self.state[param]:
-            self._initialize_state(param, state_name, zero_buffer=False)
+            self._allocate(param, state_name)
         codec, stored = self._codec(param, state_name), self.state[param][state_name]
         if unscaled_state.dtype == torch.int16 and codec is not self._remainder:
             unscaled_state = self._remainder.decode(unscaled_state, None, param)
@@ -174,10 +190,12 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _names(self, param: torch.Tensor) -> tuple[str, ...]:
         own_copy = self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
-        return (*MOMENTS, MASTER) if own_copy else MOMENTS
+        return tuple(name for name in self._codecs if name != MASTER or own_copy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with every tensor in fp32."""
+        for param in self.state:
+            self._adopt(param)
         state = super().state_dict()
         for number, param in self._numbered(state["param_groups"]).items():
             if number in state["state"]:
@@ -195,6 +213,8 @@ class FusedAdam(torch.optim.Optimizer):
                     wide = torch.promote_types(value.dtype, torch.float32)
                     dtype = torch.int16 if value.dtype == torch.int16 else wide
                     self.set_scaled_state(param, name, value.to(param.device, dtype))
+            for name in set(self._names(param)) - set(self.state[param]) if states else ():
+                self.set_scaled_state(param, name, self._initial(param, name))
 
     def _numbered(self, groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
         numbers = [n for group in groups for n in group["params"]]
@@ -226,26 +246,29 @@ class FusedAdam(torch.optim.Optimizer):
         if self.capturable and grad_scaler is not None:
             found_inf = grad_scaler._check_inf_per_device(self)[place]
         self._count(group, found_inf, place)
-        direct: list[tuple[torch.Tensor, ...]] = []
+        direct: dict[torch.dtype, list[tuple[torch.Tensor, ...]]] = {}
         for p in group["params"]:
             if not self.state[p]:
                 self.initialize_state(p)
+            self._adopt(p)
             grad = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
             if grad is None or p.numel() == 0:
                 continue
             if grad.is_sparse:
                 raise RuntimeError("FusedAdam: sparse gradients are not supported")
-            tensors = (p.detach(), grad, *(self.state[p][name] for name in MOMENTS))
-            if MASTER not in self.state[p] and len({t.dtype for t in tensors}) == 1:
-                direct.append(tensors)
+            tensors = (p.detach(), grad, *(self.state[p][name] for name in self._rule.states))
+            if (
+                self._in_place
+                and MASTER not in self.state[p]
+                and len({t.dtype for t in tensors}) == 1
+            ):
+                direct.setdefault(p.dtype, []).append(tensors)
             else:
                 self._step_decoded(group, p, grad, grad_scaler, found_inf)
-        by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, ...]]] = {}
-        for tensors in direct:
-            by_dtype.setdefault(tensors[0].dtype, []).append(tensors)
-        for rows in by_dtype.values():
-            weights, grads, firsts, seconds = (list(c) for c in zip(*rows, strict=True))
-            self._update(group, weights, grads, firsts, seconds, grad_scaler, found_inf)
+        for rows in direct.values():
+            weights, grads, *states = (list(column) for column in zip(*rows, strict=True))
+            by_name = dict(zip(self._rule.states, states, strict=True))
+            self._update(group, weights, grads, by_name, grad_scaler, found_inf)
 
     def _count(
         self, group: dict[str, Any], found_inf: torch.Tensor | None, place: torch.device
@@ -266,14 +289,12 @@ class FusedAdam(torch.optim.Optimizer):
         found_inf: torch.Tensor | None,
     ) -> None:
         """Decode the states of one parameter, update, encode."""
-        wide = torch.promote_types(p.dtype, torch.float32)
-        names = list(self.state[p])
-        decoded = {n: self.get_unscaled_state(p, n).to(wide) for n in names if n in self._codecs}
-        weight = decoded.get(MASTER)
-        weight = p.detach().to(wide) if weight is None else weight
-        moments = [decoded[name] for name in MOMENTS]
-        lists = ([weight], [grad.to(wide)], [moments[0]], [moments[1]])
-        self._update(group, *lists, grad_scaler, found_inf)
+        wide = _wide(p.dtype)
+        names = [name for name in self.state[p] if name in self._codecs]
+        decoded = {name: self.get_unscaled_state(p, name).to(wide) for name in names}
+        weight = decoded[MASTER] if MASTER in decoded else p.detach().to(wide)
+        states = {name: [decoded[name]] for name in self._rule.states}
+        self._update(group, [weight], [grad.to(wide)], states, grad_scaler, found_inf)
         for name, value in decoded.items():
             if value is not self.state[p][name]:
                 self.set_scaled_state(p, name, value)
@@ -285,66 +306,28 @@ class FusedAdam(torch.optim.Optimizer):
         group: dict[str, Any],
         weights: list[torch.Tensor],
         grads: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
+        states: dict[str, list[torch.Tensor]],
         grad_scaler: Any,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Apply one Adam update to lists of tensors of one dtype."""
-        place, count = weights[0].device, float(group["step"])
-        step = torch.tensor(count if group["bias_correction"] else _UNCORRECTED, device=place)
-        function = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        """Apply the rule to lists of tensors of one dtype."""
         scale = None
         if self.capturable and grad_scaler is not None:
             scale = grad_scaler._get_scale_async()
-        function(
-            weights,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [step] * len(weights),
+        options = StepOptions(
+            step=float(group["step"]),
             lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
+            betas=group["betas"],
             eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
+            weight_decay=group["weight_decay"],
+            bias_correction=group["bias_correction"],
+            decoupled_weight_decay=self.adam_w_mode,
             grad_scale=scale,
             found_inf=found_inf,
         )
+        self._rule.update(weights, grads, states, options)
 
 
-class FusedSGD(torch.optim.SGD):
-    """SGD with momentum, on lists of tensors.
-
-    Args:
-        params: Parameters or param groups.
-        lr: Learning rate.
-        momentum: Momentum.
-        dampening: Dampening of the momentum.
-        weight_decay: L2 penalty.
-        nesterov: Nesterov momentum.
-        wd_after_momentum: Only False is available.
-        materialize_master_grads: Only accepted for compatibility.
-        set_grad_none: Only accepted for compatibility.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
-    ) -> None:
-        if wd_after_momentum:
-            raise RuntimeError("FusedSGD: wd_after_momentum is not available")
-        super().__init__(
-            params, lr, momentum, dampening, weight_decay, nesterov=nesterov, foreach=True
-        )
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic for parameters of ``dtype``."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""How an optimizer state is stored: fp32, bf16, scaled fp16, scaled fp8, or the rest of a bf16.
+"""How an optimizer state is stored: fp32, bf16, scaled fp16 or fp8, or 16 low mantissa bits.
 
 ``Remainder`` stores of an fp32 master weight ``x`` only what its bf16 parameter ``B`` lacks:
 
@@ -15,10 +15,22 @@ _FP8 = torch.float8_e4m3fn
 
 
 class Codec:
-    """fp32 storage; the base of the others."""
+    """The storage of one state of every parameter; the base of the others.
+
+    ``value`` is a state in fp32 (fp64 for a parameter of fp64), ``param`` its parameter, both of
+    the parameter's shape; ``stored`` and ``scale`` are what :meth:`allocate` and
+    :meth:`allocate_scale` returned.
+    """
 
     dtype = torch.float32
-    scaled = False
+
+    def allocate(self, param: torch.Tensor) -> torch.Tensor:
+        """Return uninitialised storage for a state of ``param``, on any device."""
+        return torch.empty_like(param, dtype=self.dtype, requires_grad=False)
+
+    def allocate_scale(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return storage for the scales of a state of ``param``, or None."""
+        return None
 
     def decode(
         self, stored: torch.Tensor, scale: torch.Tensor | None, param: torch.Tensor
@@ -37,6 +49,38 @@ class Codec:
         stored.copy_(value)
 
 
+class Full(Codec):
+    """The state as it is: fp32, or fp64 for a parameter of fp64."""
+
+    def allocate(self, param: torch.Tensor) -> torch.Tensor:
+        """A tensor like the parameter."""
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+
+
+class Absent(Codec):
+    """A state that the update rule does not have, but Megatron's checkpoints do: zeros."""
+
+    def allocate(self, param: torch.Tensor) -> torch.Tensor:
+        """A scalar."""
+        return torch.zeros((), dtype=self.dtype, device=param.device)
+
+    def decode(
+        self, stored: torch.Tensor, scale: torch.Tensor | None, param: torch.Tensor
+    ) -> torch.Tensor:
+        """Zeros of the parameter's shape."""
+        return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
+
+    def encode(
+        self,
+        value: torch.Tensor,
+        stored: torch.Tensor,
+        scale: torch.Tensor | None,
+        param: torch.Tensor,
+    ) -> None:
+        """Nothing is kept."""
+
+
 class BFloat16(Codec):
     """bf16 storage: rounded, no scale needed."""
 
@@ -52,10 +96,12 @@ class BFloat16(Codec):
 class Scaled(Codec):
     """A narrow format with one fp32 scale per tensor that maps its largest value to ``top``."""
 
-    scaled = True
-
     def __init__(self, dtype: torch.dtype, top: float) -> None:
         self.dtype, self.top = dtype, top
+
+    def allocate_scale(self, param: torch.Tensor) -> torch.Tensor:
+        """One fp32 number for the tensor."""
+        return torch.ones(1, dtype=torch.float32, device=param.device)
 
     def decode(
         self, stored: torch.Tensor, scale: torch.Tensor | None, param: torch.Tensor
@@ -114,7 +160,7 @@ class Remainder(Codec):
 def codec_for(dtype: torch.dtype, what: str) -> Codec:
     """Return the codec for a storage dtype; ``torch.uint8`` means fp8."""
     if dtype == torch.float32:
-        return Codec()
+        return Full()
     if dtype == torch.bfloat16:
         return BFloat16()
     if dtype == torch.float16:

@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 
+from mindspeed.te.fused_sgd import FusedSGD
 from mindspeed.te.multi_tensor import (
     multi_tensor_applier,
     multi_tensor_l2norm,
     multi_tensor_scale,
 )
-from mindspeed.te.optimizers import FusedAdam, FusedSGD
+from mindspeed.te.optimizers import FusedAdam
 from mindspeed.te.state_codec import Remainder
 
 F8 = torch.uint8
