@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Mapping
 from types import ModuleType
@@ -146,16 +147,32 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     },
     "grouped_gemm": {},
     "grouped_gemm.ops": {"gmm": "grouped:gmm"},
+    "emerging_optimizers": {},
+    "emerging_optimizers.orthogonalized_optimizers": {
+        "OrthogonalizedOptimizer": "muon:OrthogonalizedOptimizer",
+        "get_muon_scale_factor": "muon:get_muon_scale_factor",
+    },
+    "emerging_optimizers.orthogonalized_optimizers.muon_utils": {
+        "newton_schulz_tp": "muon:newton_schulz_tp",
+    },
     "fused_weight_gradient_mlp_cuda": {
         "wgrad_gemm_accum_fp32": "gemm:wgrad_gemm_accum_fp32",
         "wgrad_gemm_accum_fp16": "gemm:wgrad_gemm_accum_fp16",
     },
 }
 
+# Packages whose own code is taken where it is installed: it runs on every device.
+OPTIONAL = ("emerging_optimizers",)
+
 
 def install(journal: Journal, version: str) -> dict[str, ModuleType]:
     """Register every module of :data:`MODULES`; ``journal.undo()`` takes them away again."""
-    modules = {name: _module(name, exports) for name, exports in MODULES.items()}
+    left_out = {name for name in OPTIONAL if importlib.util.find_spec(name) is not None}
+    modules = {
+        name: _module(name, exports)
+        for name, exports in MODULES.items()
+        if name.partition(".")[0] not in left_out
+    }
     modules[TE].__version__ = version  # type: ignore[attr-defined]
     for name, module in modules.items():
         parent, _, leaf = name.rpartition(".")

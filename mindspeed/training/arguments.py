@@ -21,13 +21,22 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from mindspeed import ranges
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.flags import flags_of
 from mindspeed.features.unavailable import Unavailable
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole
-from mindspeed.training.flag_types import Ignored, Switch, argparse_type, in_range, show
+from mindspeed.training.flag_types import (
+    Ignored,
+    Switch,
+    argparse_type,
+    dtype_among,
+    in_range,
+    show,
+)
 from mindspeed.training.megatron_ranges import MEGATRON_RANGES
 from mindspeed.training.old_flags import ALIASES, IGNORED
 from mindspeed.training.options import SECTIONS
@@ -77,6 +86,17 @@ DEFAULT: dict[str, Any] = {
     "rotary_scaling_factor": 1.0,
     "cp_comm_type": COMM_TYPE_NOT_GIVEN,
     "muon_momentum": 0.9,
+}
+
+# Words of flags that the library declares as any text or any data type; Megatron-LM's choices.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    "muon_fp32_matmul_prec": ("medium", "high", "highest"),
 }
 
 # Set from other values (mindspeed.training.configs), so they are no flags.
@@ -253,6 +273,9 @@ def _add_flag(
 ) -> None:
     """Add one flag unless its type has no spelling or an earlier class declared it."""
     how = argparse_type(kind)
+    if dest in CHOICES:
+        names = CHOICES[dest]
+        how = dtype_among(names) if kind is torch.dtype else {"type": str, "choices": names}
     known = parser._option_string_actions
     if how is None or any(action.dest == dest for action in parser._actions):
         return

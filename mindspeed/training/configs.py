@@ -83,7 +83,7 @@ def ddp_config(args: argparse.Namespace, num_parameters: int) -> DistributedData
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    """The optimizer's configuration."""
+    """The optimizer's configuration; Muon's also holds that of the Adam next to it."""
     config_class = SGDOptimizerConfig if args.optimizer == "sgd" else AdamOptimizerConfig
     return config_class(**_fields_of(config_class, args))
 

@@ -3,7 +3,7 @@
     bool                 a switch with two spellings, --swiglu and --no-swiglu
     int, float, str      one word; 1e6 is a whole number too
     Literal, Enum        one word out of a list
-    torch.dtype          fp32, bf16, fp16
+    torch.dtype          fp32, bf16, fp16, fp8
     list, tuple          several words
     int or list of int   a layer pattern, 4 or ([1]*3+[0])*2
 
@@ -24,7 +24,13 @@ import torch
 
 from mindspeed.ranges import LAYERS, Number, Range, whole_number
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Megatron's optimizer calls fp8 states uint8, as NVIDIA's Transformer Engine does.
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
 
 
 class Switch(argparse.Action):
@@ -56,7 +62,7 @@ def argparse_type(kind: Any) -> dict[str, Any] | None:
     if kind in (int, float, str):
         return {"type": {int: whole_number, float: float, str: str}[kind]}
     if kind is torch.dtype:
-        return {"type": _dtype, "metavar": "{" + ",".join(DTYPES) + "}"}
+        return dtype_among(tuple(DTYPES))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         names = "{" + ",".join(member.name for member in kind) + "}"
         return {"type": lambda text: _member(kind, text), "metavar": names}
@@ -130,10 +136,15 @@ def pair(text: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
-def _dtype(text: str) -> torch.dtype:
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r}: choose one of {', '.join(DTYPES)}")
-    return DTYPES[text]
+def dtype_among(names: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments of ``add_argument`` for a data type out of a list of names."""
+
+    def dtype(text: str) -> torch.dtype:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r}: choose one of {', '.join(names)}")
+        return DTYPES[text]
+
+    return {"type": dtype, "metavar": "{" + ",".join(names) + "}"}
 
 
 def _member(kind: type[enum.Enum], text: str) -> enum.Enum:

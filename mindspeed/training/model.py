@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -186,13 +187,17 @@ def build_modules(
 
 
 def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> MegatronOptimizer:
-    """Megatron's optimizer; features wrap or replace it (seam ``optimizer``)."""
+    """Megatron's optimizer; features choose its arguments and wrap it (seam ``optimizer``)."""
     config = optimizer_config(args)
-    return get_megatron_optimizer(
-        config,
-        chunks,
-        config_overrides=get_standard_config_overrides(config=config),
-        use_gloo_process_groups=args.enable_gloo_process_groups,
+    shared: dict[str, Any] = {
+        "config_overrides": get_standard_config_overrides(config=config),
+        "use_gloo_process_groups": args.enable_gloo_process_groups,
+    }
+    if "muon" not in args.optimizer:
+        return get_megatron_optimizer(config, chunks, **shared)
+    by_layer = args.optimizer == "dist_muon"  # each rank updates some of the layers
+    return get_megatron_muon_optimizer(
+        config, chunks, layer_wise_distributed_optimizer=by_layer, **shared
     )
 
 

@@ -21,6 +21,7 @@ ALIASES = {
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--encoder-num-layers": "--num-layers",
     "--encoder-seq-length": "--seq-length",
+    "--muon-no-split-qkv": "--no-muon-split-qkv",
 }
 
 # Why a flag has no effect -> the flags, without a value, with one, and with several.

@@ -9,6 +9,7 @@ stores, so Megatron-LM finds the names it looks for.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from mindspeed.features.context_parallel import indivisible
 from mindspeed.training.resolve_parallel import parallel
 from mindspeed.training.resolve_run import data, duration, output
 
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,10 @@ def _precision(args: argparse.Namespace) -> None:
             args.check_for_nan_in_loss_and_grad = False
     if args.bf16:
         args.params_dtype = torch.bfloat16
-        args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
+        if args.grad_reduce_in_bf16:
+            args.accumulate_allreduce_grads_in_fp32 = False
+        elif args.main_grads_dtype == torch.float32:
+            args.accumulate_allreduce_grads_in_fp32 = True
     if args.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
 
@@ -231,3 +235,28 @@ def _optimizer(args: argparse.Namespace) -> Iterator[str]:
         args.optimizer = "adam"
     if args.optimizer not in OPTIMIZERS:
         yield f"--optimizer {args.optimizer}: choose one of {', '.join(OPTIMIZERS)}"
+    if "muon" in args.optimizer:
+        yield from _muon(args)
+    if args.accumulate_allreduce_grads_in_fp32 and args.main_grads_dtype != torch.float32:
+        yield "--main-grads-dtype bf16 excludes --accumulate-allreduce-grads-in-fp32: drop one"
+
+
+def _muon(args: argparse.Namespace) -> Iterator[str]:
+    """Combinations that Megatron's Muon does not know."""
+    for name in (
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "use_megatron_fsdp",
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        "fp16",
+    ):
+        if getattr(args, name):
+            yield f"--optimizer {args.optimizer} excludes --{name.replace('_', '-')}: drop one"
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        yield (
+            f"--optimizer {args.optimizer} needs a package next to NVIDIA's Transformer Engine: "
+            "pip install git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0, or set "
+            "MINDSPEED_TE=substitute"
+        )

@@ -96,6 +96,7 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "DistributedOptimizer",
         "its checkpoint formats",
     ),
+    "megatron.core.optimizer.muon": ("get_megatron_muon_optimizer", "the optimizer, Muon"),
     "megatron.core.optimizer.optimizer": (
         "MegatronOptimizer param_group_identifier_keys",
         "type of the optimizer; what names a parameter group in checkpoints",

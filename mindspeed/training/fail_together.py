@@ -1,0 +1,214 @@
+"""One rank fails, all ranks stop, and the error stays visible.
+
+A rank that raises prints its message, tells the others through the job's key-value store and leaves
+at once, without the collectives that an orderly exit would wait for. The other ranks watch that key
+in a thread, because their main thread may be blocked in a collective that never ends; they leave
+silently, so that the first error is the last thing on the screen. A rank that was killed tells
+nobody: the others notice a broken connection and say so in one line. A rank that is stopped or
+hangs breaks nothing: the same thread counts in the store, and when a collective times out the ranks
+whose counters stand still are named.
+
+torchrun prints a report of its own at the end. It quotes what a rank writes to the file that it
+names in ``TORCHELASTIC_ERROR_FILE``, so our line is in there, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mindspeed.errors import DEBUG, MindSpeedError, describe
+from mindspeed.files import atomic_write_text
+from mindspeed.training.parent import end_with, is_gone, launcher_of
+
+_KEY = "mindspeed/first_failure"
+_SECONDS_BETWEEN_LOOKS = 1.0
+_BEAT = "mindspeed/beat/{}"
+_LOOKS_BETWEEN_BEATS = 2
+_SECONDS_TO_SEE_BEATS = 6.0
+_MARKS_OF_A_TIMEOUT = ("timed out", "timeout", "timed_out")
+_MARKS_OF_A_LOST_PEER = ("gloo", "Connection", "NCCL", "HCCL", "Socket", "recv", "store")
+
+
+@contextmanager
+def stop_together(command: str) -> Iterator[None]:
+    """Run the body of a rank; on an exception print it and end the whole job.
+
+    Does nothing special outside a job of several ranks. A process that fails inside one does not
+    return from here.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    rank = int(os.environ["RANK"])
+    launcher = launcher_of(os.environ)
+    if launcher is not None:
+        end_with(launcher)
+    watch = _Watch(rank, launcher)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _leave(130)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        _say(_describe(command, rank, end))
+        _leave(1)
+    except BaseException as error:
+        silent = _silent_ranks(rank) if _is_timeout(error) else []
+        first = watch.tell()
+        if first == rank:
+            _say(_describe(command, rank, error, silent))
+        else:
+            _note_for_torchrun(f"rank {first} failed first", later=True)
+        _leave(1)
+    finally:
+        watch.end()
+
+
+class _Watch:
+    """The store key that names the rank that failed first, looked at once a second."""
+
+    def __init__(self, rank: int, launcher: int | None) -> None:
+        self._rank = rank
+        self._launcher = launcher
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="failure-watch", daemon=True)
+        self._thread.start()
+
+    def tell(self) -> int:
+        """Report a failure of this rank; returns the rank that failed first."""
+        self._over.set()
+        try:
+            return int(_connect(seconds=2).compare_set(_KEY, "", str(self._rank)).decode())
+        except (dist.DistError, RuntimeError):
+            return self._rank
+
+    def end(self) -> None:
+        """The body is over; from now on the end of other ranks is no failure."""
+        self._over.set()
+        self._thread.join(timeout=_SECONDS_BETWEEN_LOOKS)
+
+    def _run(self) -> None:
+        try:
+            store = _connect(seconds=600)  # rank 0 may open the store only when it joins
+            looks = 0
+            while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
+                if self._launcher is not None and is_gone(self._launcher):
+                    _leave(1)
+                if looks % _LOOKS_BETWEEN_BEATS == 0:
+                    store.add(_BEAT.format(self._rank), 1)
+                looks += 1
+                if store.check([_KEY]) and not self._over.is_set():
+                    first = store.get(_KEY).decode()
+                    _note_for_torchrun(f"rank {first} failed first", later=True)
+                    _leave(1)
+        except (dist.DistError, RuntimeError):  # the store is gone: so is its rank
+            return
+
+
+def tell_ranks(store: dist.Store, rank: int) -> None:
+    """Let all ranks leave silently, because ``rank`` ended without telling them itself.
+
+    Args:
+        store: The job's store, in the process of the launcher.
+        rank: The one that failed first.
+    """
+    _of_this_attempt(store).compare_set(_KEY, "", str(rank))
+
+
+def _silent_ranks(rank: int) -> list[int]:
+    """The ranks that did not count while this one watched: stopped, or on a machine that hangs."""
+
+    def beats() -> list[int]:
+        return [store.add(_BEAT.format(other), 0) for other in range(int(os.environ["WORLD_SIZE"]))]
+
+    try:
+        store = _connect(seconds=5)
+        before = beats()
+        time.sleep(_SECONDS_TO_SEE_BEATS)
+        after = beats()
+    except (dist.DistError, RuntimeError):
+        return []
+    pairs = enumerate(zip(before, after, strict=True))
+    return [other for other, (b, a) in pairs if a == b and other != rank]
+
+
+def _connect(seconds: float) -> dist.Store:
+    """A connection of our own: the process group's may be busy in a blocking call."""
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=seconds),
+    )
+    return _of_this_attempt(store)
+
+
+def _of_this_attempt(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _is_timeout(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(mark in text for mark in _MARKS_OF_A_TIMEOUT)
+
+
+def _describe(command: str, rank: int, error: BaseException, silent: Sequence[int] = ()) -> str:
+    label = f"mindspeed {command} [rank {rank}]"
+    if isinstance(error, SystemExit):
+        return f"{label}: ended with status {error.code}"
+    ours = isinstance(error, MindSpeedError) or os.environ.get(DEBUG)
+    lost = isinstance(error, RuntimeError) and any(m in str(error) for m in _MARKS_OF_A_LOST_PEER)
+    reason = (str(error).splitlines() or [""])[0]
+    if _is_timeout(error) and not ours:
+        return f"{label}: {_unanswered(silent)} ({reason})"
+    if lost and not ours:
+        return f"{label}: lost contact with another rank, which was killed or crashed ({reason})"
+    return f"{label}: {describe(error)}"
+
+
+def _unanswered(silent: Sequence[int]) -> str:
+    if not silent:
+        return "a collective timed out, though all ranks are alive: they wait for different ones"
+    names = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
+    one = len(silent) == 1
+    return (
+        f"rank{'' if one else 's'} {names} {'does' if one else 'do'} not answer: the process is "
+        "stopped (SIGSTOP, a debugger) or its machine hangs"
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+    _note_for_torchrun(line)
+
+
+def _note_for_torchrun(line: str, *, later: bool = False) -> None:
+    """Put a message where torchrun's report quotes it from.
+
+    The report calls the failure with the smallest time, in whole seconds, the root cause: that of a
+    rank that leaves because of another one must be ``later``.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    more = {"py_callstack": line, "timestamp": str(int(time.time()) + later)}
+    with contextlib.suppress(OSError):
+        atomic_write_text(path, json.dumps({"message": {"message": line, "extraInfo": more}}))
+
+
+def _leave(status: int) -> None:
+    """End this process now; destructors of process groups would wait for the other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

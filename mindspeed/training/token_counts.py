@@ -1,0 +1,99 @@
+"""Counts of the tokens that are trained, where sequences have padding or different lengths.
+
+    positions   what is computed: sequences x their length, padding included
+    tokens      of samples, without padding
+    pairs       of queries and keys in causal attention: half the squared length of every sample
+
+Only tensor-parallel rank 0 reads sequences, so each such rank counts its own, and all ranks sum
+their counts once per log interval (24 bytes).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed import device
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Sums over all ranks of the quantities above."""
+
+    positions: int
+    tokens: int
+    pairs: float
+
+
+class FixedLengthCounter:
+    """Plain text: all sequences have ``--seq-length`` tokens and no padding."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._length = args.seq_length
+
+    def watch(self, loader: Iterator[Any]) -> Iterator[Any]:
+        """Return the loader unchanged."""
+        return loader
+
+    def count(self) -> None:
+        """No-op: :meth:`take` computes the counts from the sequence length."""
+
+    def take(self, samples: int) -> TokenCounts:
+        """Counts of ``samples`` sequences."""
+        tokens = samples * self._length
+        return TokenCounts(tokens, tokens, tokens * self._length / 2)
+
+
+class SampleCounter:
+    """Conversations, counted when they are trained; they may be read much earlier."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(3, dtype=torch.int64)
+        self._read: deque[torch.Tensor] = deque()
+
+    def watch(self, loader: Iterator[Any]) -> Iterator[Any]:
+        """Yield the same batches and remember their counts, in order."""
+        for batch in loader:
+            positions = torch.tensor([batch["tokens"].numel()])
+            self._read.append(torch.cat([positions, batch["counts"]]))
+            yield batch
+
+    def count(self) -> None:
+        """Count the oldest batch that was read and not counted: it is trained now."""
+        self._sums += self._read.popleft()
+
+    def take(self, samples: int) -> TokenCounts:
+        """Counts since the last call, over all ranks. Collective; ``samples`` is not used."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        sums = sums.to(device.current().torch_device())
+        dist.all_reduce(sums)
+        positions, tokens, squares = sums.tolist()
+        return TokenCounts(positions, tokens, squares / 2)
+
+
+TokenCounter = FixedLengthCounter | SampleCounter
+
+
+def sample_counts(items: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """Number of tokens of all samples, and the sum of their squared lengths.
+
+    Args:
+        items: of :class:`mindspeed.data.instruction.InstructionDataset`: ``tokens`` int64 [s], and
+            ``cu_seqlens`` int32 [samples + 1] where a sequence packs several samples.
+
+    Returns:
+        [2], int64.
+    """
+    lengths = [
+        item["cu_seqlens"].diff().long() if "cu_seqlens" in item else item["tokens"].new_tensor([n])
+        for item in items
+        for n in [len(item["tokens"])]
+    ]
+    every = torch.cat(lengths)
+    return torch.stack([every.sum(), every.square().sum()])

@@ -1,0 +1,104 @@
+"""Trains with other optimizers: functions for the ranks of a pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.support.trainer_job import command, digest
+
+
+def direct_muon(lr: float, momentum: float, tp_mode: str) -> None:
+    """Build Muon by Megatron's own function and a configuration written by hand."""
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    from mindspeed.training import model
+
+    config = OptimizerConfig(
+        lr=lr,
+        min_lr=0.0,
+        weight_decay=0.1,
+        muon_momentum=momentum,
+        muon_tp_mode=tp_mode,
+        muon_split_qkv=False,
+        muon_extra_scale_factor=0.2,
+        muon_use_nesterov=True,
+        log_num_zeros_in_grad=False,
+    )
+    overrides = get_standard_config_overrides(config)
+    model.build_optimizer = lambda args, chunks: get_megatron_muon_optimizer(  # type: ignore[assignment]
+        config, chunks, config_overrides=overrides
+    )
+
+
+def sign_update(weights: Any, grads: Any, states: Any, options: Any) -> None:
+    """``w <- w - lr sign(m)``, and the largest learning rate seen as a state of its own."""
+    for w, g, m, mean in zip(weights, grads, states["exp_avg"], states["mean"], strict=True):
+        m.lerp_(g, 1 - options.betas[0])
+        w.sub_(m.sign(), alpha=options.lr)
+        mean.lerp_(w, 0.5)
+
+
+def train_with_signs(flags: Sequence[str]) -> dict[str, Any]:
+    """Train with a rule, a storage and a wrapper of our own, through the seams.
+
+    Returns:
+        ``digest`` of the weights; ``moved``: by how much one has changed at most; ``steps`` that
+        the wrapper counted; ``betas``; ``dtypes`` of the stored states.
+    """
+    from mindspeed import session
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.te.state_codec import BFloat16, Full
+    from mindspeed.te.update_rules import UpdateRule
+    from mindspeed.training.model import gpt_model
+    from mindspeed.training.pretrain import pretrain
+
+    settings = _prepare(command(flags), int(os.environ["WORLD_SIZE"]))
+    seen: dict[str, Any] = {"steps": 0}
+    before: list[Any] = []
+    modules: list[Any] = []
+    optimizers: list[Any] = []
+
+    def provider(*given: Any) -> Any:
+        modules.append(gpt_model(*given))
+        before.append([p.detach().clone() for p in modules[-1].parameters()])
+        return modules[-1]
+
+    def other_beta(given: dict[str, Any]) -> dict[str, Any]:
+        given["config"].adam_beta1 = 0.5
+        return given
+
+    def counting(optimizer: Any) -> Any:
+        step = optimizer.step
+        optimizers.append(optimizer)
+
+        def counted() -> Any:
+            seen["steps"] += 1
+            return step()
+
+        optimizer.step = counted
+        return optimizer
+
+    rule = UpdateRule({"exp_avg": torch.zeros_like, "mean": torch.clone}, sign_update)
+    seams = session.install().seams
+    seams.use_kernels(
+        owner="test",
+        update_rule=lambda: rule,
+        state_codec=lambda name, dtype: BFloat16() if name == "exp_avg" else Full(),
+    )
+    seams.optimizer_args.add(other_beta, owner="test")
+    seams.optimizer.add(counting, owner="test")
+    pretrain(settings, provider)
+    (inner,) = [optimizer.optimizer for optimizer in optimizers]
+    state = next(iter(inner.state.values()))
+    pairs = zip(before[0], modules[0].parameters(), strict=True)
+    return seen | {
+        "digest": digest(modules),
+        "moved": max((a.float() - b.detach().float()).abs().max().item() for a, b in pairs),
+        "betas": inner.param_groups[0]["betas"],
+        "dtypes": {name: str(tensor.dtype) for name, tensor in state.items()},
+    }
