@@ -6,8 +6,7 @@ orthogonal: of ``M = U S V^T`` about ``U V^T``, by a Newton-Schulz iteration, ma
     X <- M / |M|;    A = X X^T,    X <- a X + (b A + c A^2) X    for each (a, b, c)
 
 Megatron splits fused qkv weights, chooses the scale and hands other parameters to Adam. NVIDIA's
-package is used where it is installed (``git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers``;
-the package of that name on PyPI is another one).
+package (github.com/NVIDIA-NeMo/Emerging-Optimizers, v0.1.0) gives the same digits; it needs Triton.
 """
 
 from __future__ import annotations

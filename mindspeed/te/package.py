@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Mapping
 from types import ModuleType
@@ -161,18 +160,10 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# Packages whose own code is taken where it is installed: it runs on every device.
-OPTIONAL = ("emerging_optimizers",)
-
 
 def install(journal: Journal, version: str) -> dict[str, ModuleType]:
     """Register every module of :data:`MODULES`; ``journal.undo()`` takes them away again."""
-    left_out = {name for name in OPTIONAL if importlib.util.find_spec(name) is not None}
-    modules = {
-        name: _module(name, exports)
-        for name, exports in MODULES.items()
-        if name.partition(".")[0] not in left_out
-    }
+    modules = {name: _module(name, exports) for name, exports in MODULES.items()}
     modules[TE].__version__ = version  # type: ignore[attr-defined]
     for name, module in modules.items():
         parent, _, leaf = name.rpartition(".")
