@@ -20,9 +20,15 @@ def train(argv: Sequence[str]) -> dict[str, Any]:
     from ascendspeed import get_args, get_tokenizer
     from ascendspeed.arguments import core_transformer_config_from_args
     from ascendspeed.training import pretrain, print_rank_0
+    from mindspeed.training import forward_step
     from mindspeed.training.model import gpt_model
 
     built = []
+    passes = []
+
+    def forward(data_iterator, model):
+        passes.append(model.training)
+        return forward_step.forward_step(data_iterator, model)
 
     def model_provider(pre_process=True, post_process=True):
         """Build the model."""
@@ -31,10 +37,11 @@ def train(argv: Sequence[str]) -> dict[str, Any]:
         built.append((pre_process, post_process))
         return gpt_model(get_args(), config, pre_process, post_process, None)
 
-    iteration = pretrain(None, model_provider, None, args_defaults={"log_interval": 1})
+    iteration = pretrain(None, model_provider, forward, args_defaults={"log_interval": 1})
     return {
         "iteration": iteration,
         "built": built,
+        "passes": len(passes),
         "hidden_size": get_args().hidden_size,
         "vocab_size": get_tokenizer().vocab_size,
     }

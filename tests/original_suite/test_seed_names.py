@@ -78,8 +78,9 @@ def test_the_data_handlers_are_found_by_their_names():
         data_handler.NoSuchHandler  # noqa: B018
 
 
-def test_a_script_trains_the_model_of_its_provider(trained):
+def test_a_script_trains_the_model_of_its_provider_with_its_forward_step(trained):
     results, checkpoint = trained
+    assert {result["passes"] > 0 for result in results} == {True}
     assert [result["iteration"] for result in results] == [2, 2]
     assert results[0]["built"] == [(True, True)]
     assert results[0]["hidden_size"] == 64
