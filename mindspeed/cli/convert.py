@@ -127,9 +127,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Convert."""
-    from mindspeed.training.quiet import choose_warnings
+    from mindspeed.training.warning_filters import filter_warnings
 
-    choose_warnings()
+    filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.checkpoint.weights.convert import Target
     from mindspeed.errors import ConfigError

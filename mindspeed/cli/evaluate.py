@@ -240,9 +240,9 @@ def _check_choices(args: argparse.Namespace, planned: Sequence[PreparedTask]) ->
 
 def _import_megatron_adaptor() -> None:
     """Before anything of Megatron."""
-    from mindspeed.training.quiet import choose_warnings
+    from mindspeed.training.warning_filters import filter_warnings
 
-    choose_warnings()
+    filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401
 
 

@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export."""
-    from mindspeed.training.quiet import choose_warnings
+    from mindspeed.training.warning_filters import filter_warnings
 
-    choose_warnings()
+    filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.checkpoint.weights.convert import Target
 

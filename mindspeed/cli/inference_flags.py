@@ -94,13 +94,13 @@ def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOption
 
 def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenerator], None]) -> int:
     """Load the model and run ``body`` on every rank; started by hand, start the ranks first."""
-    from mindspeed.training.quiet import choose_warnings
+    from mindspeed.training.warning_filters import filter_warnings
 
-    choose_warnings()
+    filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.inference.load import Source, load_model, resolve_source
     from mindspeed.inference.text_generator import TextGenerator
-    from mindspeed.training.guard import stop_together
+    from mindspeed.training.fail_together import stop_together
     from mindspeed.training.launch import inside_a_job, run_ranks
     from mindspeed.training.resolve_parallel import check_fits_here
     from mindspeed.training.setup import leave_job

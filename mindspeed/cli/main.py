@@ -4,8 +4,8 @@ A sub-command module has ``HELP`` and either ``add_arguments(parser)`` with ``ru
 ``PASS_THROUGH = True`` with ``run(argv)`` when it hands Megatron's flags on. It is imported only
 when it is used, so that ``mindspeed --help`` is quick. What follows ``--`` is in ``args.flags``.
 
-Every error ends here (in a rank of a job: in :mod:`mindspeed.training.guard`) as one message;
-``--debug``, behind any command, adds the traceback.
+Every error ends here (in a rank of a job: in :mod:`mindspeed.training.fail_together`) as one
+message; ``--debug``, behind any command, adds the traceback.
 """
 
 from __future__ import annotations

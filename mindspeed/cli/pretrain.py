@@ -32,11 +32,11 @@ def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int
         command: The sub-command that was called.
         defaults: Values of flags that ``argv`` and its recipe do not set.
     """
-    from mindspeed.training.quiet import choose_warnings
+    from mindspeed.training.warning_filters import filter_warnings
 
-    choose_warnings()
+    filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.training.guard import stop_together
+    from mindspeed.training.fail_together import stop_together
     from mindspeed.training.launch import inside_a_job, run_ranks
     from mindspeed.training.resolve_parallel import check_fits_here
 

@@ -100,9 +100,9 @@ def _compare_models(args: argparse.Namespace) -> int:
     if not (args.hf / "config.json").is_file():
         raise ConfigError(f"--hf {args.hf}: no Hugging Face model, it has no config.json")
     texts = _texts(args.input)
-    from mindspeed.training.quiet import choose_warnings
+    from mindspeed.training.warning_filters import filter_warnings
 
-    choose_warnings()
+    filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.inference.load import Source, load_model
 

@@ -2,16 +2,18 @@
 
 ==================  ==============================================================
 options             the trainer's own flags, one dataclass per recipe section
-arguments, flag_types, recipe
+arguments, flag_types, legacy_flags, recipe
                     command line and YAML recipe -> namespace with Megatron-LM's names
-resolve             what follows from what, and every contradiction at once
+resolve             derived values, and every contradiction at once
 configs             namespace -> Megatron Core's configuration objects
 setup, model, data  process groups and seeds; model, optimizer, schedule; micro-batches
+forward_step        forward pass and loss of one micro-batch
 step, loop          one step; the loop around it
-log, quiet          what is printed and recorded, and which warnings are not
+log, sinks          the log line and the files; warning_filters: warnings that are not shown
 stopping            SIGTERM and time limits
-guard, launch       one rank fails, all stop; local ranks without torchrun
+fail_together       one rank fails, all stop
+launch              local ranks without torchrun
 estimate            ``--dry-run``
-pretrain            puts the parts together
+pretrain            from final values to the last checkpoint
 ==================  ==============================================================
 """

@@ -37,8 +37,8 @@ from mindspeed.training.flag_types import (
     in_range,
     show,
 )
+from mindspeed.training.legacy_flags import ALIASES, IGNORED
 from mindspeed.training.megatron_ranges import MEGATRON_RANGES
-from mindspeed.training.old_flags import ALIASES, IGNORED
 from mindspeed.training.options import SECTIONS
 
 # Field of a Megatron Core class -> (spelling on the command line, name in the namespace).

@@ -1,22 +1,21 @@
-"""Micro-batches of one pipeline stage: read, handed on in the tensor-parallel group, cut.
+"""Micro-batches of one pipeline stage: read, broadcast over TP ranks, sharded over CP ranks.
 
-The leader of a tensor-parallel group reads and hands on in ONE broadcast of 8-byte words
-(Megatron-LM sends each tensor apart, and an s x s mask), after one of 16 bytes with the shape where
-lengths vary:
+Tensor-parallel rank 0 reads and sends ONE broadcast of 8-byte words (Megatron-LM: one per tensor,
+and an s x s mask), after one of 16 bytes with the shape where lengths vary:
 
     first stage   tokens                            b * s * 8 bytes
     last stage    labels, loss mask                 b * s * 16 bytes
     all stages    where documents begin, if packed  b * s * 8 bytes
 
-Where lengths vary, every stage reads, and knows the lengths of a whole step's micro-batches before
+Where lengths vary, every stage reads, and knows the lengths of all micro-batches of a step before
 it starts: stages exchange no shapes (:mod:`mindspeed.pipeline.lengths`).
 
-Where context-parallel ranks share packed documents, every micro-batch has a layout and a plan of
-its own. Of those that were announced (:meth:`MicroBatches.expect`) one is read ahead, and a thread
-plans it while the ranks train on the one before.
+Where context-parallel ranks share packed documents, every micro-batch has its own sharding and
+attention plan. Of the announced micro-batches (:meth:`MicroBatches.announce`) one is read ahead,
+and a thread plans it while the ranks train on the current one.
 
-Positions are counted on the rank itself and the mask belongs to the attention. Rows of packed
-documents stay rows: ``packed_seq_params`` tells every layer where documents begin, and which tokens
+Each rank computes positions itself, and the mask belongs to the attention. Packed documents keep
+the shape [b, s]: ``packed_seq_params`` tells every layer where documents begin, and which tokens
 the ranks of a context-parallel group have (:mod:`mindspeed.attention.packed`).
 """
 
@@ -35,12 +34,12 @@ from mindspeed import session
 from mindspeed.adaptor.micro_batch import Read, cut_batch, plan_batch, read_batch
 from mindspeed.attention.packed import Borders, borders_of_starts
 
-Batch = dict[str, Any]  # tensors; None for what a stage does not need
+Batch = dict[str, Any]  # tensors; None for those that a stage does not need
 
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A micro-batch that was read, and the end of its planning where a thread does that."""
+    """A micro-batch that was read ahead, and the future of its attention plan, if any."""
 
     read: Read
     planned: Future[None] | None = None
@@ -51,11 +50,11 @@ class MicroBatches(Iterator[Batch]):
 
     Args:
         args: final values.
-        loader: yields collated samples on the leader of the tensor-parallel group, else None.
+        loader: yields collated samples on tensor-parallel rank 0; None on other ranks.
         tokenizer: knows which token ends a document.
-        first: the stage embeds tokens.
-        last: the stage computes the loss.
-        trained: called for each micro-batch when it is asked for.
+        pre_process: the stage embeds tokens.
+        post_process: the stage computes the loss.
+        trained: called for each micro-batch when it is requested.
     """
 
     def __init__(
@@ -64,16 +63,16 @@ class MicroBatches(Iterator[Batch]):
         loader: Iterator[Any] | None,
         tokenizer: Any,
         *,
-        first: bool,
-        last: bool,
+        pre_process: bool,
+        post_process: bool,
         trained: Callable[[], None] | None = None,
     ) -> None:
         self._args = args
         self._trained = trained
         self._loader = loader
         self._options: dict[str, Any] = {
-            "first": first,
-            "last": last,
+            "first": pre_process,
+            "last": post_process,
             "shape": None,
             "documents": _samples_and_padding if args.is_instruction_dataset else None,
         }
@@ -81,7 +80,7 @@ class MicroBatches(Iterator[Batch]):
             self._options["shape"] = (args.micro_batch_size, args.seq_length)
         self._tokenizer = tokenizer
         self._ahead: deque[_Ahead] = deque()
-        self._expected = 0
+        self._announced = 0
         self._planner: ThreadPoolExecutor | None = None
         if args.context_parallel_size > 1 and session.install().seams.documents.functions:
             self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan-ahead")
@@ -90,21 +89,21 @@ class MicroBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = self._ahead.popleft() if self._ahead else self._read()
-        self._expected -= 1
-        if self._planner and self._expected > 0 and not self._ahead:
+        self._announced -= 1
+        if self._planner and self._announced > 0 and not self._ahead:
             self._ahead.append(self._read())
         if batch.planned is not None:
             batch.planned.result()
         if self._trained is not None:
             self._trained()
-        return self._cut(batch.read)
+        return self._on_this_rank(batch.read)
 
-    def expect(self, count: int) -> None:
-        """So many micro-batches will be asked for, at least."""
-        self._expected = count
+    def announce(self, count: int) -> None:
+        """Announce that at least ``count`` micro-batches will be requested (bounds prefetch)."""
+        self._announced = count
 
     def lengths_ahead(self, count: int) -> list[int]:
-        """Lengths of the next micro-batches, on all context-parallel ranks together."""
+        """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""
         while len(self._ahead) < count:
             self._ahead.append(self._read())
         return [batch.read.length for batch in list(self._ahead)[:count]]
@@ -118,7 +117,7 @@ class MicroBatches(Iterator[Batch]):
         planning = self._planner.submit(plan_batch, read.documents, samples, reset_mask=reset_mask)
         return _Ahead(read, planning)
 
-    def _cut(self, read: Read) -> Batch:
+    def _on_this_rank(self, read: Read) -> Batch:
         batch: Batch = {**read.rows, "attention_mask": None, "position_ids": read.positions}
         if read.documents is None:
             return get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
@@ -133,5 +132,5 @@ class MicroBatches(Iterator[Batch]):
 
 
 def _samples_and_padding(sample: Any) -> Borders:
-    """Conversations, and the padding behind them, count their own positions."""
+    """Borders of conversations and of the padding after them: positions restart at 0."""
     return borders_of_starts(sample["position_ids"] == 0)

@@ -3,8 +3,8 @@
 Data sets are Megatron Core's: ``.bin``/``.idx`` files, blended, split and shuffled, with index
 files built once by rank 0 and cached. They exist on the ranks that lead their tensor-parallel group
 in a first or last pipeline stage, and in all where documents are packed or lengths vary;
-:mod:`mindspeed.training.batches` hands each micro-batch on. Rows of conversations
-(``--is-instruction-dataset``) are :mod:`mindspeed.training.instruction`'s.
+:mod:`mindspeed.training.batches` broadcasts each micro-batch. Conversations
+(``--is-instruction-dataset``) are collated by :mod:`mindspeed.training.instruction`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from mindspeed.data.weighted import Part, parse
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
 from mindspeed.training.batches import Batch, MicroBatches
-from mindspeed.training.counting import CountedRows, FullRows
-from mindspeed.training.instruction import Collate, row_multiple
-from mindspeed.training.samplers import CyclicSampler, Portion, SequentialSampler
+from mindspeed.training.instruction import Collate, length_multiple
+from mindspeed.training.samplers import CyclicSampler, SamplerConfig, SequentialSampler
+from mindspeed.training.token_counts import TokenCounter
 
 Reader = Iterator[Batch]
 _SPLITS = ("train", "valid", "test")
@@ -194,26 +194,26 @@ def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatase
 
 
 def _instruction_config(args: argparse.Namespace) -> InstructionConfig:
-    together = args.micro_batch_size * args.data_parallel_size
+    samples_per_step = args.micro_batch_size * args.data_parallel_size
     return InstructionConfig(
         **_sources(args),
         vocab_size=args.padded_vocab_size,
         pack=args.pack_sequences,
-        group=together if args.length_grouped else None,
+        group=samples_per_step if args.length_grouped else None,
         shuffle=args.shuffle,
         keep_last_token=args.keep_last_token,
     )
 
 
 def _leave_out_unused_splits(config: BlendedMegatronDatasetConfig, counts: Sequence[int]) -> None:
-    """A split nobody asks for is not built: Megatron would search an empty one without end."""
+    """Build only splits that are used: Megatron would search an empty one forever."""
     config.split_matrix = [
         part if count else None for part, count in zip(config.split_matrix, counts, strict=True)
     ]
 
 
 def _check_splits(args: argparse.Namespace, config: BlendedMegatronDatasetConfig) -> None:
-    """Check that each split asked for has documents in every data set.
+    """Check that each used split has documents in every data set.
 
     Raises:
         DataError: names the data set, the split and --split.
@@ -253,34 +253,41 @@ def micro_batches(
     dataset: Any,
     consumed: int,
     tokenizer: TextTokenizer,
-    rows: FullRows | CountedRows | None = None,
+    counter: TokenCounter | None = None,
 ) -> list[Reader | None]:
     """One reader per virtual pipeline stage of this rank, None where a stage needs no data.
 
-    ``rows`` counts what one of the ranks that read the same batches reads.
+    ``counter`` counts on one of the ranks that read the same batches.
     """
     chunks = args.virtual_pipeline_model_parallel_size
     readers: list[Reader | None] = []
     collate = None
     if args.is_instruction_dataset:
-        multiple = row_multiple(args) if args.variable_seq_lengths else None
+        multiple = length_multiple(args) if args.variable_seq_lengths else None
         collate = Collate(tokenizer.pad, args.seq_length, multiple)
     for vp_stage in range(chunks) if chunks else [None]:
         where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
-        first = parallel_state.is_pipeline_first_stage(**where)
-        last = counts = parallel_state.is_pipeline_last_stage(**where)
+        pre_process = parallel_state.is_pipeline_first_stage(**where)
+        post_process = counts = parallel_state.is_pipeline_last_stage(**where)
         if args.mtp_num_layers and mtp_on_this_rank(config, **where):
-            first = last = True  # predicting further tokens needs the embedding and the labels
-        if not (first or last or _read_everywhere(args)):
+            pre_process = post_process = True  # its layers need the embedding and the labels
+        if not (pre_process or post_process or _read_everywhere(args)):
             readers.append(None)
             continue
-        loader = _loader(args, dataset, consumed, collate) if _leads_tensor_group() else None
+        loader = _loader(args, dataset, consumed, collate) if _is_tensor_rank_0() else None
         counts = counts and parallel_state.get_context_parallel_rank() == 0
         trained = None
-        if loader is not None and rows is not None and counts:
-            loader, trained = rows.watch(loader), rows.count
+        if loader is not None and counter is not None and counts:
+            loader, trained = counter.watch(loader), counter.count
         readers.append(
-            MicroBatches(args, loader, tokenizer, first=first, last=last, trained=trained)
+            MicroBatches(
+                args,
+                loader,
+                tokenizer,
+                pre_process=pre_process,
+                post_process=post_process,
+                trained=trained,
+            )
         )
     return readers
 
@@ -290,7 +297,7 @@ def _loader(
 ) -> Iterator[Any]:
     if dataset is None:
         raise DataError("a data split is empty: check --split and the size of the data set")
-    portion = Portion(
+    sampler_config = SamplerConfig(
         total=len(dataset),
         consumed=consumed,
         micro_batch_size=args.micro_batch_size,
@@ -298,9 +305,9 @@ def _loader(
         ranks=parallel_state.get_data_parallel_world_size(),
     )
     sampler: SequentialSampler | CyclicSampler = (
-        SequentialSampler(portion)
+        SequentialSampler(sampler_config)
         if args.dataloader_type == "single"
-        else CyclicSampler(portion, sharding=args.data_sharding)
+        else CyclicSampler(sampler_config, sharding=args.data_sharding)
     )
     here = device.current()
     workers = args.num_workers
@@ -319,14 +326,14 @@ def _loader(
     return iter(loader)
 
 
-def _leads_tensor_group() -> bool:
+def _is_tensor_rank_0() -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
     edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     here = edge or _read_everywhere(args) or mtp_on_this_rank(config)
-    return here and _leads_tensor_group()
+    return here and _is_tensor_rank_0()
 
 
 def _read_everywhere(args: argparse.Namespace) -> bool:

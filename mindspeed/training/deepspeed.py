@@ -34,7 +34,7 @@ _ALSO_READ = {
     "fp16.initial_scale_power": Range(0, 127),
     "zero_optimization.stage": Range(0, 3),
 }
-# What changes no result: buffers, overlap and logs have flags of their own here.
+# What changes no result: buffers, overlap and logs have separate flags here.
 _TUNING = {
     "steps_per_print",
     "wall_clock_breakdown",
@@ -97,7 +97,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def not_done(path: str) -> list[str]:
-    """What a file asks for and is done in another way, with the same results.
+    """Settings that are done in another way, with the same results.
 
     Stages 2 and 3 in fp16 are stage 1: Megatron-FSDP cannot scale gradients.
     """

@@ -4,12 +4,12 @@ A rank that raises prints its message, tells the others through the job's key-va
 at once, without the collectives that an orderly exit would wait for. The other ranks watch that key
 in a thread, because their main thread may be blocked in a collective that never ends; they leave
 silently, so that the first error is the last thing on the screen. A rank that was killed tells
-nobody: the others notice a broken connection and say so in one line. A rank that is stopped or
-hangs breaks nothing: the same thread counts in the store, and when a collective times out the ranks
-whose counters stand still are named.
+no one: the others notice a broken connection and say so in one line. A rank that is stopped or
+hangs breaks no connection: the same thread increments a heartbeat in the store, and when a
+collective times out, ranks without heartbeat are named.
 
-torchrun prints a report of its own at the end. It quotes what a rank writes to the file that it
-names in ``TORCHELASTIC_ERROR_FILE``, so our line is in there, too.
+torchrun prints its own report at the end. It quotes the file that ``TORCHELASTIC_ERROR_FILE``
+names, to which each rank writes the same line.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     initialize_megatron(args_defaults={"no_load_rng": True, "no_load_optim": True})
     config = core_transformer_config_from_args(get_args())
 
-This is the only place of the library that keeps arguments for whoever asks (:func:`get_args`), and
-nothing in the library asks.
+Scripts read the arguments with :func:`get_args`; the library itself never does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mindspeed.training import configs, recompute, setup
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
-from mindspeed.training.old_flags import without_effect
+from mindspeed.training.legacy_flags import without_effect
 from mindspeed.training.recipe import dump, given, parse_with_recipe
 from mindspeed.training.resolve import Settings, assume_inputs, resolve
 from mindspeed.training.resolve_parallel import default_ranks
@@ -47,7 +46,7 @@ def prepare(
     Args:
         argv: flags; ``--config`` and ``--model`` are looked up.
         ranks: size of the job; default ``--nproc``, else what the flags need.
-        parser: with further flags; default :func:`mindspeed.training.arguments.build_parser`.
+        parser: with additional flags; default :func:`mindspeed.training.arguments.build_parser`.
         training: also check what only training needs: duration, schedule and data.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Rows of conversations: samples of different lengths, padded or packed.
+"""Batches of conversations: samples of different lengths, padded or packed.
 
-    --variable-seq-lengths   a micro-batch is as long as its longest row, rounded up
-    --pack-sequences         a row holds several samples that do not see each other
+    --variable-seq-lengths   a micro-batch is as long as its longest sequence, rounded up
+    --pack-sequences         a sequence holds several samples that do not see each other
 
-Positions start again with every packed sample, which is how the borders of the samples are found
+Positions restart with every packed sample, which tells where samples begin
 (:mod:`mindspeed.training.batches`).
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 
 from mindspeed.data.packing import rounded_up
-from mindspeed.training.counting import row_counts
+from mindspeed.training.token_counts import sample_counts
 
 _WORDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def row_multiple(args: argparse.Namespace) -> int:
+def length_multiple(args: argparse.Namespace) -> int:
     """Lengths of micro-batches are multiples of this."""
     tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
     context = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
@@ -32,9 +32,9 @@ class Collate:
     """Pads samples to one length; called in the reader processes.
 
     Args:
-        pad: id that fills rows.
-        seq_length: the longest row.
-        multiple: of the length, or None for ``seq_length`` always.
+        pad: token id of padding.
+        seq_length: longest sequence.
+        multiple: lengths are rounded up to a multiple of this; None: always ``seq_length``.
     """
 
     def __init__(self, pad: int, seq_length: int, multiple: int | None) -> None:
@@ -43,9 +43,15 @@ class Collate:
         self._multiple = multiple
 
     def __call__(self, items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """``[b, s]`` tensors; positions of padding count from 0, as those of a sample.
+        """Pad samples to one length.
 
-        ``counts`` ``[2]`` are :func:`mindspeed.training.counting.row_counts`.
+        Args:
+            items: tensors [s_i] with the dtypes below.
+
+        Returns:
+            ``tokens``, ``labels``, ``position_ids`` int64 [b, s], ``loss_mask`` fp32 [b, s];
+            positions of padding count from 0, as those of a sample. ``counts`` int64 [2] are
+            :func:`mindspeed.training.token_counts.sample_counts`.
         """
         width = self._seq_length
         if self._multiple is not None:
@@ -56,11 +62,11 @@ class Collate:
             "labels": torch.zeros(shape, dtype=torch.int64),
             "loss_mask": torch.zeros(shape),
             "position_ids": torch.zeros(shape, dtype=torch.int64),
-            "counts": row_counts(items),
+            "counts": sample_counts(items),
         }
-        for row, item in enumerate(items):
+        for index, item in enumerate(items):
             length = len(item["tokens"])
             for name in _WORDS:
-                batch[name][row, :length] = item[name]
-            batch["position_ids"][row, length:] = torch.arange(width - length)
+                batch[name][index, :length] = item[name]
+            batch["position_ids"][index, length:] = torch.arange(width - length)
         return batch

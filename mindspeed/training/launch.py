@@ -20,7 +20,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from mindspeed.training.guard import tell_ranks
+from mindspeed.training.fail_together import tell_ranks
 from mindspeed.training.parent import LAUNCHER
 
 _POLL_SECONDS = 0.05
@@ -36,7 +36,7 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     """Run ``command`` once per rank and wait.
 
     When one rank fails the others are stopped within seconds; what ends or stops a rank from
-    outside is said here, because the rank cannot. SIGTERM and SIGINT are handed on to
+    outside is reported here, because the rank cannot. SIGTERM and SIGINT are passed to
     the ranks, which save and end by themselves.
 
     Args:
@@ -95,7 +95,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> in
         states = [process.poll() for process in processes]
         failed = [rank for rank, state in enumerate(states) if state not in (None, 0)]
         if failed:
-            # A signal is the cause; the ranks that it did not reach fail behind it.
+            # A signal is the cause; the ranks that it did not reach fail after it.
             rank = next((r for r in failed if cast(int, states[r]) < 0), failed[0])
             state = cast(int, states[rank])
             if state < 0:

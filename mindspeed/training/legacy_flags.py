@@ -1,4 +1,4 @@
-"""Flags of other times and trainers: what they are called today, and what has no effect here.
+"""Flags of earlier versions and other trainers: aliases, and flags without effect here.
 
 An alias means exactly what its flag means. An ignored flag changes no result: it chose what is the
 only way today, tunes speed or memory by a method that is not part of this trainer, or controls a
@@ -83,7 +83,7 @@ def without_effect(given: Iterable[str]) -> Iterator[str]:
     """A line for each reason: the flags of a command line that change nothing, and why.
 
     Args:
-        given: spellings, or sentences of their own about something that is not done.
+        given: spellings of flags, or whole sentences about something that is not done.
     """
     by_reason: dict[str, list[str]] = {}
     for flag in dict.fromkeys(given):

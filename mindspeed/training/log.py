@@ -3,7 +3,7 @@
 The last rank speaks, because the last pipeline stage knows the loss. Between log lines a step only
 appends a device tensor to a list; sums over data-parallel ranks and copies to the host happen once
 per interval. Tokens per second and FLOPs are those of samples, not of padding
-(:mod:`mindspeed.training.counting`). Where the records go: :mod:`mindspeed.training.sinks`.
+(:mod:`mindspeed.training.token_counts`). Where the records go: :mod:`mindspeed.training.sinks`.
 
     iteration     10/   600 | consumed samples:     160 | lm loss: 7.621034E+00 | grad norm: ...
 """
@@ -27,14 +27,13 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
-from mindspeed.training.counting import CountedRows, Counts, FullRows
 from mindspeed.training.flops import flops_of_tokens
 from mindspeed.training.forward_step import Reports, sum_reports
 from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
+from mindspeed.training.token_counts import TokenCounter, TokenCounts
 
 GIGA = 10**9
-Rows = FullRows | CountedRows
 
 
 class Log:
@@ -44,15 +43,15 @@ class Log:
         args: final values.
         model: for learning rate, loss scale and the norm of the parameters.
         iteration: iterations that are done already.
-        rows: counts the tokens of training.
+        counter: counts the tokens of training.
     """
 
     def __init__(
-        self, args: argparse.Namespace, model: TrainedModel, iteration: int, rows: Rows
+        self, args: argparse.Namespace, model: TrainedModel, iteration: int, counter: TokenCounter
     ) -> None:
         self._args = args
         self._model = model
-        self._rows = rows
+        self._counter = counter
         self._speaks = dist.get_rank() == dist.get_world_size() - 1
         self._sinks = open_sinks(args, iteration) if self._speaks else []
         self._reports: list[Reports] = []
@@ -81,7 +80,7 @@ class Log:
         loss = reports.pop("lm loss", None)
         auxiliary = _auxiliary_losses(self._args, self._iterations)
         params_norm = _params_norm(self._model) if self._args.log_params_norm else None
-        counts = self._rows.take(self._samples)
+        counts = self._counter.take(self._samples)
         self._tokens += counts.tokens
         elapsed = time.perf_counter() - self._interval_start
         if self._speaks:
@@ -141,7 +140,7 @@ class Log:
         )
 
     def _metrics(
-        self, iteration: int, elapsed: float, loss: float | None, counts: Counts
+        self, iteration: int, elapsed: float, loss: float | None, counts: TokenCounts
     ) -> dict[str, Any]:
         args, steps = self._args, max(1, self._iterations)
         flops = flops_of_tokens(args, counts.tokens, counts.pairs)

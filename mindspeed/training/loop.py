@@ -18,10 +18,11 @@ from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
 from mindspeed.training.data import Reader
 from mindspeed.training.forward_step import ForwardStep, Reports, checked, sum_reports
-from mindspeed.training.log import Log, Rows, mean_reports
+from mindspeed.training.log import Log, mean_reports
 from mindspeed.training.sinks import RESERVED
 from mindspeed.training.step import Trainer
 from mindspeed.training.stopping import Stopping
+from mindspeed.training.token_counts import TokenCounter
 
 
 def train(
@@ -31,26 +32,26 @@ def train(
     held_out: Mapping[str, Sequence[Reader | None]],
     iteration: int,
     saver: Saver | None,
-    rows: Rows,
+    counter: TokenCounter,
     forward_step: ForwardStep,
 ) -> int:
     """Train from ``iteration`` to the end or an early stop.
 
     Args:
-        args: final values; the counters of consumed samples in it move on.
-        model: what is trained.
+        args: final values; its counters of consumed samples are advanced.
+        model: the model, its optimizer and its schedule.
         readers: training micro-batches per pipeline stage of this rank.
         held_out: the same for ``validation`` (used during training) and ``test`` (at the end).
         iteration: iterations done.
         saver: writes checkpoints, or None.
-        rows: counts the tokens that the training readers read.
+        counter: counts the tokens that the training readers read.
         forward_step: computes the loss of one micro-batch.
 
     Returns:
         The last iteration done.
     """
     trainer = Trainer(args, model, checked(forward_step, args, RESERVED))
-    log = Log(args, model, iteration, rows)
+    log = Log(args, model, iteration, counter)
     gathering = _ParameterGathering(args, model)
     for chunk in model.chunks:
         chunk.train()
@@ -61,7 +62,7 @@ def train(
     reason = None
     with seams.train.around(), stopping:
         while iteration < args.train_iters and reason is None:
-            _grow_batch(args, iteration, saver, gathering, log)
+            _ramp_up_batch(args, iteration, saver, gathering, log)
             with seams.step.around(iteration + 1):
                 result = trainer.step(readers, iteration + 1)
             iteration += 1
@@ -119,7 +120,7 @@ def evaluate(
 class _ParameterGathering:
     """Switches the overlapped parameter all-gather (``--overlap-param-gather``) on and off.
 
-    It starts with the second step, because the first one finds its parameters complete, and rests
+    It starts with the second step, because the first finds its parameters complete, and pauses
     while something else reads the parameters.
     """
 
@@ -175,14 +176,14 @@ def _save(saver: Saver, iteration: int, gathering: _ParameterGathering, log: Log
         saver.save(iteration)
 
 
-def _grow_batch(
+def _ramp_up_batch(
     args: argparse.Namespace,
     iteration: int,
     saver: Saver | None,
     gathering: _ParameterGathering,
     log: Log,
 ) -> None:
-    """Batch ramp-up: take the size for the samples consumed so far; save before it changes."""
+    """Batch ramp-up: set the size for the consumed samples; save before it changes."""
     before = get_num_microbatches()
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     if get_num_microbatches() != before and iteration > 0:

@@ -78,8 +78,8 @@ class ModelOptions:
     add_dense_bias: bool = flag(
         False, "bias of the attention's output projection, also with --disable-bias-linear"
     )
-    embed_layernorm: bool = flag(False, "norm behind the word embeddings (BLOOM)")
-    lm_norm_weight: bool = flag(False, "output layer with rows of length one (Baichuan 2)")
+    embed_layernorm: bool = flag(False, "norm after the word embeddings (BLOOM)")
+    lm_norm_weight: bool = flag(False, "output layer with weight rows of norm one (Baichuan 2)")
     z_loss_weight: float = flag(
         0.0,
         "add this times the square of the largest logit to each token's loss (Baichuan 2)",
@@ -112,14 +112,14 @@ class ModelOptions:
     checkpoint_block_layer: int = flag(25, "layers of --checkpoint-policy block", range=LAYERS)
     auto_recompute_device_size: int | None = flag(
         None,
-        "recompute as few layers as fit into so many MiB of a device, by the estimate of --dry-run",
+        "recompute as few layers as fit into this many MiB of a device, as --dry-run estimates",
         range=POSITIVE,
     )
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How the model is cut over the ranks."""
+    """How the model is sharded over the ranks."""
 
     devices: int | None = flag(
         None,
@@ -220,8 +220,10 @@ class DataOptions:
     test_weighted_split_paths: tuple[str, ...] | None = flag(None, "the same, for the final test")
     data_args_path: str | None = flag(None, "file with the value of --data-path")
     split: str | None = flag(None, "parts for training, validation, test (default 969, 30, 1)")
-    mock_data: bool = flag(False, "invented tokens instead of a data set")
-    data_cache_path: str | None = flag(None, "directory for index files (default: beside the data)")
+    mock_data: bool = flag(False, "random tokens instead of a data set")
+    data_cache_path: str | None = flag(
+        None, "directory for index files (default: next to the data)"
+    )
     mmap_bin_files: bool = flag(True, "map .bin files into memory")
     dataloader_type: Literal["single", "cyclic"] = flag(
         "single", "read in order, or shuffled anew in every epoch"
@@ -257,18 +259,20 @@ class DataOptions:
     pad_to_multiple_of: int = flag(
         8, "--variable-seq-lengths: round lengths up to this", range=SIZE
     )
-    pack_sequences: bool = flag(False, "conversations: several in one row, where none sees another")
+    pack_sequences: bool = flag(
+        False, "conversations: several in one sequence, without attention between them"
+    )
     length_grouped: bool = flag(
         False, "conversations: micro-batches of similar lengths, in random order"
     )
     padding_attention_mask: bool = flag(
-        False, "old flag: padding is always behind the samples, where causal attention ends"
+        False, "old flag: padding always follows the samples, so causal attention does not see it"
     )
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long and in which portions."""
+    """Duration, batch sizes, validation and reasons to stop."""
 
     micro_batch_size: int = flag(1, "samples per forward pass and data-parallel rank", range=SIZE)
     global_batch_size: int | None = flag(
@@ -277,7 +281,7 @@ class TrainingOptions:
         range=SIZE,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
-        None, "START INCREMENT SAMPLES: grow the global batch over so many samples", range=POSITIVE
+        None, "START INCREMENT SAMPLES: grow the global batch over SAMPLES samples", range=POSITIVE
     )
     gradient_accumulation_steps: int | None = flag(
         None,
@@ -303,7 +307,7 @@ class TrainingOptions:
     check_for_nan_in_loss_and_grad: bool = flag(True, "stop when a loss or gradient is not finite")
     max_skipped_nan_iterations: int = flag(
         0,
-        "leave out the update of so many iterations with a loss or gradient that is not finite",
+        "skip the update of up to this many iterations with a loss or gradient that is not finite",
         range=COUNT,
     )
     manual_gc: bool = flag(False, "run the garbage collector at the same iteration on all ranks")
@@ -392,7 +396,7 @@ class LoraOptions:
     lora_adapter_name: str = flag("default", "name of the adapter in PEFT directories")
     lora_load: str | None = flag(None, "directory of adapter checkpoints, or a PEFT directory")
     lora_export: Literal["peft"] | None = flag(
-        None, "write a PEFT directory SAVE/peft beside every adapter checkpoint"
+        None, "write a PEFT directory SAVE/peft with every adapter checkpoint"
     )
 
 

@@ -1,7 +1,7 @@
-"""fp16: steps that are skipped for ever are an error, not a training.
+"""fp16: a run whose steps are all skipped is an error.
 
 Dynamic loss scaling skips a step whose gradients overflow and lowers the scale: some steps at the
-start of a run, one now and then later. Two things it cannot mend: a loss that is itself not finite
+start of a run, one now and then later. Two problems remain: a loss that is itself not finite
 (the scale is applied after it), and gradients that overflow at the smallest scale. Either, many
 times in a row, or in every step of a run, ends the run with a sentence.
 """
@@ -48,7 +48,7 @@ class SkippedSteps:
             iteration: for the message.
 
         Raises:
-            TrainingError: steps are skipped for a reason that no scale mends.
+            TrainingError: steps are skipped for a reason that no loss scale changes.
         """
         if not self._active:
             return
@@ -87,5 +87,5 @@ class SkippedSteps:
     def _bad_loss(self, steps: int) -> str:
         return (
             f"the loss is not finite and {steps} steps in a row were skipped, which no loss scale "
-            "mends: check the weights that were loaded and the data, or train in --bf16"
+            "can change: check the weights that were loaded and the data, or train in --bf16"
         )

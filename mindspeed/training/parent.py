@@ -1,4 +1,4 @@
-"""A rank ends when the process that started it is gone: kill -9 of a launcher leaves nobody behind.
+"""A rank ends when its launcher is gone, also after kill -9 of the launcher.
 
 On Linux the kernel ends the rank (``PR_SET_PDEATHSIG``); elsewhere, and where the kernel was asked
 too late, a thread notices that the parent is another one. Only launchers that stay for the whole

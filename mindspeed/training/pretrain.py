@@ -1,4 +1,4 @@
-"""Pretraining from final values to the last checkpoint: puts the parts together.
+"""Pretraining from final values to the last checkpoint.
 
 Every joint of the run is one visible call here or in :mod:`mindspeed.training.loop`: parallel
 groups (``initialize``), layer spec, optimizer (``model.build``), batch (``data``), schedule and
@@ -24,11 +24,11 @@ from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.storage import directory
 from mindspeed.training import adapters, data, loop, setup
-from mindspeed.training.counting import CountedRows, FullRows
 from mindspeed.training.flops import training_flops
 from mindspeed.training.forward_step import ForwardStep, forward_step
 from mindspeed.training.model import ModelProvider, build, gpt_model
 from mindspeed.training.resolve import Settings
+from mindspeed.training.token_counts import FixedLengthCounter, SampleCounter
 
 
 def pretrain(
@@ -65,8 +65,8 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
     iteration = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer)
     read = partial(data.micro_batches, args, model.config, tokenizer=tokenizer)
-    rows = CountedRows() if args.is_instruction_dataset else FullRows(args)
-    readers = read(sets.train, args.consumed_train_samples, rows=rows)
+    counter = SampleCounter() if args.is_instruction_dataset else FixedLengthCounter(args)
+    readers = read(sets.train, args.consumed_train_samples, counter=counter)
     held_out = {}
     if args.eval_iters:
         held_out["validation"] = read(sets.valid, args.consumed_valid_samples)
@@ -77,7 +77,7 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
         source = args.lora_load if adapted(model.chunks) else args.load
         saver.last_saved = iteration if source == args.save else None
-    return loop.train(args, model, readers, held_out, iteration, saver, rows, forward_step)
+    return loop.train(args, model, readers, held_out, iteration, saver, counter, forward_step)
 
 
 def _is_finished(args: argparse.Namespace) -> bool:

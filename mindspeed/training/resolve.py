@@ -1,4 +1,4 @@
-"""From parsed flags to final values: what follows from what, and what cannot be.
+"""From parsed flags to final values: derived values and contradictions.
 
 :func:`resolve` fills in everything that Megatron-LM derives (data-parallel size, feed-forward size,
 virtual pipeline size, data types, batch sizes ...) under Megatron-LM's names, and collects every
@@ -62,7 +62,7 @@ def resolve(
         world_size: number of ranks.
         recipe: the same values as a recipe, kept beside checkpoints.
         training: a model is trained; otherwise it only runs forward, and duration, schedule and
-            data are neither asked for nor checked.
+            data are neither required nor checked.
 
     Raises:
         ConfigError: one line per problem, each naming the flags and what to change.

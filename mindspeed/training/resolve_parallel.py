@@ -1,4 +1,4 @@
-"""Parallel sizes: what follows from the number of ranks, and which splits cannot be."""
+"""Parallel sizes: derived from the number of ranks, and contradictions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_fits_here(ranks: int) -> None:
 
 
 def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
-    """Complete the sizes of the parallel groups; yields what cannot be."""
+    """Complete the sizes of the parallel groups; yields contradictions."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     cp, ep = args.context_parallel_size, args.expert_model_parallel_size
     size = model_parallel_size(args)

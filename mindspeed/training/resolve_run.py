@@ -1,4 +1,4 @@
-"""Duration, schedule, data and files of a run: what follows from what, and what cannot be."""
+"""Duration, schedule, data and files of a run: derived values and contradictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed.training.sinks import missing_packages
 
 
 def duration(args: argparse.Namespace) -> Iterator[str]:
-    """Complete duration, learning rate and logging; yields what cannot be."""
+    """Complete duration, learning rate and logging; yields contradictions."""
     if args.train_iters is not None:
         for name in ("lr_decay_samples", "lr_warmup_samples"):
             if getattr(args, name):
@@ -59,7 +59,7 @@ def _schedule(args: argparse.Namespace) -> Iterator[str]:
 
 
 def output(args: argparse.Namespace) -> Iterator[str]:
-    """Complete where a run begins and what it writes; yields what cannot be."""
+    """Complete what a run loads and writes; yields contradictions."""
     if args.auto_resume:
         if args.save is None:
             yield "--auto-resume needs --save"
@@ -104,7 +104,7 @@ def _no_directory(path: str) -> str | None:
 
 
 def data(args: argparse.Namespace) -> Iterator[str]:
-    """Complete where data come from; yields what cannot be."""
+    """Complete the sources of data; yields contradictions."""
     splits = ("train", "valid", "test")
     per_split = [getattr(args, f"{split}_data_path") for split in splits]
     parts = [getattr(args, f"{split}_weighted_split_paths") for split in splits]
@@ -154,7 +154,7 @@ def _conversations(args: argparse.Namespace) -> Iterator[str]:
             "with --is-instruction-dataset drop them"
         )
     if args.length_grouped and args.pack_sequences:
-        yield "give one of --length-grouped and --pack-sequences: packed rows are full already"
+        yield "give one of --length-grouped and --pack-sequences: packed sequences are full already"
     if args.length_grouped and args.dataloader_type != "single":
         yield "--length-grouped needs --dataloader-type single: cyclic shuffles the groups apart"
     if args.length_grouped and args.data_path and len(args.data_path) > 1:

@@ -15,8 +15,8 @@ from mindspeed.errors import DataError
 
 
 @dataclass(frozen=True)
-class Portion:
-    """Where this rank's samples are in the stream of all ranks."""
+class SamplerConfig:
+    """Size of the data set, samples that are consumed, and this data-parallel rank's share."""
 
     total: int
     consumed: int
@@ -37,16 +37,16 @@ class SequentialSampler:
         DataError: nothing is left to read.
     """
 
-    def __init__(self, portion: Portion) -> None:
-        if portion.consumed + portion.step > portion.total:
+    def __init__(self, config: SamplerConfig) -> None:
+        if config.consumed + config.step > config.total:
             raise DataError(
-                f"the data set has {portion.total} samples and {portion.consumed} are consumed: "
-                f"less than one micro-batch of all ranks ({portion.step}) is left"
+                f"the data set has {config.total} samples and {config.consumed} are consumed: "
+                f"less than one micro-batch of all ranks ({config.step}) is left"
             )
-        self._portion = portion
+        self._config = config
 
     def __iter__(self) -> Iterator[list[int]]:
-        p = self._portion
+        p = self._config
         for start in range(p.consumed, p.total - p.step + 1, p.step):
             first = start + p.rank * p.micro_batch_size
             yield list(range(first, first + p.micro_batch_size))
@@ -59,17 +59,17 @@ class CyclicSampler:
     shuffled list.
     """
 
-    def __init__(self, portion: Portion, *, sharding: bool) -> None:
-        if portion.total < portion.step:
+    def __init__(self, config: SamplerConfig, *, sharding: bool) -> None:
+        if config.total < config.step:
             raise DataError(
-                f"the data set has {portion.total} samples, less than one micro-batch of all ranks "
-                f"({portion.step})"
+                f"the data set has {config.total} samples, less than one micro-batch of all ranks "
+                f"({config.step})"
             )
-        self._portion = portion
+        self._config = config
         self._sharding = sharding
 
     def __iter__(self) -> Iterator[list[int]]:
-        p = self._portion
+        p = self._config
         per_epoch = p.total - p.total % p.step
         consumed = p.consumed
         while True:
@@ -81,7 +81,7 @@ class CyclicSampler:
 
     def _order(self, epoch: int, offset: int) -> list[int]:
         """This rank's samples of one epoch, from ``offset`` samples of all ranks on."""
-        p = self._portion
+        p = self._config
         generator = torch.Generator()
         generator.manual_seed(epoch)
         if self._sharding:

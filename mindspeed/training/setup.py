@@ -59,7 +59,7 @@ def leave_job() -> None:
 
 
 def parallel_groups(args: argparse.Namespace) -> None:
-    """Create Megatron's groups; features add theirs behind it (seam ``parallel_groups``)."""
+    """Create Megatron's groups; features add theirs right after (seam ``parallel_groups``)."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -79,7 +79,10 @@ def parallel_groups(args: argparse.Namespace) -> None:
 
 
 def seed_everything(args: argparse.Namespace) -> None:
-    """Seed host and device generators; pipeline stages (and replicas, if asked) differ."""
+    """Seed host and device generators, differently on each pipeline stage.
+
+    With ``--data-parallel-random-init`` also differently on each data-parallel rank.
+    """
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     if args.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()

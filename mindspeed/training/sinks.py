@@ -2,7 +2,7 @@
 
 :class:`mindspeed.training.log.Log` makes one stream of records, and each sink shows or keeps it in
 its own way. Only one rank opens sinks. A run that resumes goes on in the same files: what was
-recorded behind the loaded checkpoint is dropped (JSON lines), hidden (TensorBoard), or not
+recorded after the loaded checkpoint is dropped (JSON lines), hidden (TensorBoard), or not
 recorded a second time (W&B), so that no iteration appears twice.
 
 Curves have Megatron-LM's names, so that runs of both lie over each other in one dashboard.
@@ -76,7 +76,7 @@ class Sink(Protocol):
 
 
 def open_sinks(args: argparse.Namespace, done: int) -> list[Sink]:
-    """All destinations that ``args`` ask for.
+    """All destinations that ``args`` select.
 
     Args:
         args: final values.
@@ -87,11 +87,11 @@ def open_sinks(args: argparse.Namespace, done: int) -> list[Sink]:
     path = args.metrics_file or (args.save and str(Path(args.save) / "metrics.jsonl"))
     say = sinks[0].message
     if path:
-        sinks.append(Dispensable(f"metrics file {path}", lambda: JsonLines(Path(path), done), say))
+        sinks.append(OptionalSink(f"metrics file {path}", lambda: JsonLines(Path(path), done), say))
     if folder := args.tensorboard_dir:
-        sinks.append(Dispensable(f"TensorBoard {folder}", lambda: TensorBoard(args, done), say))
+        sinks.append(OptionalSink(f"TensorBoard {folder}", lambda: TensorBoard(args, done), say))
     if args.wandb_project:
-        sinks.append(Dispensable("W&B", lambda: WeightsAndBiases(args, done), say))
+        sinks.append(OptionalSink("W&B", lambda: WeightsAndBiases(args, done), say))
     return sinks
 
 
@@ -105,7 +105,7 @@ def missing_packages(args: argparse.Namespace) -> Iterator[str]:
             yield f"{flag} {value} needs the package {package}: pip install {install}"
 
 
-class Silent:
+class RecordingSink:
     """Shows nothing; the base of sinks that only record."""
 
     def message(self, text: str) -> None: ...
@@ -116,7 +116,7 @@ class Silent:
         return None
 
 
-class Console(Silent):
+class Console(RecordingSink):
     """Log lines on standard output."""
 
     def record(self, iteration: int, metrics: Metrics, line: str) -> None:
@@ -149,8 +149,8 @@ class ProgressBar:
         self._bar.close()
 
 
-class Dispensable:
-    """A sink that training goes on without when its files cannot be written; says so once.
+class OptionalSink:
+    """A sink that training continues without when its files cannot be written; says so once.
 
     Args:
         name: What to call it.
@@ -189,7 +189,7 @@ class Dispensable:
             self._say(f" WARNING {self._name}: {describe(error)}; training goes on without it")
 
 
-class JsonLines(Silent):
+class JsonLines(RecordingSink):
     """One JSON object per report."""
 
     def __init__(self, path: Path, done: int) -> None:
@@ -210,7 +210,7 @@ class JsonLines(Silent):
         self._file.close()
 
 
-class TensorBoard(Silent):
+class TensorBoard(RecordingSink):
     """One curve per metric."""
 
     def __init__(self, args: argparse.Namespace, done: int) -> None:
@@ -244,7 +244,7 @@ class TensorBoard(Silent):
         return f"tensorboard --logdir {self._directory}"
 
 
-class WeightsAndBiases(Silent):
+class WeightsAndBiases(RecordingSink):
     """One curve per metric at Weights & Biases; without key or network in files, for later.
 
     ``wandb sync DIR/wandb/offline-run-*`` uploads what was recorded offline. The variable

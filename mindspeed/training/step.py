@@ -109,7 +109,7 @@ class Trainer:
         model, args = self._model, self._args
         for reader in readers:
             if isinstance(reader, MicroBatches):
-                reader.expect(num_microbatches + follows)
+                reader.announce(num_microbatches + follows)
         single = len(model.chunks) == 1
         losses: list[MicroBatchLoss] = self._schedule(
             forward_step_func=self._forward_step,

@@ -23,7 +23,7 @@ MAX_STEPS_BETWEEN_VOTES = 1000
 
 
 class Stopping:
-    """Asked after every iteration; use as a context manager, which installs the signal handler.
+    """Checked after every iteration; use as a context manager, which installs the signal handler.
 
     Args:
         on_signal: stop on SIGTERM.

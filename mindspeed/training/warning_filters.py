@@ -1,10 +1,9 @@
-"""What a user of the trainer is told: warnings that mean something here, once for the job.
+"""Filters of warnings: those that do not apply here are hidden, others are shown once per job.
 
-Megatron Core warns at import and at construction, in every process, of things that are no matter of
-the user's: packages whose part is played by :mod:`mindspeed.te`, padding in data that has none. The
-lists below name those; other warnings of Megatron and torch are shown by rank 0 only.
-
-Whoever asks Python for other warnings (``-W``, ``PYTHONWARNINGS``) gets what he asks for.
+Megatron Core warns at import and at construction, in every process, about packages that
+:mod:`mindspeed.te` replaces and about padding in data that has none. The list below names these
+warnings; rank 0 shows other warnings of Megatron and torch. ``-W`` and ``PYTHONWARNINGS`` turn the
+filters off.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import os
 import sys
 import warnings
 
-# (beginning of the message, module): why it means nothing here
-_MEANINGLESS = (
+# (beginning of the message, module), each with the reason why it does not apply
+_NOT_APPLICABLE = (
     # The norms of both layer specs are mindspeed.te's, optimizers and gradient clipping too.
     ("Apex is not installed", r"megatron\.core\."),
     ("Transformer Engine and Apex are not installed", r"megatron\.core\."),
-    # Sequences are cut from documents that stand end to end: nothing is padded.
+    # Samples are cut from concatenated documents: nothing is padded.
     ("The pad token id in the tokenizer collides", r"megatron\.core\.datasets\."),
     # The distributed optimizer looks for gradients at its own shards, which are views.
     (r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\."),
 )
-_OTHER_PEOPLES_MODULES = r"(megatron|torch)\b"
+_THIRD_PARTY = r"(megatron|torch)\b"
 
 
 def filter_warnings() -> None:
@@ -32,10 +31,10 @@ def filter_warnings() -> None:
     if sys.warnoptions:
         return
     if os.environ.get("RANK", "0") != "0":
-        warnings.filterwarnings("ignore", module=_OTHER_PEOPLES_MODULES)
-    for message, module in _MEANINGLESS:
+        warnings.filterwarnings("ignore", module=_THIRD_PARTY)
+    for message, module in _NOT_APPLICABLE:
         warnings.filterwarnings("ignore", message, module=module)
-    # Invented data has no folder to keep an index in.
+    # Mock data has no directory for an index.
     logging.getLogger("megatron.core.datasets.gpt_dataset").addFilter(
         lambda record: "path_to_cache is None" not in record.getMessage()
     )

@@ -55,7 +55,7 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
     if _has_mixed_precision_adapters(args):
         if stage == 0:
             yield (
-                "--zero-stage 0 cannot save adapters in --bf16 or --fp16: they are fp32 beside a "
+                "--zero-stage 0 cannot save adapters in --bf16 or --fp16: they are fp32 next to a "
                 "16-bit model, which only the distributed optimizer stores; use --zero-stage 1"
             )
         args.use_distributed_optimizer = True
@@ -75,7 +75,7 @@ def _has_mixed_precision_adapters(args: argparse.Namespace) -> bool:
     return trained and bool(args.bf16 or args.fp16)
 
 
-def _sharded(args: argparse.Namespace, asked: str) -> Iterator[str]:
+def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:
     """What Megatron-FSDP needs, and what cannot go with it here."""
     strategy = args.data_parallel_sharding_strategy
     if strategy not in STRATEGIES.values():
@@ -85,17 +85,17 @@ def _sharded(args: argparse.Namespace, asked: str) -> Iterator[str]:
             "(--zero-stage 0 or 1)"
         )
     if importlib.util.find_spec("einops") is None:
-        yield f"{asked} needs the package einops: pip install einops"
+        yield f"{flag} needs the package einops: pip install einops"
     for name, plain in UNSHARED.items():
         if (given := getattr(args, name, plain)) not in (None, plain):
             yield (
-                f"{asked} cannot be combined with --{name.replace('_', '-')}"
+                f"{flag} cannot be combined with --{name.replace('_', '-')}"
                 f"{'' if given is True else f' {given}'}: Megatron-FSDP does not do both; use "
                 "--zero-stage 1"
             )
     if args.num_experts and args.moe_grouped_gemm and args.transformer_impl == "local":
         yield (
-            f"{asked} cuts parameters into rows, but --moe-grouped-gemm with --transformer-impl "
+            f"{flag} shards parameters by rows, but --moe-grouped-gemm with --transformer-impl "
             "local keeps all experts of a layer side by side in one; use --transformer-impl "
             "transformer_engine, leave out --moe-grouped-gemm, or use --zero-stage 1"
         )
@@ -113,7 +113,7 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
         module: The stage, with its weights: they are handed out here.
 
     Raises:
-        ConfigError: A parameter would have to be cut inside a row.
+        ConfigError: A parameter would have to be sharded inside a row.
         CheckpointError: One could not be saved.
     """
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -137,7 +137,7 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
         if "is invalid for input of size" not in str(error):
             raise
         raise ConfigError(
-            "--zero-stage 2 and 3 cut parameters between rows, and Megatron-FSDP cannot do that "
+            "--zero-stage 2 and 3 shard parameters between rows, and Megatron-FSDP cannot do that "
             "with a parameter that is smaller than a row of another one; use another number of "
             "ranks, a larger --lora-r, or --zero-stage 1"
         ) from error

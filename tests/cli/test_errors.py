@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed.cli import main as cli
 from mindspeed.errors import DEBUG, ConfigError
-from mindspeed.training.guard import _describe
+from mindspeed.training.fail_together import _describe
 
 
 @pytest.fixture

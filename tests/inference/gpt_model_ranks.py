@@ -93,7 +93,7 @@ def one_rank_fails(folder: str) -> Any:
     from mindspeed.inference.load import Source, load_model
     from mindspeed.inference.sampling import SamplingOptions
     from mindspeed.inference.text_generator import TextGenerator
-    from mindspeed.training.guard import stop_together
+    from mindspeed.training.fail_together import stop_together
 
     with stop_together("generate"):
         generator = TextGenerator.of(load_model(Source(f"hf:{folder}", tp=2), 2))

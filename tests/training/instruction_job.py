@@ -104,7 +104,7 @@ def _losses_and_gradients(args: Any, model: Any, items: list[Any], packed: bool)
     loader = iter([Collate(0, args.seq_length, None)(items)])
     model.zero_grad()
     output, loss_function = forward_step(
-        MicroBatches(how, loader, None, first=True, last=True), model
+        MicroBatches(how, loader, None, pre_process=True, post_process=True), model
     )
     total, _, _ = loss_function(output)
     total.backward()

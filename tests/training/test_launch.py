@@ -16,7 +16,7 @@ import os, signal, sys, time
 import torch.distributed as dist
 import torch
 from mindspeed.errors import TrainingError
-from mindspeed.training.guard import stop_together
+from mindspeed.training.fail_together import stop_together
 
 def body(rank):
     dist.init_process_group("gloo")
@@ -74,7 +74,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_others_say_what_they_saw(tmp_pat
 EARLY = """
 import os, signal, sys, time
 import torch.distributed as dist
-from mindspeed.training.guard import stop_together
+from mindspeed.training.fail_together import stop_together
 
 with stop_together("pretrain"):
     rank = int(os.environ["RANK"])

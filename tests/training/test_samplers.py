@@ -7,28 +7,28 @@ from itertools import islice
 import pytest
 
 from mindspeed.errors import DataError
-from mindspeed.training.samplers import CyclicSampler, Portion, SequentialSampler
+from mindspeed.training.samplers import CyclicSampler, SamplerConfig, SequentialSampler
 
 
-def portion(rank: int = 0, consumed: int = 0, total: int = 22) -> Portion:
-    return Portion(total=total, consumed=consumed, micro_batch_size=2, rank=rank, ranks=2)
+def config(rank: int = 0, consumed: int = 0, total: int = 22) -> SamplerConfig:
+    return SamplerConfig(total=total, consumed=consumed, micro_batch_size=2, rank=rank, ranks=2)
 
 
 def test_sequential_ranks_take_turns_and_drop_the_incomplete_end():
-    assert list(SequentialSampler(portion(0, total=11))) == [[0, 1], [4, 5]]
-    assert list(SequentialSampler(portion(1, total=11))) == [[2, 3], [6, 7]]
-    assert list(SequentialSampler(portion(1, total=12))) == [[2, 3], [6, 7], [10, 11]]
+    assert list(SequentialSampler(config(0, total=11))) == [[0, 1], [4, 5]]
+    assert list(SequentialSampler(config(1, total=11))) == [[2, 3], [6, 7]]
+    assert list(SequentialSampler(config(1, total=12))) == [[2, 3], [6, 7], [10, 11]]
 
 
 def test_sequential_continues_after_the_consumed_samples():
-    whole = list(SequentialSampler(portion(1)))
-    assert list(SequentialSampler(portion(1, consumed=8))) == whole[2:]
+    whole = list(SequentialSampler(config(1)))
+    assert list(SequentialSampler(config(1, consumed=8))) == whole[2:]
 
 
 @pytest.mark.parametrize("consumed, total", [(20, 22), (0, 3)])
 def test_sequential_without_a_whole_micro_batch_left_is_an_error(consumed, total):
     with pytest.raises(DataError, match="less than one micro-batch"):
-        SequentialSampler(portion(consumed=consumed, total=total))
+        SequentialSampler(config(consumed=consumed, total=total))
 
 
 # Recorded from MegatronPretrainingRandomSampler of Megatron-LM core_v0.16.1, 22 samples, 2 ranks.
@@ -79,7 +79,7 @@ def test_cyclic_reads_each_sample_at_most_once_per_epoch(sharding):
     for epoch in range(3):
         seen = []
         for rank in range(2):
-            batches = CyclicSampler(portion(rank, consumed=20 * epoch), sharding=sharding)
+            batches = CyclicSampler(config(rank, consumed=20 * epoch), sharding=sharding)
             seen += [index for batch in islice(batches, per_epoch) for index in batch]
         assert len(seen) == len(set(seen)) == 20
         assert set(seen) <= set(range(22))
@@ -88,12 +88,12 @@ def test_cyclic_reads_each_sample_at_most_once_per_epoch(sharding):
 @pytest.mark.parametrize("sharding", [True, False])
 @pytest.mark.parametrize("steps", [1, 4, 5, 7])
 def test_cyclic_continues_after_the_consumed_samples_across_epochs(sharding, steps):
-    straight = list(islice(CyclicSampler(portion(1), sharding=sharding), 12))
-    resumed = CyclicSampler(portion(1, consumed=4 * steps), sharding=sharding)
+    straight = list(islice(CyclicSampler(config(1), sharding=sharding), 12))
+    resumed = CyclicSampler(config(1, consumed=4 * steps), sharding=sharding)
     assert list(islice(resumed, 12 - steps)) == straight[steps:]
 
 
 @pytest.mark.parametrize("sharding, rank", RECORDED)
 def test_cyclic_order_is_megatron_lms(sharding, rank):
-    sampler = CyclicSampler(portion(rank), sharding=sharding)
+    sampler = CyclicSampler(config(rank), sharding=sharding)
     assert list(islice(sampler, 10)) == RECORDED[sharding, rank]
