@@ -29,15 +29,20 @@ _REASONS: dict[str, tuple[str, str, str]] = {
     "it is the only way here": (
         """
         --no-contiguous-buffers-in-local-ddp --use-mcore-models --use-dist-ckpt
-        --no-create-attention-mask-in-dataloader --no-async-tensor-model-parallel-allreduce
+        --no-create-attention-mask-in-dataloader
         --auto-detect-ckpt-format --no-scatter-gather-tensors-in-pipeline --log-throughput
-        --log-timers-to-tensorboard --exit-signal-handler-for-dataloader --use-flash-attn
-        --tokenizer-hf-use-fast --tokenizer-not-use-fast --disable-msc --ckpt-fully-parallel-load
+        --log-timers-to-tensorboard --exit-signal-handler-for-dataloader
+        --tokenizer-hf-use-fast --disable-msc --ckpt-fully-parallel-load
         """,
         "--DDP-impl --data-impl --dist-ckpt-format --lazy-mpu-init",
         "",
     ),
     "positions are what --position-embedding-type says": ("--no-position-embedding", "", ""),
+    "padding always follows the samples, so causal attention does not see it": (
+        "--padding-attention-mask",
+        "",
+        "",
+    ),
     "--deepspeed_config says all there is": ("--deepspeed", "", ""),
     "--manual-layers alone decides": ("--use-manual-layer-allocation", "", ""),
     "--auto-recompute-device-size decides before the first step, by the estimate of --dry-run": (

@@ -265,9 +265,6 @@ class DataOptions:
     length_grouped: bool = flag(
         False, "conversations: micro-batches of similar lengths, in random order"
     )
-    padding_attention_mask: bool = flag(
-        False, "old flag: padding always follows the samples, so causal attention does not see it"
-    )
 
 
 @dataclass(frozen=True)
