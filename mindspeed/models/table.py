@@ -21,9 +21,9 @@ from mindspeed.models.weight_shards import Segment, ShardMap, source_rows, total
 Split = Literal["rows", "halves", "fc1", "columns", "rows_if_local"] | None
 """How tensor parallelism shards a parameter.
 
-``halves`` shards the rows of gate and up separately, ``fc1`` does so in a gated MLP and shards plain
-rows in others; ``rows_if_local`` shards rows with the local layer spec and nothing with that of
-Transformer Engine (down projections of latent attention).
+``halves`` shards the rows of gate and up separately, ``fc1`` does so in a gated MLP and shards all
+rows together in others; ``rows_if_local`` shards rows with the local layer spec and nothing with
+that of Transformer Engine (down projections of latent attention).
 """
 
 
@@ -34,8 +34,8 @@ class Rule:
     Attributes:
         name: Megatron's name; ``{layer}``, ``{depth}`` (of multi-token prediction) and
             ``{expert}`` stand for numbers.
-        rows: Where its rows come from, in Hugging Face names with the same placeholders; ``{layer}``
-            of multi-token prediction counts from the number of layers on.
+        rows: Where its rows come from, in Hugging Face names with the same placeholders; a layer
+            of multi-token prediction has the ``{layer}`` after the last one.
         columns: Name of the size of its second dimension; None for a vector.
         split: How tensor parallelism shards it.
         needs: Trait of the shape without which the parameter does not exist.
