@@ -2,7 +2,8 @@
 
 Megatron's Transformer Engine wrappers reach the kernels through the substitute's modules. What
 Megatron computes itself, in functions of ``megatron.core.fusions``, is patched to call them when a
-feature replaces the kernel, and only then.
+feature replaces the kernel, and only then; so are its linear layers (local spec, output layer)
+converted when a model chunk is built (:mod:`mindspeed.te.local_linears`).
 """
 
 from __future__ import annotations
@@ -94,3 +95,12 @@ CALLS: Mapping[str, tuple[Patch, ...]] = {
     ),
 }
 """Name in ``te.kernels`` -> patches that make Megatron call it."""
+
+LINEAR_KERNELS = (
+    "matmul",
+    "gather_matmul",
+    "matmul_scatter",
+    "matmul_reduce",
+    "recompute_all_gather",
+)
+"""Names in ``te.kernels`` that make Megatron's own linear layers call it, too."""

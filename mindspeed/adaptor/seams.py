@@ -63,7 +63,7 @@ from mindspeed.adaptor import computations, documents, model_construction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
-from mindspeed.te import attention_policy, kernels, optimizer_policy
+from mindspeed.te import attention_policy, kernels, local_linears, optimizer_policy
 
 
 class Seam:
@@ -143,6 +143,9 @@ class Seams:
             self.journal.set(table, name, function, owner=owner)
             for patch in computations.CALLS.get(name, ()):
                 self._engine.add(patch)
+            converter = (computations.OWNER, local_linears.convert_chunk)
+            if name in computations.LINEAR_KERNELS and converter not in self.chunk.functions:
+                self.chunk.add(local_linears.convert_chunk, owner=computations.OWNER)
 
     def declared_by(self, feature: str, names: Collection[str]) -> Seams:
         """The view of the seams that a feature gets: only those that it declares."""

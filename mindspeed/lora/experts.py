@@ -30,7 +30,7 @@ from mindspeed.lora.linear import (
 )
 from mindspeed.lora.names import expert_layer, first_expert
 from mindspeed.te.grouped import GroupedLinear, gmm
-from mindspeed.te.linear import compute_dtype
+from mindspeed.te.linear_communication import compute_dtype
 
 
 def expert_cut_of(module: torch.nn.Module) -> Cut | None:

@@ -1,21 +1,7 @@
-"""A frozen linear layer and its adapter as one autograd function, cut over tensor-parallel ranks.
+"""Linear layers with an adapter: their matrices, their parts, and the class that has both.
 
-Layout ``[s, b, h]``; W is this rank's slice, s = alpha / r, ``u = x A^T`` is [s, b, r]. On p ranks:
-
-    column   A whole, B cut like W     y_tp = x W_tp^T + s u B_tp^T
-    row      A cut like W, B whole     y = reduce(x_tp W_tp^T + s u_tp B^T)
-
-The correction is added before the collective that the layer has anyway, and in the backward pass
-the input gradients of both are reduced together, so there is no collective of the adapter's own.
-What is left partial on each rank (the gradient of A in a column layer, of B in a row layer) is
-summed once per step (:mod:`mindspeed.lora.gradients`).
-
-With sequence parallelism a column layer gathers its input once for both. The backward pass needs
-that input again for the gradient of A; instead of gathering or keeping it whole, ``du`` travels
-with the input gradient in one reduce-scatter, ``h + r`` columns wide, and meets the slice of the
-input that this rank has.
-
-Saved for backward: the input as it came in, W, A, B and u. The frozen layer alone saves W.
+The computation is in :mod:`mindspeed.lora.adapted_linear`. Layers of :mod:`mindspeed.te` and those
+of the local spec, converted by :mod:`mindspeed.te.local_linears`, have one method to override.
 """
 
 from __future__ import annotations
@@ -29,10 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mindspeed.errors import ConfigError
+from mindspeed.lora.adapted_linear import adapted_linear
 from mindspeed.lora.config import WHOLE, LoraConfig
-from mindspeed.te import comm
+from mindspeed.te import comm, local_linears
 from mindspeed.te.base import mark_tensor_parallel
-from mindspeed.te.linear import Linear, Plan, compute_dtype
+from mindspeed.te.linear import Linear
+from mindspeed.te.linear_communication import LinearCommunication, compute_dtype
 
 
 class Cut(NamedTuple):
@@ -57,81 +45,6 @@ class Cut(NamedTuple):
     def rank(self) -> int:
         """This rank's place among them."""
         return 0 if self.group is None else dist.get_rank(self.group)
-
-
-class _Adapted(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        keep: torch.Tensor | None,
-        scale: float,
-        plan: Plan,
-    ) -> torch.Tensor:
-        dtype = a.dtype
-        ctx.scale, ctx.plan, ctx.x_dtype = scale, plan, x.dtype
-        x = x.to(dtype)
-        whole = comm.all_gather_first_dim(x, plan.group)[0] if plan.gather_input else x
-        out = F.linear(whole, weight.to(dtype), None if bias is None else bias.to(dtype))
-        u = F.linear(whole if keep is None else whole * keep, a)
-        out.view(-1, out.shape[-1]).addmm_(u.view(-1, u.shape[-1]), b.t(), alpha=scale)
-        ctx.save_for_backward(x, weight, a, b, u, keep)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        grad = grads[0]
-        x, weight, a, b, u, keep = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        du = (grad @ b) * ctx.scale
-        dgrad = grad @ weight.to(a.dtype) if ctx.needs_input_grad[0] else None
-        if plan.gather_input:
-            keep = None if keep is None else _slice(keep, plan.group)
-            reducing, parts = _scatter_together(dgrad, du, plan.group)
-        elif dgrad is not None:
-            dgrad = _plus(dgrad, du @ a, keep)
-            if plan.reduce_dgrad:
-                dgrad = dgrad.contiguous()
-                reducing = dist.all_reduce(dgrad, group=plan.group, async_op=True)
-        db = _rows(grad).t() @ _rows(u) * ctx.scale
-        if plan.gather_input:
-            reducing.wait()
-            dgrad, du = parts()
-            dgrad = None if dgrad is None else _plus(dgrad, du @ a, keep)
-        da = _rows(du).t() @ _rows(x if keep is None else x * keep)
-        if dgrad is not None:
-            if plan.reduce_dgrad and not plan.gather_input:
-                reducing.wait()
-            dgrad = dgrad.to(ctx.x_dtype)
-        return dgrad, None, None, da, db, None, None, None
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _plus(dgrad: torch.Tensor, correction: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
-    return dgrad.add_(correction if keep is None else correction * keep)
-
-
-def _slice(whole: torch.Tensor, group: Any) -> torch.Tensor:
-    return whole.chunk(group.size(), 0)[dist.get_rank(group)]
-
-
-def _scatter_together(dgrad: torch.Tensor | None, du: torch.Tensor, group: Any) -> tuple[Any, Any]:
-    """Start one reduce-scatter of both; returns its handle and what gives the two parts."""
-    sent = du if dgrad is None else torch.cat((dgrad, du), -1)
-    received, work = comm.reduce_scatter_first_dim(sent, group, async_op=True)
-    width = sent.shape[-1] - du.shape[-1]
-
-    def parts() -> tuple[torch.Tensor | None, torch.Tensor]:
-        return (received[..., :width] if width else None), received[..., width:]
-
-    return work, parts
 
 
 def as_one(
@@ -200,13 +113,18 @@ class AdaptedLinear:
         a, b = as_one(piece.a, piece.b, self._lora.parts, self._lora.order)
         return (b.float() @ a.float()).mul_(self._lora.config.scale)
 
-    def _lora_multiply(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: Plan
+    def _multiply(
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        communication: LinearCommunication,
     ) -> torch.Tensor:
-        a, b = self.adapter(compute_dtype(x, weight))
-        keep = self._lora.mask(x, plan) if self.training else None  # type: ignore[attr-defined]
+        """Override the product of a linear layer of :mod:`mindspeed.te`."""
+        a, b = self.adapter(compute_dtype(inp, weight))
+        mask = self._lora.mask(inp, communication) if self.training else None  # type: ignore[attr-defined]
         scale = self._lora.config.scale
-        return _Adapted.apply(x, weight, bias, a, b, keep, scale, plan)  # type: ignore[no-any-return]
+        return adapted_linear(inp, weight, bias, a, b, mask, scale, communication)
 
 
 class Options(NamedTuple):
@@ -218,7 +136,7 @@ class Options(NamedTuple):
     order: torch.Tensor | None
     original: type
 
-    def mask(self, x: torch.Tensor, plan: Plan) -> torch.Tensor | None:
+    def mask(self, x: torch.Tensor, communication: LinearCommunication) -> torch.Tensor | None:
         """0 or 1 / (1 - p) for each element of the input, gathered or not.
 
         Ranks that see the same input drop the same elements of it.
@@ -228,31 +146,12 @@ class Options(NamedTuple):
             return None
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        size = (x.shape[0] * (self.cut.size if plan.gather_input else 1), *x.shape[1:])
+        size = (x.shape[0] * (self.cut.size if communication.gathers_input else 1), *x.shape[1:])
         ones = torch.ones(size, dtype=x.dtype, device=x.device)
         if self.cut.mode == "row" or (self.cut.mode is None and self.cut.sequence_parallel):
             with get_cuda_rng_tracker().fork():
                 return F.dropout(ones, p)
         return F.dropout(ones, p)
-
-
-class _OverEngine(AdaptedLinear):
-    """For the linear layers of :mod:`mindspeed.te`."""
-
-    def _multiply(self, inp: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._lora_multiply(inp, self.weight, bias, self._plan())  # type: ignore[attr-defined]
-
-
-class _OverLocal(AdaptedLinear):
-    """For Megatron's ``ColumnParallelLinear`` and ``RowParallelLinear``."""
-
-    def _forward_impl(self, input: Any, weight: Any, *unused: Any, **kwargs: Any) -> torch.Tensor:
-        plan = Plan(
-            group=self.tp_group,  # type: ignore[attr-defined]
-            gather_input=kwargs["sequence_parallel"],
-            reduce_dgrad=kwargs["allreduce_dgrad"],
-        )
-        return self._lora_multiply(input, weight, kwargs["bias"], plan)
 
 
 def cut_of(module: torch.nn.Module) -> Cut | None:
@@ -306,8 +205,8 @@ def give_adapter(
     """
     module.lora_A, module.lora_B = new_matrices(module.weight, config, cut, targets, parts)
     module._lora = Options(config, cut, parts, order, type(module))
-    kind = _OverEngine if isinstance(module, Linear) else _OverLocal
-    module.__class__ = adapted_class(type(module), kind)  # type: ignore[arg-type]
+    local_linears.convert(module)
+    module.__class__ = adapted_class(type(module), AdaptedLinear)  # type: ignore[arg-type]
 
 
 def new_matrices(

@@ -15,17 +15,15 @@ import torch
 
 from mindspeed.te import fp8, kernels
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
-from mindspeed.te.linear import (
+from mindspeed.te.linear import mark_bias, mark_linear, refuse_userbuffers
+from mindspeed.te.linear_communication import compute_dtype
+from mindspeed.te.quantization import Cast, Casts, check_multiples
+from mindspeed.te.weight_gradient import (
     DelayedWgrad,
-    Plan,
+    WgradOptions,
     add_delayed,
     added_to_main_grad,
-    compute_dtype,
-    mark_bias,
-    mark_linear,
-    refuse_userbuffers,
 )
-from mindspeed.te.quantization import Cast, Casts, check_multiples
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -35,13 +33,13 @@ class _GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         splits: list[int],
         dtype: torch.dtype,
-        plan: Plan,
+        wgrad: WgradOptions,
         casts: tuple[Casts, ...],
         count: int,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         weights, biases = parameters[:count], parameters[count:]
-        ctx.splits, ctx.dtype, ctx.plan, ctx.count = splits, dtype, plan, count
+        ctx.splits, ctx.dtype, ctx.wgrad, ctx.count = splits, dtype, wgrad, count
         ctx.casts = casts
         ctx.x_dtype = x.dtype
         x = x.to(dtype)
@@ -112,7 +110,7 @@ def _weight_gradients(
         return [None] * len(weights)
     splits = ctx.splits
     # All or none: a frozen expert among others has no buffer.
-    fuse = ctx.plan.fuse_wgrad and all(getattr(w, "main_grad", None) is not None for w in weights)
+    fuse = ctx.wgrad.fuse and all(getattr(w, "main_grad", None) is not None for w in weights)
 
     def compute() -> Sequence[torch.Tensor | None]:
         if fuse:
@@ -123,14 +121,14 @@ def _weight_gradients(
         parts = zip(weights, wgrads, strict=True)
         return [g.to(w.dtype) if w.requires_grad else None for w, g in parts]
 
-    if ctx.plan.delayed is None:
+    if ctx.wgrad.delayed is None:
         return compute()
 
     def later() -> None:
         for weight, wgrad in zip(weights, compute(), strict=True):
             add_delayed(weight, wgrad, fuse)
 
-    ctx.plan.delayed.append(later)
+    ctx.wgrad.delayed.append(later)
     return [None] * len(weights)
 
 
@@ -291,12 +289,11 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             )
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms if self.use_bias else 0)]
-        plan = Plan(fuse_wgrad=self.fuse_wgrad_accumulation, delayed=self._delayed)
         out = _GroupedLinear.apply(
             rows,
             splits,
             compute_dtype(inp, weights[0]),
-            plan,
+            WgradOptions(self.fuse_wgrad_accumulation, self._delayed),
             fp8.casts_of(self, self.num_gemms, is_first_microbatch=is_first_microbatch),
             self.num_gemms,
             *weights,

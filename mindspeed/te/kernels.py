@@ -12,10 +12,13 @@ in :mod:`mindspeed.te.attention_policy`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+from mindspeed.te import comm
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
 
@@ -67,6 +70,112 @@ def rotate(
         other = torch.cat([-second, first], dim=-1)
     out = (x * cos + other * sin).to(t.dtype)
     return torch.cat([out, passing], dim=-1) if passing.shape[-1] else out
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    transposed: bool = True,
+    bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``x W^T + bias + addend``, or ``x W + ...`` with ``transposed=False``.
+
+    This and the three products with a collective are all that linear layers compute, forward and
+    backward (:mod:`mindspeed.te.linear_communication`). Nothing here needs a gradient.
+
+    Args:
+        x: ``[..., k]``.
+        weight: ``[n, k]``, or ``[k, n]`` with ``transposed=False``; in the dtype of x. It is the
+            parameter itself unless autocast changed the dtype.
+        transposed: Multiply with the transposed weight.
+        bias: ``[n]``.
+        addend: ``[..., n]``, contiguous; its memory may become the result's.
+    """
+    matrix = weight if transposed else weight.t()
+    if addend is None:
+        return F.linear(x, matrix, bias)
+    addend.view(-1, addend.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), matrix.t())
+    return addend if bias is None else addend.add_(bias)
+
+
+def gather_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: Any,
+    *,
+    transposed: bool = True,
+    bias: torch.Tensor | None = None,
+    keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """All-gather x along its first dimension, then :func:`matmul`.
+
+    Forward of a column-parallel layer with sequence parallelism, and dx of a row-parallel one.
+
+    Args:
+        x: ``[s/p, b, k]``, this rank's part of ``[s, b, k]``.
+        weight: As in :func:`matmul`.
+        group: The p ranks that share s.
+        transposed: As in :func:`matmul`.
+        bias: ``[n]``.
+        keep: The gathered x is needed; without it a replacement may return None.
+
+    Returns:
+        ``[s, b, n]`` and the gathered ``[s, b, k]``.
+    """
+    gathered, _ = comm.all_gather_first_dim(x, group)
+    return matmul(gathered, weight, transposed=transposed, bias=bias), gathered if keep else None
+
+
+def matmul_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: Any,
+    *,
+    transposed: bool = True,
+    addend: torch.Tensor | None = None,
+    async_op: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """:func:`matmul`, then reduce-scatter along the first dimension.
+
+    Forward of a row-parallel layer with sequence parallelism, and dx of a column-parallel one.
+
+    Args:
+        x: ``[s, b, k]``, whose product is this rank's term of a sum over ranks.
+        weight: As in :func:`matmul`.
+        group: The p ranks.
+        transposed: As in :func:`matmul`.
+        addend: ``[s, b, n]``, added to this rank's term; overwritten.
+        async_op: The caller waits for the handle; a replacement may return None for it.
+
+    Returns:
+        ``[s/p, b, n]`` and the handle of a collective that is under way, or None.
+    """
+    product = matmul(x, weight, transposed=transposed, addend=addend)
+    return comm.reduce_scatter_first_dim(product, group, async_op=async_op)
+
+
+def matmul_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: Any,
+    *,
+    transposed: bool = True,
+    addend: torch.Tensor | None = None,
+    async_op: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """:func:`matmul`, then all-reduce: row-parallel forward, column-parallel dx.
+
+    Arguments as in :func:`matmul_scatter`; the result is ``[s, b, n]`` on every rank.
+    """
+    product = matmul(x, weight, transposed=transposed, addend=addend)
+    return product, dist.all_reduce(product, group=group, async_op=async_op)
+
+
+def recompute_all_gather() -> bool:
+    """Whether a layer that gathers its input gathers it again in backward, or keeps it (False)."""
+    return True
 
 
 def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:

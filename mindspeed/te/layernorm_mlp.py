@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.te import comm, fp8, kernels, ops
+from mindspeed.te import fp8, kernels, ops
 from mindspeed.te.base import (
     GetTracker,
     Init,
@@ -20,7 +20,8 @@ from mindspeed.te.base import (
     divide,
     mark_tensor_parallel,
 )
-from mindspeed.te.linear import Plan, linear
+from mindspeed.te.linear_communication import LinearCommunication, linear
+from mindspeed.te.weight_gradient import WgradOptions
 
 ACTIVATIONS: dict[str, type[ops._Activation]] = {
     "gelu": ops.GELU,
@@ -119,14 +120,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Return the output, or ``(output, bias)`` with ``return_bias``."""
-        split = comm.group_size(self.tp_group) > 1
         casts = fp8.casts_of(self, 2, is_first_microbatch=is_first_microbatch) or (None, None)
-        first = Plan(
-            group=self.tp_group,
-            gather_input=split and self.sequence_parallel,
-            reduce_dgrad=split and not self.sequence_parallel,
-            fuse_wgrad=self.fuse_wgrad_accumulation,
-            casts=casts[0],
+        wgrad = WgradOptions(self.fuse_wgrad_accumulation)
+        column, row = (
+            LinearCommunication(self.tp_group, mode, self.sequence_parallel)
+            for mode in ("column", "row")
         )
         x = kernels.normalize(
             inp,
@@ -136,10 +134,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             rms=self.rms,
             zero_centered_gamma=self.zero_centered_gamma,
         )
-        x = self.activation(linear(x, self.fc1_weight, self.fc1_bias, first))
-        second = Plan(fuse_wgrad=self.fuse_wgrad_accumulation, casts=casts[1])
-        out = linear(x, self.fc2_weight, None, second)
-        out = comm.reduce_output(out, self.tp_group, self.sequence_parallel)
-        if self.return_bias:
-            return out, self.fc2_bias
-        return out if self.fc2_bias is None else out + self.fc2_bias.to(out.dtype)
+        x = linear(x, self.fc1_weight, self.fc1_bias, column, wgrad, casts[0])
+        bias = None if self.return_bias else self.fc2_bias
+        out = linear(self.activation(x), self.fc2_weight, bias, row, wgrad, casts[1])
+        return (out, self.fc2_bias) if self.return_bias else out

@@ -8,7 +8,6 @@ into them; the activation operations also serve ``--use-te-activation-func``. Ga
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch.nn.parameter import Parameter
 
 from mindspeed.te import comm, fp8, kernels
 from mindspeed.te.base import TransformerEngineBaseModule, divide, place
-from mindspeed.te.linear import Plan, linear
+from mindspeed.te.linear_communication import LinearCommunication, linear
 from mindspeed.te.norm import LayerNorm, RMSNorm
+from mindspeed.te.weight_gradient import WgradOptions
 
 __all__ = [
     "GEGLU",
@@ -43,7 +43,20 @@ class FusibleOperation(TransformerEngineBaseModule):
 
 
 class Sequential(torch.nn.Sequential):
-    """Operations applied one after the other."""
+    """Operations applied in turn; a row-parallel product and its reduction as one."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply all operations."""
+        operations = list(self)
+        while operations:
+            operation = operations.pop(0)
+            following = operations[0] if operations else None
+            if isinstance(operation, BasicLinear) and isinstance(following, _Reduction):
+                input = following.after(operation, input)
+                operations.pop(0)
+            else:
+                input = operation(input)
+        return input
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
@@ -160,41 +173,51 @@ class BasicLinear(FusibleOperation):
             out_features = divide(out_features, size, "out_features")
         elif tensor_parallel_mode == "row":
             in_features = divide(in_features, size, "in_features")
-        column = tensor_parallel_mode == "column" and size > 1
-        self.plan = Plan(
-            group=tensor_parallel_group,
-            gather_input=column and sequence_parallel,
-            reduce_dgrad=column and not sequence_parallel,
-            fuse_wgrad=accumulate_into_main_grad,
+        self.communication = LinearCommunication(
+            tensor_parallel_group, tensor_parallel_mode, sequence_parallel
         )
+        self.wgrad = WgradOptions(accumulate_into_main_grad)
         shape = (out_features, in_features)
         self.weight = Parameter(torch.empty(shape, dtype=dtype, device=place(device)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x W^T``."""
+        """Return ``x W^T``; the output of a row layer is this rank's term of the sum."""
+        communication = self.communication
+        if communication.row:  # its reduction is an operation of its own
+            communication = LinearCommunication()
+        return self.multiply(x, communication)
+
+    def multiply(self, x: torch.Tensor, communication: LinearCommunication) -> torch.Tensor:
+        """Return ``x W^T`` with the collective of ``communication``."""
         casts = next(iter(fp8.casts_of(self)), None)
-        return linear(x, self.weight, None, replace(self.plan, casts=casts))
+        return linear(x, self.weight, None, communication, self.wgrad, casts)
 
 
-class ReduceScatter(FusibleOperation):
+class _Reduction(FusibleOperation):
+    """Sum over the ranks of a group, at the end of a row-parallel layer."""
+
+    scatters: bool
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Reduce ``x [s, b, h]``."""
+        return comm.reduce_output(x, self.group, sequence_parallel=self.scatters)
+
+    def after(self, product: BasicLinear, x: torch.Tensor) -> torch.Tensor:
+        """Reduce the output of ``product`` for ``x``, in one function with the product."""
+        return product.multiply(x, LinearCommunication(self.group, "row", self.scatters))
+
+
+class ReduceScatter(_Reduction):
     """Sum over the group and keep this rank's part of the sequence."""
 
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Reduce and scatter."""
-        return comm.reduce_output(x, self.group, sequence_parallel=True)
+    scatters = True
 
 
-class AllReduce(FusibleOperation):
+class AllReduce(_Reduction):
     """Sum over the group."""
 
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Reduce."""
-        return comm.reduce_output(x, self.group, sequence_parallel=False)
+    scatters = False

@@ -1,0 +1,273 @@
+"""Gather, multiply, scatter: a linear layer over tensor-parallel ranks, as one autograd function.
+
+``y = x W^T + b`` with W ``[out, in]`` sharded over p ranks. Layout ``[s, b, h]``; with sequence
+parallelism (SP) activations outside the layer are sharded along s.
+
+    ============ ================ ============================== =================================
+    layer        forward          x -> y                         backward: dy -> dx
+    ============ ================ ============================== =================================
+    column, SP   gather_matmul    [s/p, b, in] -> [s, b, out/p]  matmul_scatter, and gathers x
+    column       matmul           [s, b, in] -> [s, b, out/p]    matmul_reduce
+    row, SP      matmul_scatter   [s, b, in/p] -> [s/p, b, out]  gather_matmul
+    row          matmul_reduce    [s, b, in/p] -> [s, b, out]    matmul
+    none         matmul           [s, b, in] -> [s, b, out]      matmul
+    ============ ================ ============================== =================================
+
+The products are looked up in :mod:`mindspeed.te.kernels`, where a feature
+may replace them; every linear layer of this library communicates through them. The reduction of dx
+and the gathering of x run while other products are computed. Saved for backward: the input shard
+(the gathered input where ``kernels.recompute_all_gather`` returns False), and W.
+
+With fp8 the products are those of :class:`~mindspeed.te.quantization.Casts` between plain
+collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.te import comm, kernels
+from mindspeed.te.quantization import Casts
+from mindspeed.te.weight_gradient import WgradOptions, weight_gradient
+
+Work = Any
+"""Handle of a collective that is under way; None where there is nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class LinearCommunication:
+    """How a linear layer is sharded, hence what it communicates.
+
+    Attributes:
+        group: The tensor-parallel ranks; None for one rank.
+        parallel_mode: ``"column"`` (W sharded along out), ``"row"`` (along in) or None.
+        sequence_parallel: Activations outside the layer are sharded along s.
+    """
+
+    group: Any = None
+    parallel_mode: str | None = None
+    sequence_parallel: bool = False
+
+    @property
+    def column(self) -> bool:
+        """A column-parallel layer of more than one rank."""
+        return self.parallel_mode == "column" and comm.group_size(self.group) > 1
+
+    @property
+    def row(self) -> bool:
+        """A row-parallel layer of more than one rank."""
+        return self.parallel_mode == "row" and comm.group_size(self.group) > 1
+
+    @property
+    def gathers_input(self) -> bool:
+        """The forward pass all-gathers x along s."""
+        return self.column and self.sequence_parallel
+
+    @property
+    def gathers_grad(self) -> bool:
+        """The backward pass all-gathers dy along s."""
+        return self.row and self.sequence_parallel
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    communication: LinearCommunication,
+    *,
+    bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+    keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The forward pass: ``y = x W^T + bias`` with the collective of the layer.
+
+    Args:
+        x: ``[s, b, in]``, a shard of it as the layer requires.
+        weight: W of this rank, ``[out, in]``.
+        communication: How the layer is sharded.
+        bias: ``[out]``; added once, after a reduction.
+        addend: ``[s, b, out]``, added to the term of this rank before a reduction; overwritten.
+        keep: Return the gathered x, too.
+
+    Returns:
+        y in the dtype of x, and the gathered ``[s, b, in]`` of a layer that gathers (else None).
+    """
+    if communication.gathers_input:
+        return kernels.gather_matmul(x, weight, communication.group, bias=bias, keep=keep)
+    if not communication.row:
+        return kernels.matmul(x, weight, bias=bias, addend=addend), None
+    scatter = communication.sequence_parallel
+    kernel = kernels.matmul_scatter if scatter else kernels.matmul_reduce
+    out, _ = kernel(x, weight, communication.group, addend=addend)
+    return out if bias is None else out.add_(bias), None
+
+
+def multiply_gradient(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    communication: LinearCommunication,
+    *,
+    addend: torch.Tensor | None = None,
+    keep: bool = False,
+) -> tuple[torch.Tensor, Work, torch.Tensor]:
+    """The backward pass: ``dx = dy W`` with the collective of the layer.
+
+    Args:
+        grad: dy, ``[s, b, out]``, a shard of it as the layer requires.
+        weight: W of this rank, ``[out, in]``.
+        communication: How the layer is sharded.
+        addend: ``[s, b, in]`` of this rank of a column layer without sequence parallelism, added
+            before the reduction; overwritten.
+        keep: Return the gathered dy of a layer that gathers it.
+
+    Returns:
+        dx (complete after ``wait()``); the handle or None; the gathered dy, or dy.
+    """
+    group = communication.group
+    if communication.gathers_grad:
+        dx, whole = kernels.gather_matmul(grad, weight, group, transposed=False, keep=keep)
+        return dx, None, grad if whole is None else whole
+    if not communication.column:
+        return kernels.matmul(grad, weight, transposed=False, addend=addend), None, grad
+    scatter = communication.sequence_parallel
+    kernel = kernels.matmul_scatter if scatter else kernels.matmul_reduce
+    dx, work = kernel(grad, weight, group, transposed=False, addend=addend, async_op=True)
+    return dx, work, grad
+
+
+def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Gather ``[s/p, b, h]`` along s, without a product."""
+    return comm.all_gather_first_dim(x, group)[0]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        communication: LinearCommunication,
+        wgrad: WgradOptions,
+        casts: Casts | None,
+    ) -> torch.Tensor:
+        ctx.communication, ctx.wgrad, ctx.casts = communication, wgrad, casts
+        ctx.dtype, ctx.x_dtype = dtype, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        keep = weight.requires_grad and not kernels.recompute_all_gather()
+        if casts is None:
+            options = {"bias": bias, "keep": keep}
+            out, gathered = multiply(x, weight.to(dtype), communication, **options)
+        else:
+            out, gathered = _cast_multiply(x, weight, bias, communication, casts)
+        ctx.gathered = keep and gathered is not None
+        kept = gathered if ctx.gathered else x
+        ctx.save_for_backward(kept if weight.requires_grad else None, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        communication, casts = ctx.communication, ctx.casts
+        local_grad, (needs_x, needs_weight, needs_bias) = grad, ctx.needs_input_grad[:3]
+        gathering = None
+        if needs_weight and communication.gathers_input and not ctx.gathered:
+            x, gathering = comm.all_gather_first_dim(x, communication.group, async_op=True)
+        dx, reducing = None, None
+        if casts is not None:
+            dx, reducing, grad = _cast_gradient(ctx, grad, weight)
+        elif needs_x:
+            dx, reducing, grad = multiply_gradient(
+                grad, weight.to(ctx.dtype), communication, keep=needs_weight
+            )
+        elif needs_weight and communication.gathers_grad:
+            grad = gather(grad, communication.group)
+        if gathering is not None:
+            gathering.wait()
+        dw = None
+        if needs_weight:
+            operands = (x, grad) if casts is None else casts.wgrad_operands(x, grad)
+            dw = weight_gradient(weight, *operands, ctx.wgrad)
+        db = None
+        if needs_bias:
+            db = local_grad.reshape(-1, local_grad.shape[-1]).sum(0).to(ctx.bias_dtype)
+        if reducing is not None:
+            reducing.wait()
+        if casts is not None:
+            casts.finish()
+        return None if dx is None else dx.to(ctx.x_dtype), dw, db, None, None, None, None
+
+
+def _cast_multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    communication: LinearCommunication,
+    casts: Casts,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    gathered = gather(x, communication.group) if communication.gathers_input else None
+    out = casts.forward(x if gathered is None else gathered, weight).to(x.dtype)
+    if communication.row and communication.sequence_parallel:
+        out = comm.reduce_scatter_first_dim(out, communication.group)[0]
+    elif communication.row:
+        dist.all_reduce(out, group=communication.group)
+    return out if bias is None else out + bias, gathered
+
+
+def _cast_gradient(
+    ctx: Any, grad: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor | None, Work, torch.Tensor]:
+    communication, casts = ctx.communication, ctx.casts
+    if communication.gathers_grad:
+        grad = gather(grad, communication.group)
+    casts.grad.observe(grad)
+    if not ctx.needs_input_grad[0]:
+        return None, None, grad
+    dx, work = casts.dgrad(grad, weight).to(ctx.dtype), None
+    if communication.gathers_input:
+        dx, work = comm.reduce_scatter_first_dim(dx, communication.group, async_op=True)
+    elif communication.column:
+        work = dist.all_reduce(dx, group=communication.group, async_op=True)
+    return dx, work, grad
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    communication: LinearCommunication | None = None,
+    wgrad: WgradOptions | None = None,
+    casts: Casts | None = None,
+) -> torch.Tensor:
+    """A linear layer in the autocast dtype, or else in the dtype of the weight; differentiable.
+
+    Args:
+        x: ``[s, b, in]``, a shard of it as the layer requires (see the module).
+        weight: W of this rank, ``[out, in]``.
+        bias: ``[out]``.
+        communication: How the layer is sharded; not at all by default.
+        wgrad: Where the weight gradient goes.
+        casts: How operands are quantised to fp8; None: not.
+    """
+    return _Linear.apply(  # type: ignore[no-any-return]
+        x,
+        weight,
+        bias,
+        compute_dtype(x, weight),
+        communication or LinearCommunication(),
+        wgrad or WgradOptions(),
+        casts,
+    )
+
+
+def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype a layer computes in: autocast first, then the weight's."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return weight.dtype

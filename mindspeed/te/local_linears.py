@@ -1,0 +1,86 @@
+"""Linear layers of the local spec by :mod:`mindspeed.te.linear_communication`.
+
+Megatron's ``ColumnParallelLinear`` and ``RowParallelLinear`` multiply and communicate by code of
+their own. :func:`convert` makes an instance compute as the modules of this package do, in one
+autograd function whose products features may replace; parameters, checkpoints and
+``isinstance`` stay. Models whose linear kernels nobody replaced keep Megatron's code: their losses
+do not depend on ours, and Megatron reuses one buffer for gathered inputs.
+
+Left to Megatron: gradients of the output layer that are deferred
+(``defer_embedding_wgrad_compute``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from mindspeed.te.linear_communication import LinearCommunication, linear
+from mindspeed.te.weight_gradient import WgradOptions
+
+
+def convert_chunk(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
+    """Convert all linear layers of a built model chunk; a function for the seam ``chunk``."""
+    for module in model.modules():
+        convert(module)
+
+
+def convert(module: torch.nn.Module) -> None:
+    """Make a linear layer of Megatron's own compute here; any other module stays as it is."""
+    substitute = _substitutes().get(type(module))
+    if substitute is not None:
+        module.__class__ = substitute
+
+
+class _Multiply:
+    """What both layers compute, without their options; adapters override it."""
+
+    gradient_accumulation_fusion: bool
+
+    def _multiply(
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        communication: LinearCommunication,
+    ) -> torch.Tensor:
+        wgrad = WgradOptions(fuse=self.gradient_accumulation_fusion)
+        return linear(inp, weight, bias, communication, wgrad)
+
+
+@functools.cache
+def _substitutes() -> dict[type, type]:
+    """Subclasses of Megatron's two classes, under the same names."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear as Column
+    from megatron.core.tensor_parallel import RowParallelLinear as Row
+    from megatron.core.tensor_parallel import scatter_to_tensor_model_parallel_region
+
+    class ColumnParallelLinear(_Multiply, Column):  # type: ignore[misc]
+        def _forward_impl(self, input: Any, weight: Any, **options: Any) -> Any:
+            if options.get("grad_output_buffer") is not None:
+                return super()._forward_impl(input, weight, **options)
+            scatters, reduces = options["sequence_parallel"], options["allreduce_dgrad"]
+            group = self.tp_group if scatters or reduces else None
+            communication = LinearCommunication(group, "column", scatters)
+            return self._multiply(input, weight, options["bias"], communication)
+
+    class RowParallelLinear(_Multiply, Row):  # type: ignore[misc]
+        def _forward_impl(self, input: Any, weight: Any, **options: Any) -> Any:
+            return self._multiply(input, weight, options["bias"], LinearCommunication())
+
+        def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if self.explicit_expert_comm:  # the token dispatcher communicates
+                return super().forward(input_)  # type: ignore[no-any-return]
+            if not self.input_is_parallel:
+                input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+            offloading = self.config._cpu_offloading_context
+            if offloading is not None and offloading.inside_context:
+                input_.activation_offloading = self.config.cpu_offloading_activations  # type: ignore[attr-defined]
+            communication = LinearCommunication(self.tp_group, "row", self.sequence_parallel)
+            bias = None if self.skip_bias_add else self.bias
+            out = self._multiply(input_, self.weight, bias, communication)
+            return out, self.bias if self.skip_bias_add else None
+
+    return {Column: ColumnParallelLinear, Row: RowParallelLinear}
