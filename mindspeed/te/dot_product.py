@@ -2,8 +2,9 @@
 
     sbhd  [s, b, h, d]     bshd  [b, s, h, d]     thd  [t, h, d] with cu_seqlens (packed documents)
 
-The output has heads and head size merged. The arithmetic is in :mod:`mindspeed.te.attention`, the
-masks are in :mod:`mindspeed.te.masks`.
+The output has heads and head size merged. The module describes its call; which attention runs is
+decided in :mod:`mindspeed.te.core_attention`. The arithmetic is in :mod:`mindspeed.te.attention`,
+the masks are in :mod:`mindspeed.te.masks`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from torch.nn.parameter import Parameter
 
 from mindspeed.errors import ConfigError
-from mindspeed.te import attention_policy, context_groups, kernels
-from mindspeed.te.attention import Documents, each_document, max_logit, own_value
+from mindspeed.te import attention_policy, core_attention
+from mindspeed.te.attention import Documents
 from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
-from mindspeed.te.masks import Mask, Window, visibility
+from mindspeed.te.core_attention import AttentionCall
+from mindspeed.te.masks import Mask, Visibility, Window, visibility
 
 if TYPE_CHECKING:
-    from mindspeed.attention.mask import Mask as PlanMask
     from mindspeed.attention.packed import PackedBatch
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -143,141 +144,64 @@ class DotProductAttention(TransformerEngineBaseModule):
         alibi_slopes: torch.Tensor | None = None,
         packed: PackedBatch | None = None,
     ) -> Any:
-        """Attend and return ``[s, b, h * d_v]`` (or the like for the other layouts).
+        """Attend and return ``[s, b, h * d_v]``, ``[b, s, h * d_v]`` or ``[t, h * d_v]``.
 
-        ``packed``, ours, says which documents the rows of an ``sbhd`` batch belong to.
+        ``packed``, ours, says which documents the tokens of an ``sbhd`` batch belong to. The other
+        arguments are those of Transformer Engine's module.
         """
         self._refuse(checkpoint_core_attention)
-        value_layer = own_value(query_layer, key_layer, value_layer, getattr(self, "config", None))
         layout = qkv_format or self.qkv_format
-        mask_type = attn_mask_type or self.attn_mask_type
-        window = self._window if window_size is None else window_size
-        mask_type, window = attention_policy.mask_type_and_window(mask_type, window)
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
-        if layout == "thd":
-            if cu_seqlens_q is None or cu_seqlens_kv is None or bias is not None:
-                raise ValueError("qkv_format 'thd' needs cu_seqlens_q/_kv and takes no bias")
-            documents = Documents(
-                cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
-            )
-            qkv = (query_layer, key_layer, value_layer)
-            if context_groups.group_size(self.cp_group) > 1:
-                return self._split(*qkv, layout, mask_type, window, documents=documents)
-            return self._packed(qkv, documents, mask_type, window)
-        order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}.get(layout)
-        if order is None:
+        borders = (cu_seqlens_q, cu_seqlens_kv)
+        given = cu_seqlens_q is not None and cu_seqlens_kv is not None
+        if layout not in ("sbhd", "bshd", "thd"):
             raise ValueError(f"qkv_format {layout!r} is not one of sbhd, bshd, thd")
-        mask = self._user_mask(query_layer, key_layer, layout, packed)
-        if mask is not None or context_groups.group_size(self.cp_group) > 1:
-            if bias is not None or "padding" in mask_type or "arbitrary" in mask_type:
-                self._refuse_with_split_sequence(f"a bias or mask type {mask_type!r}")
-            return self._split(
-                query_layer, key_layer, value_layer, layout, mask_type, window,
-                packed=packed, mask=mask,
-            )  # fmt: skip
-        if packed is not None and cu_seqlens_q is not None and cu_seqlens_kv is not None:
-            q, k, v = (
-                x.transpose(0, 1).flatten(0, 1) for x in (query_layer, key_layer, value_layer)
+        if layout == "thd" and (not given or bias is not None):
+            raise ValueError("qkv_format 'thd' needs cu_seqlens_q/_kv and takes no bias")
+        mask_type, window = attention_policy.mask_type_and_window(
+            attn_mask_type or self.attn_mask_type,
+            self._window if window_size is None else window_size,
+        )
+
+        def visible() -> Visibility:
+            sequence = layout.index("s")
+            return visibility(
+                mask_type,
+                query_layer.shape[sequence],
+                key_layer.shape[sequence],
+                window=window,
+                attention_mask=attention_mask,
+                key_lengths=None if cu_seqlens_kv is None else cu_seqlens_kv.diff(),
+                query_lengths=None if cu_seqlens_q is None else cu_seqlens_q.diff(),
+                device=query_layer.device,
             )
-            borders = Documents(cu_seqlens_q, cu_seqlens_kv)
-            out = self._packed((q, k, v), borders, mask_type, window)
-            return out.unflatten(0, (packed.samples, -1)).transpose(0, 1)
-        q, k, v = (x.permute(order) for x in (query_layer, key_layer, value_layer))
-        seen = visibility(
-            mask_type,
-            q.shape[2],
-            k.shape[2],
+
+        documents = Documents(*borders) if given else None  # type: ignore[arg-type]
+        thd = None
+        if layout == "thd":
+            thd = Documents(*borders, cu_seqlens_q_padded, cu_seqlens_kv_padded)  # type: ignore[arg-type]
+        call = AttentionCall(
+            layout=layout,
+            mask_type=mask_type,
             window=window,
-            attention_mask=attention_mask,
-            key_lengths=None if cu_seqlens_kv is None else cu_seqlens_kv.diff(),
-            query_lengths=None if cu_seqlens_q is None else cu_seqlens_q.diff(),
-            device=q.device,
+            visibility=visible,
+            scale=self.softmax_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+            random_stream=self._dropout_stream,
+            bias=bias,
+            slopes=self._slopes(query_layer.device),
+            sink=self._sink(query_layer),
+            documents=thd,
+            packed=packed,
+            packed_documents=documents,
+            self_attention=self.attention_type == "self",
+            groups=self.cp_group,
+            comm_type=self.cp_comm_type,
+            layer=self.layer_number or 1,
+            max_logit=self.return_max_logit,
+            config=getattr(self, "config", None),
         )
-        with self._dropout_stream():
-            out = kernels.attend(q, k, v, seen, bias=bias, **self._options(q))
-        out = out.permute((2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)).flatten(2)
-        if not self.return_max_logit:
-            return out
-        return out, max_logit(q, k, seen, scale=self.softmax_scale, bias=bias)
-
-    def _split(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: str,
-        mask_type: str,
-        window: Window,
-        *,
-        documents: Documents | None = None,
-        packed: PackedBatch | None = None,
-        mask: PlanMask | None = None,
-    ) -> torch.Tensor:
-        """Attend by a plan: over a sequence that context-parallel ranks share, or by regions."""
-        from mindspeed.te import context_parallel
-
-        if self.return_max_logit:
-            self._refuse_with_split_sequence("return_max_logit")
-        if layout == "bshd":
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        strategy = attention_policy.context_strategy(
-            self.cp_comm_type, context_groups.lowest_level(self.cp_group)
-        )
-        options = self._options(q) | {
-            "causal": "causal" in mask_type, "window": window, "layer": self.layer_number or 1
-        }  # fmt: skip
-        with self._dropout_stream():
-            if documents is not None:
-                return context_parallel.attend_thd(
-                    q, k, v, documents, self.cp_group, strategy, **options
-                )
-            out = context_parallel.attend(
-                q, k, v, self.cp_group, strategy, packed=packed, mask=mask, **options
-            )
-        return out.transpose(0, 1) if layout == "bshd" else out
-
-    def _user_mask(
-        self, q: torch.Tensor, k: torch.Tensor, layout: str, packed: PackedBatch | None
-    ) -> PlanMask | None:
-        place = layout.index("s")
-        if self.attention_type != "self" or q.shape[place] != k.shape[place]:
-            return None
-        length = q.shape[place] * context_groups.group_size(self.cp_group)
-        return context_groups.user_mask(length, q.shape[1 - place], packed)
-
-    def _refuse_with_split_sequence(self, what: str) -> None:
-        raise NotImplementedError(
-            f"--context-parallel-size {context_groups.group_size(self.cp_group)} "
-            f"(--cp-comm-type {self.cp_comm_type}) does not work with {what} yet"
-        )
-
-    def _options(self, query: torch.Tensor) -> dict[str, Any]:
-        return {
-            "scale": self.softmax_scale,
-            "dropout": self.attention_dropout if self.training else 0.0,
-            "sink": self._sink(query),
-            "slopes": self._slopes(query.device),
-        }
-
-    def _packed(
-        self,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        documents: Documents,
-        mask_type: str,
-        window: Window,
-    ) -> Any:
-        with self._dropout_stream():
-            out = kernels.attend_packed(
-                *qkv, documents, mask_type, window=window, **self._options(qkv[0])
-            )
-        if not self.return_max_logit:
-            return out
-        logits = [
-            max_logit(q, k, seen, scale=self.softmax_scale)
-            for _, (q, k, _, seen) in each_document(*qkv, documents, mask_type, window)
-            if q.shape[2] and k.shape[2]
-        ]
-        return out, torch.stack(logits).amax(0)
+        return core_attention.attend(query_layer, key_layer, value_layer, call)
 
     def _dropout_stream(self) -> Any:
         quiet = self.sequence_parallel or self.get_rng_state_tracker is None

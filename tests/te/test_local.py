@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.errors import ConfigError
-from mindspeed.te import local
+from mindspeed.te import local_attention, local_norm
 from mindspeed.te.dot_product import DotProductAttention
+from mindspeed.te.local_attention import core_attention_forward
 
 
 def config(**options):
@@ -29,7 +30,7 @@ def config(**options):
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_norms_with_megatrons_options(normalization, zero_centered):
     cfg = config(normalization=normalization, layernorm_zero_centered_gamma=zero_centered)
-    norm = local.new_norm(object, cfg, 6, eps=1e-3, persist_layer_norm=True)
+    norm = local_norm.new_norm(object, cfg, 6, eps=1e-3, persist_layer_norm=True)
     names = {"weight", "bias"} if normalization == "LayerNorm" else {"weight"}
     assert set(norm.state_dict()) == names
     assert all(p.sequence_parallel for p in norm.parameters())
@@ -43,9 +44,9 @@ def test_norms_with_megatrons_options(normalization, zero_centered):
 
 def test_unavailable_norms_name_the_flag():
     with pytest.raises(ConfigError, match="memory-efficient-layer-norm"):
-        local.new_norm(object, config(memory_efficient_layer_norm=True), 6)
+        local_norm.new_norm(object, config(memory_efficient_layer_norm=True), 6)
     with pytest.raises(ConfigError, match="L2Norm"):
-        local.new_norm(object, config(normalization="L2Norm"), 6)
+        local_norm.new_norm(object, config(normalization="L2Norm"), 6)
 
 
 def attention(mask_type="causal", window=None, sink=None, **options):
@@ -59,6 +60,7 @@ def attention(mask_type="causal", window=None, sink=None, **options):
         attention_dropout=torch.nn.Dropout(0.0),
         training=True,
         cp_groups=None,
+        cp_comm_type="p2p",
         pg_collection=SimpleNamespace(tp=None),
     )
 
@@ -76,19 +78,19 @@ def like(mask_type, **options):
 
 @pytest.mark.parametrize("window", [None, (2, 0)])
 def test_core_attention_with_other_head_sizes(window):
-    out = local.core_attention_forward(attention(window=window), *qkv(), None)
+    out = core_attention_forward(attention(window=window), *qkv(), None)
     torch.testing.assert_close(out, like("causal", window_size=window)(*qkv()))
 
 
 def test_a_given_mask_decides_alone():
     masked = torch.ones(7, 7, dtype=torch.bool).triu(1)
     masked[5, :3] = True
-    out = local.core_attention_forward(attention(), *qkv(), masked[None, None])
+    out = core_attention_forward(attention(), *qkv(), masked[None, None])
     torch.testing.assert_close(out, like("arbitrary")(*qkv(), masked[None, None]))
 
 
 def test_one_query_at_the_end_of_a_cache_sees_every_key():
-    out = local.core_attention_forward(attention(), *qkv(queries=1), None)
+    out = core_attention_forward(attention(), *qkv(queries=1), None)
     torch.testing.assert_close(out, like("no_mask")(*qkv(queries=1)))
 
 
@@ -96,7 +98,7 @@ def test_bias_sink_and_layer_scaling():
     bias, sink = torch.randn(1, 4, 7, 7), torch.randn(4)
     module = attention(sink=sink, apply_query_key_layer_scaling=True)
     module.softmax_scale = 0.15
-    out = local.core_attention_forward(module, *qkv(), None, attention_bias=bias)
+    out = core_attention_forward(module, *qkv(), None, attention_bias=bias)
     reference = like("causal", softmax_type="learnable")
     reference.softmax_offset.data.copy_(sink.view(1, 4, 1, 1))
     expected = reference(
@@ -115,7 +117,7 @@ def test_packed_documents():
         cu_seqlens_kv_padded=None,
     )
     tensors = tuple(x[:, 0] for x in qkv())
-    out = local.core_attention_forward(attention(), *tensors, None, packed_seq_params=packed)
+    out = core_attention_forward(attention(), *tensors, None, packed_seq_params=packed)
     options = {"qkv_format": "thd", "cu_seqlens_q": borders, "cu_seqlens_kv": borders}
     torch.testing.assert_close(out, like("padding_causal")(*tensors, **options))
 
@@ -130,7 +132,7 @@ def constructor(seen):
     def init(self, config, softmax_scale=None, cp_comm_type=None):
         seen.update(ranks=config.context_parallel_size, scale=softmax_scale)
 
-    return local.accept_head_sizes(init)
+    return local_attention.accept_head_sizes(init)
 
 
 def test_head_sizes_are_accepted_and_set_the_default_scale():

@@ -3,20 +3,21 @@
 Without Transformer Engine, ``WrappedTorchNorm`` refuses sequence parallelism, persistent layer norm
 and zero-centered gamma, and ``DotProductAttention`` refuses packed documents, attention bias and
 heads whose key and value sizes differ. The substitute's norm and attention do all of that, so the
-local spec is served by the same code (:mod:`mindspeed.te.local`).
+local spec is served by the same code (:mod:`mindspeed.te.local_norm`,
+:mod:`mindspeed.te.local_attention`).
 """
 
 from __future__ import annotations
 
 from mindspeed.adaptor.patch import Patch
-from mindspeed.te import local
+from mindspeed.te import local_attention, local_norm
 
 OWNER = "repair:local-spec"
 
 PATCHES = (
     Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        lambda original: local.new_norm,
+        lambda original: local_norm.new_norm,
         OWNER,
         "a norm with sequence parallelism, persistence and zero-centered gamma",
         kind="replace",
@@ -24,7 +25,7 @@ PATCHES = (
     ),
     Patch(
         "megatron.core.transformer.dot_product_attention:DotProductAttention",
-        local.with_substitutes,
+        local_attention.with_substitutes,
         OWNER,
         "packed documents, attention bias, key and value heads of different sizes",
     ),
