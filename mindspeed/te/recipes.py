@@ -82,30 +82,33 @@ class DelayedScaling(Recipe):
 
 
 @dataclass
-class Float8CurrentScaling(Recipe):
-    """One factor per tensor, from the tensor that is quantised."""
+class _StatelessScaling(Recipe):
+    """Factors from nothing but the tensor that is quantised.
+
+    Attributes:
+        fp8_format: Number formats.
+        fp8_dpa: Attention in fp8; only False is possible.
+        fp8_mha: Attention with fp8 inputs; only False is possible.
+    """
+
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+@dataclass
+class Float8CurrentScaling(_StatelessScaling):
+    """One factor per tensor."""
 
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
 
 
-@dataclass
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_StatelessScaling):
     """One power of two per 1 x 128 values of activations and 128 x 128 of weights."""
 
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
 
-
-@dataclass
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(_StatelessScaling):
     """One power of two (E8M0) per 32 values along the dimension that is summed over."""
-
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
 
 
 @dataclass
