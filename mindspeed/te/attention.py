@@ -32,18 +32,21 @@ def attend(
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend; all tensors are ``[b, h, s, d]``, the result ``[b, h, s, d_v]``.
+    """Scaled dot-product attention.
 
     Args:
-        query: Queries.
-        key: Keys, with as many heads as the queries or a divisor of that.
-        value: Values.
-        seen: Which key each query sees.
+        query: ``[b, h, s_q, d]``.
+        key: ``[b, h_kv, s_k, d]``; ``h_kv`` divides h.
+        value: ``[b, h_kv, s_k, d_v]``.
+        seen: Which keys each query sees.
         scale: Factor on the scores.
         dropout: Probability of dropping a probability (default generator).
         bias: Added to the scaled scores, broadcastable to ``[b, h, s_q, s_k]``.
         slopes: ALiBi: fp32 ``[h]``, ``-slope * |i - j|`` is added to the scaled scores.
-        sink: ``[h]`` scores of the key that is not there.
+        sink: Attention sink: ``[h]`` score of an additional key with value 0.
+
+    Returns:
+        ``[b, h, s_q, d_v]`` in the dtype of the inputs; the softmax is fp32.
     """
     if slopes is not None:
         from mindspeed.attention.alibi import alibi_bias
@@ -77,15 +80,15 @@ def attend(
 def own_value(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Any
 ) -> torch.Tensor:
-    """Return ``value``, in memory of its own where that lets the fused projection's be freed.
+    """Return ``value``, copied where that lets the output of the fused qkv projection be freed.
 
-    The values are a view of the output of the fused q-k-v projection, and attention keeps them for
-    its backward: the whole output stays. Where queries and keys have left it (rotary embedding
-    writes new tensors), a copy of the values alone is less. Nothing is gained, and nothing done,
-    where queries or keys are still views of it, or where their norms keep it.
+    The values are a view of that output, and attention saves them for its backward, so the whole
+    output stays in memory. Where queries and keys are new tensors (rotary embedding writes them), a
+    copy of the values alone is smaller. Nothing is copied where queries or keys are still views of
+    the output, or where their norms save it.
 
     Args:
-        query: Queries of any layout.
+        query: Queries, any layout and dtype.
         key: Keys.
         value: Values.
         config: Megatron's transformer configuration of the layer; None counts as no norms.
@@ -135,10 +138,10 @@ def _with_sink(
 
 @dataclass(frozen=True)
 class Documents:
-    """Borders of the documents of a packed batch.
+    """Cumulative lengths of the documents of a packed batch, int32 ``[documents + 1]`` from 0.
 
-    ``cu_seqlens`` are running sums of the real lengths; with padding between documents the
-    ``padded`` ones say where each document starts.
+    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are sums of the real lengths; where documents are padded,
+    the ``padded`` ones are sums of the padded lengths, where each document starts.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -168,21 +171,24 @@ def attend_packed(
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend within each document of ``[t, h, d]`` tensors; rows between documents are zero.
+    """Attend within each document of a packed batch.
 
     Args:
-        query: Queries of all documents.
-        key: Keys.
-        value: Values.
-        documents: Borders of the documents.
-        mask_type: Mask type inside a document; "padding" in its name says nothing more.
+        query: ``[t, h, d]``, all documents concatenated.
+        key: ``[t_kv, h_kv, d]``.
+        value: ``[t_kv, h_kv, d_v]``.
+        documents: Cumulative lengths of the documents.
+        mask_type: Mask type inside a document; "padding" in its name has no further effect.
         scale: Factor on the scores.
         window: Sliding window.
         dropout: Probability of dropping a probability (default generator).
         slopes: ALiBi: fp32 ``[h]``.
-        sink: ``[h]`` scores of the key that is not there.
+        sink: As in :func:`attend`.
+
+    Returns:
+        ``[t, h * d_v]`` in the dtype of the inputs; zero for padding between documents.
     """
-    rows, (heads, size) = query.shape[0], (query.shape[1], value.shape[-1])
+    tokens, (heads, size) = query.shape[0], (query.shape[1], value.shape[-1])
     parts: list[torch.Tensor] = []
     filled = 0
     for start, (q, k, v, seen) in each_document(query, key, value, documents, mask_type, window):
@@ -190,7 +196,7 @@ def attend_packed(
         out = attend(q, k, v, seen, scale=scale, dropout=dropout, slopes=slopes, sink=sink)
         parts.append(out.squeeze(0).transpose(0, 1))
         filled = start + q.shape[2]
-    parts.append(query.new_zeros(rows - filled, heads, size))
+    parts.append(query.new_zeros(tokens - filled, heads, size))
     return torch.cat(parts).flatten(1)
 
 
@@ -202,7 +208,7 @@ def each_document(
     mask_type: str,
     window: Window,
 ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, Visibility]]]:
-    """The first row of every document, and its ``[1, h, s, d]`` tensors and visibility."""
+    """Yield the first token of every document, its ``[1, h, s, d]`` tensors and visibility."""
     q_all, k_all, v_all = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     for q0, k0, len_q, len_k in documents.ranges():
         kind = inside_document(mask_type)
@@ -225,14 +231,23 @@ def max_logit(
     *,
     scale: float,
     bias: torch.Tensor | None = None,
-    rows: int = 256,
+    block: int = 256,
 ) -> torch.Tensor:
-    """Return ``[h]`` largest visible scores, looking at ``rows`` queries at a time."""
+    """Return the largest visible score of each head, fp32 ``[h]``.
+
+    Args:
+        query: ``[b, h, s_q, d]``.
+        key: ``[b, h_kv, s_k, d]``.
+        seen: Which keys each query sees.
+        scale: Factor on the scores.
+        bias: Added to the scaled scores, broadcastable to ``[b, h, s_q, s_k]``.
+        block: Queries whose scores are in memory at a time.
+    """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     keep = _triangle(query, key) if seen.causal else seen.keep
     best = query.new_full((query.shape[1],), float("-inf"), dtype=torch.float32)
-    for start in range(0, query.shape[2], rows):
-        part = slice(start, start + rows)
+    for start in range(0, query.shape[2], block):
+        part = slice(start, start + block)
         scores = (query[:, :, part].float() @ key.float().transpose(-1, -2)) * scale
         if bias is not None:
             scores = scores + _rows(bias, part)

@@ -1,7 +1,7 @@
 """What every substituted module shares: parameter creation, tensor-parallel group, extra state.
 
 A parameter is drawn inside ``get_rng_state_tracker().fork(rng_tracker_name)`` so that the ranks of
-a tensor-parallel group draw different slices, and replicas draw the same values. The attributes a
+a tensor-parallel group draw different shards, and replicas draw the same values. The attributes a
 trainer reads from a parameter (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``,
 ``sequence_parallel``) are set here as well.
 
@@ -86,7 +86,7 @@ def place(where: Any = None) -> torch.device:
 
 
 def divide(total: int, parts: int, what: str) -> int:
-    """Return ``total / parts``, which must be whole."""
+    """Return ``total / parts``, which must be an integer."""
     if total % parts:
         raise ValueError(f"{what} = {total} is not divisible by the tensor-parallel size {parts}")
     return total // parts
@@ -98,7 +98,7 @@ def tensor_parallel_size(tp_group: Any, tp_size: int) -> int:
 
 
 def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
-    """Say that ``parameter`` is this rank's slice, along ``dim``, of a tensor-parallel weight."""
+    """Mark ``parameter`` as this rank's shard, along ``dim``, of a tensor-parallel weight."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim = dim  # type: ignore[attr-defined]
     parameter.partition_stride = 1  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _keep_local_features(
         self, in_features: int, out_features: int, parallel_mode: str | None
     ) -> None:
-        """Keep the sizes of this rank's slice of a weight ``[out_features, in_features]``."""
+        """Keep the sizes of this rank's shard of a weight ``[out_features, in_features]``."""
         if parallel_mode not in ("column", "row", None):
             raise ValueError(f"parallel_mode {parallel_mode!r} is not one of column, row, None")
         self.parallel_mode = parallel_mode

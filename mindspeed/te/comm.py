@@ -8,7 +8,7 @@ other's transpose:
     reduce_scatter (dim 0)      all_gather (dim 0)
 
 The column-parallel counterparts (all_gather / identity before the multiplication) live inside
-:mod:`mindspeed.te.linear`, where their backward overlaps the weight gradient.
+:mod:`mindspeed.te.linear_communication`, where their backward overlaps the weight gradient.
 Bytes per call and rank for a tensor of B bytes and p ranks: all_reduce 2 B (p-1)/p, the others
 B (p-1)/p.
 """
@@ -29,25 +29,25 @@ def group_size(group: Any) -> int:
 def all_gather_first_dim(
     x: torch.Tensor, group: Any, async_op: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """Gather the slices of all ranks along dimension 0; return the result and a work handle."""
-    whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    work = dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=async_op)
-    return whole, work
+    """Gather ``[s/p, ...]`` of all ranks to ``[s, ...]``; return the result and a work handle."""
+    gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    work = dist.all_gather_into_tensor(gathered, x.contiguous(), group=group, async_op=async_op)
+    return gathered, work
 
 
 def reduce_scatter_first_dim(
     x: torch.Tensor, group: Any, async_op: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """Sum over ranks and keep this rank's slice of dimension 0; return it and a work handle."""
+    """Sum ``[s, ...]`` over p ranks and keep ``[s/p, ...]``; return it and a work handle."""
     size = group.size()
     if x.shape[0] % size:
         raise ValueError(
             f"sequence parallelism: the sequence length {x.shape[0]} is not divisible by the "
             f"tensor-parallel size {size}; pad the sequence or switch --sequence-parallel off"
         )
-    part = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    work = dist.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=async_op)
-    return part, work
+    shard = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=async_op)
+    return shard, work
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -75,7 +75,10 @@ class _AllReduce(torch.autograd.Function):
 
 
 def reduce_output(x: torch.Tensor, group: Any, sequence_parallel: bool) -> torch.Tensor:
-    """Sum the partial outputs of a row-parallel linear layer over the tensor-parallel ranks."""
+    """Sum the partial outputs ``[s, b, h]`` of a row-parallel layer over the ranks; differentiable.
+
+    With ``sequence_parallel`` the result is this rank's ``[s/p, b, h]``.
+    """
     if group_size(group) == 1:
         return x
     result = _ReduceScatter.apply(x, group) if sequence_parallel else _AllReduce.apply(x, group)

@@ -1,4 +1,4 @@
-"""Whether a module attends by a plan: which ranks share its sequence, and the user's mask.
+"""Whether a layer attends by a plan: the ranks that share its sequence, and the user's mask.
 
 Kept apart from :mod:`mindspeed.te.context_parallel`, so that training without either does not
 import :mod:`mindspeed.attention`.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def user_mask(length: int, samples: int, packed: PackedBatch | None) -> Mask | None:
-    """What the queries of a micro-batch see by the user's own mask; None without one.
+    """The user's mask of a micro-batch; None where there is none.
 
     Args:
         length: Tokens of a sample, of all ranks.
@@ -25,13 +25,13 @@ def user_mask(length: int, samples: int, packed: PackedBatch | None) -> Mask | N
         packed: Its documents, where it has any.
 
     Raises:
-        ConfigError: Documents and a mask both say what queries see.
+        ConfigError: Packed documents and a user's mask contradict each other.
     """
     mask = attention_policy.user_mask(length, samples)
     if mask is not None and packed is not None and len(packed.cu_seqlens) > samples + 1:
         raise ConfigError(
-            "set_attention_mask and packed documents (--reset-attention-mask) both say what tokens "
-            "see; drop the flag and give a mask that keeps documents apart"
+            "set_attention_mask and packed documents (--reset-attention-mask) both decide "
+            "which tokens are masked; drop the flag and give a mask that keeps documents apart"
         )
     return mask
 
@@ -45,5 +45,5 @@ def group_size(groups: Any) -> int:
 
 
 def lowest_level(groups: Any) -> int:
-    """Ranks of the first group of a hierarchy, which exchange rows for heads; 1 without one."""
+    """Ranks of the first group of a hierarchy, the Ulysses all-to-all; 1 without one."""
     return groups[0].size() if isinstance(groups, list) else 1  # type: ignore[no-any-return]

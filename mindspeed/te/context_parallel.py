@@ -1,11 +1,11 @@
-"""Attention of a module whose sequence is split over ranks.
+"""Attention over a sequence that context-parallel ranks share.
 
-What a module knows (groups, mask type, window) and the strategy of its layer become a plan of
-:mod:`mindspeed.attention`, which is made once. Modules import this file when they first meet such a
-sequence (:mod:`mindspeed.te.context_groups` tells). Who owns which tokens:
+The groups, mask type and window of a module and the strategy of its layer become a plan of
+:mod:`mindspeed.attention`, made once. This module is imported when such a sequence is first met
+(:mod:`mindspeed.te.core_attention`). How the sequence is sharded:
 
     sbhd                  zigzag chunks of every sample, as Megatron cuts its batches
-    sbhd, packed batch    what the batch says
+    sbhd, packed batch    as the batch says
     thd                   zigzag chunks of every document, as Transformer Engine cuts them
 """
 
@@ -37,7 +37,7 @@ from mindspeed.te.flash import copied
 from mindspeed.te.masks import Window
 
 _BALANCED = 0.95
-"""Below it, heads that do not divide are attended to where their rows are."""
+"""Balance of an uneven head split below which the remaining heads use a ring instead."""
 
 
 def attend(
@@ -57,40 +57,43 @@ def attend(
     sink: torch.Tensor | None = None,
     layer: int = 1,
 ) -> torch.Tensor:
-    """Attend; ``[s, b, n, d]`` of this rank, the result ``[s, b, n * d_v]``. Collective.
+    """Attend over the sequence of all ranks; differentiable. Collective.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        groups: The context-parallel group; for the hybrid strategies the groups of neighbours and
-            of the ring between them.
+        q: ``[s, b, n, d]``, this rank's tokens.
+        k: ``[s, b, n_kv, d]``.
+        v: ``[s, b, n_kv, d_v]``.
+        groups: The context-parallel group; for the hybrid strategies the Ulysses group and the
+            ring group.
         strategy: The algorithm.
         scale: Factor on the scores.
-        causal: A query sees no key behind it.
-        window: Sliding window: keys before and behind that a query sees, -1 for all.
-        mask: What the queries of all samples see, instead of ``causal`` and ``window``.
-        packed: Documents that do not see each other, and who owns which tokens.
+        causal: A query sees no later key.
+        window: Sliding window: earlier and later keys that a query sees, -1 for all.
+        mask: Mask of all samples, instead of ``causal`` and ``window``.
+        packed: Documents that do not see each other, and how they are sharded.
         slopes: ALiBi, fp32 ``[n]`` of this tensor-parallel rank's heads.
         dropout: Probability of dropping a probability.
         sink: ``[n]`` score of a key without a value.
         layer: Number of the layer in the model, from 1.
 
+    Returns:
+        ``[s, b, n * d_v]`` of this rank, in the dtype of q.
+
     Raises:
         ConfigError: The groups do not fit the strategy, or the sizes the packed batch.
     """
     inner, outer = _split_groups(groups, strategy)
-    rows, samples, heads = q.shape[:3]
+    tokens, samples, heads = q.shape[:3]
     size = group_size(groups)
-    length = rows * size
+    length = tokens * size
     if packed is not None:
-        layout, borders = packed.layout, packed.cu_seqlens
+        layout, cu_seqlens = packed.layout, packed.cu_seqlens
     else:
-        layout, borders = megatron_layout(length, size, samples), _samples(length, samples)
+        layout, cu_seqlens = megatron_layout(length, size, samples), _samples(length, samples)
     if mask is None:
-        mask = _mask(borders, causal, _bounds(window))
+        mask = _mask(cu_seqlens, causal, _bounds(window))
     plan = strategy.plan(mask, layout, layer)
-    # One behind the other, samples are rows of one sequence whose parts do not see each other.
+    # Samples are concatenated to one sequence whose parts do not see each other.
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     options: dict[str, Any] = {
         "scale": scale,
@@ -102,7 +105,7 @@ def attend(
     }
     if inner is not None:
         split = _heads(layout, inner, outer)
-        # Where heads do not divide, a ring takes those that are left over.
+        # Where the ranks do not divide the heads, a ring computes the remaining heads.
         uneven = outer is None and split.balance(heads) < _BALANCED
         rest = Strategy("ring").plan(mask, layout) if uneven else None
         repeats = outer is None and k.shape[1] < split.size
@@ -112,7 +115,7 @@ def attend(
         out = _attend_in_parts(strategy.head_groups, q, k, v, plan, outer, **options)
     else:
         out = context_parallel_attention(q, k, v, plan, outer, **options)
-    return out.unflatten(0, (samples, rows)).transpose(0, 1).flatten(2)
+    return out.unflatten(0, (samples, tokens)).transpose(0, 1).flatten(2)
 
 
 def _attend_in_parts(
@@ -125,11 +128,11 @@ def _attend_in_parts(
     slopes: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend with some of the key heads after the others: less is held at a time."""
+    """Attend with one group of key heads after the other, which bounds the gathered keys."""
     groups, share = k.shape[1], q.shape[1] // k.shape[1]
-    cuts = [groups * part // parts for part in range(parts + 1)]
+    bounds = [groups * part // parts for part in range(parts + 1)]
     outs = []
-    for first, last in itertools.pairwise(cuts):
+    for first, last in itertools.pairwise(bounds):
         if first < last:
             mine, keys = slice(share * first, share * last), slice(first, last)
             of_mine = [None if x is None else x[mine] for x in (sink, slopes)]
@@ -151,28 +154,29 @@ def attend_thd(
     window: Window,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend within documents; ``[t, n, d]`` of this rank, the result ``[t, n * d_v]``. Collective.
-
-    Rows of padding between documents are zero.
+    """Attend within documents that ranks share; differentiable. Collective.
 
     Args:
-        q: Queries: of every document, in turn, the two chunks of this rank.
-        k: Keys.
-        v: Values.
-        documents: Borders on all ranks together; queries and keys have the same.
+        q: ``[t, n, d]``: of every document, in turn, the two chunks of this rank.
+        k: ``[t, n_kv, d]``.
+        v: ``[t, n_kv, d_v]``.
+        documents: Cumulative lengths over all ranks; queries and keys have the same.
         groups: As in :func:`attend`.
         strategy: As in :func:`attend`.
-        causal: A query sees no key behind it.
+        causal: A query sees no later key.
         window: As in :func:`attend`.
-        options: Further arguments of :func:`attend`.
+        options: Other arguments of :func:`attend`.
+
+    Returns:
+        ``[t, n * d_v]`` of this rank; zero for padding between documents.
 
     Raises:
         ConfigError: A document with its padding does not divide into two chunks for each rank.
     """
     real = documents.cu_seqlens_q
-    borders = real if documents.cu_seqlens_q_padded is None else documents.cu_seqlens_q_padded
-    lengths, starts = (tuple(copied(x).tolist()) for x in (real, borders))  # type: ignore[union-attr]
-    packed = _cut_each(starts, group_size(groups))
+    padded = real if documents.cu_seqlens_q_padded is None else documents.cu_seqlens_q_padded
+    lengths, starts = (tuple(copied(x).tolist()) for x in (real, padded))  # type: ignore[union-attr]
+    packed = _shard_each(starts, group_size(groups))
     mask = _padded(lengths, starts, causal, _bounds(window))
     q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     return attend(q, k, v, groups, strategy, mask=mask, packed=packed, **options).squeeze(1)
@@ -180,19 +184,19 @@ def attend_thd(
 
 @functools.lru_cache(maxsize=64)
 def megatron_layout(length: int, ranks: int, samples: int) -> Layout:
-    """Who owns which tokens of Megatron's batches; contiguous parts where zigzag does not divide.
+    """Sharding of Megatron's batches; contiguous where 2 p does not divide the length.
 
     Args:
         length: Tokens of a sample, of all ranks.
         ranks: Ranks that share it.
         samples: Samples of the batch.
     """
-    cut = zigzag if length % (2 * ranks) == 0 else contiguous
-    return cut(length, ranks, samples)
+    shard = zigzag if length % (2 * ranks) == 0 else contiguous
+    return shard(length, ranks, samples)
 
 
 def _split_groups(groups: Any, strategy: Strategy) -> tuple[Any, Any]:
-    """Groups that exchange heads and that run a plan; None where there is none."""
+    """The Ulysses (all-to-all) group and the group that runs a plan; None where there is none."""
     name = strategy.algorithm
     if not strategy.hybrid:
         if isinstance(groups, list):
@@ -201,12 +205,12 @@ def _split_groups(groups: Any, strategy: Strategy) -> tuple[Any, Any]:
     if not isinstance(groups, list) or len(groups) != 2:
         raise ConfigError(
             f"context parallelism by {name!r} takes two groups: "
-            "--hierarchical-context-parallel-sizes needs two numbers, ranks that exchange heads "
-            "and ranks of a ring"
+            "--hierarchical-context-parallel-sizes needs two numbers, the ranks of the Ulysses "
+            "all-to-all and of the ring"
         )
     if groups[0].size() != strategy.ulysses_degree:
         raise ConfigError(
-            f"context parallelism by {name!r}: {groups[0].size()} ranks exchange heads, "
+            f"context parallelism by {name!r}: the Ulysses group has {groups[0].size()} ranks, "
             f"--ulysses-degree-in-cp is {strategy.ulysses_degree}"
         )
     return groups[0], groups[1]
@@ -217,31 +221,31 @@ def _bounds(window: Window) -> tuple[int, int] | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _mask(borders: tuple[int, ...], causal: bool, window: tuple[int, int] | None) -> Mask:
+def _mask(cu_seqlens: tuple[int, ...], causal: bool, window: tuple[int, int] | None) -> Mask:
     if window is not None:
-        before, after = (borders[-1] if side < 0 else side for side in window)
+        before, after = (cu_seqlens[-1] if side < 0 else side for side in window)
         window = before, after
-    return Mask.documents(borders, causal=causal, window=window)
+    return Mask.documents(cu_seqlens, causal=causal, window=window)
 
 
 @functools.lru_cache(maxsize=64)
 def _padded(
-    borders: tuple[int, ...],
+    cu_seqlens: tuple[int, ...],
     starts: tuple[int, ...],
     causal: bool,
     window: tuple[int, int] | None,
 ) -> Mask:
-    """Documents with ``borders`` that begin at ``starts``: padding sees and shows nothing."""
+    """Documents of ``cu_seqlens`` that begin at ``starts``; padding is masked."""
     regions = []
-    for (a, b), start in zip(itertools.pairwise(borders), starts, strict=False):
+    for (a, b), start in zip(itertools.pairwise(cu_seqlens), starts, strict=False):
         document = _mask((0, b - a), causal, window)
         regions += [region.shifted(start, start) for region in document.regions]
     return Mask(starts[-1], tuple(regions))
 
 
 @functools.lru_cache(maxsize=64)
-def _cut_each(starts: tuple[int, ...], ranks: int) -> PackedBatch:
-    """Every document cut into two chunks for each rank."""
+def _shard_each(starts: tuple[int, ...], ranks: int) -> PackedBatch:
+    """Shard every document into two chunks for each rank."""
     own: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for start, end in itertools.pairwise(starts):
         if (end - start) % (2 * ranks):

@@ -7,7 +7,7 @@
         x = commit(x)                     # end of a layer
 
 Inside the context every tensor autograd saves goes to (pinned) host memory when it is saved and
-comes back when backward asks for it, for the first ``num_layers`` of ``model_layers`` layers.
+comes back when backward reads it, for the first ``num_layers`` of ``model_layers`` layers.
 Parameters and small tensors stay. On the CPU, where device memory is host memory, nothing moves.
 """
 
@@ -26,7 +26,7 @@ MIN_ELEMENTS = 1 << 14
 
 
 def worth_moving(x: torch.Tensor) -> bool:
-    """Say whether a saved tensor is a large activation in device memory."""
+    """Return whether a saved tensor is a large activation in device memory."""
     weight = isinstance(x, torch.nn.Parameter)
     return x.device.type != "cpu" and not weight and x.numel() >= MIN_ELEMENTS
 
@@ -49,7 +49,7 @@ class _Offload:
 
     @property
     def inside_context(self) -> bool:
-        """Whether the forward of a layer is running; Megatron's own linear layers ask."""
+        """Whether the forward of a layer is running; read by Megatron's own linear layers."""
         return bool(self._hooks)
 
     def commit(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 ``logits [s, b, v/p]``, ``target [s, b]`` with global token ids; the loss is fp32. Each rank takes
 its own maximum, sum of exponentials and target logit; three all_reduces of ``[s, b]`` fp32 join
-them (MAX, SUM, SUM; the sum of all logits once more with label smoothing). Saved for backward: the
-probabilities of this rank's slice, written over one fp32 copy of the logits.
+them (MAX, SUM, SUM; one more for the sum of all logits with label smoothing). Saved for backward:
+the probabilities of this rank's shard, written over one fp32 copy of the logits.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def parallel_cross_entropy(
     """Return the loss of each token in fp32, or their mean with ``reduce_loss``.
 
     Args:
-        logits: This rank's slice of the logits.
-        target: Token ids in the whole vocabulary.
+        logits: ``[s, b, v/p]``, this rank's shard of the vocabulary; any dtype.
+        target: int64 ``[s, b]``, token ids in the whole vocabulary.
         label_smoothing: Share of the target's weight spread over the vocabulary.
         reduce_loss: Average over all tokens that are not ignored.
         dist_process_group: Group over which the vocabulary is split.

@@ -105,7 +105,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """How many keys before and after its own position a query may see; -1: all of them."""
+        """Keys before and after its own position that a query sees; -1: all of them."""
         if self._window is not None:
             return self._window
         return (-1, 0) if "causal" in self.attn_mask_type else (-1, -1)
@@ -118,7 +118,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ConfigError(
                 f"cp_comm_type {cp_comm_type!r} over {len(cp_global_ranks)} ranks without its "
                 "groups: give --hierarchical-context-parallel-sizes two numbers, ranks that "
-                "exchange heads and ranks of a ring"
+                "exchange heads (Ulysses) and ranks of a ring"
             )
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
@@ -152,7 +152,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self._refuse(checkpoint_core_attention)
         layout = qkv_format or self.qkv_format
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
-        borders = (cu_seqlens_q, cu_seqlens_kv)
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_kv)
         given = cu_seqlens_q is not None and cu_seqlens_kv is not None
         if layout not in ("sbhd", "bshd", "thd"):
             raise ValueError(f"qkv_format {layout!r} is not one of sbhd, bshd, thd")
@@ -176,10 +176,10 @@ class DotProductAttention(TransformerEngineBaseModule):
                 device=query_layer.device,
             )
 
-        documents = Documents(*borders) if given else None  # type: ignore[arg-type]
+        documents = Documents(*cu_seqlens) if given else None  # type: ignore[arg-type]
         thd = None
         if layout == "thd":
-            thd = Documents(*borders, cu_seqlens_q_padded, cu_seqlens_kv_padded)  # type: ignore[arg-type]
+            thd = Documents(*cu_seqlens, cu_seqlens_q_padded, cu_seqlens_kv_padded)  # type: ignore[arg-type]
         call = AttentionCall(
             layout=layout,
             mask_type=mask_type,

@@ -1,8 +1,8 @@
-"""Attention of these modules by the operator :mod:`mindspeed.ops.attention`.
+"""Core attention by the fused operator :mod:`mindspeed.ops.attention`.
 
-Same arguments as the formulas of :mod:`mindspeed.te.attention`, in whose place a feature puts these
-(:mod:`mindspeed.te.kernels`). Windows, causal rules and documents stay rules; only a mask that
-Megatron gives is one.
+Same arguments as the formulas of :mod:`mindspeed.te.attention`, which a feature replaces by these
+(:mod:`mindspeed.te.kernels`). Windows, causal masks and documents are passed as numbers; a mask
+tensor is read only where Megatron passes one.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def attend(
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend; see :func:`mindspeed.te.attention.attend`."""
-    # Megatron's tensors come as views of [s, b, h, d] or [b, s, h, d]: no kernel copies them when
-    # they are handed over in that order.
+    """Attend with ``[b, h, s, d]`` tensors; see :func:`mindspeed.te.attention.attend`."""
+    # Megatron's tensors are views of [s, b, h, d] or [b, s, h, d]: no kernel copies them when they
+    # are passed in that order.
     layout, order, back = "SBND", (2, 0, 1, 3), (1, 2, 0, 3)
     if query.stride(2) < query.stride(0):
         layout, order, back = "BSND", (0, 2, 1, 3), (0, 2, 1, 3)
@@ -52,7 +52,7 @@ def attend(
         dropout=dropout,
         sink=sink,
         **_position_bias(bias, slopes, key.shape[2] - query.shape[2]),
-        **_rule(seen),
+        **_mask_options(seen),
     )
     return out.permute(back)
 
@@ -70,20 +70,20 @@ def attend_packed(
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend within documents; see :func:`mindspeed.te.attention.attend_packed`."""
+    """Attend within documents of ``[t, h, d]``; arguments as of ``te.attention.attend_packed``."""
     kind = inside_document(mask_type)
     if kind not in ("causal", "causal_bottom_right", "no_mask"):
-        raise ValueError(f"attn_mask_type {mask_type!r} is no rule for packed documents")
-    # The operator wants lengths on the host, where kernels for one sequence at a time need them.
+        raise ValueError(f"attn_mask_type {mask_type!r} is not available for packed documents")
+    # Lengths are passed on the host, where kernels for one sequence at a time read them.
     host = _on_host(documents)
     cu_q, cu_k = host.cu_seqlens_q, host.cu_seqlens_kv
     padded = documents.cu_seqlens_q_padded is not None
     if padded or (int(cu_q[-1]), int(cu_k[-1])) != (query.shape[0], key.shape[0]):
-        rows, keys = (at.to(query.device) for at in _real_rows(host))
-        q = query.index_select(0, rows)
+        tokens, keys = (at.to(query.device) for at in _real_tokens(host))
+        q = query.index_select(0, tokens)
         k, v = (x.index_select(0, keys) for x in (key, value))
     else:
-        rows, q, k, v = None, query, key, value
+        tokens, q, k, v = None, query, key, value
     out, _ = attention(
         q, k, v,
         layout="TND",
@@ -93,17 +93,17 @@ def attend_packed(
         cu_q=cu_q,
         cu_k=cu_k,
         **_position_bias(None, slopes, 0),
-        **_packed_rule(kind, window),
+        **_packed_mask_options(kind, window),
     )  # fmt: skip
-    if rows is not None:  # back to where they were; rows of padding are zero
-        out = out.new_zeros(query.shape[0], *out.shape[1:]).index_copy(0, rows, out)
+    if tokens is not None:  # scatter back; padding is zero
+        out = out.new_zeros(query.shape[0], *out.shape[1:]).index_copy(0, tokens, out)
     return out.flatten(1)
 
 
 def _position_bias(
     bias: torch.Tensor | None, slopes: torch.Tensor | None, first: int
 ) -> dict[str, Any]:
-    """A bias, or slopes of ALiBi where the first query stands at key ``first``."""
+    """Arguments for a bias, or for ALiBi slopes with the first query at key ``first``."""
     if slopes is not None:
         return {"pse": slopes, "pse_type": ALIBI, "q_start": first}
     if bias is None:
@@ -111,8 +111,8 @@ def _position_bias(
     return {"pse": bias.expand((1,) * (4 - bias.dim()) + bias.shape), "pse_type": BIAS_AFTER_SCALE}
 
 
-def _rule(seen: Visibility) -> dict[str, Any]:
-    """What the queries see, in the operator's words."""
+def _mask_options(seen: Visibility) -> dict[str, Any]:
+    """The operator's mask arguments."""
     if seen.left < 0 and seen.right < 0:
         return {"mode": MASK_ONLY, "mask": seen.masked}
     if isinstance(seen.offset, torch.Tensor):  # another band for every sequence
@@ -123,8 +123,8 @@ def _rule(seen: Visibility) -> dict[str, Any]:
     return {"mode": UNCUT, "pre": pre, "next": next_, "mask": seen.masked}
 
 
-def _packed_rule(kind: str, window: Window) -> dict[str, Any]:
-    """The same rule for all documents, whatever their lengths."""
+def _packed_mask_options(kind: str, window: Window) -> dict[str, Any]:
+    """The operator's mask arguments inside documents of any length."""
     seen = visibility(kind, 1, 1, window=window)
     if seen.left < 0 and seen.right < 0:
         return {"mode": MASK_ONLY}
@@ -134,28 +134,28 @@ def _packed_rule(kind: str, window: Window) -> dict[str, Any]:
 
 
 def _on_host(documents: Documents) -> Documents:
-    """The same borders on the host; copied once per micro-batch, whose layers share the tensors."""
+    """Cumulative lengths on the host; copied once per micro-batch, whose layers share them."""
     of_host = {one.name: copied(getattr(documents, one.name)) for one in fields(documents)}
     return replace(documents, **of_host)  # type: ignore[arg-type]
 
 
-def copied(borders: torch.Tensor | None) -> torch.Tensor | None:
-    """``borders`` as int64 on the host; a copy is remembered as long as they live unchanged."""
-    if borders is None or borders.is_inference():
-        return borders if borders is None else borders.to("cpu", torch.int64)
-    version, copy = _copies.get(borders, (None, None))
-    if version != borders._version:
-        copy = borders.to("cpu", torch.int64)
-        if copy is not borders:  # which would keep itself alive
-            _copies[borders] = (borders._version, copy)
+def copied(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+    """``cu_seqlens [n]`` as int64 on the host, cached while the tensor lives unchanged."""
+    if cu_seqlens is None or cu_seqlens.is_inference():
+        return cu_seqlens if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64)
+    version, copy = _copies.get(cu_seqlens, (None, None))
+    if version != cu_seqlens._version:
+        copy = cu_seqlens.to("cpu", torch.int64)
+        if copy is not cu_seqlens:  # which would keep itself alive
+            _copies[cu_seqlens] = (cu_seqlens._version, copy)
     return copy
 
 
 _copies = WeakTensorKeyDictionary()
 
 
-def _real_rows(documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the documents' own queries and keys are in a pack with padding between them."""
+def _real_tokens(documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the queries and keys that are not padding, int64."""
     ranges = documents.ranges()
     queries = [torch.arange(q, q + n) for q, _, n, _ in ranges]
     keys = [torch.arange(k, k + n) for _, k, _, n in ranges]

@@ -66,7 +66,7 @@ class _Replay:
 
 @dataclass
 class ScalingState:
-    """What delayed scaling remembers for the ``count`` multiplications of one module.
+    """State of delayed scaling for the ``count`` multiplications of one module.
 
     Attributes:
         forward: Inputs, then weights.
@@ -98,13 +98,13 @@ class ScalingState:
 
 
 class FP8GlobalStateManager:
-    """The autocast that is active in this process, under the names Megatron asks for."""
+    """The autocast that is active in this process, under the names that Megatron calls."""
 
     _active: _Autocast | None = None
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        """Say whether linear layers quantise now."""
+        """Return whether linear layers quantise now."""
         return cls._active is not None
 
     @classmethod
@@ -114,7 +114,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """Say whether no module has been called in the active autocast yet."""
+        """Return whether no module has been called in the active autocast yet."""
         return cls._active is not None and not cls._active.states
 
     @classmethod
@@ -235,7 +235,7 @@ def casts_of(
 
     Args:
         module: Keeps its scaling factors in ``fp8_meta["scaling"]``.
-        count: Multiplications with a weight of their own.
+        count: Multiplications, each with its own weight.
         is_first_microbatch: False: weights keep the factors of this step's first micro-batch.
     """
     active = FP8GlobalStateManager._active
@@ -282,9 +282,9 @@ def _delayed(
     def finish() -> None:
         _step([one.backward for one in active.states.values()], active)
 
-    def observe(index: int, wanted: bool) -> Callable[[torch.Tensor], None]:
+    def observe(index: int, enabled: bool) -> Callable[[torch.Tensor], None]:
         history = state.forward
-        return (lambda x: history.observe(index, x)) if wanted else (lambda x: None)
+        return (lambda x: history.observe(index, x)) if enabled else (lambda x: None)
 
     def with_scale(index: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
         return lambda x, summed: round_trip(x, scales[index], state.forward.dtype)

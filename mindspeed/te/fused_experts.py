@@ -1,9 +1,9 @@
 """Products of grouped experts and gradients added to ``main_grad``, by one operator each.
 
-One launch serves all experts of a rank when their weights lie behind each other in memory, which
-:class:`mindspeed.te.grouped.GroupedLinear` and Megatron's ``GroupedMLP`` see to. Where somebody
-moved them (Megatron's distributed optimizer stores parameters in reverse order), each expert has a
-launch of its own.
+One launch serves all experts of a rank when their weights are adjacent in memory, as
+:class:`mindspeed.te.grouped.GroupedLinear` and Megatron's ``GroupedMLP`` allocate them. Where they
+were moved (Megatron's distributed optimizer stores parameters in reverse order), each expert is
+launched separately.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def accumulate_grouped_wgrad(
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View tensors of one shape that lie behind each other in memory as one; else None."""
+    """View n tensors of one shape, adjacent in memory, as ``[n, ...]``; None if they are not."""
     first = tensors[0]
     storage, size = first.untyped_storage(), first.numel()
     for i, x in enumerate(tensors):

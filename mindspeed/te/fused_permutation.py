@@ -1,6 +1,6 @@
 """The data movement of :mod:`mindspeed.te.permutation` by one operator in each direction.
 
-Nothing waits for the host, except for the number of rows when it is not told. Sums run in fp32
+The host is not synchronised, unless the number of rows is not given. Sums run in fp32
 without a copy of the rows in fp32. The row map is ``[2, t, e]``, see
 :func:`mindspeed.ops.moe_permutation.map_rows`.
 """

@@ -1,12 +1,12 @@
-"""Matrix multiplications behind the linear layers, one call site each.
+"""Matrix multiplications that Megatron calls by the names of extensions.
 
 * ``wgrad_gemm_accum_fp32`` and ``_fp16`` add a weight gradient into ``main_grad`` (gradient
   accumulation fusion), for Megatron's own linear layers: the module
   ``fused_weight_gradient_mlp_cuda``.
-* :func:`general_gemm` is the multiplication the MoE router asks for with an output dtype.
+* :func:`general_gemm` is the multiplication of the MoE router, with an output dtype.
 
 A low-precision gradient is multiplied in the precision of ``main_grad``: summing rounded products
-into an fp32 buffer would lose what the buffer is there to keep.
+into an fp32 buffer would lose the precision that the buffer is for.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mindspeed.te import kernels
 
 
 def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Accumulate a weight gradient into an fp32 ``main_grad``."""
+    """Add ``grad^T x`` of ``[..., in]`` and ``[..., out]`` to an fp32 ``main_grad [out, in]``."""
     kernels.accumulate_wgrad(_flat(x), _flat(grad), main_grad)
 
 
 def wgrad_gemm_accum_fp16(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Accumulate a weight gradient into a bf16 or fp16 ``main_grad``."""
+    """Add ``grad^T x`` of ``[..., in]`` and ``[..., out]`` to a 16-bit ``main_grad [out, in]``."""
     kernels.accumulate_wgrad(_flat(x), _flat(grad), main_grad)
 
 

@@ -82,7 +82,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _each(casts: Sequence[Cast], parts: Sequence[torch.Tensor], summed: int) -> torch.Tensor:
-    """The rows of all groups, each group quantised by itself."""
+    """Quantise each group of tokens by itself, and concatenate."""
     return torch.cat([cast(rows, summed) for cast, rows in zip(casts, parts, strict=True)])
 
 
@@ -133,7 +133,7 @@ def _weight_gradients(
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Rows of each group times that group's slice of one stacked weight."""
+    """Tokens of each group times that group's slice of one stacked weight."""
 
     @staticmethod
     def forward(
@@ -176,19 +176,22 @@ def gmm(
     """Multiply group i of the rows of ``a [t, k]`` with ``b[i]``, the grouped_gemm package's call.
 
     Args:
-        a: Rows sorted by group.
+        a: ``[t, k]``, rows sorted by group.
         b: ``[groups, k, n]``, or ``[groups, n, k]`` with ``trans_b``.
-        batch_sizes: Rows of each group.
+        batch_sizes: int ``[groups]``, rows of each group.
         trans_b: Multiply with the transposed matrices.
         fuse_into: Parameter that ``b`` is a view of; the weight gradient is added to its
             ``main_grad``.
+
+    Returns:
+        ``[t, n]`` in the dtype of ``a``; differentiable.
     """
     parameters = [] if getattr(fuse_into, "main_grad", None) is None else [fuse_into]
     return _GroupedMatmul.apply(a, b, batch_sizes.tolist(), trans_b, parameters)  # type: ignore[no-any-return]
 
 
-def lay_in_one_buffer(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Move parameters of one shape behind each other, where one kernel reads them as one tensor.
+def store_adjacent(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Move parameters of one shape into one buffer, where one kernel reads them as one tensor.
 
     Megatron's distributed optimizer moves them again, into its own buffer.
     """
@@ -267,7 +270,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             mark_linear(weight, parallel_mode, rng_tracker_name)
             self._mark_delayed(weight)
             self.register_parameter(f"weight{i}", weight)
-        lay_in_one_buffer([getattr(self, f"weight{i}") for i in range(num_gemms)])
+        store_adjacent([getattr(self, f"weight{i}") for i in range(num_gemms)])
         for i in range(num_gemms if bias else 0):
             vector = self.new_vector(self.out_features, 0.0, dtype=params_dtype, device=device)
             mark_bias(vector, parallel_mode, self.sequence_parallel)
@@ -279,7 +282,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
         m_splits: Sequence[int] | torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> Any:
-        """Return ``[t, out]``, or ``([t, out], biases)`` with ``return_bias``."""
+        """Return ``[t, out]`` for ``inp [t, in]``; with ``return_bias`` a pair with the biases."""
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])
         if len(splits) != self.num_gemms or sum(splits) != rows.shape[0]:

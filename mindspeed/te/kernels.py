@@ -21,6 +21,9 @@ import torch.nn.functional as F
 from mindspeed.te import comm
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
+from mindspeed.te.moe_formulas import moe_permute as moe_permute
+from mindspeed.te.moe_formulas import moe_sort_chunks as moe_sort_chunks
+from mindspeed.te.moe_formulas import moe_unpermute as moe_unpermute
 
 
 def normalize(
@@ -32,7 +35,19 @@ def normalize(
     rms: bool,
     zero_centered_gamma: bool = False,
 ) -> torch.Tensor:
-    """Apply LayerNorm, or RMSNorm with ``rms``, over the last dimension."""
+    """Apply LayerNorm, or RMSNorm with ``rms``, over the last dimension.
+
+    Args:
+        x: ``[..., h]``.
+        weight: ``[h]``, of another dtype or that of x.
+        bias: ``[h]`` or None.
+        eps: Added to the variance (RMSNorm: to the mean square).
+        rms: RMSNorm instead of LayerNorm.
+        zero_centered_gamma: The stored weight is the deviation from one.
+
+    Returns:
+        ``[..., h]`` in the dtype of x; statistics and affine part in fp32 for 16-bit x.
+    """
     dtype = x.dtype
     if zero_centered_gamma:
         weight = weight.float() + 1 if weight.dtype.itemsize < 4 else weight + 1
@@ -46,30 +61,37 @@ def normalize(
 
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``silu(first half) * second half`` of ``x + bias``."""
+    """SwiGLU of ``x + bias``: ``silu(gate) * up``; ``[..., 2 f]`` (gate, up) to ``[..., f]``."""
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def weighted_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of every row times ``weight [..., 1]``, in the dtype of ``x``."""
+    """SwiGLU of ``x [..., 2 f]`` times ``weight [..., 1]``; ``[..., f]`` in the dtype of ``x``."""
     return (swiglu(x) * weight).to(x.dtype)
 
 
 def rotate(
     t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
-    """Rotate the pairs of the first channels of ``t``; cos and sin broadcast to ``t[..., :d]``."""
+    """Rotary embedding of the first ``d`` channels of ``t``; the others pass through.
+
+    Args:
+        t: ``[..., n]``, any dtype, which the result has, too.
+        cos: ``[..., d]``, broadcasts to ``t[..., :d]``; fp32 in training.
+        sin: Like ``cos``.
+        interleaved: Pairs are ``(x_2i, x_2i+1)`` instead of ``(x_i, x_{i + d/2})``.
+    """
     size = cos.shape[-1]
-    turning, passing = t[..., :size], t[..., size:]
-    x = turning.to(torch.promote_types(t.dtype, cos.dtype))
+    rotated, passed = t[..., :size], t[..., size:]
+    x = rotated.to(torch.promote_types(t.dtype, cos.dtype))
     if interleaved:
         other = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     else:
         first, second = x.chunk(2, dim=-1)
         other = torch.cat([-second, first], dim=-1)
     out = (x * cos + other * sin).to(t.dtype)
-    return torch.cat([out, passing], dim=-1) if passing.shape[-1] else out
+    return torch.cat([out, passed], dim=-1) if passed.shape[-1] else out
 
 
 def matmul(
@@ -179,7 +201,13 @@ def recompute_all_gather() -> bool:
 
 
 def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add ``grad^T x`` to ``main_grad``; ``x`` is ``[tokens, in]``, ``grad`` ``[tokens, out]``."""
+    """Add ``grad^T x`` to ``main_grad``, in the precision of ``main_grad``.
+
+    Args:
+        x: ``[tokens, in]``.
+        grad: ``[tokens, out]`` in the dtype of x.
+        main_grad: ``[out, in]``, fp32 or the dtype of x.
+    """
     if x.shape[0]:
         main_grad.addmm_(grad.to(main_grad.dtype).t(), x.to(main_grad.dtype))
 
@@ -187,7 +215,18 @@ def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tenso
 def grouped_matmul(
     x: torch.Tensor, weights: Sequence[torch.Tensor], splits: Sequence[int], transposed: bool
 ) -> torch.Tensor:
-    """Multiply each group of rows with its own matrix: ``W^T`` when ``transposed``, else ``W``."""
+    """Multiply each group of tokens with its matrix: ``W^T`` when ``transposed``, else ``W``.
+
+    Args:
+        x: ``[tokens, k]``, tokens of a group next to each other.
+        weights: One matrix per group in the dtype of x, ``[n, k]`` when ``transposed``, else
+            ``[k, n]``.
+        splits: Tokens of each group.
+        transposed: Multiply with the transposed matrices.
+
+    Returns:
+        ``[tokens, n]``.
+    """
     size = weights[0].shape[0 if transposed else 1]
     out = x.new_empty(x.shape[0], size)
     parts = zip(weights, x.split(list(splits)), out.split(list(splits)), strict=True)
@@ -198,7 +237,13 @@ def grouped_matmul(
 
 
 def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
-    """Return ``left^T right`` of each group of rows, stacked; zero for an empty group."""
+    """Return ``left^T right`` of each group of tokens, ``[groups, m, n]``; zero for an empty one.
+
+    Args:
+        left: ``[tokens, m]``.
+        right: ``[tokens, n]`` in the dtype of ``left``.
+        splits: Tokens of each group.
+    """
     out = left.new_empty(len(splits), left.shape[1], right.shape[1])
     for part, a, b in zip(out, left.split(list(splits)), right.split(list(splits)), strict=True):
         torch.mm(a.t(), b, out=part)
@@ -211,63 +256,14 @@ def accumulate_grouped_wgrad(
     splits: Sequence[int],
     main_grads: Sequence[torch.Tensor],
 ) -> None:
-    """Add ``left^T right`` of each group of rows to the group's buffer."""
+    """Add ``left^T right`` of each group of tokens to the group's buffer.
+
+    Args:
+        left: ``[tokens, m]``.
+        right: ``[tokens, n]`` in the dtype of ``left``.
+        splits: Tokens of each group.
+        main_grads: One ``[m, n]`` per group, fp32 or the dtype of ``left``.
+    """
     parts = zip(left.split(list(splits)), right.split(list(splits)), main_grads, strict=True)
     for a, b, main_grad in parts:
         accumulate_wgrad(b, a, main_grad)
-
-
-def moe_permute(
-    tokens: torch.Tensor,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor,
-    num_out_tokens: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return the tokens sorted by expert and by token, their probabilities, and a map back.
-
-    Args:
-        tokens: ``[t, h]``.
-        probs: ``[t, e]`` or None.
-        routing_map: ``[t, e]``, true where a token goes to an expert.
-        num_out_tokens: Rows of the result, cut or filled with zeros; None or negative: as many as
-            there are pairs.
-    """
-    count, experts = routing_map.shape
-    place = routing_map.bool().t().reshape(-1).nonzero().squeeze(1)
-    if num_out_tokens is not None and num_out_tokens >= 0:
-        place = place[:num_out_tokens]
-    token, expert = place % count, place // count
-    pair = token * experts + expert
-    permuted = _pad_rows(tokens.index_select(0, token), num_out_tokens)
-    if probs is not None:
-        probs = _pad_rows(probs.reshape(-1).index_select(0, pair), num_out_tokens)
-    return permuted, probs, torch.stack([token, pair])
-
-
-def _pad_rows(x: torch.Tensor, rows: int | None) -> torch.Tensor:
-    if rows is None or rows <= x.shape[0]:
-        return x
-    return torch.cat([x, x.new_zeros(int(rows) - x.shape[0], *x.shape[1:])])
-
-
-def moe_unpermute(
-    permuted: torch.Tensor,
-    row_id_map: torch.Tensor,
-    merging_probs: torch.Tensor | None,
-    restore_shape: Sequence[int],
-) -> torch.Tensor:
-    """Sum the rows of each token, weighted with ``merging_probs [t, e]``, in the wider dtype."""
-    rows = permuted[: row_id_map.shape[1]]
-    if merging_probs is not None:
-        rows = rows * merging_probs.reshape(-1).index_select(0, row_id_map[1]).unsqueeze(-1)
-    out = torch.zeros(tuple(restore_shape), dtype=rows.dtype, device=rows.device)
-    return out.index_add(0, row_id_map[0], rows).to(permuted.dtype)
-
-
-def moe_sort_chunks(
-    tensors: Sequence[torch.Tensor], sizes: torch.Tensor, order: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Cut every tensor into chunks of ``sizes`` rows and put them into ``order``."""
-    rows, places = sizes.tolist(), order.tolist()
-    split = [x.split(rows) for x in tensors]
-    return tuple(torch.cat([chunks[i] for i in places]) for chunks in split)

@@ -23,12 +23,12 @@ from mindspeed.te.weight_gradient import DelayedWgrad, WgradOptions
 
 
 class Linear(DelayedWgrad, TransformerEngineBaseModule):
-    """A linear layer, split over a tensor-parallel group or not.
+    """A linear layer, sharded over a tensor-parallel group or not.
 
     Args:
         in_features: Size of the last dimension of the whole input.
         out_features: Size of the last dimension of the whole output.
-        sequence_parallel: The activations outside the parallel region are split along ``s``.
+        sequence_parallel: The activations outside the parallel region are sharded along ``s``.
         fuse_wgrad_accumulation: Add weight gradients into ``weight.main_grad``.
         tp_group: Tensor-parallel process group; may be set later.
         tp_size: Number of tensor-parallel ranks.
@@ -98,7 +98,10 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **unused: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output, or ``(output, bias)`` with ``return_bias``."""
+        """Return ``[s, b, out]`` for ``inp [s, b, in]``, or their shards.
+
+        With ``return_bias`` the result is ``(output, bias)``.
+        """
         self._first_microbatch = is_first_microbatch
         out = self._multiply(
             inp, self.weight, self.bias if self.apply_bias else None, self.communication
@@ -198,10 +201,10 @@ class LayerNormLinear(Linear):
 
 
 def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | None) -> None:
-    """Mark a weight as a tensor-parallel slice.
+    """Mark a weight as a tensor-parallel shard.
 
     An expert layer passes no ``parallel_mode`` because its communication is the dispatcher's, yet
-    its weight is a slice; only a weight drawn from the data-parallel stream is a true duplicate,
+    its weight is a shard; only a weight drawn from the data-parallel stream is a true duplicate,
     and counting it on every rank would inflate the gradient norm.
     """
     if parallel_mode is None and tracker == DATA_PARALLEL_TRACKER:
@@ -210,7 +213,7 @@ def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | 
 
 
 def mark_bias(bias: torch.Tensor, parallel_mode: str | None, sequence_parallel: bool) -> None:
-    """Mark a bias: split with the outputs of a column layer, replicated in a row layer."""
+    """Mark a bias: sharded with the outputs of a column layer, replicated in a row layer."""
     if parallel_mode == "row":
         bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
     elif parallel_mode == "column":
@@ -218,15 +221,15 @@ def mark_bias(bias: torch.Tensor, parallel_mode: str | None, sequence_parallel: 
 
 
 def refuse_userbuffers(options: dict[str, Any]) -> None:
-    """Raise when an option asks for communication through userbuffers or symmetric memory."""
-    asked = sorted(name for name, value in options.items() if value)
+    """Raise when an option requires communication through userbuffers or symmetric memory."""
+    requested = sorted(name for name, value in options.items() if value)
     known = {name for name in options if name.startswith("ub_") or name == "symmetric_ar_type"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise TypeError(f"unexpected keyword arguments {unknown}")
-    if asked:
+    if requested:
         raise NotImplementedError(
-            f"{', '.join(asked)}: userbuffers and symmetric-memory collectives need NVIDIA's "
+            f"{', '.join(requested)}: userbuffers and symmetric-memory collectives need NVIDIA's "
             "Transformer Engine (switch --tp-comm-overlap and --symmetric-ar-type off, or run with "
             "MINDSPEED_TE=native)"
         )

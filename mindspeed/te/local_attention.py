@@ -87,18 +87,18 @@ def core_attention_forward(
 ) -> torch.Tensor:
     """Attend; stands in for ``DotProductAttention.forward``.
 
-    A given mask decides alone what is masked (it may separate documents); without one the module's
+    A mask tensor alone decides what is masked (it may separate documents); without one the module's
     mask type does.
 
     Args:
         self: Megatron's attention module.
         query: ``[s, b, h, d]``, or ``[t, h, d]`` when packed.
-        key: Keys.
-        value: Values.
+        key: ``[s, b, h_kv, d]`` or ``[t, h_kv, d]``.
+        value: ``[s, b, h_kv, d_v]`` or ``[t, h_kv, d_v]``.
         attention_mask: ``[b, 1, s, s]``, True is masked.
         attn_mask_type: Not read, like upstream: the module's own type counts.
         attention_bias: Added to the scaled scores.
-        packed_seq_params: Borders of packed documents, and the group that shares the batch.
+        packed_seq_params: Cumulative lengths of packed documents, and the group that shares them.
     """
     kind = "causal" if "causal" in self.attn_mask_type.name else "no_mask"
     kind, window = attention_policy.mask_type_and_window(kind, _window(self))

@@ -1,6 +1,6 @@
 """Grouped experts of the local layer spec, with the products of :mod:`mindspeed.te.grouped`.
 
-Megatron's ``GroupedMLP`` computes in bf16 only, has a branch of its own for ranks without tokens,
+Megatron's ``GroupedMLP`` computes in bf16 only, has a separate branch for ranks without tokens,
 and never adds weight gradients into ``main_grad``. Its weights are kept as they are: ``weight1
 [h, experts * f]`` and ``weight2 [experts * f, h]``, viewed as one matrix per expert.
 """
@@ -25,9 +25,9 @@ def grouped_mlp_forward(
 
     Args:
         self: Megatron's module.
-        permuted_local_hidden_states: ``[t, h]``, rows sorted by expert.
-        tokens_per_expert: Rows of each local expert.
-        permuted_probs: ``[t]``, the router's probability of each row.
+        permuted_local_hidden_states: ``[t, h]``, tokens sorted by expert.
+        tokens_per_expert: int ``[experts]``, tokens of each local expert.
+        permuted_probs: ``[t]``, the router's probability of each token.
     """
     x, config = permuted_local_hidden_states, self.config
     probs = permuted_probs.unsqueeze(-1)

@@ -16,7 +16,7 @@ from mindspeed.te import kernels
 
 
 class _Affine:
-    """What both local norms add to torch's: zero-centered gamma and the sequence-parallel mark."""
+    """Zero-centered gamma and the sequence-parallel mark, which torch's norms lack."""
 
     weight: torch.nn.Parameter
     zero_centered_gamma = False
@@ -68,7 +68,7 @@ def new_norm(
     zero_centered_gamma: bool = False,
     normalization: str = "LayerNorm",
 ) -> torch.nn.Module:
-    """Build the norm ``config`` asks for; stands in for ``WrappedTorchNorm.__new__``.
+    """Build the norm of ``config.normalization``; stands in for ``WrappedTorchNorm.__new__``.
 
     Args:
         cls: The class that is being called.

@@ -1,4 +1,4 @@
-"""Which key a query may see: from mask types, sliding windows and padding to one rule.
+"""Which keys a query sees: mask types, sliding windows and padding as one band and one tensor.
 
 ``True`` in a *keep* mask means "takes part"; Megatron's masks are the other way round (``True`` is
 masked). Positions are aligned at the top left corner for ``causal`` and
@@ -31,7 +31,7 @@ Window = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Visibility:
-    """What the queries of a batch see; a mask of all queries and keys only where one is asked for.
+    """The mask of a batch as a band; a mask tensor is only built where ``keep`` is read.
 
     Attributes:
         len_q: Number of queries.
@@ -39,7 +39,7 @@ class Visibility:
         left: Window to the left, -1 is unbounded.
         right: Window to the right.
         offset: Key at which query 0 stands, or one per sequence, ``[b, 1, 1, 1]``.
-        masked: Megatron's mask, which takes further keys away, broadcastable to
+        masked: Megatron's mask, which hides more keys (True is masked), broadcastable to
             ``[b, h, len_q, len_k]``.
         device: Where to build masks.
     """
@@ -59,7 +59,10 @@ class Visibility:
 
     @property
     def keep(self) -> torch.Tensor | None:
-        """The mask, or None where every query sees every key or the rule is ``causal``."""
+        """The mask, bool (True takes part), broadcastable to ``[b, h, len_q, len_k]``.
+
+        None where every query sees every key, or ``causal`` says it all.
+        """
         given = None if self.masked is None else ~self.masked
         if self.causal or (self.left < 0 and self.right < 0):
             return given
@@ -92,7 +95,7 @@ def visibility(
     query_lengths: torch.Tensor | None = None,
     device: torch.device | None = None,
 ) -> Visibility:
-    """Say what the queries of a batch may see.
+    """Return the keys that the queries of a batch see.
 
     Args:
         mask_type: One of :data:`MASK_TYPES`.

@@ -183,7 +183,7 @@ class BasicLinear(FusibleOperation):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x W^T``; the output of a row layer is this rank's term of the sum."""
         communication = self.communication
-        if communication.row:  # its reduction is an operation of its own
+        if communication.row:  # its reduction is another operation
             communication = LinearCommunication()
         return self.multiply(x, communication)
 

@@ -2,9 +2,9 @@
 
 A routing map ``[t, e]`` says which experts a token goes to. ``moe_permute`` writes one copy of the
 token per chosen expert, sorted by expert and then by token; ``moe_unpermute`` sums the copies back,
-weighted by ``merging_probs``. What ``row_id_map`` holds is the business of the kernel behind both
-(:mod:`mindspeed.te.kernels`). With a ``num_out_tokens`` that is larger than the number of pairs the
-tail is zero; with a smaller one, rows beyond it are cut.
+weighted by ``merging_probs``. The format of ``row_id_map`` is private to the pair of kernels
+(:mod:`mindspeed.te.kernels`). With a ``num_out_tokens`` larger than the number of copies the result
+is padded with zeros; with a smaller one it is truncated.
 
 ``moe_sort_chunks_by_index`` reorders whole chunks of rows (expert-major to rank-major).
 """
@@ -26,7 +26,15 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens sorted by expert and the row map for :func:`moe_unpermute`."""
+    """Return the tokens sorted by expert and the row map for :func:`moe_unpermute`.
+
+    Args:
+        inp: ``[t, h]``.
+        routing_map: ``[t, e]``, true where a token goes to an expert.
+        num_out_tokens: Rows of the result; None or negative: one per chosen expert.
+        max_token_num: Without effect.
+        map_type: Only ``"mask"``.
+    """
     _check_map_type(map_type)
     tokens, _, row_id_map = kernels.moe_permute(inp, None, routing_map, num_out_tokens)
     return tokens, row_id_map
@@ -38,7 +46,7 @@ def moe_permute_with_probs(
     routing_map: torch.Tensor,
     num_out_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Like :func:`moe_permute`, and also return the probability of each row."""
+    """Like :func:`moe_permute`; also return the probability ``[copies]`` of each copy."""
     tokens, row_probs, row_id_map = kernels.moe_permute(inp, probs, routing_map, num_out_tokens)
     assert row_probs is not None
     return tokens, row_probs, row_id_map
@@ -52,13 +60,13 @@ def moe_unpermute(
     map_type: str = "mask",
     probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum the rows of each token; the sum runs in the wider of the two dtypes.
+    """Sum the copies of each token; the sum runs in the wider of the two dtypes.
 
     Args:
-        inp: ``[rows, h]`` expert outputs.
+        inp: ``[copies, h]`` expert outputs.
         row_id_map: Map returned by the permutation.
         merging_probs: ``[t, e]`` weight of each pair; None sums unweighted.
-        restore_shape: ``[t, h]`` of the result; without it every row is its own token.
+        restore_shape: ``[t, h]`` of the result; without it every copy is its own token.
         map_type: Only ``"mask"``.
         probs: Old name of ``merging_probs``.
     """
@@ -71,7 +79,7 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(
     inp: torch.Tensor, split_sizes: torch.Tensor | Sequence[int], sorted_index: Any
 ) -> torch.Tensor:
-    """Cut ``inp`` into chunks of ``split_sizes`` rows and order them by ``sorted_index``."""
+    """Split ``inp [rows, h]`` into chunks of ``split_sizes`` rows, ordered by ``sorted_index``."""
     return kernels.moe_sort_chunks([inp], _flat(split_sizes), _flat(sorted_index))[0]
 
 
@@ -81,7 +89,7 @@ def moe_sort_chunks_by_index_with_probs(
     split_sizes: torch.Tensor | Sequence[int],
     sorted_index: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reorder the chunks of ``inp`` and of the probabilities of its rows."""
+    """Reorder the chunks of ``inp [rows, h]`` and of ``probs [rows]``."""
     tokens, row_probs = kernels.moe_sort_chunks(
         [inp, probs], _flat(split_sizes), _flat(sorted_index)
     )

@@ -1,4 +1,4 @@
-"""fp8 casts in plain torch: quantise, and give back what the tensor core would multiply.
+"""fp8 casts in plain torch: quantise and dequantise to the values a tensor core multiplies.
 
 A cast takes a matrix and the dimension that the product sums over, and returns fp32 values that an
 fp8 tensor and its scaling factors stand for:
@@ -63,7 +63,7 @@ class Casts:
         grad: Of ``dy [tokens, out]``.
         wgrad: Whether weight gradients are computed from quantised operands.
         finish: Called at the end of the backward pass.
-        multiples: What rows and columns of inputs and weights must be divisible by.
+        multiples: Divisors that rows and columns of inputs and weights must have.
     """
 
     input: Cast
@@ -74,7 +74,7 @@ class Casts:
     multiples: tuple[int, int] = (8, 16)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``x W^T`` in fp32."""
+        """Return ``x W^T``, fp32 ``[..., out]``, of ``x [..., in]`` and ``W [out, in]``."""
         rows = x.reshape(-1, x.shape[-1])
         check_multiples(self.multiples, input=rows, weight=weight)
         self.input.observe(rows)
@@ -83,14 +83,14 @@ class Casts:
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def dgrad(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``dy W`` in fp32."""
+        """Return ``dy W``, fp32 ``[..., in]``, of ``dy [..., out]`` and ``W [out, in]``."""
         rows = grad.reshape(-1, grad.shape[-1])
         return (self.grad(rows, 1) @ self.weight(weight, 0)).view(*grad.shape[:-1], -1)
 
     def wgrad_operands(
         self, x: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the weight gradient multiplies in place of ``x`` and ``dy``."""
+        """Return the operands of the weight gradient, in place of ``x`` and ``dy``."""
         if not self.wgrad:
             return x, grad
         return self.input(x.reshape(-1, x.shape[-1]), 0), self.grad(
@@ -115,7 +115,7 @@ def check_multiples(multiples: tuple[int, int], **matrices: torch.Tensor) -> Non
 
 
 def multiples_of(recipe: Recipe) -> tuple[int, int]:
-    """Return what rows and columns must be divisible by."""
+    """Return the divisors that rows and columns must have."""
     return (MX_BLOCK, MX_BLOCK) if isinstance(recipe, MXFP8BlockScaling) else (8, 16)
 
 
@@ -165,7 +165,7 @@ def per_block(
     block: tuple[int, int],
     scales: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
 ) -> torch.Tensor:
-    """Quantise ``x [rows, columns]`` with a factor for each ``block``; borders may be uneven."""
+    """Quantise ``x [rows, columns]`` with a factor per ``block`` (smaller at the edges)."""
     rows, columns = x.shape
     if not x.numel():
         return x.float()

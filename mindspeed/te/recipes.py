@@ -1,4 +1,4 @@
-"""What an fp8 recipe says: the number formats and how scaling factors are found.
+"""fp8 recipes: the number formats and how scaling factors are found.
 
 The names, fields and defaults are those of ``transformer_engine.common.recipe``, because Megatron
 builds recipes from its flags (``--fp8-recipe``) and subclasses :class:`DelayedScaling`. How a
@@ -39,11 +39,11 @@ class Recipe:
     fp8_format: Format
 
     def delayed(self) -> bool:
-        """Say whether this is delayed scaling."""
+        """Return whether this is delayed scaling."""
         return isinstance(self, DelayedScaling)
 
     def mxfp8(self) -> bool:
-        """Say whether this is MXFP8 block scaling."""
+        """Return whether this is MXFP8 block scaling."""
         return isinstance(self, MXFP8BlockScaling)
 
 
@@ -53,10 +53,10 @@ class DelayedScaling(Recipe):
     Args:
         margin: The factor is divided by ``2**margin``.
         fp8_format: Number formats.
-        amax_history_len: Maxima that are remembered.
+        amax_history_len: Length of the history of maxima.
         amax_compute_algo: ``"max"`` of the history or the ``"most_recent"`` maximum.
         reduce_amax: Take maxima over the ranks of the autocast's group.
-        override_linear_precision: Its third entry asks for weight gradients from operands that
+        override_linear_precision: Its third entry requires weight gradients from operands that
             were not quantised (``--no-fp8-wgrad``).
         fp8_dpa: Attention in fp8; only False is possible.
         fp8_mha: Attention with fp8 inputs; only False is possible.

@@ -2,13 +2,13 @@
 
 ``freqs [s, 1, 1, d]`` holds the angle of each channel. Pairs of channels are rotated:
 
-    neighbours in two halves   (x_i, x_{i+d/2})     default
-    interleaved                (x_{2i}, x_{2i+1})
+    two halves     (x_i, x_{i+d/2})     default
+    interleaved    (x_{2i}, x_{2i+1})
 
 Channels beyond ``d`` pass through. Sine and cosine are applied in fp32; they are computed once for
 all layers, queries and keys that share ``freqs``. In a packed batch every document starts at
-position 0; with context parallelism over p ranks a document is cut into 2p chunks and rank r holds
-chunks r and 2p-1-r.
+position 0; with context parallelism over p ranks a document is split into 2p chunks, and rank r
+holds chunks r and 2p-1-r.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """Rotate ``t``.
+    """Rotate ``t``; the result has its shape and dtype.
 
     Args:
-        t: Queries or keys.
-        freqs: ``[s2, 1, 1, d]`` angles with ``s2`` at least the sequence length.
+        t: Queries or keys, ``[s, b, h, n]``, ``[b, s, h, n]`` or ``[t, h, n]``.
+        freqs: fp32 ``[s2, 1, 1, d]`` angles with ``s2`` at least the sequence length, ``d <= n``.
         tensor_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
         start_positions: ``[b]`` position of each sequence's first token.
-        interleaved: Pair neighbouring channels.
+        interleaved: Pairs are adjacent channels.
         fused: Without effect: there is one implementation.
-        cu_seqlens: Borders of the documents of a packed batch (over all context-parallel ranks).
+        cu_seqlens: int ``[documents + 1]``, cumulative lengths over all context-parallel ranks.
         cp_size: Context-parallel size.
         cp_rank: Context-parallel rank.
     """
@@ -92,7 +92,7 @@ def apply_fused_qkv_rotary_pos_emb(
 def _of_tokens(
     table: torch.Tensor, t: torch.Tensor, layout: str, starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Cut ``table [positions, 1, 1, d]`` to a shape that broadcasts to ``t``."""
+    """Slice ``table [positions, 1, 1, d]`` to a shape that broadcasts to ``t``."""
     if layout == "thd":
         return table.squeeze(1)
     if layout not in ("sbhd", "bshd"):
@@ -130,7 +130,7 @@ _known_packed = WeakTensorKeyDictionary()
 
 
 def _table(freqs: torch.Tensor) -> _Table:
-    """Cosine and sine of ``freqs``, remembered as long as the tensor lives and is not changed."""
+    """Cosine and sine of ``freqs``, cached while the tensor lives unchanged."""
     if not _can_remember(freqs):
         return _Table(freqs.cos(), freqs.sin())
     known = _known.get(freqs)
@@ -142,7 +142,7 @@ def _table(freqs: torch.Tensor) -> _Table:
 def _packed_table(
     freqs: torch.Tensor, cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int
 ) -> _Table:
-    """Cosine and sine of each of this rank's tokens, remembered for the last ``cu_seqlens``."""
+    """Cosine and sine of each of this rank's tokens, cached for the last ``cu_seqlens``."""
 
     def gather() -> _Table:
         positions = packed_positions(cu_seqlens, tokens, cp_size, cp_rank)
@@ -161,20 +161,20 @@ def _packed_table(
 
 
 def _can_remember(x: torch.Tensor) -> bool:
-    """Whether ``x`` tells when it was changed."""
+    """Whether ``x`` has a version counter that shows in-place changes."""
     return not (torch.compiler.is_compiling() or x.is_inference() or x.requires_grad)
 
 
 def packed_positions(
     cu_seqlens: torch.Tensor, tokens: int, cp_size: int = 1, cp_rank: int = 0
 ) -> torch.Tensor:
-    """Return the position inside its document of each of this rank's tokens.
+    """Return the position inside its document of each of this rank's tokens, int64 ``[tokens]``.
 
-    Computed where ``cu_seqlens`` is, without a word to the host. Tokens behind the last document
-    are padding and get position 0.
+    Computed on the device of ``cu_seqlens``, without synchronising the host. Tokens after the last
+    document are padding and get position 0.
 
     Args:
-        cu_seqlens: Borders of the documents over all context-parallel ranks, from 0.
+        cu_seqlens: int ``[documents + 1]``, cumulative lengths over all context-parallel ranks.
         tokens: Tokens on this rank.
         cp_size: Context-parallel size.
         cp_rank: Context-parallel rank.

@@ -3,7 +3,7 @@
     softmax, before top-k   p = softmax(logits), keep the k largest
     softmax, after top-k    p = softmax(the k largest logits)
     sigmoid                 p = s / sum of the chosen s (k > 1),  s = sigmoid(logits); a bias per
-                            expert takes part in the choice but not in p
+                            expert affects the choice but not p
 
 With groups, a token may only choose from the ``group_topk`` groups whose best
 ``topk / group_topk`` scores sum highest. Scores are computed in fp32.
@@ -62,7 +62,10 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: torch.Tensor, topk: int, score_function: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the top-k choice and the normalised scores of all experts, for the auxiliary loss."""
+    """Return the top-k choice (bool) and the normalised scores (fp32) for the auxiliary loss.
+
+    Both have the shape of ``logits``, ``[t, e]``.
+    """
     shape, flat = logits.shape, logits.reshape(-1, logits.shape[-1])
     if score_function == "softmax":
         scores = flat.float().softmax(-1)
@@ -83,7 +86,10 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> torch.Tensor:
-    """Return ``coeff * e / (topk * T^2) * sum_e (tokens_per_expert * sum_t probs)``."""
+    """Return the scalar ``coeff * e / (topk * T^2) * sum_e (tokens_per_expert * sum_t probs)``.
+
+    ``probs`` is ``[t, e]``, ``tokens_per_expert`` ``[e]``, T ``total_num_tokens``.
+    """
     factor = num_experts * coeff / (topk * total_num_tokens * total_num_tokens)
     return (probs.sum(0) * tokens_per_expert).sum() * factor
 

@@ -42,7 +42,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def _backward(dy: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The mask is not given: what is masked has the probability 0, and with it the gradient."""
+    """No mask is passed: masked scores have probability 0, and so gradient 0."""
     return SOFTMAX_BACKWARD(dy, y, None, float(scale), False)
 
 

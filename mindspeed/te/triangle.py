@@ -1,6 +1,6 @@
-"""Attention of these modules by blocks that skip the keys behind them.
+"""Causal attention by blocks of queries that skip later keys.
 
-Same arguments as :func:`mindspeed.te.attention.attend`, in whose place a feature puts this
+Same arguments as :func:`mindspeed.te.attention.attend`, which a feature replaces by this
 (:mod:`mindspeed.te.kernels`). See :mod:`mindspeed.attention.triangle`.
 """
 
@@ -26,24 +26,27 @@ def attend(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend by blocks where ``seen`` is a plain triangle, else at once.
+    """Attend by blocks where ``seen`` is the causal triangle, else at once.
 
     Args:
         query: ``[b, h, s, d]``.
-        key: Keys.
-        value: Values.
+        key: ``[b, h_kv, s, d]``.
+        value: ``[b, h_kv, s, d_v]``.
         seen: Which key each query sees.
         block_size: Queries of a block.
         bias: Added to the scaled scores, broadcastable to ``[b, h, s, s]``.
-        options: Further arguments of the formula.
+        options: Other arguments of the formula.
+
+    Returns:
+        ``[b, h, s, d_v]`` in the dtype of the inputs.
     """
     if not seen.causal or seen.len_q != seen.len_k:
         return attend_at_once(query, key, value, seen, bias=bias, **options)
     parts = []
-    for rows in blocks(seen.len_q, block_size):
-        last = rows.stop
-        inside = visibility("causal_bottom_right", last - rows.start, last, device=query.device)
-        q, k, v = query[:, :, rows], key[:, :, :last], value[:, :, :last]
-        tile = None if bias is None else cut(bias, rows, slice(0, last))
+    for block in blocks(seen.len_q, block_size):
+        last = block.stop
+        inside = visibility("causal_bottom_right", last - block.start, last, device=query.device)
+        q, k, v = query[:, :, block], key[:, :, :last], value[:, :, :last]
+        tile = None if bias is None else cut(bias, block, slice(0, last))
         parts.append(attend_at_once(q, k, v, inside, bias=tile, **options))
     return torch.cat(parts, 2)

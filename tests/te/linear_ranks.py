@@ -273,3 +273,52 @@ def coc_kernels(chunks: int, log: list[tuple[str, bool]]) -> dict[str, Callable[
         "matmul": matmul, "gather_matmul": gather_matmul,
         "matmul_scatter": matmul_scatter, "matmul_reduce": matmul_reduce,
     }  # fmt: skip
+
+
+def fp8_steps(size: int = 256) -> dict[str, float]:
+    """Largest differences between sharded layers and the whole one, both with fp8 blocks."""
+    from mindspeed.te import fp8
+    from mindspeed.te.linear import Linear
+    from mindspeed.te.recipes import Float8BlockScaling
+
+    ranks, rank, found = dist.get_world_size(), dist.get_rank(), {}
+    torch.manual_seed(5)
+    x, grad = torch.randn(64, 4, size), torch.randn(64, 4, size)
+
+    def run(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.clone().requires_grad_()
+        with fp8.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
+            out = layer(x)
+        out.backward(grad)
+        return out.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+    whole = Linear(size, size, device="cpu")
+    torch.nn.init.normal_(whole.bias)
+    expected = run(whole, x, grad)
+    for mode, sp in product(("column", "row"), (False, True)):
+        layer = Linear(
+            size, size, parallel_mode=mode, sequence_parallel=sp, tp_group=dist.group.WORLD,
+            device="cpu",
+        )  # fmt: skip
+        column = mode == "column"
+        # Dimensions along which x, out, W and b are sharded.
+        dims = [0 if sp else None, 2, 0, 0] if column else [2, 0 if sp else None, 1, None]
+
+        def part(t: torch.Tensor, dim: int | None) -> torch.Tensor:
+            return t if dim is None else t.chunk(ranks, dim)[rank]
+
+        layer.weight.data.copy_(part(whole.weight.data, dims[2]))
+        layer.bias.data.copy_(part(whole.bias.data, dims[3]))
+        out, dx, dw, db = run(layer, part(x, dims[0]), part(grad, dims[1]))
+        if sp and not column:
+            dist.all_reduce(db)  # by the trainer, once per step
+        wanted = (expected[0], dims[1]), (expected[1], dims[0]), (expected[2], dims[2])
+        wanted = (*wanted, (expected[3], dims[3]))
+        for name, ours, (theirs, dim) in zip(
+            ("out", "dx", "dw", "db"), (out, dx, dw, db), wanted, strict=True
+        ):
+            theirs = part(theirs, dim)
+            found[f"{mode} sp={sp} {name}"] = (
+                (ours - theirs).abs().max() / theirs.abs().max()
+            ).item()
+    return found

@@ -109,3 +109,9 @@ def test_replaced_kernels_serve_all_linear_layers_in_both_directions(ranks):
                 ours[name], value, rtol=1e-5, atol=1e-5, msg=f"{case} {name}"
             )
     assert found["left"] == [], "detaching restores the formulas"
+
+
+def test_fp8_blocks_are_quantised_alike_on_one_and_on_more_ranks(ranks):
+    for found in ranks(2, linear_ranks.fp8_steps, setup=SETUP):
+        assert len(found) == 16
+        assert max(found.values()) < 1e-5, found

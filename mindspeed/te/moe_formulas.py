@@ -1,0 +1,78 @@
+"""Tokens to experts and back: the plain formulas of :mod:`mindspeed.te.kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def moe_permute(
+    tokens: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor,
+    num_out_tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the tokens sorted by expert and by token, their probabilities, and a map back.
+
+    Args:
+        tokens: ``[t, h]``.
+        probs: ``[t, e]`` or None.
+        routing_map: ``[t, e]``, true where a token goes to an expert.
+        num_out_tokens: Rows of the result, truncated or padded with zeros; None or negative: one
+            per (token, expert) pair.
+    """
+    count, experts = routing_map.shape
+    place = routing_map.bool().t().reshape(-1).nonzero().squeeze(1)
+    if num_out_tokens is not None and num_out_tokens >= 0:
+        place = place[:num_out_tokens]
+    token, expert = place % count, place // count
+    pair = token * experts + expert
+    permuted = _pad_rows(tokens.index_select(0, token), num_out_tokens)
+    if probs is not None:
+        probs = _pad_rows(probs.reshape(-1).index_select(0, pair), num_out_tokens)
+    return permuted, probs, torch.stack([token, pair])
+
+
+def _pad_rows(x: torch.Tensor, rows: int | None) -> torch.Tensor:
+    if rows is None or rows <= x.shape[0]:
+        return x
+    return torch.cat([x, x.new_zeros(int(rows) - x.shape[0], *x.shape[1:])])
+
+
+def moe_unpermute(
+    permuted: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None,
+    restore_shape: Sequence[int],
+) -> torch.Tensor:
+    """Sum the copies of each token, weighted, in the wider of the two dtypes.
+
+    Args:
+        permuted: ``[copies, h]`` in the order of :func:`moe_permute`.
+        row_id_map: The map that :func:`moe_permute` returned.
+        merging_probs: ``[t, e]`` weights; None sums unweighted.
+        restore_shape: ``[t, h]``.
+
+    Returns:
+        ``[t, h]`` in the dtype of ``permuted``.
+    """
+    rows = permuted[: row_id_map.shape[1]]
+    if merging_probs is not None:
+        rows = rows * merging_probs.reshape(-1).index_select(0, row_id_map[1]).unsqueeze(-1)
+    out = torch.zeros(tuple(restore_shape), dtype=rows.dtype, device=rows.device)
+    return out.index_add(0, row_id_map[0], rows).to(permuted.dtype)
+
+
+def moe_sort_chunks(
+    tensors: Sequence[torch.Tensor], sizes: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Split every tensor into chunks of ``sizes`` rows and concatenate them in ``order``.
+
+    Args:
+        tensors: ``[rows, ...]`` each.
+        sizes: int ``[chunks]``, rows of each chunk.
+        order: int ``[chunks]``, the chunk at each place of the result.
+    """
+    split = [x.split(sizes.tolist()) for x in tensors]
+    return tuple(torch.cat([chunks[i] for i in order.tolist()]) for chunks in split)
