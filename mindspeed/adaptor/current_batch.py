@@ -7,7 +7,7 @@
 In the original every layer calls these functions in its forward pass, so a layer recomputed during
 another micro-batch reads the wrong documents. Here they only hold the micro-batch until
 ``GPTModel.forward`` begins, which passes it to the layers as an argument
-(:mod:`mindspeed.adaptor.carrying`). :mod:`mindspeed.session.batches` completes them with
+(:mod:`mindspeed.adaptor.packed_seq_params`). :mod:`mindspeed.session.batches` completes them with
 ``get_batch_on_this_cp_rank``, which has to know whether a feature handles documents.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.micro_batch import cut_batch
+from mindspeed.adaptor import micro_batch
 from mindspeed.attention.megatron import PlanParams
 from mindspeed.attention.packed import (
     Borders,
@@ -41,14 +41,14 @@ _CURRENT: ContextVar[_MicroBatch] = ContextVar("micro-batch", default=_MicroBatc
 
 
 def set_actual_seq_len(actual_seq_len: Sequence[int] | torch.Tensor | None) -> None:
-    """Where the documents of the next micro-batch end.
+    """Set where the documents of the next micro-batch end.
 
     Args:
-        actual_seq_len: Ends in all samples, one behind the other, with or without a leading 0;
-            None for samples that are one document.
+        actual_seq_len: Cumulative lengths over concatenated samples, with or without a leading 0;
+            None if every sample is one document.
 
     Raises:
-        ConfigError: They do not grow.
+        ConfigError: They do not increase.
     """
     if actual_seq_len is None:
         _CURRENT.set(_MicroBatch())
@@ -72,7 +72,7 @@ def generate_actual_seq_len(batch: Mapping[str, Any]) -> None:
     set_actual_seq_len(borders_of_starts(batch["position_ids"].cpu() == 0))
 
 
-def shard_batch(batch: dict[str, Any]) -> dict[str, Any]:
+def shard_current_batch(batch: dict[str, Any]) -> dict[str, Any]:
     """This context-parallel rank's part of a micro-batch with documents. No communication.
 
     Args:
@@ -88,13 +88,15 @@ def shard_batch(batch: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     ends = _CURRENT.get().ends
-    rows = {name: x for name, x in batch.items() if name not in ("attention_mask", "position_ids")}
+    tensors = {
+        name: x for name, x in batch.items() if name not in ("attention_mask", "position_ids")
+    }
     positions = batch.get("position_ids")
-    shape = next((x.shape for x in (*rows.values(), positions) if x is not None), None)
+    shape = next((x.shape for x in (*tensors.values(), positions) if x is not None), None)
     if shape is None:
         raise ConfigError("get_batch_on_this_cp_rank: the batch has no tensor, so no known length")
-    part, params = cut_batch(
-        rows, _borders(ends, *shape), shape[0], reset_mask=True, reset_positions=True
+    part, params = micro_batch.shard_batch(
+        tensors, _cu_seqlens(ends, *shape), shape[0], reset_mask=True, reset_positions=True
     )
     packed = params.packed
     assert packed is not None
@@ -106,7 +108,7 @@ def shard_batch(batch: dict[str, Any]) -> dict[str, Any]:
     return {**part, "attention_mask": None}
 
 
-def _borders(ends: tuple[int, ...] | None, samples: int, size: int) -> Borders:
+def _cu_seqlens(ends: tuple[int, ...] | None, samples: int, size: int) -> Borders:
     alone = borders_of_samples(samples, size)
     if ends is None:
         return alone
@@ -118,13 +120,13 @@ def _borders(ends: tuple[int, ...] | None, samples: int, size: int) -> Borders:
 
 
 def get_position_ids() -> torch.Tensor | None:
-    """``[tokens of this rank, b]``: positions in the current micro-batch."""
+    """Positions of the current micro-batch, int64 ``[tokens of this rank, b]``, or None."""
     params = _CURRENT.get().params
     return None if params is None or params.packed is None else params.packed.positions.t()
 
 
 def set_position_ids(position_ids: torch.Tensor) -> None:
-    """Other positions for the current micro-batch, behind :func:`get_batch_on_this_cp_rank`.
+    """Replace the positions of the current micro-batch, after ``get_batch_on_this_cp_rank``.
 
     Args:
         position_ids: ``[tokens of this rank, b]``.
@@ -142,5 +144,5 @@ def set_position_ids(position_ids: torch.Tensor) -> None:
 
 
 def current_params() -> PlanParams | None:
-    """What ``GPTModel.forward`` hands to its layers where a script hands it nothing."""
+    """The ``packed_seq_params`` of ``GPTModel.forward`` for scripts that pass none."""
     return _CURRENT.get().params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed.adaptor import computations
+from mindspeed.adaptor import fused_functions
 from mindspeed.adaptor.arguments import argument_patches
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
@@ -14,6 +14,6 @@ def all_patches() -> tuple[Patch, ...]:
     """Repairs, argument hooks, the patches of all seams and of all kernels. Installs nothing."""
     seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
     of_seams = dict.fromkeys(patch for seam in seams for patch in seam.patches)
-    of_kernels = [patch for patches in computations.CALLS.values() for patch in patches]
+    of_kernels = [patch for patches in fused_functions.PATCHES.values() for patch in patches]
     of_arguments = argument_patches(lambda parser: parser, tuple, lambda args: None)
     return (*all_repairs(), *of_arguments, *of_seams, *of_kernels)

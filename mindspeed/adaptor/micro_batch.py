@@ -1,9 +1,9 @@
-"""A micro-batch of a pipeline stage: read and handed on, planned, and cut over context ranks.
+"""A micro-batch of a pipeline stage: read, broadcast, planned, sharded over context-parallel ranks.
 
-The leader of a tensor-parallel group finds where documents begin in the tokens it reads; on inner
-pipeline stages, too, which read the data for that. Each rank takes its tokens of the micro-batch
-and puts documents, layout and positions into ``PlanParams`` (:mod:`mindspeed.attention.megatron`),
-which Megatron hands to every layer (:mod:`mindspeed.adaptor.carrying`).
+Tensor-parallel rank 0 finds the documents in the tokens that it reads; inner pipeline stages read
+the data, too, for that. Each rank takes its shard of the micro-batch and puts documents, sharding
+and positions into ``PlanParams`` (:mod:`mindspeed.attention.megatron`), which Megatron passes to
+every layer (:mod:`mindspeed.adaptor.packed_seq_params`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Read:
-    """One micro-batch on a rank of a tensor-parallel group, not yet cut over context ranks.
+class FullBatch:
+    """A micro-batch on every rank of a tensor-parallel group, before context-parallel sharding.
 
     Attributes:
-        rows: ``tokens``, ``labels``, ``loss_mask`` ``[b, s]``, or None for what a stage needs not.
-        positions: ``[b, s]``, counted; None where a stage needs none or documents have their own.
-        documents: Borders of the documents where they are packed.
-        length: Tokens of a row, s.
+        tensors: ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32) ``[b, s]``; None for
+            tensors this stage does not need.
+        position_ids: int64 ``[b, s]``, counted; None if this stage needs none or documents have
+            their own.
+        cu_seqlens: Of the packed documents, samples concatenated; None without packed documents.
+        seq_length: s.
     """
 
-    rows: dict[str, torch.Tensor | None]
-    positions: torch.Tensor | None
-    documents: Borders | None
-    length: int
+    tensors: dict[str, torch.Tensor | None]
+    position_ids: torch.Tensor | None
+    cu_seqlens: Borders | None
+    seq_length: int
 
 
 def read_batch(
@@ -44,71 +46,74 @@ def read_batch(
     iterator: Iterator[Any] | None,
     tokenizer: Any,
     *,
-    first: bool,
-    last: bool,
+    pre_process: bool,
+    post_process: bool,
     shape: tuple[int, int] | None,
     documents: Callable[[Any], Borders] | None = None,
-) -> Read:
-    """Read a micro-batch on the leader of the tensor-parallel group and hand it on.
+) -> FullBatch:
+    """Read a micro-batch on tensor-parallel rank 0 and broadcast it. Collective over its group.
 
     Args:
-        seams: Functions of the seams ``rows`` and ``documents`` see what the leader read.
-        iterator: Yields collated samples on the leader, None on the others.
-        tokenizer: Knows which token ends a document.
-        first: The stage embeds tokens.
-        last: The stage computes the loss.
+        seams: Functions of the seams ``batch`` and ``documents`` get the tensors that were read.
+        iterator: Yields collated samples on tensor-parallel rank 0, None on the others.
+        tokenizer: Knows the end-of-document token.
+        pre_process: This stage embeds tokens.
+        post_process: This stage computes the loss.
         shape: ``(b, s)``, None where lengths vary.
-        documents: Borders of a sample's documents, instead of what the seam finds in its tokens.
+        documents: Returns ``cu_seqlens`` of a batch, instead of the seam ``documents``.
     """
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor.rows import broadcast_rows
+    from mindspeed.adaptor.tp_broadcast import broadcast_batch
     from mindspeed.attention.packed import borders_of_samples, borders_of_starts, starts_of
 
-    names = [*(["tokens"] if first else []), *(["labels", "loss_mask"] if last else [])]
+    names = [
+        *(["tokens"] if pre_process else []),
+        *(["labels", "loss_mask"] if post_process else []),
+    ]
     packed, group = (
         bool(seams.documents.functions),
         parallel_state.get_tensor_model_parallel_group(),
     )
     if packed and group.size() > 1:
         names.append("starts")
-    rows: dict[str, torch.Tensor] | None = None
-    borders: Borders | None = None
+    read: dict[str, torch.Tensor] | None = None
+    cu_seqlens: Borders | None = None
     if iterator is not None:
-        rows = seams.rows.pipe(dict(next(iterator)))
+        read = seams.batch.pipe(dict(next(iterator)))
         if packed:
-            tokens = rows["tokens"]
-            alone = borders_of_samples(*tokens.shape)
-            found = documents(rows) if documents else None
-            borders = found or seams.documents.pipe(alone, tokens, tokenizer)
-            rows["starts"] = starts_of(borders, len(tokens))
+            tokens = read["tokens"]
+            samples_alone = borders_of_samples(*tokens.shape)
+            found = documents(read) if documents else None
+            cu_seqlens = found or seams.documents.pipe(samples_alone, tokens, tokenizer)
+            read["starts"] = starts_of(cu_seqlens, len(tokens))
     here = device.current().torch_device()
-    received, (samples, length) = broadcast_rows(rows, names, shape, group, here)
+    received, (samples, length) = broadcast_batch(read, names, shape, group, here)
     positions = None
-    if packed and borders is None:
-        borders = borders_of_starts(received["starts"].cpu())
-    elif first and not packed:
+    if packed and cu_seqlens is None:
+        cu_seqlens = borders_of_starts(received["starts"].cpu())
+    elif pre_process and not packed:
         positions = torch.arange(length, device=here).repeat(samples, 1)
     wanted = {name: received.get(name) for name in ("tokens", "labels", "loss_mask")}
-    return Read(wanted, positions, borders, length)
+    return FullBatch(wanted, positions, cu_seqlens, length)
 
 
-def plan_batch(documents: Borders, samples: int, *, reset_mask: bool) -> None:
-    """Find layout and plan of a micro-batch: :func:`cut_batch` and the layers have them at hand.
+def plan_batch(cu_seqlens: Borders, samples: int, *, reset_mask: bool) -> None:
+    """Compute sharding and attention plan of a micro-batch, for the caches that layers look up.
 
-    On the host only, and without communication: a thread may do it while others train.
+    On the host only, and without communication: a thread may do it while another one trains.
 
     Args:
-        documents: Borders of all documents, the samples one behind the other.
-        samples: Samples of the micro-batch.
-        reset_mask: Documents do not see each other.
+        cu_seqlens: Of all documents, samples concatenated.
+        samples: Samples of the micro-batch, b.
+        reset_mask: Documents do not attend to each other.
     """
     from megatron.core import parallel_state
 
     from mindspeed.attention.packed import document_mask
     from mindspeed.te import attention_policy
 
-    inside = _seen(documents, samples, reset_mask)
+    inside = _attended(cu_seqlens, samples, reset_mask)
     strategy, mask = (
         attention_policy.context_strategy(None, 1),
         attention_policy.sharding_mask(inside, samples),
@@ -118,28 +123,32 @@ def plan_batch(documents: Borders, samples: int, *, reset_mask: bool) -> None:
     strategy.plan(mask, strategy.layout(mask, ranks, samples))
 
 
-def _seen(documents: Borders, samples: int, reset_mask: bool) -> Borders:
+def _attended(cu_seqlens: Borders, samples: int, reset_mask: bool) -> Borders:
+    """``cu_seqlens`` of the sequences that attention keeps apart."""
     from mindspeed.attention.packed import borders_of_samples
 
-    return documents if reset_mask else borders_of_samples(samples, documents[-1] // samples)
+    return cu_seqlens if reset_mask else borders_of_samples(samples, cu_seqlens[-1] // samples)
 
 
-def cut_batch(
+def shard_batch(
     batch: dict[str, Any],
-    documents: Borders,
+    cu_seqlens: Borders,
     samples: int,
     *,
     reset_mask: bool,
     reset_positions: bool,
 ) -> tuple[dict[str, Any], PlanParams]:
-    """This rank's part of a micro-batch, and what its attention must know.
+    """This context-parallel rank's shard of a micro-batch. No communication.
 
     Args:
-        batch: ``[samples, size]`` tensors, None for what this stage does not need.
-        documents: Borders of all documents, the samples one behind the other.
-        samples: Samples of the micro-batch.
-        reset_mask: Documents do not see each other.
-        reset_positions: Positions start again with each document.
+        batch: ``[b, s]`` tensors by name, None for tensors this stage does not need.
+        cu_seqlens: Of all documents, samples concatenated.
+        samples: Samples of the micro-batch, b.
+        reset_mask: Documents do not attend to each other.
+        reset_positions: Positions restart at each document.
+
+    Returns:
+        ``[b, tokens of this rank]`` tensors by name, and the ``packed_seq_params`` of the model.
     """
     from megatron.core import parallel_state
 
@@ -149,9 +158,9 @@ def cut_batch(
 
     ranks = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
-    inside = _seen(documents, samples, reset_mask)
+    inside = _attended(cu_seqlens, samples, reset_mask)
     packed = pack(
-        documents,
+        cu_seqlens,
         samples,
         strategy=attention_policy.context_strategy(None, 1),
         ranks=ranks,

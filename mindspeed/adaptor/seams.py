@@ -10,8 +10,8 @@ when the first function arrives, and calls all functions in the order in which t
 | chunk           | model, config, vp_stage; once it exists | -                               |
 | computing_layers| list: is this layer's MLP an MoE?       | the list of layers that compute |
 | parallel_groups | (nothing; right after the groups exist) | -                               |
-| rows            | rows: the leader's micro-batch, as read | rows                            |
-| documents       | borders, tokens on the host, tokenizer  | borders of the documents        |
+| batch           | dict: what tensor-parallel rank 0 read  | dict, which is broadcast        |
+| documents       | cu_seqlens, tokens (host), tokenizer    | cu_seqlens of the documents     |
 | schedule        | forward_backward_func                   | forward_backward_func           |
 | optimizer_args  | dict: ``get_megatron_optimizer``'s      | dict                            |
 | optimizer       | optimizer                               | optimizer                       |
@@ -30,10 +30,10 @@ index of its first layer in the whole model (both from 0). A layer with an attri
 has that number in checkpoints with a name per layer. ``computing_layers`` is what Megatron's FLOPs
 formula and its means over layers count.
 
-A function of ``documents`` says where the documents of a micro-batch begin; the seam carries them
-to the attention of every layer (:mod:`mindspeed.adaptor.documents` and ``carrying``).
+A function of ``documents`` finds the documents of a micro-batch; the seam passes them to the
+attention of every layer (:mod:`mindspeed.adaptor.packed_documents`, ``packed_seq_params``).
 
-All up to ``optimizer`` are in ``megatron.core`` (of ``rows`` and ``documents`` what concerns the
+All up to ``optimizer`` are in ``megatron.core`` (of ``batch`` and ``documents`` what concerns the
 model) and so reach Megatron-LM, frameworks and our own trainer alike. The others belong to a
 training loop: Megatron-LM's reaches them through patches of ``megatron.training``, our trainer
 calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
@@ -45,9 +45,9 @@ A feature that replaces a computation inside Megatron's modules, a decision of a
 update rule and state storage of Adam, hands it to ``seams.use_kernels``
 (:mod:`mindspeed.te.kernels`, :mod:`mindspeed.te.attention_policy`,
 :mod:`mindspeed.te.optimizer_policy`); Megatron's own functions for the same then call it, too
-(:mod:`mindspeed.adaptor.computations`). What a feature must change outside Megatron (environment,
-torch's flags) it changes through ``seams.journal``, and it is restored when the feature is
-detached.
+(:mod:`mindspeed.adaptor.fused_functions`). What a feature must change outside Megatron
+(environment, torch's flags) it changes through ``seams.journal``, and it is restored when the
+feature is detached.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
-from mindspeed.adaptor import computations, documents, model_construction
+from mindspeed.adaptor import fused_functions, model_construction, packed_documents
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
@@ -141,11 +141,11 @@ class Seams:
             if table is optimizer_policy:
                 optimizer_policy.check_in_use(owner)
             self.journal.set(table, name, function, owner=owner)
-            for patch in computations.CALLS.get(name, ()):
+            for patch in fused_functions.PATCHES.get(name, ()):
                 self._engine.add(patch)
-            converter = (computations.OWNER, local_linears.convert_chunk)
-            if name in computations.LINEAR_KERNELS and converter not in self.chunk.functions:
-                self.chunk.add(local_linears.convert_chunk, owner=computations.OWNER)
+            converter = (fused_functions.OWNER, local_linears.convert_chunk)
+            if name in fused_functions.LINEAR_KERNELS and converter not in self.chunk.functions:
+                self.chunk.add(local_linears.convert_chunk, owner=fused_functions.OWNER)
 
     def declared_by(self, feature: str, names: Collection[str]) -> Seams:
         """The view of the seams that a feature gets: only those that it declares."""
@@ -155,7 +155,7 @@ class Seams:
         """Detach everything from every seam."""
         for seam in self._all.values():
             seam.clear()
-        self._engine.remove(computations.OWNER)
+        self._engine.remove(fused_functions.OWNER)
         self.journal.undo()
 
 
@@ -391,8 +391,8 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
     "chunk": lambda seams: (seams.model_construction,),
     "computing_layers": _computing_layers,
     "parallel_groups": _parallel_groups,
-    "rows": lambda seams: (documents.reading(seams, owner_of("rows")),),
-    "documents": documents.patches,
+    "batch": lambda seams: (packed_documents.read_patch(seams, owner_of("batch")),),
+    "documents": packed_documents.patches,
     "schedule": _pipe_result(
         "schedule",
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",

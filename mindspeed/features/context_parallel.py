@@ -205,12 +205,12 @@ def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -
 
     seams.use_kernels(owner=FEATURE.name, context_strategy=context_strategy)
     if options.use_cp_send_recv_overlap and device.current().name != "cpu":
-        from mindspeed.adaptor.second_communicators import SecondCommunicators
+        from mindspeed.adaptor.overlap_groups import OverlapGroups
 
-        second = SecondCommunicators()
-        seams.parallel_groups.add(second.make, owner=FEATURE.name)
-        seams.use_kernels(owner=FEATURE.name, overlap_group=second.of)
-        seams.journal.call_on_undo(second.destroy)
+        overlap = OverlapGroups()
+        seams.parallel_groups.add(overlap.make, owner=FEATURE.name)
+        seams.use_kernels(owner=FEATURE.name, overlap_group=overlap.of)
+        seams.journal.call_on_undo(overlap.destroy)
     if options.adaptive_cp_manually_set_mask_list:
         from mindspeed.attention.grid_mask import mask_by_user
         from mindspeed.attention.shared_mask import set_attention_mask

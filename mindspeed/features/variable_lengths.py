@@ -81,17 +81,17 @@ def _attach(seams: Seams, options: VariableLengthsOptions, megatron: Megatron) -
         )
     multiple = multiple_of(megatron)
 
-    def shortened(rows: dict[str, Any]) -> dict[str, Any]:
-        from mindspeed.adaptor.rows import without_tail
+    def trimmed(batch: dict[str, Any]) -> dict[str, Any]:
+        from mindspeed.adaptor.untrained_tail import trim_untrained_tail
 
-        return without_tail(rows, multiple)
+        return trim_untrained_tail(batch, multiple)
 
     def schedule(forward_backward: Any) -> Any:
         from mindspeed.pipeline.lengths.megatron import with_lengths
 
         return with_lengths(forward_backward)
 
-    seams.rows.add(shortened, owner=FEATURE.name)
+    seams.batch.add(trimmed, owner=FEATURE.name)
     seams.schedule.add(schedule, owner=FEATURE.name)
 
 
@@ -104,5 +104,5 @@ FEATURE = Feature(
     validate=_validate,
     corrects=_corrects,
     attach=_attach,
-    seams=("rows", "schedule"),
+    seams=("batch", "schedule"),
 )

@@ -31,7 +31,7 @@ from typing import Any
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mindspeed import session
-from mindspeed.adaptor.micro_batch import Read, cut_batch, plan_batch, read_batch
+from mindspeed.adaptor.micro_batch import FullBatch, plan_batch, read_batch, shard_batch
 from mindspeed.attention.packed import Borders, borders_of_starts
 
 Batch = dict[str, Any]  # tensors; None for those that a stage does not need
@@ -41,7 +41,7 @@ Batch = dict[str, Any]  # tensors; None for those that a stage does not need
 class _Ahead:
     """A micro-batch that was read ahead, and the future of its attention plan, if any."""
 
-    read: Read
+    read: FullBatch
     planned: Future[None] | None = None
 
 
@@ -71,8 +71,8 @@ class MicroBatches(Iterator[Batch]):
         self._trained = trained
         self._loader = loader
         self._options: dict[str, Any] = {
-            "first": pre_process,
-            "last": post_process,
+            "pre_process": pre_process,
+            "post_process": post_process,
             "shape": None,
             "documents": _samples_and_padding if args.is_instruction_dataset else None,
         }
@@ -106,24 +106,24 @@ class MicroBatches(Iterator[Batch]):
         """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""
         while len(self._ahead) < count:
             self._ahead.append(self._read())
-        return [batch.read.length for batch in list(self._ahead)[:count]]
+        return [batch.read.seq_length for batch in list(self._ahead)[:count]]
 
     def _read(self) -> _Ahead:
         seams = session.install().seams
         read = read_batch(seams, self._loader, self._tokenizer, **self._options)
-        if self._planner is None or read.documents is None:
+        if self._planner is None or read.cu_seqlens is None:
             return _Ahead(read)
         samples, reset_mask = self._args.micro_batch_size, self._reset_mask
-        planning = self._planner.submit(plan_batch, read.documents, samples, reset_mask=reset_mask)
+        planning = self._planner.submit(plan_batch, read.cu_seqlens, samples, reset_mask=reset_mask)
         return _Ahead(read, planning)
 
-    def _on_this_rank(self, read: Read) -> Batch:
-        batch: Batch = {**read.rows, "attention_mask": None, "position_ids": read.positions}
-        if read.documents is None:
+    def _on_this_rank(self, read: FullBatch) -> Batch:
+        batch: Batch = {**read.tensors, "attention_mask": None, "position_ids": read.position_ids}
+        if read.cu_seqlens is None:
             return get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
-        part, packed_seq_params = cut_batch(
+        part, packed_seq_params = shard_batch(
             batch,
-            read.documents,
+            read.cu_seqlens,
             self._args.micro_batch_size,
             reset_mask=self._reset_mask,
             reset_positions=self._reset_positions,

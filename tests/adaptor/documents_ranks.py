@@ -113,7 +113,7 @@ def packed(
     """
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor.micro_batch import cut_batch
+    from mindspeed.adaptor.micro_batch import shard_batch
     from mindspeed.attention.packed import borders_of_tokens
     from mindspeed.attention.strategy import Strategy
     from mindspeed.te import attention_policy
@@ -136,7 +136,7 @@ def packed(
                 part, params = _cut_by_script(given, borders)
                 arguments = {}
             else:
-                part, params = cut_batch(
+                part, params = shard_batch(
                     given, borders, SAMPLES, reset_mask=True, reset_positions=True
                 )
                 arguments = {"packed_seq_params": params}
@@ -157,6 +157,7 @@ def packed(
 
 
 def _cut_by_script(batch: dict[str, Any], borders: tuple[int, ...]) -> tuple[dict[str, Any], Any]:
+    from mindspeed.adaptor.current_batch import current_params
     from mindspeed.attention.packed import positions_of
     from mindspeed.core.context_parallel import get_batch_utils as script
 
@@ -165,7 +166,7 @@ def _cut_by_script(batch: dict[str, Any], borders: tuple[int, ...]) -> tuple[dic
     assert script.get_actual_seq_len() == list(borders[1:])
     part = script.get_batch_on_this_cp_rank({**batch, "position_ids": positions})
     assert script.get_position_ids().equal(part["position_ids"].t())
-    return part, script.current_params()
+    return part, current_params()
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from mindspeed.adaptor import computations
+from mindspeed.adaptor import fused_functions
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import PatchEngine
@@ -81,7 +81,7 @@ def test_every_feature_uses_what_it_declares_and_declares_what_exists():
 def test_the_inventory_lists_every_patch_and_stays_in_its_budget():
     listed = all_patches()
     targets = {patch.target for patch in listed}
-    for patches in computations.CALLS.values():
+    for patches in fused_functions.PATCHES.values():
         assert {patch.target for patch in patches} <= targets
     assert len(targets) <= MAX_TARGETS
     assert len(set(listed)) == len(listed), "no patch twice"

@@ -157,16 +157,16 @@ def _error(layout, mask, attention, samples=SAMPLES, heads=4, **also) -> float:
     )
 
 
-def second_communicators() -> tuple[list[int], int, int]:
-    """Ranks of the second communicator, and how many groups there are more with it and without."""
+def overlap_groups() -> tuple[list[int], int, int]:
+    """Ranks of the overlap group, and the number of groups added by it and left after it."""
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor.second_communicators import SecondCommunicators
+    from mindspeed.adaptor.overlap_groups import OverlapGroups
 
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     group = parallel_state.get_context_parallel_group()
     before = len(dist.distributed_c10d._world.pg_map)
-    second = SecondCommunicators()
+    second = OverlapGroups()
     second.make()
     second.make()  # groups were made again
     made = second.of(group)

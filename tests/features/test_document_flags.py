@@ -92,7 +92,7 @@ class Seams(SimpleNamespace):
     """Collects what a feature hands over."""
 
     def __init__(self) -> None:
-        super().__init__(**{name: self for name in ("documents", "rows", "schedule")})
+        super().__init__(**{name: self for name in ("documents", "batch", "schedule")})
         self.functions = []
 
     def add(self, function, *, owner):

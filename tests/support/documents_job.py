@@ -52,7 +52,7 @@ def train_and_count(flags: Sequence[str]) -> dict[str, Any]:
 
     def watched(*args: Any, **options: Any) -> Any:
         read = read_batch(*args, **options)
-        lengths.append(read.length)
+        lengths.append(read.seq_length)
         return read
 
     batches.read_batch = watched
@@ -85,7 +85,7 @@ def train_and_watch_plans(flags: Sequence[str]) -> dict[str, Any]:
         setattr(module, name, watched)
 
     watch(batches, "read_batch", lambda: order.append("read"))
-    watch(batches, "cut_batch", lambda: order.append("train"))
+    watch(batches, "shard_batch", lambda: order.append("train"))
     watch(planner, "starts", lambda: threads.append(threading.current_thread().name))
     return {**train(flags), "order": order, "threads": threads}
 

@@ -1,9 +1,9 @@
-"""Megatron's own functions for what :mod:`mindspeed.te.kernels` names.
+"""Fused-function patches: functions of ``megatron.core.fusions`` call :mod:`mindspeed.te.kernels`.
 
-Megatron's Transformer Engine wrappers reach the kernels through the substitute's modules. What
-Megatron computes itself, in functions of ``megatron.core.fusions``, is patched to call them when a
-feature replaces the kernel, and only then; so are its linear layers (local spec, output layer)
-converted when a model chunk is built (:mod:`mindspeed.te.local_linears`).
+Megatron's Transformer Engine wrappers reach the kernels through the substitute's modules. The
+functions that Megatron computes itself are patched to call a kernel when a feature replaces it, and
+only then; so are its linear layers (local spec, output layer) converted when a model chunk is built
+(:mod:`mindspeed.te.local_linears`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _stored(x: torch.Tensor, in_fp8: bool) -> contextlib.AbstractContextManager[
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-CALLS: Mapping[str, tuple[Patch, ...]] = {
+PATCHES: Mapping[str, tuple[Patch, ...]] = {
     "swiglu": (
         Patch(
             f"{_SWIGLU}:bias_swiglu_impl",

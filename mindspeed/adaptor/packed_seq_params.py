@@ -1,19 +1,19 @@
-"""Patches of the model for packed documents: what hands them on, and what must look at them.
+"""Patches of the model for packed documents, whose ``packed_seq_params`` keep the layout ``sbhd``.
 
-Documents, layout and positions of a micro-batch travel through Megatron as ``packed_seq_params``
-(:class:`mindspeed.attention.megatron.PlanParams`). What Megatron would do with it itself, for rows
-of layout ``thd``, is turned off or replaced here:
+Documents, sharding and positions of a micro-batch go through Megatron as ``packed_seq_params``
+(:class:`mindspeed.attention.megatron.PlanParams`). Megatron assumes layout ``thd`` wherever it gets
+this argument; that is replaced here:
 
-* rotary embeddings take the positions of the micro-batch instead of counting;
-* multi-latent attention does not squeeze rows;
+* rotary embeddings use the positions of the micro-batch instead of counting from 0;
+* multi-latent attention does not squeeze the batch dimension;
 * Transformer Engine's attention module gets the documents as an argument;
-* multi-token prediction rolls whole rows.
+* multi-token prediction rolls whole samples and masks the last token of each document.
 
-A script that cuts its batches by the original's functions gives the model no argument;
-``GPTModel.forward`` fetches it (:mod:`mindspeed.adaptor.current_batch`).
+A script that shards its batches by the original's functions passes no such argument to the model;
+``GPTModel.forward`` takes it from :mod:`mindspeed.adaptor.current_batch`.
 
-Nothing is remembered between calls: a layer that is computed again during the backward pass of
-another micro-batch gets its own documents with its own arguments.
+Nothing is stored between calls: a layer recomputed during the backward pass of another micro-batch
+gets the documents of its own micro-batch with its arguments.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
 
-def carrying(owner: str, versions: str) -> tuple[Patch, ...]:
-    """The patches of the model alone: what reads the documents of a micro-batch.
+def model_patches(owner: str, versions: str) -> tuple[Patch, ...]:
+    """The patches of the model: everything that reads ``packed_seq_params``.
 
     Args:
-        owner: On whose behalf.
-        versions: Of megatron-core they were written for.
+        owner: Name under which the patches are listed.
+        versions: The range of megatron-core that they are written for.
     """
     return (
         Patch(
             "megatron.core.models.gpt.gpt_model:GPTModel.forward",
-            _fetch_current,
+            _pass_current_batch,
             owner,
-            "documents of a script that hands the model none",
+            "packed_seq_params of a script that passes none",
             expects=(
                 "(self, input_ids, position_ids, attention_mask, decoder_input, labels, "
                 "inference_context, packed_seq_params, ...)"
@@ -58,7 +58,7 @@ def carrying(owner: str, versions: str) -> tuple[Patch, ...]:
             f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
             _length_with_positions,
             owner,
-            "the length of packed rows knows their positions",
+            "the rotary length carries the positions of packed documents",
             expects=(
                 "(self, inference_context, transformer, transformer_input, transformer_config, "
                 "packed_seq_params, ...)"
@@ -82,15 +82,15 @@ def carrying(owner: str, versions: str) -> tuple[Patch, ...]:
         Patch(
             "megatron.core.transformer.multi_latent_attention:"
             "MLASelfAttention.get_query_key_value_tensors",
-            _rows_stay,
+            _keep_batch_dimension,
             owner,
-            "rows are not squeezed",
+            "the batch dimension is not squeezed",
             expects="(self, hidden_states, key_value_states, position_ids, packed_seq_params, ...)",
             versions=versions,
         ),
         Patch(
             "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
-            _hand_over,
+            _pass_documents,
             owner,
             "the attention module gets the documents",
             expects=(
@@ -101,16 +101,16 @@ def carrying(owner: str, versions: str) -> tuple[Patch, ...]:
         ),
         Patch(
             "megatron.core.transformer.multi_token_prediction:roll_tensor",
-            _roll_rows,
+            _roll_samples,
             owner,
-            "further tokens are predicted in rows, not across documents",
+            "multi-token prediction does not cross documents",
             expects="(tensor, shifts, dims, cp_group, packed_seq_params)",
             versions=versions,
         ),
     )
 
 
-def _fetch_current(original: Callable[..., Any]) -> Callable[..., Any]:
+def _pass_current_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         from mindspeed.adaptor.current_batch import current_params
 
@@ -124,7 +124,7 @@ def _fetch_current(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _PackedLength(int):
-    """Length of a sample, and the documents of its micro-batch."""
+    """The length of a sample that carries the documents of its micro-batch."""
 
     packed: PackedBatch
 
@@ -148,7 +148,7 @@ def _at_positions(original: Any) -> Any:
     ) -> Any:
         if not isinstance(max_seq_len, _PackedLength):
             return original(self, max_seq_len, offset, packed_seq, cp_group)
-        # ``packed_seq`` asks for the angles of all positions, of which none are cut out.
+        # packed_seq=True: the angles of all positions, not those of this context-parallel rank.
         table = original(self, int(max_seq_len), offset, True, cp_group)
         if isinstance(table, tuple):  # YaRN: angles and a factor
             return _angles(table[0], max_seq_len.packed), *table[1:]
@@ -159,17 +159,17 @@ def _at_positions(original: Any) -> Any:
 
 
 def _angles(table: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-    """``[tokens, samples, 1, d]`` of ``[positions, 1, 1, d]``."""
+    """``[tokens, b, 1, d]`` from ``[positions, 1, 1, d]``."""
     return table[packed.positions.t()].squeeze(2)
 
 
-def _rows_stay(original: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_batch_dimension(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = bind(original, (self, *args), kwargs)
         packed = getattr(given["packed_seq_params"], "packed", None)
         if packed is None:
             return original(self, *args, **kwargs)
-        # For the time of this call: Megatron asks the embedding for a length without arguments.
+        # For this call only: here Megatron calls get_rotary_seq_len without packed_seq_params.
         embedding = self.rotary_pos_emb.__dict__
         embedding["packed"] = packed
         try:
@@ -180,7 +180,7 @@ def _rows_stay(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_query_key_value_tensors
 
 
-def _hand_over(original: Callable[..., Any]) -> Callable[..., Any]:
+def _pass_documents(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = bind(original, (self, *args), kwargs)
         if getattr(given["packed_seq_params"], "packed", None) is None:
@@ -200,7 +200,7 @@ def _hand_over(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _roll_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+def _roll_samples(original: Callable[..., Any]) -> Callable[..., Any]:
     def roll_tensor(
         tensor: torch.Tensor,
         shifts: int = -1,
@@ -221,7 +221,7 @@ def _roll_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_last(packed: PackedBatch, cp_group: Any) -> torch.Tensor:
-    """``[samples, tokens]``: the last tokens of their documents, which have no successor."""
+    """bool ``[b, tokens]``: the last token of each document, which has no next token."""
     ends = torch.zeros(packed.cu_seqlens[-1], dtype=torch.bool)
     ends[torch.tensor(packed.cu_seqlens[1:]) - 1] = True
     own = packed.rows(0 if cp_group is None else cp_group.rank())

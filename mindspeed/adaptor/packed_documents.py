@@ -1,8 +1,8 @@
-"""Patches of the seam ``documents``: packed documents through Megatron-LM's reading.
+"""Packed-document patches of the seam ``documents``: Megatron-LM's batch functions.
 
-Megatron-LM's functions that read a batch and cut it are replaced by ours
-(:mod:`mindspeed.adaptor.micro_batch`); its data set builds no s x s mask. How the documents reach
-the layers: :mod:`mindspeed.adaptor.carrying`.
+Megatron-LM's functions that read a micro-batch and shard it over context-parallel ranks are
+replaced by ours (:mod:`mindspeed.adaptor.micro_batch`); its data set builds no s x s mask. How the
+documents reach the layers: :mod:`mindspeed.adaptor.packed_seq_params`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed.adaptor.carrying import carrying
-from mindspeed.adaptor.micro_batch import cut_batch, read_batch
+from mindspeed.adaptor.micro_batch import read_batch, shard_batch
+from mindspeed.adaptor.packed_seq_params import model_patches
 from mindspeed.adaptor.patch import Patch
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ VERSIONS = ">=0.16"
 
 
 def patches(seams: Seams) -> tuple[Patch, ...]:
-    """The patches that make Megatron carry documents."""
+    """The patches that make Megatron find documents and pass them to its layers."""
     return (
-        reading(seams, OWNER),
+        read_patch(seams, OWNER),
         Patch(
             "megatron.core.utils:get_thd_batch_on_this_cp_rank",
-            _take_part,
+            _shard,
             OWNER,
-            "the batch is cut by the layout of the context-parallel ranks",
+            "the batch is sharded as the context-parallel algorithm needs it",
             kind="replace",
             expects="(batch, cu_seqlens, cu_seqlens_padded, max_seqlen, cp_size, cp_rank)",
             versions=VERSIONS,
@@ -43,7 +43,7 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
             "megatron.training.utils:is_first_or_last_pipeline_stage",
             lambda original: lambda vp_stage: True,
             OWNER,
-            "inner pipeline stages read where documents begin",
+            "all pipeline stages read, because all need the documents",
             kind="replace",
             expects="(vp_stage)",
             versions=VERSIONS,
@@ -59,17 +59,17 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
             ),
             versions=VERSIONS,
         ),
-        *carrying(OWNER, VERSIONS),
+        *model_patches(OWNER, VERSIONS),
     )
 
 
-def reading(seams: Seams, owner: str) -> Patch:
-    """The patch of Megatron-LM's reading, which the seams ``documents`` and ``rows`` share."""
+def read_patch(seams: Seams, owner: str) -> Patch:
+    """The patch of Megatron-LM's batch reader, shared by the seams ``documents`` and ``batch``."""
     return Patch(
         "megatron.training.utils:get_batch_on_this_tp_rank",
         lambda original: _broadcast(original, seams),
         owner,
-        "lengths and documents reach every tensor-parallel rank",
+        "one broadcast: the batch, its shape and its documents",
         expects="(data_iterator, mtp_on_this_rank)",
         versions=VERSIONS,
     )
@@ -90,26 +90,31 @@ def _broadcast(original: Callable[..., Any], seams: Seams) -> Callable[..., Any]
             seams,
             data_iterator,
             get_tokenizer(),
-            first=alone or parallel_state.is_pipeline_first_stage(),
-            last=alone or parallel_state.is_pipeline_last_stage(),
+            pre_process=alone or parallel_state.is_pipeline_first_stage(),
+            post_process=alone or parallel_state.is_pipeline_last_stage(),
             shape=None if args.variable_seq_lengths else (args.micro_batch_size, args.seq_length),
         )
-        packing = {}
-        if read.documents is not None:
+        packing: dict[str, torch.Tensor] = {}
+        if read.cu_seqlens is not None:
             packing = {
-                "cu_seqlens": torch.tensor(read.documents, dtype=torch.int32),
-                "max_seqlen": torch.tensor([_longest(read.documents)], dtype=torch.int32),
+                "cu_seqlens": torch.tensor(read.cu_seqlens, dtype=torch.int32),
+                "max_seqlen": torch.tensor([_longest(read.cu_seqlens)], dtype=torch.int32),
             }
-        return {**read.rows, "attention_mask": None, "position_ids": read.positions, **packing}
+        return {
+            **read.tensors,
+            "attention_mask": None,
+            "position_ids": read.position_ids,
+            **packing,
+        }
 
     return get_batch_on_this_tp_rank
 
 
-def _longest(borders: Borders) -> int:
-    return max(end - start for start, end in itertools.pairwise(borders))
+def _longest(cu_seqlens: Borders) -> int:
+    return max(end - start for start, end in itertools.pairwise(cu_seqlens))
 
 
-def _take_part(original: Callable[..., Any]) -> Callable[..., Any]:
+def _shard(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_thd_batch_on_this_cp_rank(
         batch: dict[str, Any],
         cu_seqlens: torch.Tensor,
@@ -121,11 +126,11 @@ def _take_part(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         args = get_args()
-        rows = next((x for x in batch.values() if x is not None), None)
-        return cut_batch(
+        some = next((x for x in batch.values() if x is not None), None)
+        return shard_batch(
             batch,
             tuple(sorted(set(cu_seqlens.flatten().tolist()))),
-            args.micro_batch_size if rows is None else rows.shape[0],
+            args.micro_batch_size if some is None else some.shape[0],
             reset_mask=args.reset_attention_mask or args.sft,
             reset_positions=args.reset_position_ids or args.sft,
         )
