@@ -95,14 +95,19 @@ def multiply(
     Returns:
         y in the dtype of x, and the gathered ``[s, b, in]`` of a layer that gathers (else None).
     """
+    group, gathered = communication.group, None
     if communication.gathers_input:
-        return kernels.gather_matmul(x, weight, communication.group, bias=bias, keep=keep)
-    if not communication.row:
-        return kernels.matmul(x, weight, bias=bias, addend=addend), None
-    scatter = communication.sequence_parallel
-    kernel = kernels.matmul_scatter if scatter else kernels.matmul_reduce
-    out, _ = kernel(x, weight, communication.group, addend=addend)
-    return out if bias is None else out.add_(bias), None
+        out, gathered = kernels.gather_matmul(x, weight, group, bias=bias, keep=keep)
+    elif communication.row:
+        scatter = communication.sequence_parallel
+        kernel = kernels.matmul_scatter if scatter else kernels.matmul_reduce
+        out, _ = kernel(x, weight, group, addend=addend)
+        out = out if bias is None else out.add_(bias)
+    else:
+        out = kernels.matmul(x, weight, bias=bias, addend=addend)
+    # Kernels may return views; autograd refuses to change a custom function's view in place, as
+    # Megatron's cross entropy does with the logits. ``data`` is the same memory and no view.
+    return out.data, gathered
 
 
 def multiply_gradient(

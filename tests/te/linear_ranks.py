@@ -190,24 +190,37 @@ def kept_gathers() -> dict[str, tuple[int, int, int]]:
 
 
 def with_replaced_kernels(chunks: int) -> dict[str, Any]:
-    """Calls and results of all cases with CoC's operators as kernels; calls once detached."""
+    """Calls and results of all cases, and of whole models, with CoC's operators as kernels."""
     gpt_ranks.start(dist.get_world_size())
     seams, log = _seams(), []
     plain = {case.name: step(case, torch.float32) for case in _replaceable()}
+    losses = {spec: [_loss(spec)] for spec in ("te", "local")}
     seams.use_kernels(owner="test", **coc_kernels(chunks, log))
-    model = torch.nn.ModuleList([build(Case("local", "row", False), torch.float32)])
-    seams.chunk.run_all(model, None, None)
-    converted = type(model[0]) is not type(build(Case("local", "row", False), torch.float32))
-    found = {}
+    found: dict[str, Any] = {}
     for case in _replaceable():
         log.clear()
         result = step(case, torch.float32)
         found[case.name] = (list(log), result, plain[case.name])
+    calls = {}
+    for spec, values in losses.items():
+        log.clear()
+        values.append(_loss(spec))
+        calls[spec] = Counter(log)
     seams.clear()
     log.clear()
     for case in _replaceable():
         step(case, torch.float32)
-    return {"steps": found, "converted": converted, "left": list(log)}
+    for spec, values in losses.items():
+        values.append(_loss(spec))
+    return {"steps": found, "losses": losses, "calls": calls, "left": list(log)}
+
+
+def _loss(spec: str) -> float:
+    """Loss of a small model after a backward pass, with sequence parallelism."""
+    size = dist.get_world_size()
+    options = {"tensor_model_parallel_size": size, "sequence_parallel": True}
+    model = gpt_ranks.build(gpt_ranks.config("rmsnorm-swiglu-gqa", **options), spec)
+    return gpt_ranks.run(model)["loss"].sum().item()
 
 
 def _replaceable() -> Iterator[Case]:
