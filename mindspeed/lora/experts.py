@@ -29,7 +29,8 @@ from mindspeed.lora.linear import (
     new_matrices,
 )
 from mindspeed.lora.names import expert_layer, first_expert
-from mindspeed.te.grouped import GroupedLinear, gmm
+from mindspeed.te.grouped import GroupedLinear
+from mindspeed.te.grouped_gemm import gmm
 from mindspeed.te.linear_communication import compute_dtype
 
 

@@ -19,7 +19,8 @@ import torch
 import torch.utils.checkpoint
 
 from mindspeed.te import rng
-from mindspeed.te.fp8 import FP8GlobalStateManager, Recomputation
+from mindspeed.te.fp8 import Recomputation
+from mindspeed.te.fp8_state import FP8GlobalStateManager
 
 _trackers: list[Any] = []
 

@@ -13,151 +13,29 @@ fp8 parameters, fp4, custom recipes and fp8 attention are refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from mindspeed import device as devices
+from mindspeed.te.fp8_state import Autocast, FP8GlobalStateManager, Replay, ScalingState
 from mindspeed.te.quantization import (
     AmaxHistory,
     Cast,
     Casts,
-    factors_as_bytes,
     multiples_of,
     reduce_maxima,
     round_trip,
     stateless_cast,
 )
-from mindspeed.te.recipes import DelayedScaling, NVFP4BlockScaling, Recipe
+from mindspeed.te.recipes import DelayedScaling, NVFP4BlockScaling
 
 _PARAMETERS = (
     "fp8 parameters are not emulated, only fp8 multiplications; remove --fp8-param-gather or use "
     "NVIDIA's Transformer Engine on a GPU with fp8 tensor cores"
 )
-
-
-@dataclass
-class _Autocast:
-    """One outermost ``fp8_autocast``: its recipe, and the modules that it served."""
-
-    recipe: Recipe
-    group: Any = None
-    states: dict[int, ScalingState] = field(default_factory=dict)
-    replay: _Replay | None = None
-
-
-@dataclass
-class _Replay:
-    """Factors that a forward pass used, in order, for the same pass once more."""
-
-    scales: list[torch.Tensor] = field(default_factory=list)
-    again: bool = False
-
-    def next(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the factors to use: ``scale`` at first, those of the first run again."""
-        if self.again:
-            return self.scales.pop(0)
-        self.scales.append(scale)
-        return scale
-
-
-@dataclass
-class ScalingState:
-    """State of delayed scaling for the ``count`` multiplications of one module.
-
-    Attributes:
-        forward: Inputs, then weights.
-        backward: Output gradients.
-        weight_scale: Factors of the weights in this optimizer step: a weight is quantised once.
-    """
-
-    forward: AmaxHistory
-    backward: AmaxHistory
-    weight_scale: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, recipe: DelayedScaling, count: int) -> ScalingState:
-        """Return the state of a module that has seen nothing."""
-        format_ = recipe.fp8_format
-        return cls(
-            AmaxHistory(recipe, 2 * count, format_.forward_dtype),
-            AmaxHistory(recipe, count, format_.backward_dtype),
-        )
-
-    def to_bytes(self) -> torch.Tensor:
-        """Return the state for a checkpoint, ``uint8 [n]``."""
-        return factors_as_bytes({"forward": self.forward, "backward": self.backward})
-
-    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what :meth:`to_bytes` wrote."""
-        self.forward.restore(saved["forward.history"], saved["forward.scale"])
-        self.backward.restore(saved["backward.history"], saved["backward.scale"])
-
-
-class FP8GlobalStateManager:
-    """The autocast that is active in this process, under the names that Megatron calls."""
-
-    _active: _Autocast | None = None
-
-    @classmethod
-    def is_fp8_enabled(cls) -> bool:
-        """Return whether linear layers quantise now."""
-        return cls._active is not None
-
-    @classmethod
-    def is_fp8_calibration(cls) -> bool:
-        """Return False: maxima are only observed together with quantisation."""
-        return False
-
-    @classmethod
-    def is_first_fp8_module(cls) -> bool:
-        """Return whether no module has been called in the active autocast yet."""
-        return cls._active is not None and not cls._active.states
-
-    @classmethod
-    def with_fp8_parameters(cls) -> bool:
-        """Return False: parameters are not stored in fp8."""
-        return False
-
-    @classmethod
-    def get_fp8_recipe(cls) -> Recipe | None:
-        """Return the active recipe."""
-        return None if cls._active is None else cls._active.recipe
-
-    @classmethod
-    def get_fp8_group(cls) -> Any:
-        """Return the group over which delayed scaling takes maxima."""
-        return None if cls._active is None else cls._active.group
-
-    @classmethod
-    def get_fp8_autocast_state(cls) -> _Autocast | None:
-        """Return the active autocast, for :meth:`set_fp8_autocast_state`."""
-        return cls._active
-
-    @classmethod
-    def set_fp8_autocast_state(cls, state: _Autocast | None) -> None:
-        """Restore a state taken by :meth:`get_fp8_autocast_state`."""
-        cls._active = state
-
-    @classmethod
-    def set_skip_fp8_weight_update_tensor(cls, skip: Any) -> None:
-        """Nothing to skip: there are no CUDA graphs."""
-
-    @classmethod
-    def get_skip_fp8_weight_update_tensor(cls) -> None:
-        """Return None."""
-
-    @classmethod
-    def reset(cls) -> None:
-        """Leave every autocast."""
-        cls._active = None
-
-    @classmethod
-    def reduce_and_update_fp8_tensors(cls, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: factors are updated where an autocast ends and in backward."""
 
 
 @contextlib.contextmanager
@@ -185,11 +63,11 @@ def fp8_autocast(
     if enabled:
         refuse(recipe)
     outer = FP8GlobalStateManager._active
-    active: _Autocast | None = None
+    active: Autocast | None = None
     if enabled and outer is not None:  # an inner recipe for a part of the model
         active = replace(outer, recipe=recipe)
     elif enabled:
-        active = _Autocast(recipe, fp8_group)
+        active = Autocast(recipe, fp8_group)
     FP8GlobalStateManager._active = active
     try:
         yield
@@ -199,7 +77,7 @@ def fp8_autocast(
         _step([one.forward for one in active.states.values()], active)
 
 
-def _step(histories: Sequence[AmaxHistory], active: _Autocast) -> None:
+def _step(histories: Sequence[AmaxHistory], active: Autocast) -> None:
     """Take the maxima of all ranks and begin the next step of delayed scaling."""
     if active.replay is not None and active.replay.again:
         return
@@ -261,7 +139,7 @@ def casts_of(
 
 
 def _delayed(
-    active: _Autocast,
+    active: Autocast,
     recipe: DelayedScaling,
     state: ScalingState,
     count: int,
@@ -311,7 +189,7 @@ class Recomputation:
 
     def __init__(self) -> None:
         self._active = FP8GlobalStateManager._active
-        self._replay = _Replay()
+        self._replay = Replay()
         self._runs = 0
 
     @contextlib.contextmanager
@@ -321,7 +199,7 @@ class Recomputation:
             yield
             return
         again, self._runs = self._runs > 0, self._runs + 1
-        replay = _Replay(list(self._replay.scales), True) if again else self._replay
+        replay = Replay(list(self._replay.scales), True) if again else self._replay
         before = FP8GlobalStateManager._active
         FP8GlobalStateManager._active = replace(self._active, replay=replay)
         try:
@@ -346,45 +224,6 @@ def supported() -> tuple[bool, str]:
     except NotImplementedError as reason:
         return False, str(reason)
     return True, ""
-
-
-def align_size() -> int:
-    """Multiple of rows that an fp8 multiplication takes: 32 for MXFP8, else 16."""
-    recipe = FP8GlobalStateManager.get_fp8_recipe()
-    return 32 if recipe is not None and recipe.mxfp8() else 16
-
-
-class Fp8Padding(torch.nn.Module):
-    """Pads the rows of each group with zeros to a multiple that fp8 multiplications take.
-
-    Args:
-        num_gemms: Number of groups.
-        align_size: The multiple; that of the active recipe by default.
-    """
-
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
-        super().__init__()
-        self.num_gemms, self.align_size = num_gemms, align_size
-
-    def padded(self, m_splits: Sequence[int]) -> list[int]:
-        """Return the rows of each group with padding."""
-        multiple = self.align_size or align_size()
-        return [-(-rows // multiple) * multiple for rows in m_splits]
-
-    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Return the padded rows ``[sum of padded, h]`` and the padded splits."""
-        splits = self.padded(m_splits)
-        parts = zip(inp.split(list(m_splits)), splits, strict=True)
-        return torch.cat([F.pad(x, (0, 0, 0, rows - x.shape[0])) for x, rows in parts]), splits
-
-
-class Fp8Unpadding(Fp8Padding):
-    """Takes the padding of :class:`Fp8Padding` away."""
-
-    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
-        """Return the rows without padding; ``m_splits`` are those before padding."""
-        parts = zip(inp.split(self.padded(m_splits)), m_splits, strict=True)
-        return torch.cat([x[:rows] for x, rows in parts])
 
 
 class QuantizedTensor(torch.Tensor):

@@ -1,4 +1,4 @@
-"""Grouped experts of the local layer spec, with the products of :mod:`mindspeed.te.grouped`.
+"""Grouped experts of the local layer spec, with the products of :mod:`mindspeed.te.grouped_gemm`.
 
 Megatron's ``GroupedMLP`` computes in bf16 only, has a separate branch for ranks without tokens,
 and never adds weight gradients into ``main_grad``. Its weights are kept as they are: ``weight1
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.te.grouped import gmm
+from mindspeed.te.grouped_gemm import gmm
 
 
 def grouped_mlp_forward(

@@ -47,8 +47,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "checkpoint": "distributed:checkpoint",
         "fp8_autocast": "fp8:fp8_autocast",
         "fp8_model_init": "fp8:fp8_model_init",
-        "Fp8Padding": "fp8:Fp8Padding",
-        "Fp8Unpadding": "fp8:Fp8Unpadding",
+        "Fp8Padding": "fp8_padding:Fp8Padding",
+        "Fp8Unpadding": "fp8_padding:Fp8Unpadding",
         "moe_permute": "permutation:moe_permute",
         "moe_permute_with_probs": "permutation:moe_permute_with_probs",
         "moe_unpermute": "permutation:moe_unpermute",
@@ -58,7 +58,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "get_cpu_offload_context": "cpu_offload:get_cpu_offload_context",
     },
     f"{PT}.fp8": {
-        "FP8GlobalStateManager": "fp8:FP8GlobalStateManager",
+        "FP8GlobalStateManager": "fp8_state:FP8GlobalStateManager",
         "fp8_autocast": "fp8:fp8_autocast",
         "fp8_model_init": "fp8:fp8_model_init",
         "check_fp8_support": "fp8:supported",
@@ -145,7 +145,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "apply_fused_qkv_rotary_pos_emb": "rope:apply_fused_qkv_rotary_pos_emb",
     },
     "grouped_gemm": {},
-    "grouped_gemm.ops": {"gmm": "grouped:gmm"},
+    "grouped_gemm.ops": {"gmm": "grouped_gemm:gmm"},
     "emerging_optimizers": {},
     "emerging_optimizers.orthogonalized_optimizers": {
         "OrthogonalizedOptimizer": "muon:OrthogonalizedOptimizer",

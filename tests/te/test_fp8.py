@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mindspeed.te import fp8
+from mindspeed.te.fp8_padding import Fp8Padding, Fp8Unpadding
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.linear import LayerNormLinear, Linear
 from mindspeed.te.recipes import (
@@ -247,11 +248,11 @@ def test_sizes_that_the_hardware_refuses_are_refused(recipe, size, text):
 
 def test_padding_of_experts_and_back():
     x = random(7, 4)
-    padded, splits = fp8.Fp8Padding(3)(x, [5, 0, 2])
+    padded, splits = Fp8Padding(3)(x, [5, 0, 2])
     assert splits == [16, 0, 16] and padded.shape == (32, 4)
-    assert torch.equal(fp8.Fp8Unpadding(3)(padded, [5, 0, 2]), x)
+    assert torch.equal(Fp8Unpadding(3)(padded, [5, 0, 2]), x)
     with fp8.fp8_autocast(enabled=True, fp8_recipe=MXFP8BlockScaling()):
-        assert fp8.Fp8Padding(1)(x, [7])[1] == [32]
+        assert Fp8Padding(1)(x, [7])[1] == [32]
 
 
 def test_zeros_infinities_and_empty_tensors():

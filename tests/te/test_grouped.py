@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.te import fused_experts, kernels
-from mindspeed.te.grouped import GroupedLinear, gmm
+from mindspeed.te.grouped import GroupedLinear
+from mindspeed.te.grouped_gemm import gmm
 from mindspeed.testing import assert_close_with_grads
 
 SPLITS = [3, 0, 4, 1]

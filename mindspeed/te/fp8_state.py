@@ -1,0 +1,133 @@
+"""Which fp8 autocast is active in this process, and the scaling factors of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mindspeed.te.quantization import AmaxHistory, factors_as_bytes
+from mindspeed.te.recipes import DelayedScaling, Recipe
+
+
+@dataclass
+class Autocast:
+    """One outermost ``fp8_autocast``: its recipe, and the modules that it served."""
+
+    recipe: Recipe
+    group: Any = None
+    states: dict[int, ScalingState] = field(default_factory=dict)
+    replay: Replay | None = None
+
+
+@dataclass
+class Replay:
+    """Factors that a forward pass used, in order, for the same pass once more."""
+
+    scales: list[torch.Tensor] = field(default_factory=list)
+    again: bool = False
+
+    def next(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return the factors to use: ``scale`` at first, those of the first run again."""
+        if self.again:
+            return self.scales.pop(0)
+        self.scales.append(scale)
+        return scale
+
+
+@dataclass
+class ScalingState:
+    """State of delayed scaling for the ``count`` multiplications of one module.
+
+    Attributes:
+        forward: Inputs, then weights.
+        backward: Output gradients.
+        weight_scale: Factors of the weights in this optimizer step: a weight is quantised once.
+    """
+
+    forward: AmaxHistory
+    backward: AmaxHistory
+    weight_scale: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, recipe: DelayedScaling, count: int) -> ScalingState:
+        """Return the state of a module that has seen nothing."""
+        format_ = recipe.fp8_format
+        return cls(
+            AmaxHistory(recipe, 2 * count, format_.forward_dtype),
+            AmaxHistory(recipe, count, format_.backward_dtype),
+        )
+
+    def to_bytes(self) -> torch.Tensor:
+        """Return the state for a checkpoint, ``uint8 [n]``."""
+        return factors_as_bytes({"forward": self.forward, "backward": self.backward})
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what :meth:`to_bytes` wrote."""
+        self.forward.restore(saved["forward.history"], saved["forward.scale"])
+        self.backward.restore(saved["backward.history"], saved["backward.scale"])
+
+
+class FP8GlobalStateManager:
+    """The autocast that is active in this process, under the names that Megatron calls."""
+
+    _active: Autocast | None = None
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        """Return whether linear layers quantise now."""
+        return cls._active is not None
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        """Return False: maxima are only observed together with quantisation."""
+        return False
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """Return whether no module has been called in the active autocast yet."""
+        return cls._active is not None and not cls._active.states
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Return False: parameters are not stored in fp8."""
+        return False
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe | None:
+        """Return the active recipe."""
+        return None if cls._active is None else cls._active.recipe
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        """Return the group over which delayed scaling takes maxima."""
+        return None if cls._active is None else cls._active.group
+
+    @classmethod
+    def get_fp8_autocast_state(cls) -> Autocast | None:
+        """Return the active autocast, for :meth:`set_fp8_autocast_state`."""
+        return cls._active
+
+    @classmethod
+    def set_fp8_autocast_state(cls, state: Autocast | None) -> None:
+        """Restore a state taken by :meth:`get_fp8_autocast_state`."""
+        cls._active = state
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: Any) -> None:
+        """Nothing to skip: there are no CUDA graphs."""
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> None:
+        """Return None."""
+
+    @classmethod
+    def reset(cls) -> None:
+        """Leave every autocast."""
+        cls._active = None
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: factors are updated where an autocast ends and in backward."""
