@@ -27,7 +27,7 @@ from mindspeed import ranges
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.flags import flags_of
-from mindspeed.features.unavailable import Unavailable
+from mindspeed.features.planned_flags import PlannedFlag
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole
 from mindspeed.training.flag_types import (
     Ignored,
@@ -348,7 +348,7 @@ def _unknown_flags(parser: Parser, unknown: Sequence[str]) -> str:
     known = [
         name
         for name, action in parser._option_string_actions.items()
-        if name.startswith("--") and not isinstance(action, Ignored | Unavailable)
+        if name.startswith("--") and not isinstance(action, Ignored | PlannedFlag)
     ]
     lines = []
     for token in unknown:

@@ -25,7 +25,7 @@ def layers() -> list[tuple[set[str], bool]]:
         c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers"
     )
     return [
-        ({name.strip() for name in line.replace(":", "|").split("|")}, ":" in line)
+        ({name.strip(" ()") for name in line.replace(":", "|").split("|")}, ":" in line)
         for line in contract["layers"]
     ]
 

@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed import device
 from mindspeed.adaptor import arguments
-from mindspeed.features import unsupported
+from mindspeed.features import unsupported_combinations
 
 FSDP = {"use_megatron_fsdp": True}
 OFF = {
@@ -50,7 +50,10 @@ def unavailable(monkeypatch):
     def problems(values, name):
         monkeypatch.setattr(device, "current", lambda: SimpleNamespace(name=name))
         return [
-            str(p) for p in unsupported.FEATURE.validate(unsupported.UnsupportedOptions(), values)
+            str(p)
+            for p in unsupported_combinations.FEATURE.validate(
+                unsupported_combinations.UnsupportedOptions(), values
+            )
         ]
 
     return problems

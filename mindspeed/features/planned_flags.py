@@ -1,6 +1,6 @@
 """Flags of features that do not exist yet: every door refuses them until they do.
 
-The table follows ``docs/features.toml`` (``tests/training/test_unavailable.py``). The change that
+The table follows ``docs/features.toml`` (``tests/training/test_planned_flags.py``). The change that
 adds a feature deletes its line here.
 """
 
@@ -77,7 +77,7 @@ def problem(flag: str) -> str | None:
     return f"{text}; {hint}" if hint else text
 
 
-class Unavailable(argparse.Action):
+class PlannedFlag(argparse.Action):
     """Refuses its flag."""
 
     def __call__(
@@ -96,10 +96,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("not available yet")
     for flag in FLAGS:
         if flag not in known:
-            name = flag[2:].replace("-", "_") + "_unavailable"
+            name = flag[2:].replace("-", "_") + "_planned"
             group.add_argument(
                 flag,
-                action=Unavailable,
+                action=PlannedFlag,
                 nargs="*",
                 dest=name,
                 default=argparse.SUPPRESS,

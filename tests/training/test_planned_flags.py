@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import registry, unavailable
+from mindspeed.features import planned_flags, registry
 from tests.support.trainer_job import SETUP, TINY
 from tests.training.command_line import parse_all
 
@@ -29,18 +29,18 @@ def test_the_flags_are_those_of_open_rows(rows):
     }
     known = set(registry.add_arguments(argparse.ArgumentParser())._option_string_actions)
     open_rows = {row["en"]: row for row in rows if not row.get("test")}
-    assert set(unavailable.FEATURES) <= set(open_rows), "a feature exists now: delete its line"
-    assert not set(unavailable.FLAGS) & done
+    assert set(planned_flags.FEATURES) <= set(open_rows), "a feature exists now: delete its line"
+    assert not set(planned_flags.FLAGS) & done
     megatrons = {"--moe-token-dispatcher-type", "--optimizer"}
     for row in open_rows.values():
-        missing = set(re.findall(r"--[\w-]+", row["flag"])) - set(unavailable.FLAGS) - megatrons
+        missing = set(re.findall(r"--[\w-]+", row["flag"])) - set(planned_flags.FLAGS) - megatrons
         assert not missing - known, f"{row['en']}: {missing} are neither flags nor refused"
         for name in re.findall(r"\b[A-Z]+_[A-Z_]+(?==)", row["flag"]):
-            assert name in unavailable.VARIABLES or name == "MINDSPEED_DEVICE"
+            assert name in planned_flags.VARIABLES or name == "MINDSPEED_DEVICE"
 
 
 def test_the_trainer_refuses_each_on_the_command_line_and_in_recipes(rank_pool):
-    flags = sorted(unavailable.FLAGS)
+    flags = sorted(planned_flags.FLAGS)
     cases = [([*TINY, flag, "x"],) for flag in flags]
     cases += [(TINY, f"features: {{{flag[2:].replace('-', '_')}: 1}}") for flag in flags]
     (answers,) = rank_pool.run(1, parse_all, cases, setup=SETUP, backend=None, timeout=120)
