@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspeed.attention.costs import Costs
 from mindspeed.attention.mask import INF, Region
-from mindspeed.cli.figures import FORMATS, GREY, figure_class
+from mindspeed.cli.training_plot import FORMATS, GREY, figure_class
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_bytes
 

@@ -23,12 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files and say what is in them."""
-    from mindspeed.data import practice
+    from mindspeed.data import quickstart_corpus
 
     with Console(stderr=True).status("reading the documentation of this Python ..."):
-        files, summary = practice.write(args.output)
+        files, summary = quickstart_corpus.write(args.output)
     print(f"{files.corpus}: {summary.documents} documents, {summary.characters:,} characters")
-    for path, what in ((files.instructions, "instructions"), (files.exam, "exam questions")):
+    for path, what in (
+        (files.instructions, "instructions"),
+        (files.evaluation, "evaluation questions"),
+    ):
         print(f"{path}: {len(path.read_text('utf-8').splitlines())} {what}")
     print(f"{files.template}: how a question and its answer become text")
     return 0

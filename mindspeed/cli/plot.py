@@ -15,7 +15,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mindspeed.cli.figures import draw
 from mindspeed.cli.metrics import (
     LOSS,
     METRICS_FILE,
@@ -25,6 +24,7 @@ from mindspeed.cli.metrics import (
     read_runs,
     relative_errors,
 )
+from mindspeed.cli.training_plot import draw
 from mindspeed.ranges import NOT_NEGATIVE, number
 
 HELP = "draw loss, gradient norm, throughput and memory of one or more runs"

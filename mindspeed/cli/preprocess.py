@@ -28,9 +28,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from mindspeed.data import corpus
 from mindspeed.data import preprocess as data
-from mindspeed.data.formats import COMPRESSIONS, FORMATS
+from mindspeed.data import python_docs
+from mindspeed.data.file_formats import COMPRESSIONS, FORMATS
 from mindspeed.data.handlers import HANDLERS
 from mindspeed.data.sources import TEXT_UNITS
 from mindspeed.data.tokenizer import add_tokenizer_arguments
@@ -295,6 +295,6 @@ def _inputs(name: str, output_prefix: Path) -> list[Path]:
     path = Path(name)
     if path.exists():
         return [path]
-    if name == corpus.SOURCE_NAME:
-        return [corpus.write_python_docs(output_prefix.with_name(f"{name}.jsonl")).path]
+    if name == python_docs.SOURCE_NAME:
+        return [python_docs.write_python_docs(output_prefix.with_name(f"{name}.jsonl")).path]
     return sorted(map(Path, glob.glob(name))) or [path]  # what is not there is refused by name

@@ -1,4 +1,4 @@
-"""What a chat template is: a conversation in, its text and the assistant's characters out."""
+"""The interface of chat templates: conversation -> text and character spans of the assistant."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: all of it.
-        spans: ``[start, end)`` characters of every answer and its stop token, in order.
-        replaced: ``(start, end, text)``: the token at ``[start, end)`` is trained as the token
-            ``text`` (formats that do not write an answer's end).
+        text: the whole text.
+        spans: ``[start, end)`` characters of every answer with its stop token, in order.
+        replaced: ``(start, end, text)``: the label of the token at ``[start, end)`` is the token
+            ``text`` (formats without an end mark after earlier answers).
     """
 
     text: str
@@ -32,13 +32,13 @@ class Rendered:
 
 
 class ChatTemplate(ABC):
-    """How conversations become text.
+    """Renders conversations as text.
 
     Attributes:
         name: as given to :func:`load`.
         stop: strings at which generation ends.
-        special: what the tokenizer must know as single tokens.
-        plain: the tokenizer's own special tokens (bos) are to be added.
+        special: strings that must be single tokens of the tokenizer.
+        plain: whether the tokenizer should add its own special tokens (bos).
     """
 
     name: str
@@ -48,15 +48,15 @@ class ChatTemplate(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
-        """Turn a conversation into text.
+        """Render a conversation.
 
         Args:
             messages: ``{"role": "system" | "user" | "assistant", "content": text}`` each; a
                 system message comes first, an empty one suppresses the default.
-            add_generation_prompt: end with what makes the assistant speak.
+            add_generation_prompt: end with the start of an assistant message.
 
         Raises:
-            DataError: a role or content that the format has no place for.
+            DataError: the format does not support a role or content.
         """
 
 

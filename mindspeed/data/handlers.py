@@ -1,4 +1,4 @@
-"""What the columns of a record mean: handlers turn records into conversations or texts.
+"""Handlers turn the columns of a record into conversations or texts.
 
 ================================== ==================================== ==========================
 ``--handler-name``                 columns                              samples of a record
@@ -18,7 +18,7 @@ SharegptStyleInstructionHandler    conversations [from, value]          one conv
 OpenAIInstructionHandler           messages [role, content]             one conversation
 ================================== ==================================== ==========================
 
-``--map-keys`` names other columns. What a record lacks is a ValueError that lists what it has.
+``--map-keys`` names other columns. A missing column is a ValueError that lists those of the record.
 """
 
 from __future__ import annotations
@@ -41,58 +41,58 @@ _MOSS_MARKS = re.compile(r"<\|(?:Human|MOSS)\|>:|<eo[hm]>")
 
 
 class Fields:
-    """A record seen through ``--map-keys``.
+    """A record whose columns are accessed through ``--map-keys``.
 
     Args:
         record: columns and values.
-        keys: column of every meaning.
+        keys: role of a column in the handler -> name of the column.
     """
 
     def __init__(self, record: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         self._record = record
         self._keys = keys
 
-    def value(self, meaning: str) -> Any:
-        """The value of a column that must be there."""
-        column = self._keys[meaning]
+    def value(self, key: str) -> Any:
+        """The value of a required column."""
+        column = self._keys[key]
         if column not in self._record:
             has = ", ".join(map(repr, self._record)) or "nothing"
-            raise ValueError(f"no column {column!r} ({meaning}); the record has {has}")
+            raise ValueError(f"no column {column!r} ({key}); the record has {has}")
         return self._record[column]
 
-    def text(self, meaning: str) -> str:
-        """A text that must be there."""
-        return _text(self.value(meaning), self._keys[meaning])
+    def text(self, key: str) -> str:
+        """The text of a required column."""
+        return _text(self.value(key), self._keys[key])
 
-    def optional(self, meaning: str) -> str:
-        """A text; empty where the column is missing or null."""
-        value = self._record.get(self._keys[meaning])
-        return "" if value is None else _text(value, self._keys[meaning])
+    def optional(self, key: str) -> str:
+        """The text of an optional column; empty if it is missing or null."""
+        value = self._record.get(self._keys[key])
+        return "" if value is None else _text(value, self._keys[key])
 
-    def items(self, meaning: str, required: bool = True) -> list[Any]:
-        """A list."""
-        value = self.value(meaning) if required else self._record.get(self._keys[meaning])
+    def items(self, key: str, required: bool = True) -> list[Any]:
+        """The list in a column."""
+        value = self.value(key) if required else self._record.get(self._keys[key])
         if value is None and not required:
             return []
         if not isinstance(value, list):
-            column = self._keys[meaning]
+            column = self._keys[key]
             raise ValueError(f"{column!r} is {type(value).__name__}, a list is expected")
         return value
 
-    def tag(self, meaning: str) -> str:
-        """The word that ``--map-keys`` gives for something inside a list."""
-        return self._keys[meaning]
+    def tag(self, key: str) -> str:
+        """A key or role name that ``--map-keys`` sets, used inside a list of messages."""
+        return self._keys[key]
 
 
 @dataclass(frozen=True)
 class Handler:
-    """How records of one kind are read.
+    """How records of one format are read. Either ``conversations`` or ``text`` is set, or neither.
 
     Attributes:
-        keys: meaning to default column.
-        conversations: samples of a record, or
-        text: the one text of a record, by a template.
-        prompt_type: default template.
+        keys: role of a column -> its default name.
+        conversations: record -> its samples.
+        text: record and chat template -> one text.
+        prompt_type: default chat template.
     """
 
     keys: Mapping[str, str]
@@ -101,28 +101,28 @@ class Handler:
     prompt_type: str = "alpaca"
 
     def with_keys(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """The columns to read, with those of ``--map-keys``.
+        """The columns to read, overridden by ``--map-keys``.
 
         Raises:
-            ConfigError: a meaning this handler does not know.
+            ConfigError: this handler has no such key.
         """
         flat = dict(given)
         tags = flat.pop("tags", {})
         flat |= tags if isinstance(tags, Mapping) else {"tags": tags}
-        for meaning, column in flat.items():
-            if meaning not in self.keys or not isinstance(column, str):
+        for key, column in flat.items():
+            if key not in self.keys or not isinstance(column, str):
                 raise ConfigError(
-                    f"--map-keys {json.dumps(given)}: {meaning!r} is not one of "
+                    f"--map-keys {json.dumps(given)}: {key!r} is not one of "
                     f"{', '.join(self.keys)}, each with the name of a column"
                 )
         return {**self.keys, **flat}
 
 
 def find(name: str) -> Handler:
-    """The handler of a name; the empty name is GeneralPretrainHandler.
+    """The handler called ``name``; empty for GeneralPretrainHandler.
 
     Raises:
-        ConfigError: lists the names that exist.
+        ConfigError: there is no such handler; the message lists all.
     """
     if (name or "GeneralPretrainHandler") not in HANDLERS:
         raise ConfigError(f"--handler-name {name} is unknown; allowed are {', '.join(HANDLERS)}")
@@ -165,7 +165,7 @@ def _belle(fields: Fields) -> list[Conversation]:
         _message(_BELLE_ROLES[who], said.strip())
         for who, said in zip(parts[::2], parts[1::2], strict=True)
     ]
-    if not messages:  # a single question without marks
+    if not messages:  # a single question without role marks
         messages = [_message("user", fields.text("prompt").strip())]
     if messages[-1]["role"] == "assistant":
         messages.pop()
@@ -181,7 +181,7 @@ def _moss_turns(fields: Fields) -> list[Conversation]:
         raise ValueError(f"'chat' is {type(chat).__name__}, an object of turns is expected")
     turns = []
     for name, turn in chat.items():
-        if turn is None:  # columnar files give every record the turns of the longest
+        if turn is None:  # columnar files pad every record to the longest
             continue
         for who in ("Human", "MOSS"):
             if not isinstance(turn, Mapping) or who not in turn:
@@ -207,7 +207,7 @@ def _leetcode(fields: Fields) -> list[Conversation]:
 
 
 def _tagged(fields: Fields) -> list[Conversation]:
-    """A list of messages whose role and text stand under any names."""
+    """A list of messages with configurable keys for role and text."""
     roles = {fields.tag(f"{role}_tag"): role for role in ("user", "assistant", "system")}
     roles = {"gpt": "assistant", "human": "user", "developer": "system"} | roles
     roles |= {role: role for role in ("user", "assistant", "system") if role not in roles}
@@ -220,7 +220,7 @@ def _tagged(fields: Fields) -> list[Conversation]:
         role = roles.get(item[role_tag])
         if role is None:
             raise ValueError(
-                f"{column!r}: message {number} is by {item[role_tag]!r}; known are "
+                f"{column!r}: message {number} has the role {item[role_tag]!r}; allowed are "
                 f"{', '.join(roles)}"
             )
         messages.append(_message(role, _joined(item.get(content_tag), f"{column}[{number}]")))
@@ -231,10 +231,10 @@ def _tagged(fields: Fields) -> list[Conversation]:
 
 
 def _joined(content: Any, where: str) -> str:
-    """Text, or the texts of a list of content parts."""
+    """A text, or the joined texts of a list of content parts."""
     if isinstance(content, list):
         if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
-            raise ValueError(f"{where!r}: only parts of type text can be used")
+            raise ValueError(f"{where!r}: only parts of type text are supported")
         content = "".join(_text(part.get("text"), where) for part in content)
     return _text(content, where)
 

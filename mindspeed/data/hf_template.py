@@ -1,12 +1,12 @@
-"""The chat template that a Hugging Face tokenizer brings (Jinja), and where its answers are.
+"""The Jinja chat template of a Hugging Face tokenizer, with the spans of the answers.
 
-The template is rendered as transformers renders it (same options, same helper functions), without
-importing transformers, in Jinja's sandbox and in a child process with limits of time and memory
-(:mod:`mindspeed.data.jinja_process`). Such a program says nothing about which
-characters are the assistant's, so it runs twice: once with the answers, once with marks in their
-place. What stands between the marks is the format; where the two renderings agree on it, the rest
-are the answers, also where a template trims them or drops the reasoning of earlier turns. A
-template with ``{% generation %}`` marks says it: what stands between them is trained, nothing else.
+The template is rendered as in transformers (same options, same helper functions), without importing
+transformers, in Jinja's sandbox and in a child process with time and memory limits
+(:mod:`mindspeed.data.jinja_process`). Jinja does not tell which characters come from the assistant,
+so the template runs twice: once with the answers, once with marks in their place. The text around
+the marks is the format; removing it from the first rendering leaves the answers, even if a template
+strips them or drops the reasoning of earlier turns. In a template with ``{% generation %}`` tags
+exactly the text between the tags is trained.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def load(tokenizer: Any, source: Path | None = None) -> JinjaTemplate:
 
     Raises:
         ConfigError: no tokenizer is given.
-        DataError: it has no chat template, or a template that is no valid Jinja.
+        DataError: it has no chat template, or one that is not valid Jinja.
     """
     directory = getattr(tokenizer, "directory", tokenizer)
     if directory is None:
         raise ConfigError(
-            "--prompt-type hf takes the chat template of a Hugging Face tokenizer: give its "
+            "--prompt-type hf uses the chat template of a Hugging Face tokenizer: give its "
             "directory with --tokenizer-model"
         )
     directory = Path(directory)
@@ -56,7 +56,7 @@ class JinjaTemplate(ChatTemplate):
     """A Jinja chat template with the special tokens of its tokenizer.
 
     Args:
-        name: for messages.
+        name: name in messages.
         source: the Jinja program.
         config: ``tokenizer_config.json``.
     """
@@ -85,14 +85,14 @@ class JinjaTemplate(ChatTemplate):
         spans = _locate(text, parts, [messages[index]["content"] for index in answers])
         if parts is None or spans is None:
             raise DataError(
-                f"the chat template {self.name} changes what the assistant says, so that it cannot "
-                "be found in the text: choose another --prompt-type, or leave reasoning "
-                "(<think>...</think>) out of the answers"
+                f"the chat template {self.name} changes the assistant's messages, so they cannot "
+                "be located in the text: choose another --prompt-type, or remove reasoning "
+                "(<think>...</think>) from the answers"
             )
         return Rendered(text, tuple((a, b + self._stop_length(text[b:])) for a, b in spans))
 
     def _render_marked(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
-        """A template that says itself what the assistant's part is, as transformers reads it."""
+        """Spans of a template with ``{% generation %}`` tags, as in transformers."""
         marks = dict(zip(GENERATION, _GENERATION_MARKS, strict=True))
         text, marked = self._run(
             add_generation_prompt, {"messages": messages}, {"messages": messages, **marks}
@@ -107,13 +107,13 @@ class JinjaTemplate(ChatTemplate):
             position += len(inside) + len(after)
         if marked.replace(begin, "").replace(end, "") != text:
             raise DataError(
-                f"the chat template {self.name} writes other text around its {{% generation %}} "
-                "marks than without them: choose another --prompt-type"
+                f"the chat template {self.name} renders different text with and without its "
+                "{% generation %} tags: choose another --prompt-type"
             )
         return Rendered(text, tuple(spans))
 
     def _run(self, add_generation_prompt: bool, *conversations: Mapping[str, Any]) -> list[str]:
-        """Conversations as texts."""
+        """Render conversations as texts."""
         tokens = {name: token for name, token in self._tokens.items() if token is not None}
         common = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         return self._program.render(
@@ -124,22 +124,22 @@ class JinjaTemplate(ChatTemplate):
         )
 
     def _stop(self) -> tuple[str, ...]:
-        """The end-of-text token, and the one that follows an answer where it is another."""
+        """The end-of-text token, and the token after an answer if it differs."""
         found = [self._tokens["eos_token"]]
         example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             rendered = self.render(example)
             for span in rendered.spans[:1]:
                 found.insert(0, rendered.text[slice(*span)].removeprefix("b").strip())
-        except DataError:  # a template that wants other messages says so when it gets them
+        except DataError:  # the template does not accept this example
             pass
         return tuple(dict.fromkeys(token for token in found if token))
 
     def _stop_length(self, rest: str) -> int:
-        """Characters of the special token that ``rest`` begins with, and the blanks before it."""
+        """Length of the special token at the start of ``rest``, with the whitespace before it."""
         blanks = len(rest) - len(rest.lstrip())
-        fitting = [token for token in self._known if rest.startswith(token, blanks)]
-        return blanks + max(map(len, fitting)) if fitting else 0
+        matching = [token for token in self._known if rest.startswith(token, blanks)]
+        return blanks + max(map(len, matching)) if matching else 0
 
 
 def _mark(index: int) -> str:
@@ -147,7 +147,7 @@ def _mark(index: int) -> str:
 
 
 def _split(frame: str, marks: Sequence[str]) -> list[str] | None:
-    """The text around the marks; None where a mark is not there exactly once and in order."""
+    """The text around the marks; None unless every mark occurs exactly once and in order."""
     parts = []
     for mark in marks:
         before, found, frame = frame.partition(mark)
@@ -158,24 +158,24 @@ def _split(frame: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _locate(text: str, parts: list[str] | None, answers: Sequence[str]) -> list[Span] | None:
-    """Where each answer stands in ``text``, which must be ``parts`` with something between."""
+    """Span of each answer in ``text``, which must consist of ``parts`` and the answers."""
     if parts is None:
         return None
     for strip in (str, str.strip):
-        filled = [strip(answer) for answer in answers]
-        pieces = [parts[0]]
+        stripped = [strip(answer) for answer in answers]
+        texts = [parts[0]]
         spans = []
-        for answer, part in zip(filled, parts[1:], strict=True):
-            start = sum(map(len, pieces))
+        for answer, part in zip(stripped, parts[1:], strict=True):
+            start = sum(map(len, texts))
             spans.append((start, start + len(answer)))
-            pieces += [answer, part]
-        if "".join(pieces) == text:
+            texts += [answer, part]
+        if "".join(texts) == text:
             return spans
     return _align(text, parts)
 
 
 def _align(text: str, parts: list[str]) -> list[Span] | None:
-    """Answers that the template shortened: each ends where the next part of the format begins."""
+    """Spans of answers that the template shortened: each ends at the next part of the format."""
     if not text.startswith(parts[0]) or not text.endswith(parts[-1]):
         return None
     spans, start = [], len(parts[0])
@@ -194,7 +194,7 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str:
     if file.is_file():
         return read_text(file, str(file), DataError)
     found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several named templates
         named = [entry for entry in found if isinstance(entry, dict)]
         found = {entry.get("name"): entry.get("template") for entry in named}.get("default")
     if not isinstance(found, str):

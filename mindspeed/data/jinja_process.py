@@ -1,11 +1,11 @@
-"""A chat template in a child process with limits of time and memory (:mod:`.jinja_renderer`).
+"""A chat template in a child process with time and memory limits (:mod:`.jinja_renderer`).
 
     process = JinjaProcess("hf", source)
-    process.render([{"messages": [...], "add_generation_prompt": False}])   # one text each
+    process.render([{"messages": [...], "add_generation_prompt": False}])   # -> one text each
 
-One child serves all conversations of a template: a request costs two messages over a socket, no
-start of a process. It ends with its owner, and is started anew after a template has used up its
-limits, and in a process that was forked from its owner.
+One child renders all conversations of a template: a request costs two messages over a socket. The
+child ends with its owner, and is restarted after a template exceeded its limits and in a process
+forked from its owner.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 from mindspeed.data import jinja_renderer
 from mindspeed.errors import ConfigError, DataError
 
-SECONDS = 5  # of processor time a request; ordinary templates take less than a millisecond
+SECONDS = 5  # CPU time per request; ordinary templates take less than a millisecond
 MEMORY = 1 << 30  # bytes of address space
-LENGTH = 16 << 20  # characters of a request's texts
+LENGTH = 16 << 20  # characters of all texts of a request
 _UTF8_BYTES = 4
 
 
@@ -37,24 +37,24 @@ class JinjaProcess:
     """A compiled template.
 
     Args:
-        name: for messages.
+        name: name in messages.
         source: the Jinja program.
 
     Raises:
-        DataError: it is no valid Jinja.
-        ConfigError: compiling it needs more than the limits.
+        DataError: it is not valid Jinja.
+        ConfigError: compiling it exceeds the limits.
     """
 
     def __init__(self, name: str, source: str) -> None:
         self._name, self._source = name, source
-        self._child = self._started()
+        self._child = self._start()
 
     def render(self, renderings: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The text of every mapping of variables, which must be JSON.
+        """Render the template with every mapping of variables, which must be JSON.
 
         Raises:
             DataError: the template refuses these variables, or fails with them.
-            ConfigError: it needs more than the limits.
+            ConfigError: it exceeds the limits.
         """
         try:
             request = jinja_renderer.encoded({"renderings": list(renderings)})
@@ -64,36 +64,36 @@ class JinjaProcess:
             ) from error
         child = self._child
         if not child.usable:
-            self._child = child = self._started()
-        texts: list[str] = self._checked(child.ask(request))["texts"]
+            self._child = child = self._start()
+        texts: list[str] = self._checked(child.request(request))["texts"]
         return texts
 
-    def _started(self) -> _Child:
+    def _start(self) -> _Child:
         child = _Child()
-        self._checked(child.ask(jinja_renderer.encoded({"source": self._source})))
+        self._checked(child.request(jinja_renderer.encoded({"source": self._source})))
         return child
 
     def _checked(self, reply: Mapping[str, Any]) -> Mapping[str, Any]:
         if "error" not in reply:
             return reply
-        what = {
+        problem = {
             jinja_renderer.REFUSED: "refuses the conversation: ",
-            jinja_renderer.INVALID: "is no valid Jinja: ",
+            jinja_renderer.INVALID: "is not valid Jinja: ",
             jinja_renderer.FAILED: "fails: ",
             jinja_renderer.MEMORY: f"needs more than {MEMORY >> 20} MiB of memory",
             jinja_renderer.TOO_LONG: f"makes a text of more than {LENGTH >> 20} Mi characters",
-            _TIME: f"needs more than {SECONDS} seconds of processor time",
+            _TIME: f"needs more than {SECONDS} seconds of CPU time",
             _DEATH: "ended its process: ",
         }[reply["error"]]
-        said = f"the chat template {self._name} {what}{reply['message']}"
-        if reply["error"] in _OF_THE_TEMPLATE:
-            raise ConfigError(f"{said}: choose another --prompt-type, or a shorter conversation")
-        raise DataError(said)
+        message = f"the chat template {self._name} {problem}{reply['message']}"
+        if reply["error"] in _TEMPLATE_ERRORS:
+            raise ConfigError(f"{message}: choose another --prompt-type, or a shorter conversation")
+        raise DataError(message)
 
 
 _TIME, _DEATH = "time", "death"
-# The next conversation would fare no better: nothing is skipped, the run ends.
-_OF_THE_TEMPLATE = (_TIME, _DEATH, jinja_renderer.MEMORY, jinja_renderer.TOO_LONG)
+# Not specific to one conversation: the run ends instead of skipping the record.
+_TEMPLATE_ERRORS = (_TIME, _DEATH, jinja_renderer.MEMORY, jinja_renderer.TOO_LONG)
 
 
 class _Child:
@@ -123,15 +123,15 @@ class _Child:
     def usable(self) -> bool:
         return self._owner == os.getpid() and self._end.alive
 
-    def ask(self, request: bytes) -> Mapping[str, Any]:
+    def request(self, request: bytes) -> Mapping[str, Any]:
         with self._lock:
             try:
                 self._connection.send_bytes(request)
-                answer = self._connection.recv_bytes(LENGTH * _UTF8_BYTES + (1 << 20))
+                reply_bytes = self._connection.recv_bytes(LENGTH * _UTF8_BYTES + (1 << 20))
             except (EOFError, OSError):
                 self._end()
                 return _cause(self._process.returncode)
-        reply: Mapping[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
+        reply: Mapping[str, Any] = json.loads(reply_bytes.decode("utf-8", "surrogatepass"))
         return reply
 
 
@@ -142,18 +142,18 @@ def _cause(status: int) -> Mapping[str, Any]:
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
-    """Close the socket, whereupon the child ends. A forked process only closes its copy."""
+    """Close the socket, which ends the child. A forked process only closes its copy."""
     connection.close()
     if os.getpid() == owner:
         try:
             process.wait(1)
-        except subprocess.TimeoutExpired:  # it is rendering, and nobody waits for the text
+        except subprocess.TimeoutExpired:  # still rendering, but its owner is gone
             process.kill()
             process.wait()
 
 
 def _import_path() -> list[str]:
-    """Where the child finds Jinja; it sees neither the environment nor site-packages."""
+    """Import path of Jinja for the child, which has neither environment nor site-packages."""
     specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
-    places = [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]
-    return list(dict.fromkeys(places))
+    paths = [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]
+    return list(dict.fromkeys(paths))

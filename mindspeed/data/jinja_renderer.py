@@ -2,15 +2,14 @@
 
     python -I -S jinja_renderer.py '{"socket": 3, "path": [...], "seconds": 5, ...}'
 
-A template is a program of somebody else. Jinja's sandbox keeps it from the interpreter, but bounds
-neither its time nor its memory: ``'a' * 10**10``, ``|center(10**10)`` and nested loops are legal
-Jinja. The kernel bounds both: RLIMIT_AS for the address space, and SIGPROF, which ends the process,
-when a request has used its processor time. Processor time, because a loaded machine must not make
-a good template fail.
+A template is untrusted code. Jinja's sandbox protects the interpreter, but limits neither time nor
+memory: ``'a' * 10**10``, ``|center(10**10)`` and nested loops are legal Jinja. The kernel limits
+both: RLIMIT_AS the address space, and SIGPROF ends the process when a request has used its CPU
+time (not wall time, so that a good template does not fail on a loaded machine).
 
 Requests and replies are JSON: ``{"source": text}`` compiles, ``{"renderings": [variables, ...]}``
 renders. A reply is ``{"texts": [...]}`` or ``{"error": kind, "message": text}``. Only the
-standard library and Jinja: ``mindspeed`` is not importable here.
+standard library and Jinja can be imported, not ``mindspeed``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def main() -> None:
     """Answer requests until the other side closes the socket."""
     options = json.loads(sys.argv[1])
     sys.path += options["path"]
-    import jinja2.sandbox  # noqa: F401  (its memory is not the template's)
+    import jinja2.sandbox  # noqa: F401  (before the memory limit is set)
 
     connection = Connection(options["socket"])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 class _Program:
-    """The template, from the first request on, and its longest text."""
+    """The compiled template and the maximum length of its texts."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -60,7 +59,7 @@ class _Program:
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if "source" in request:
-            self._template = compiled(request["source"])
+            self._template = compile_template(request["source"])
             return {"texts": []}
         texts = [self._template.render(**variables) for variables in request["renderings"]]
         if sum(map(len, texts)) > self._length:
@@ -69,12 +68,12 @@ class _Program:
 
 
 def encoded(value: Any) -> bytes:
-    """JSON of ``value``; lone surrogates pass."""
+    """JSON of ``value``, in which lone surrogates are allowed."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def compiled(source: str) -> Any:
-    """``source`` as a template in the environment that transformers gives chat templates."""
+def compile_template(source: str) -> Any:
+    """Compile ``source`` in the same environment as transformers."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -92,14 +91,16 @@ def compiled(source: str) -> Any:
 
 
 def _generation_tag() -> Any:
-    """``{% generation %}...{% endgeneration %}`` marks answers in some templates: its content,
-    between the values of the variables :data:`GENERATION`, which are empty if they are not given.
+    """The tag ``{% generation %}...{% endgeneration %}``, which marks answers in some templates.
+
+    It renders its content between the values of the variables :data:`GENERATION`, which are empty
+    by default.
     """
     from jinja2 import nodes
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
+        tags = {"generation"}  # noqa: RUF012 (declared so by the base class)
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -129,7 +130,7 @@ def _to_json(
 
 
 def _guarded(work: Callable[[Mapping[str, Any]], dict[str, Any]], request: Any) -> dict[str, Any]:
-    """Whatever a template raises, as a reply."""
+    """Run ``work`` and turn any exception into a reply."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:

@@ -1,13 +1,13 @@
-"""Megatron's data sets and builder with other inner methods: the only ones that know their names.
+"""Subclasses of Megatron's data sets and builder that override their inner methods.
 
 ``--no-shuffle``: Megatron's data set shuffles documents and samples in every epoch. To compare
-losses with another trainer, step by step, both must read the same: here documents follow each other
-as they are in the file, epoch after epoch, and samples are cut from them in that order. Nothing
-random is involved, so nothing is cached: the index takes 4 bytes a document and 16 a sample on
-every rank that reads.
+losses with another trainer step by step, both must read the same data: here documents are read in
+the order of the file, epoch after epoch, and samples are cut from them in that order. The index is
+deterministic and therefore not cached: 4 bytes per document and 16 per sample on every rank that
+reads.
 
-``--keep-last-token`` is :class:`LastTokenDataset`; blends with a range of documents per file are
-:class:`PartsBuilder`.
+``--keep-last-token`` uses :class:`LastTokenDataset`; blends with a range of documents per data set
+use :class:`WeightedSplitBuilder`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.utils import Split
 
-from mindspeed.data.weighted import Part
+from mindspeed.data.weighted_splits import WeightedSplit
 
 
 class _InOrder(GPTDataset):
-    """Replaces the one method that shuffles."""
+    """Overrides the method that shuffles."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         config = self.config
@@ -46,17 +46,17 @@ class _InOrder(GPTDataset):
 
 
 class InOrderDataset(_InOrder):
-    """Texts of a file, in its order."""
+    """Documents in the order of the file."""
 
 
 class InOrderMockDataset(_InOrder, MockGPTDataset):
-    """Invented texts, in order."""
+    """Mock documents, in order."""
 
 
 class LastTokenDataset(GPTDataset):
-    """Samples of ``sequence_length`` tokens, whose last predicts nothing.
+    """Samples of ``sequence_length`` tokens, whose last token predicts nothing.
 
-    Megatron Core can read these itself, but its cache takes those of both kinds for the same.
+    Megatron Core supports these, but the key of its cache does not distinguish them.
     """
 
     @staticmethod
@@ -64,24 +64,24 @@ class LastTokenDataset(GPTDataset):
         return [*GPTDataset._key_config_attributes(), "add_extra_token_to_sequence"]
 
 
-class PartsBuilder(BlendedMegatronDatasetBuilder):
-    """Builds blends per split whose data sets are parts.
+class WeightedSplitBuilder(BlendedMegatronDatasetBuilder):
+    """Builds blends per split from fractions of data sets.
 
     Args:
-        parts: of training, validation and test; None where a split has none.
-        others: as of Megatron Core's builder; ``config.blend_per_split`` is that of ``parts``.
+        splits: for training, validation and test; None for a split without data.
+        others: as for Megatron Core's builder; ``config.blend_per_split`` is that of ``splits``.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Part] | None], *others: Any) -> None:
+    def __init__(self, splits: Sequence[Sequence[WeightedSplit] | None], *others: Any) -> None:
         super().__init__(*others)
-        self._ranges = [{p.prefix: (p.start, p.end) for p in some or ()} for some in parts]
-        self.config.split = repr(self._ranges)  # caches of other parts are other caches
+        self._ranges = [{s.prefix: (s.start, s.end) for s in some or ()} for some in splits]
+        self.config.split = repr(self._ranges)  # part of the cache key
 
     def _build_megatron_dataset_splits(
         self, dataset_path: str, split: Sequence[Any], *others: Any, **more: Any
     ) -> list[Any]:
-        cut = [
-            None if whole is None else ranges[dataset_path]
-            for whole, ranges in zip(split, self._ranges, strict=True)
+        ranges = [
+            None if whole is None else by_prefix[dataset_path]
+            for whole, by_prefix in zip(split, self._ranges, strict=True)
         ]
-        return super()._build_megatron_dataset_splits(dataset_path, cut, *others, **more)
+        return super()._build_megatron_dataset_splits(dataset_path, ranges, *others, **more)

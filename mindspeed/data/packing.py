@@ -1,11 +1,11 @@
-"""Which samples share a row, and what padding costs.
+"""Sequence packing, length grouping, and the cost of padding.
 
 Samples of an instruction data set have very different lengths. A batch can
 
-    pad to the sequence length   A A . . . . . .     most of the work is on padding
-    pad to its longest sample    A A . . .           less, in steps of --pad-to-multiple-of
-    hold samples of one length   A A A A .           little
-    pack several into a row      A A B B B C C .     hardly any
+    pad to the sequence length        A A . . . . . .   most of the work is on padding
+    pad to its longest sample         A A . . .         less, in steps of --pad-to-multiple-of
+    group samples of similar length   A A A A .         little
+    pack several into one sequence    A A B B B C C .   hardly any
 
 :func:`first_fit_decreasing` packs, :func:`grouped` sorts, :func:`padding` measures.
 """
@@ -17,65 +17,68 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WINDOW = 4096  # samples that are packed together; larger windows fill rows hardly any better
+WINDOW = 4096  # samples that are packed together; larger windows hardly improve the packing
 
 
-def first_fit_decreasing(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Put every sample, longest first, into the first row that still has room for it.
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Put every sample, longest first, into the first bin that has room for it.
 
     Args:
-        lengths: of the samples, none longer than ``room``.
-        room: of a row.
+        lengths: length of each sample, int ``[samples]``, none above ``capacity``.
+        capacity: tokens of a packed sequence.
 
     Returns:
-        The samples of each row, as positions in ``lengths``.
+        The samples of each packed sequence, as indices into ``lengths``.
     """
-    rows: list[list[int]] = []
+    bins: list[list[int]] = []
     free = np.empty(len(lengths), np.int64)
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = lengths[index]
-        fitting = free[: len(rows)] >= length
-        row = int(fitting.argmax()) if fitting.any() else len(rows)
-        if row == len(rows):
-            rows.append([])
-            free[row] = room
-        rows[row].append(index)
-        free[row] -= length
-    return rows
+        fitting = free[: len(bins)] >= length
+        target = int(fitting.argmax()) if fitting.any() else len(bins)
+        if target == len(bins):
+            bins.append([])
+            free[target] = capacity
+        bins[target].append(index)
+        free[target] -= length
+    return bins
 
 
 def packed(
-    order: np.ndarray, lengths: np.ndarray, room: int, random: np.random.RandomState | None
+    order: np.ndarray, lengths: np.ndarray, capacity: int, random: np.random.RandomState | None
 ) -> list[np.ndarray]:
-    """Rows of one epoch: packed window by window, in the order of an epoch.
+    """Packed sequences of one epoch, each as an array of sample indices.
 
     Args:
-        order: samples in the order of the epoch.
-        lengths: of all samples, indexed by sample.
-        room: of a row.
-        random: shuffles the rows of a window; None: by their first samples.
+        order: sample indices in the order of the epoch, int ``[samples]``.
+        lengths: length of every sample, indexed by sample.
+        capacity: tokens of a packed sequence.
+        random: shuffles the sequences of a window; None orders them by their first samples.
     """
-    rows = []
+    sequences = []
     for start in range(0, len(order), WINDOW):
         window = order[start : start + WINDOW]
-        found = first_fit_decreasing(lengths[window], room)
+        bins = first_fit_decreasing(lengths[window], capacity)
         if random is None:
-            rows += [window[row] for row in sorted(sorted(row) for row in found)]
+            sequences += [window[members] for members in sorted(sorted(bin) for bin in bins)]
         else:
-            rows += [window[found[row]] for row in random.permutation(len(found))]
-    return rows
+            sequences += [window[bins[index]] for index in random.permutation(len(bins))]
+    return sequences
 
 
 def grouped(
     order: np.ndarray, lengths: np.ndarray, batch: int, random: np.random.RandomState
 ) -> np.ndarray:
-    """One epoch in which ``batch`` samples that follow each other are of similar length.
+    """One epoch in which ``batch`` consecutive samples have similar length.
 
     Args:
-        order: samples in shuffled order.
-        lengths: of all samples, indexed by sample.
+        order: sample indices in shuffled order, int ``[samples]``.
+        lengths: length of every sample, indexed by sample.
         batch: samples of one micro-batch on all data-parallel ranks.
-        random: shuffles the batches, so that lengths do not rise and fall over an epoch.
+        random: shuffles the batches, so that lengths do not follow a trend over an epoch.
+
+    Returns:
+        Reordered sample indices, int ``[samples]``.
     """
     whole = len(order) // batch * batch
     batches = []
@@ -89,11 +92,11 @@ def grouped(
 
 @dataclass(frozen=True)
 class Padding:
-    """What the rows of some micro-batches cost.
+    """The cost of some micro-batches.
 
     Attributes:
-        tokens: of samples.
-        positions: that are computed, padding included.
+        tokens: tokens of samples.
+        positions: computed positions, including padding.
         pairs: query-key pairs that causal attention computes.
     """
 
@@ -103,45 +106,45 @@ class Padding:
 
     @property
     def fraction(self) -> float:
-        """Part of the positions that is padding."""
+        """Fraction of the positions that is padding."""
         return 1 - self.tokens / self.positions
 
     def flops(self, per_token: float, per_pair: float) -> float:
-        """Work, from the work for a position outside of attention and for a pair in it."""
+        """FLOPs, from those of a position outside attention and of a query-key pair."""
         return per_token * self.positions + per_pair * self.pairs
 
 
 def padding(
-    rows: Iterable[Sequence[int]],
+    sequences: Iterable[Sequence[int]],
     batch: int,
     multiple: int,
     *,
     fixed: int | None = None,
     packed: bool = False,
 ) -> Padding:
-    """Measure rows that are computed ``batch`` at a time.
+    """Measure the padding of sequences that are computed ``batch`` at a time.
 
     Args:
-        rows: lengths of the samples in each row.
-        batch: rows of a micro-batch.
-        multiple: a micro-batch is as long as its longest row, rounded up to this; or
-        fixed: every row has this length.
-        packed: samples of a row do not see each other, nor the padding behind them.
+        sequences: lengths of the samples in each sequence.
+        batch: sequences of a micro-batch.
+        multiple: a micro-batch is as long as its longest sequence, rounded up to this, unless
+        fixed: every sequence has this length.
+        packed: samples of a sequence attend neither to each other nor to padding.
     """
     tokens = positions = pairs = 0
-    rows = list(rows)
-    for start in range(0, len(rows), batch):
-        some = rows[start : start + batch]
-        width = fixed or rounded_up(max(map(sum, some)), multiple)
-        for row in some:
-            used = sum(row)
+    sequences = list(sequences)
+    for start in range(0, len(sequences), batch):
+        micro_batch = sequences[start : start + batch]
+        width = fixed or rounded_up(max(map(sum, micro_batch)), multiple)
+        for samples in micro_batch:
+            used = sum(samples)
             tokens += used
             positions += width
-            parts = [*row, width - used] if packed else [width]
+            parts = [*samples, width - used] if packed else [width]
             pairs += sum(part * (part + 1) // 2 for part in parts)
     return Padding(tokens, positions, pairs)
 
 
 def rounded_up(length: int, multiple: int) -> int:
-    """The next multiple."""
+    """``length`` rounded up to a multiple."""
     return -(-length // multiple) * multiple

@@ -1,20 +1,19 @@
-"""Text to tokens: files of records become Megatron's indexed data sets (``.bin`` and ``.idx``).
+"""Preprocessing: files of records -> Megatron's indexed data sets (``.bin`` and ``.idx``).
 
-    {"text": "..."}  --tokenizer-->  PREFIX_text_document.bin   all ids, one after another
+    {"text": "..."}  --tokenizer-->  PREFIX_text_document.bin   all ids, concatenated
     (N records)                      PREFIX_text_document.idx   the length of every document
 
-With a handler for conversations it is three aligned data sets, one document per conversation:
+Handlers for conversations write three aligned data sets, one document per conversation:
 
     PREFIX_packed_input_ids_document        ids
     PREFIX_packed_attention_mask_document   ones
     PREFIX_packed_labels_document           the id where it is trained, else -100
 
 The parent reads blocks of records (:mod:`~.sources`), worker processes parse and tokenize them
-(:mod:`~.encode`), and the parent writes the results in the order of the input (:mod:`~.indexed`):
-the output is byte-identical for any number of workers and readable by everything that reads
-Megatron data. It appears under its final name only when complete, and a run that was killed goes
-on where it was with ``resume``. Records that cannot be used are counted and the first few are
-named, or stop the run with ``strict``.
+(:mod:`~.record_encoders`), and the parent writes the results in input order
+(:mod:`~.indexed_writer`): the output is byte-identical for any number of workers. It gets its final
+name only when complete; ``resume`` continues an interrupted run. Invalid records are counted and
+the first few are reported, or stop the run with ``strict``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mindspeed.data.encode import (
+from mindspeed.data.file_formats import Block
+from mindspeed.data.indexed_writer import IndexedWriter
+from mindspeed.data.preprocess_options import PreprocessOptions, check
+from mindspeed.data.record_encoders import (
     BrokenLine,
     ConversationEncoder,
     Encoded,
@@ -43,20 +45,17 @@ from mindspeed.data.encode import (
     load_template,
     make_encoder,
 )
-from mindspeed.data.formats import Block
-from mindspeed.data.indexed import Outputs
-from mindspeed.data.options import PreprocessOptions, check
 from mindspeed.data.sources import Files, HubDataset, find_files, hub_dataset
 from mindspeed.errors import DataError, MindSpeedError
 
 BLOCKS_IN_FLIGHT_PER_WORKER = 4
-NAMED_BROKEN_LINES = 5
-RECORD_SECONDS = 20.0  # between the points from which a killed run can go on
+REPORTED_BROKEN_LINES = 5
+CHECKPOINT_SECONDS = 20.0  # between the points from which an interrupted run can continue
 
 
 @dataclass
 class Progress:
-    """Running totals; the same object is handed to the callback again and again."""
+    """Running totals; the callback receives the same object every time."""
 
     bytes_total: int
     bytes_done: int = 0
@@ -73,14 +72,14 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
-        """What ``dataclasses.asdict`` wrote down."""
+        """The inverse of ``dataclasses.asdict``."""
         broken = [BrokenLine(**line) for line in values["first_broken"]]
         return cls(**{**values, "first_broken": broken})
 
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What was written."""
+    """Result of a run."""
 
     outputs: tuple[Path, ...]
     vocab_size: int
@@ -94,17 +93,17 @@ def preprocess(
     """Tokenize the input into one indexed data set per key.
 
     Args:
-        options: What to do.
+        options: Input, tokenization and output.
         progress: Called after every block of about a megabyte.
 
     Raises:
-        ConfigError: An option is wrong or the output exists already.
-        DataError: Missing input, no usable document, or a broken line under ``strict``.
+        ConfigError: An option is invalid or the output already exists.
+        DataError: Missing input, no valid document, or an invalid record under ``strict``.
     """
     check(options)
     source = _source(options)
     encoder = make_encoder(options)
-    outputs = Outputs(
+    writer = IndexedWriter(
         [options.output(key) for key in options.keys],
         encoder.dtype,
         options.state,
@@ -114,14 +113,14 @@ def preprocess(
     keep = False
     try:
         totals = Progress(bytes_total=source.size if isinstance(source, Files) else 0)
-        if outputs.state is not None:
-            totals = Progress.from_json(outputs.state["progress"])
-        if not outputs.complete:
-            _encode_into(outputs, totals, source, options, encoder, progress)
+        if writer.state is not None:
+            totals = Progress.from_json(writer.state["progress"])
+        if not writer.complete:
+            _encode_into(writer, totals, source, options, encoder, progress)
             if not totals.documents:
-                raise DataError(_nothing_usable(options, totals))
+                raise DataError(_no_documents(options, totals))
         keep = True
-        outputs.commit(dataclasses.asdict(totals))
+        writer.commit(dataclasses.asdict(totals))
         keep = False
     except MindSpeedError:
         raise
@@ -129,7 +128,7 @@ def preprocess(
         keep = keep or options.resume
         raise
     finally:
-        outputs.close(keep)
+        writer.close(keep)
     return PreprocessReport(
         tuple(options.output(key) for key in options.keys),
         encoder.tokenizer.vocab_size,
@@ -139,26 +138,26 @@ def preprocess(
 
 
 def _encode_into(
-    outputs: Outputs,
+    writer: IndexedWriter,
     totals: Progress,
     source: Files | HubDataset,
     options: PreprocessOptions,
     encoder: TextEncoder | ConversationEncoder,
     progress: Callable[[Progress], None] | None,
 ) -> None:
-    blocks = _limited(source.blocks(), options.max_samples)
+    blocks = _first_records(source.blocks(), options.max_samples)
     before = totals.seconds
-    started = recorded = time.monotonic()
+    started = checkpointed = time.monotonic()
     for encoded in _encode_all(islice(blocks, totals.blocks, None), options, encoder):
         parts = zip(encoded.tokens, encoded.lengths, encoded.documents, strict=True)
         for index, part in enumerate(parts):
-            outputs.add(index, *part)
+            writer.add(index, *part)
         _count(totals, encoded, options.strict)
         now = time.monotonic()
         totals.seconds = before + now - started
-        if now - recorded >= RECORD_SECONDS:
-            outputs.record(dataclasses.asdict(totals))
-            recorded = now
+        if now - checkpointed >= CHECKPOINT_SECONDS:
+            writer.checkpoint(dataclasses.asdict(totals))
+            checkpointed = now
         if progress is not None:
             progress(totals)
 
@@ -169,16 +168,16 @@ def _source(options: PreprocessOptions) -> Files | HubDataset:
     return find_files(options.inputs, options.text_unit)
 
 
-def _limited(blocks: Iterable[Block], records: int | None) -> Iterator[Block]:
-    """The first so many records."""
-    if records is None:
+def _first_records(blocks: Iterable[Block], limit: int | None) -> Iterator[Block]:
+    """The first ``limit`` records."""
+    if limit is None:
         yield from blocks
         return
     for block in blocks:
-        if records <= 0:
+        if limit <= 0:
             return
-        yield dataclasses.replace(block, rows=block.rows[:records])
-        records -= len(block.rows)
+        yield dataclasses.replace(block, records=block.records[:limit])
+        limit -= len(block.records)
 
 
 def _encode_all(
@@ -220,7 +219,7 @@ _worker_encoder: TextEncoder | ConversationEncoder  # set once in every worker p
 
 def _start_worker(options: PreprocessOptions) -> None:
     global _worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker_encoder = make_encoder(options)
 
@@ -238,12 +237,12 @@ def _count(totals: Progress, encoded: Encoded, strict: bool) -> None:
     totals.bytes_done += encoded.size
     totals.blocks += 1
     totals.broken += len(counts.broken)
-    room = NAMED_BROKEN_LINES - len(totals.first_broken)
+    room = REPORTED_BROKEN_LINES - len(totals.first_broken)
     totals.first_broken += counts.broken[:room]
 
 
 def _fingerprint(options: PreprocessOptions, source: Files | HubDataset) -> str:
-    """What the bytes of the output depend on."""
+    """Digest of everything that determines the output."""
     ignored = ("workers", "resume", "overwrite", "strict", "tokenizer")
     values = {
         item.name: getattr(options, item.name)
@@ -259,14 +258,14 @@ def _fingerprint(options: PreprocessOptions, source: Files | HubDataset) -> str:
     return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()
 
 
-def _nothing_usable(options: PreprocessOptions, totals: Progress) -> str:
+def _no_documents(options: PreprocessOptions, totals: Progress) -> str:
     inputs = options.inputs
     names = ", ".join(map(str, inputs[:3])) + (", ..." if len(inputs) > 3 else "")
     first = f"; the first is {totals.first_broken[0]}" if totals.first_broken else ""
     counts = f"{totals.empty} empty and {totals.broken} broken lines"
     if totals.untrained:
-        counts += f", {totals.untrained} samples without a trained token"
-    return f"no usable document in {names}: {counts}{first}"
+        counts += f", {totals.untrained} samples without a label"
+    return f"no valid document in {names}: {counts}{first}"
 
 
 def _notes(
@@ -274,9 +273,9 @@ def _notes(
     source: Files | HubDataset,
     encoder: TextEncoder | ConversationEncoder,
 ) -> Iterator[str]:
-    """What a user should know about a run that went well."""
+    """Notes for the user about a successful run."""
     if isinstance(source, Files) and source.ignored:
-        yield f"{source.ignored} files of other formats or splits in the input folder were left out"
+        yield f"{source.ignored} files of other formats or splits in the input folder were ignored"
     if not isinstance(encoder, ConversationEncoder):
         return
     template = load_template(options, encoder.tokenizer)
@@ -286,10 +285,11 @@ def _notes(
         trained = "the last answer of every conversation"
     else:
         trained = "every answer"
-    yield f"template {template.name}, trained is {trained}"
+    yield f"chat template {template.name}; the loss covers {trained}"
     unknown = [text for text in template.special if encoder.tokenizer.token_id(text) is None]
     if unknown:
         yield (
-            f"the tokenizer has no {', '.join(unknown)}: the marks of template {template.name} "
-            "become ordinary text; choose the template of the model with --prompt-type"
+            f"the tokenizer has no token {', '.join(unknown)}: these marks of template "
+            f"{template.name} are tokenized as ordinary text; choose the model's template with "
+            "--prompt-type"
         )

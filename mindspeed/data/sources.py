@@ -1,10 +1,10 @@
-"""Where records come from: files of every usual format, folders of them, Hugging Face data sets.
+"""Input of preprocessing: files of common formats, folders of them, Hugging Face data sets.
 
     .jsonl .json   one record per line, or one array of records      .txt   documents
     .csv           one record per row, with a header                 .parquet .arrow
-    any of them with .gz or .zst behind it
+    any of them with an additional .gz or .zst
 
-What is found is read by :mod:`mindspeed.data.formats`.
+:mod:`mindspeed.data.file_formats` reads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed.data.formats import (
+from mindspeed.data.file_formats import (
     COMPRESSIONS,
     FORMATS,
     Block,
@@ -43,7 +43,7 @@ class HubDataset:
     params: tuple[tuple[str, Any], ...]
 
     def blocks(self) -> Iterator[Block]:
-        """Records of one split, read as a stream where the parameters say so."""
+        """Records of one split, streamed if the parameters say so."""
         try:
             import datasets
         except ImportError as error:
@@ -53,10 +53,10 @@ class HubDataset:
         params = {"split": "train", **dict(self.params)}
         name = str(params.get("path"))
         try:
-            rows: Iterable[Any] = datasets.load_dataset(**params)
-        except Exception as error:  # whatever the builder of the data set raises
+            records: Iterable[Any] = datasets.load_dataset(**params)
+        except Exception as error:  # any error of the data set's builder
             raise DataError(f"datasets cannot load {name}: {error}") from error
-        yield from record_blocks(name, iter(rows), size=_text_size)
+        yield from record_blocks(name, iter(records), size=_text_size)
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Files:
 def find_files(inputs: Sequence[Path], text_unit: str = "line") -> Files:
     """The files that ``inputs`` name; of a folder, those of its most frequent format.
 
-    Where a folder has files for training and for tests (``train-...``, ``test-...``), as data sets
-    of the Hugging Face Hub have, those for training are taken.
+    If a folder has train and test files (``train-...``, ``test-...``), as on the Hugging Face Hub,
+    only the train files are used.
 
     Raises:
         DataError: a path does not exist, or a folder holds nothing readable.
@@ -104,16 +104,18 @@ def find_files(inputs: Sequence[Path], text_unit: str = "line") -> Files:
 
 
 def hub_dataset(params_file: Path | None, inputs: Sequence[Path], streaming: bool) -> HubDataset:
-    """What ``--hf-datasets-params``, ``--streaming`` and ``--input`` describe together.
+    """The data set that ``--hf-datasets-params``, ``--streaming`` and ``--input`` describe.
 
     Raises:
-        DataError: the file is no JSON object; the message shows the line.
+        DataError: the file is not a JSON object; the message shows the line.
     """
     params: dict[str, Any] = {}
     if params_file is not None:
         params = read_json(params_file, f"--hf-datasets-params {params_file}", DataError)
         if not isinstance(params, dict):
-            raise DataError(f"{params_file}: an object of load_dataset's arguments is expected")
+            raise DataError(
+                f"{params_file}: a JSON object with arguments of load_dataset is expected"
+            )
     params.setdefault("path", str(inputs[0]))
     if streaming:
         params["streaming"] = True
@@ -139,18 +141,18 @@ def _in_folder(folder: Path) -> tuple[list[Path], int]:
         formats = Counter(kind for path in files if (kind := format_of(path)))
         if formats:
             best = max(formats, key=lambda kind: (formats[kind], kind))
-            chosen = _of_training([path for path in files if format_of(path) == best])
+            chosen = _train_files([path for path in files if format_of(path) == best])
             return chosen, formats.total() - len(chosen)
     raise DataError(f"{folder} has no file that ends in {_known()}")
 
 
-def _of_training(files: list[Path]) -> list[Path]:
-    """Without the test and validation files of a folder in the Hub's layout, which has others."""
+def _train_files(files: list[Path]) -> list[Path]:
+    """Drop the test and validation files of a folder in the Hub's layout."""
     splits = {path: found.group(1) for path in files if (found := _SPLIT.search(path.name))}
     if "train" not in splits.values():
         return files
     return [path for path in files if splits.get(path, "train") == "train"]
 
 
-def _text_size(rows: list[Any]) -> int:
-    return sum(len(str(row)) for row in rows)
+def _text_size(records: list[Any]) -> int:
+    return sum(len(str(record)) for record in records)

@@ -1,30 +1,30 @@
-"""Chat templates: a conversation becomes one text, and the assistant's parts of it are known.
+"""Chat templates: a conversation is rendered as one text with the spans of the assistant.
 
     load("llama3").render([{"role": "user", "content": "Hi"}, {"role": "assistant", ...}])
         .text   <|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nHi<|eot_id|>...
-        .spans  ((start, end), ...)  character ranges of what the assistant says and its stop token
+        .spans  ((start, end), ...)  character ranges of the answers with their stop tokens
 
 Training tokenizes ``text`` once and trains the tokens that overlap a span; generation renders with
 ``add_generation_prompt=True`` and ends at one of ``stop``. Formats are data (``templates.yaml``),
-and a format of your own is a YAML file with the same fields:
+and your own format is a YAML file with the same fields:
 
 ================== ==============================================================================
 ``prefix``         start of the text (bos)
-``system``         the system message as a block of its own, or
-``system_in_user`` how it joins the first user message (``{system}`` and ``{content}``)
-``default_system`` the system message where a conversation has none
+``system``         the system message as a separate block, or
+``system_in_user`` the system message within the first user message (``{system}``, ``{content}``)
+``default_system`` the system message of a conversation without one
 ``user``           a user message; ``{content}`` is its text
 ``assistant``      an answer: up to ``{content}`` not trained, ``{content}`` and the rest trained
 ``separator``      follows an answer, not trained
 ``end``            follows the last answer, trained
-``end_replaces``   this mark of an earlier answer's end is trained as ``end``
-``generation``     what makes the assistant speak (default: ``assistant`` up to ``{content}``)
+``end_replaces``   the mark after an earlier answer whose label becomes ``end``
+``generation``     start of an answer (default: ``assistant`` up to ``{content}``)
 ``stop``           strings at which generation ends
-``special``        single tokens that the tokenizer must know
-``plain``          the tokenizer adds its own bos, because the text names none
+``special``        strings that must be single tokens of the tokenizer
+``plain``          the tokenizer adds its bos, because the text contains none
 ================== ==============================================================================
 
-The name ``hf`` stands for the tokenizer's own chat template (:mod:`mindspeed.data.hf_template`).
+The name ``hf`` selects the tokenizer's chat template (:mod:`mindspeed.data.hf_template`).
 """
 
 from __future__ import annotations
@@ -101,22 +101,22 @@ class TextTemplate(ChatTemplate):
         if any(role == "system" for role, _ in turns):
             raise DataError("a system message must be the first message of a conversation")
         if system and not (self.system or self.system_in_user):
-            raise DataError(f"the chat template {self.name} has no place for a system message")
+            raise DataError(f"the chat template {self.name} does not support a system message")
         return system, turns
 
 
 def load(name_or_path: str | Path, tokenizer: Any = None) -> ChatTemplate:
-    """The chat template of a name, or of a file.
+    """Load a chat template by name or from a file.
 
     Args:
         name_or_path: a name of :func:`names`, ``hf``, a YAML file with the fields of one template,
-            a ``.jinja`` file, or a tokenizer directory (its own chat template).
+            a ``.jinja`` file, or a tokenizer directory (with its chat template).
         tokenizer: for ``hf`` and ``.jinja``: a tokenizer of :mod:`mindspeed.data.tokenizer` or a
             directory with its files.
 
     Raises:
-        ConfigError: unknown name, with the names that exist; ``hf`` without a tokenizer.
-        DataError: a file is missing or wrong, or the tokenizer has no chat template.
+        ConfigError: unknown name (the message lists the names); ``hf`` without a tokenizer.
+        DataError: a file is missing or invalid, or the tokenizer has no chat template.
     """
     name, path = str(name_or_path), Path(name_or_path)
     if name in names():

@@ -29,16 +29,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
 from mindspeed import device, session
-from mindspeed.data.instruction import InstructionConfig, InstructionDataset, part_prefixes
+from mindspeed.data.instruction_dataset import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.megatron import (
     InOrderDataset,
     InOrderMockDataset,
     LastTokenDataset,
-    PartsBuilder,
+    WeightedSplitBuilder,
 )
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
-from mindspeed.data.weighted import Part, parse
+from mindspeed.data.weighted_splits import WeightedSplit, parse
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
 from mindspeed.training.batches import Batch, MicroBatches
@@ -116,8 +116,8 @@ def _parts_as_paths(args: argparse.Namespace) -> None:
             setattr(args, f"{split}_data_path", tuple(words))
 
 
-def _parts(args: argparse.Namespace) -> list[list[Part] | None]:
-    found: list[list[Part] | None] = []
+def _parts(args: argparse.Namespace) -> list[list[WeightedSplit] | None]:
+    found: list[list[WeightedSplit] | None] = []
     for split in _SPLITS:
         flag = f"{split}_weighted_split_paths"
         given = getattr(args, flag)
@@ -149,7 +149,9 @@ def build_datasets(
     reads = _reads_data(args, config)
     what = (_kind(args), counts, lambda: reads, dataset_config)
     parts = _parts(args)
-    builder = PartsBuilder(parts, *what) if any(parts) else BlendedMegatronDatasetBuilder(*what)
+    builder = (
+        WeightedSplitBuilder(parts, *what) if any(parts) else BlendedMegatronDatasetBuilder(*what)
+    )
     return DataSets(*builder.build())
 
 

@@ -138,7 +138,7 @@ def test_unknown_handlers_are_listed():
         (
             "SharegptStyleInstructionHandler",
             {"conversations": [{"from": "tool", "value": ""}]},
-            "message 1 is by 'tool'; known are ",
+            "message 1 has the role 'tool'; allowed are ",
         ),
         (
             "OpenAIInstructionHandler",

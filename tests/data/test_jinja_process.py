@@ -14,7 +14,7 @@ from mindspeed.data.jinja_process import JinjaProcess
 from mindspeed.errors import ConfigError, DataError, MindSpeedError
 
 USER = [{"role": "user", "content": "hello"}]
-MEMORY, TIME = "needs more than 1024 MiB of memory", "needs more than 0.5 seconds of processor time"
+MEMORY, TIME = "needs more than 1024 MiB of memory", "needs more than 0.5 seconds of CPU time"
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = (
     "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
@@ -44,7 +44,7 @@ GREEDY = {
     "wrong date": ("{{ strftime_now(1) }}", "fails: TypeError"),
     "the interpreter": ("{{ ''.__class__.__mro__ }}", "refuses .* '__class__' .* is unsafe"),
     "its own refusal": ("{{ raise_exception('not so') }}", "refuses the conversation: not so"),
-    "no Jinja": ("{% for %}", "is no valid Jinja: "),
+    "no Jinja": ("{% for %}", "is not valid Jinja: "),
 }
 
 
@@ -66,7 +66,7 @@ def test_a_template_goes_on_after_a_conversation_that_needed_too_much():
     process = JinjaProcess("t", source + "{% endfor %}{% endfor %}{{ m.n }}{% endfor %}")
     for _ in range(2):
         assert process.render([{"messages": [{"n": 3}]}] * 2) == ["3", "3"]
-        with pytest.raises(ConfigError, match="processor time: choose another --prompt-type"):
+        with pytest.raises(ConfigError, match="CPU time: choose another --prompt-type"):
             process.render([{"messages": [{"n": 99999}]}])
     with pytest.raises(DataError, match="refuses the conversation: 'm' is undefined"):
         JinjaProcess("t", "{{ m.n }}").render([{}])
@@ -143,5 +143,5 @@ def test_a_conversation_that_exceeds_the_limits_ends_preprocessing(tmp_path):
     source = "{% for a in range(100) %}{% for b in range(messages[0].content | length) %}"
     source += "{% for c in range(999) %}{% endfor %}{% endfor %}{% endfor %}"
     template = JinjaTemplate("t", source, {})
-    with pytest.raises(ConfigError, match="processor time"):
+    with pytest.raises(ConfigError, match="CPU time"):
         template.render([{"role": "user", "content": "a" * 999}])

@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from mindspeed.data import formats
+from mindspeed.data import file_formats
 from mindspeed.data import preprocess as module
 from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
 from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer, train_bpe
@@ -96,7 +96,7 @@ def test_gpt_dataset_cuts_the_documents_into_training_samples(options, tokenizer
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_output_is_byte_identical_for_any_number_of_workers(options, workers, monkeypatch):
-    monkeypatch.setattr(formats, "BLOCK_BYTES", 700)  # many blocks
+    monkeypatch.setattr(file_formats, "BLOCK_BYTES", 700)  # many blocks
     alone = files(preprocess(options))
     several = dataclasses.replace(options, workers=workers, overwrite=True)
     assert files(preprocess(several)) == alone
@@ -159,7 +159,7 @@ BROKEN = [
     ("[1]", "a JSON object is expected, found list"),
     ('{"txt": "a"}', "no key 'text'; the line has 'txt'"),
     ('{"text": 3}', "'text' is int, a string is expected"),
-    ('{"text": "\\ud800"}', "no valid Unicode"),
+    ('{"text": "\\ud800"}', "not valid Unicode"),
 ]
 
 
@@ -284,7 +284,7 @@ def test_conversations_become_three_aligned_data_sets(conversations):
 def test_conversations_are_byte_identical_for_any_number_of_workers(
     conversations, workers, monkeypatch
 ):
-    monkeypatch.setattr(formats, "BLOCK_RECORDS", 17)
+    monkeypatch.setattr(file_formats, "BLOCK_RECORDS", 17)
     options = dataclasses.replace(conversations, append_eod=True, prompt_type="chatml")
     alone = files(preprocess(options))
     several = dataclasses.replace(options, workers=workers, overwrite=True)
@@ -355,7 +355,7 @@ def test_records_without_an_answer_are_counted_by_reason(conversations):
 
 def test_a_template_that_the_tokenizer_does_not_know_is_mentioned(conversations):
     report = preprocess(dataclasses.replace(conversations, prompt_type="chatml"))
-    assert "the tokenizer has no <|im_start|>, <|im_end|>" in report.notes[-1]
+    assert "the tokenizer has no token <|im_start|>, <|im_end|>" in report.notes[-1]
 
 
 def test_lists_are_sentences_of_one_document(options):
@@ -408,7 +408,7 @@ def killed_at(options: PreprocessOptions, step: int) -> bool:
     """Run in a child that kills itself at its ``step``-th write or rename; whether it did."""
     import multiprocessing
 
-    from mindspeed.data import indexed
+    from mindspeed.data import indexed_writer
 
     def child() -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -423,11 +423,11 @@ def killed_at(options: PreprocessOptions, step: int) -> bool:
 
             return call
 
-        module.RECORD_SECONDS = 0.0
-        indexed.Outputs.add = counted(indexed.Outputs.add)
-        indexed.Outputs.record = counted(indexed.Outputs.record)
-        indexed.atomic_write_text = counted(indexed.atomic_write_text)
-        indexed.os.replace = counted(os.replace)
+        module.CHECKPOINT_SECONDS = 0.0
+        indexed_writer.IndexedWriter.add = counted(indexed_writer.IndexedWriter.add)
+        indexed_writer.IndexedWriter.checkpoint = counted(indexed_writer.IndexedWriter.checkpoint)
+        indexed_writer.atomic_write_text = counted(indexed_writer.atomic_write_text)
+        indexed_writer.os.replace = counted(os.replace)
         preprocess(options)
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -438,7 +438,7 @@ def killed_at(options: PreprocessOptions, step: int) -> bool:
 
 
 def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_output(conversations, monkeypatch):
-    monkeypatch.setattr(formats, "BLOCK_RECORDS", 60)
+    monkeypatch.setattr(file_formats, "BLOCK_RECORDS", 60)
     expected = files(preprocess(conversations))
     again = dataclasses.replace(
         conversations, output_prefix=conversations.output_prefix.with_name("r"), resume=True
@@ -447,15 +447,15 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_output(conversat
     for step in range(60):
         if not killed_at(again, step):
             break
-        # the same moment again and again must still get on: the child counts from its own start
+        # Progress even if it is always killed at the same step: the child counts from its own start.
         state = again.output_prefix.with_name(".r.preprocess.json")
         blocks.append(json.loads(state.read_text())["progress"]["blocks"] if state.exists() else 0)
-        if step % 3 == 0:  # a fresh start, to be killed at the next moment
+        if step % 3 == 0:  # start from scratch, to be killed at the next step
             for leftover in again.output_prefix.parent.glob("*r_packed*"):
                 leftover.unlink()
             state.unlink(missing_ok=True)
     else:
-        pytest.fail("the run never came to its end")
+        pytest.fail("the run never completed")
     assert max(blocks) == 5
     outputs = [again.output(key) for key in again.keys]
     found = [o.with_name(o.name + e).read_bytes() for o in outputs for e in (".bin", ".idx")]
@@ -464,7 +464,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_output(conversat
 
 
 def test_only_the_same_run_is_continued(options, monkeypatch):
-    monkeypatch.setattr(formats, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(file_formats, "BLOCK_BYTES", 700)
     assert killed_at(options, 10)
     with pytest.raises(DataError, match="had other options or input files"):
         preprocess(dataclasses.replace(options, append_eod=True, resume=True))
@@ -501,7 +501,7 @@ def test_the_command_and_the_old_script_write_the_same(conversations, tmp_path):
         (["--prompt-type", "nobody"], "--prompt-type nobody is unknown; allowed are alpaca, "),
         (["--seq-length", "0"], "--seq-length 0 must be at least 1"),
         (["--split-sentences"], "a sample is a whole conversation"),
-        (["--keep-newlines"], "--keep-newlines says what --split-sentences keeps: give both"),
+        (["--keep-newlines"], "--keep-newlines needs --split-sentences"),
     ],
 )
 def test_wrong_flags_are_answered_in_one_sentence(conversations, flags, said, capsys):

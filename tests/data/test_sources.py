@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from mindspeed.data import formats
+from mindspeed.data import file_formats
 from mindspeed.data.sources import find_files, hub_dataset
 from mindspeed.errors import DataError
 
@@ -16,7 +16,7 @@ RECORDS = [{"text": f'first\nsecond {i}, "quoted" ä', "id": str(i)} for i in ra
 
 
 def read(source) -> list:
-    rows = [row for block in source.blocks() for row in block.rows]
+    rows = [record for block in source.blocks() for record in block.records]
     return [json.loads(row) if isinstance(row, bytes) else row for row in rows]
 
 
@@ -45,7 +45,7 @@ def write(path, kind: str):
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
 def test_formats_agree(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(formats, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(file_formats, "BLOCK_BYTES", 5000)
     files = find_files([write(tmp_path / f"x.{kind}", kind)])
     assert read(files) == RECORDS
     blocks = list(files.blocks())
@@ -53,7 +53,7 @@ def test_formats_agree(tmp_path, kind, monkeypatch):
     assert sum(block.size for block in blocks) == files.size
     assert blocks == list(files.blocks())
     assert [block.first for block in blocks[1:]] == [
-        block.first + len(block.rows) for block in blocks[:-1]
+        block.first + len(block.records) for block in blocks[:-1]
     ]
 
 
@@ -133,7 +133,7 @@ def test_load_dataset_by_a_parameter_file(tmp_path, streaming):
     ("content", "said"),
     [
         ('{\n"streaming: True,\n"split": "train"\n}', r"p\.json .*line 2: .*: \"streaming: True,"),
-        ("[]", "an object of load_dataset's arguments"),
+        ("[]", "a JSON object with arguments of load_dataset"),
     ],
 )
 def test_a_wrong_parameter_file_shows_the_line(tmp_path, content, said):
@@ -167,5 +167,5 @@ def test_wrong_inputs_are_named(tmp_path):
             find_files([path])
     (tmp_path / "x.parquet").write_bytes(b"rubbish")
     pytest.importorskip("pyarrow")
-    with pytest.raises(DataError, match="no valid parquet file"):
+    with pytest.raises(DataError, match="not a valid parquet file"):
         read(find_files([tmp_path / "x.parquet"]))

@@ -124,7 +124,7 @@ def test_a_template_that_trims_or_shortens_answers_still_shows_them(tmp_path):
 def test_a_template_that_drops_the_answers_is_refused(tmp_path):
     file = tmp_path / "none.jinja"
     file.write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
-    with pytest.raises(DataError, match="changes what the assistant says"):
+    with pytest.raises(DataError, match="changes the assistant's messages"):
         templates.load(file, tmp_path).render(CONVERSATION)
 
 
@@ -133,7 +133,7 @@ def test_template_from_a_yaml_file(tmp_path):
     file.write_text(yaml.safe_dump({"user": "U:{content}\n", "assistant": "A:{content}$"}))
     template = templates.load(file)
     assert template.render(CONVERSATION[3:]).text == "U:Thanks\nA:Welcome$"
-    with pytest.raises(DataError, match="mine has no place for a system message"):
+    with pytest.raises(DataError, match="mine does not support a system message"):
         template.render(CONVERSATION)
 
 

@@ -17,7 +17,7 @@ def write_conversations(prefix: str, samples: int = 64, longest: int = 60) -> No
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from mindspeed.data.instruction import part_prefixes
+    from mindspeed.data.instruction_dataset import part_prefixes
 
     random = np.random.default_rng(0)
     builders = [IndexedDatasetBuilder(f"{part}.bin", np.int32) for part in part_prefixes(prefix)]

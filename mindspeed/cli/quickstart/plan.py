@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindspeed.cli.quickstart.places import Places
+from mindspeed.cli.quickstart.paths import Places
 from mindspeed.cli.quickstart.step import TRACKER, Step, words
 
 VOCAB_SIZE = 2048
@@ -233,7 +233,7 @@ class Plan(Places):
                     "evaluate",
                     load=directory,
                     task="boolq",
-                    task_data_path=self.practice.exam.parent,
+                    task_data_path=self.practice.evaluation.parent,
                     output=self.results(name).parent,
                 ),
                 self.results(name),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed.data.practice import Files
+from mindspeed.data.quickstart_corpus import Files
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
-"""Texts to sentences, for ``--split-sentences``: every sentence a sequence of its document.
+"""Splits texts into sentences, for ``--split-sentences``: one sequence per sentence.
 
     "Dr. Who came. He said: Stay!\nNobody did."
      ^------------^ ^-------------^ ^---------^
 
-A sentence ends behind ``. ! ?`` (and the quotes and brackets that close with them) where blanks and
-no small letter follow, but not behind a known abbreviation, an initial or the number of a list; it
-ends behind the full stops of Chinese and Japanese always, and at an empty line. Megatron-LM asks a
-statistical model of NLTK's (punkt), which is downloaded at run time; rules need nothing and give
-the same everywhere.
+A sentence ends after ``. ! ?`` (and closing quotes and brackets) if whitespace and no lowercase
+letter follow, but not after a known abbreviation, an initial or a list number; it always ends after
+Chinese and Japanese full stops, and at an empty line. Megatron-LM uses NLTK's statistical model
+(punkt), which is downloaded at run time; rules need no download and are deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 
 _CLOSING = "\"'\u2019\u201d\u00bb)\\]}\u300d\u300f\uff09"
 _END = re.compile(
-    rf"[.!?\u2026]+[{_CLOSING}]*(?P<gap>\s+)(?![\sa-z\u00df-\u00ff])"  # no small letter follows
+    rf"[.!?\u2026]+[{_CLOSING}]*(?P<gap>\s+)(?![\sa-z\u00df-\u00ff])"  # no lowercase letter follows
     rf"|[\u3002\uff01\uff1f\uff61]+[{_CLOSING}]*(?P<wide>\s*)"
     r"|(?P<paragraph>\n[ \t]*\n\s*)"
 )
@@ -34,27 +33,27 @@ _ABBREVIATIONS = frozenset(
 
 
 def sentences(text: str, keep_newlines: bool = False) -> list[str]:
-    """Cut a text.
+    """Split a text.
 
     Args:
         text: a document.
-        keep_newlines: the blanks behind a sentence stay with it, so that the sentences joined are
-            the text; otherwise blanks around sentences are dropped.
+        keep_newlines: keep the whitespace after each sentence, so that the joined sentences equal
+            the text; otherwise strip it.
 
     Returns:
-        Sentences in order; none for a text of blanks only.
+        Sentences in order; none for blank text.
     """
-    cut = [text[start:end] for start, end in _spans(text)]
+    parts = [text[start:end] for start, end in _spans(text)]
     if keep_newlines:
-        return cut if text.strip() else []
-    return [stripped for sentence in cut if (stripped := sentence.strip())]
+        return parts if text.strip() else []
+    return [stripped for sentence in parts if (stripped := sentence.strip())]
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     start = 0
     for match in _END.finditer(text):
         gap = match.group("gap")
-        if gap is not None and "\n\n" not in gap and _goes_on(text[start : match.start("gap")]):
+        if gap is not None and "\n\n" not in gap and _continues(text[start : match.start("gap")]):
             continue
         if match.end() < len(text):
             yield start, match.end()
@@ -63,8 +62,8 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         yield start, len(text)
 
 
-def _goes_on(sentence: str) -> bool:
-    """Whether the full stop belongs to the last word: ``Dr.``, ``J.``, ``e.g.``, a bare ``3.``."""
+def _continues(sentence: str) -> bool:
+    """Whether the final period belongs to the last word: ``Dr.``, ``J.``, ``e.g.``, ``3.``."""
     found = _LAST_WORD.search(sentence)
     if found is None:
         return False

@@ -10,10 +10,10 @@ pytest.importorskip("megatron.core")
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from mindspeed.data.megatron import PartsBuilder
+from mindspeed.data.megatron import WeightedSplitBuilder
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TokenizerOptions
-from mindspeed.data.weighted import Part, parse
+from mindspeed.data.weighted_splits import WeightedSplit, parse
 from mindspeed.errors import ConfigError
 
 DOCUMENTS, LENGTH = 40, 8
@@ -44,7 +44,7 @@ def read(folder, train: str, valid: str) -> list[list[int]]:
         path_to_cache=str(folder / "cache"),
         add_extra_token_to_sequence=False,
     )
-    sets = PartsBuilder(parts, GPTDataset, [100, 20, 0], lambda: True, config).build()
+    sets = WeightedSplitBuilder(parts, GPTDataset, [100, 20, 0], lambda: True, config).build()
     return [[int(item["tokens"][0]) for item in split] for split in sets[:2]]
 
 
@@ -89,6 +89,6 @@ def test_wrong_parts_are_named(groups, said):
 
 
 def test_the_name_of_a_group_may_be_missing():
-    expected = [Part("a", 0.6, 0.0, 0.6), Part("b c", 0.4, 0.1, 1.0)]
+    expected = [WeightedSplit("a", 0.6, 0.0, 0.6), WeightedSplit("b c", 0.4, 0.1, 1.0)]
     assert parse("--x", ["TRAIN: 0.6 0:0.6 a, 0.4 0.1:1 b c"]) == expected
     assert parse("--x", ["0.6 0:0.6 a, 0.4 0.1:1 b c"]) == expected

@@ -1,17 +1,17 @@
-"""Practice material for the whole way of a model, made from the documentation of this Python.
+"""Data for the whole life of a small model, made from the documentation of this Python.
 
 :func:`write` fills a directory; nothing is downloaded, and the same Python gives the same files:
 
 ==================== =========================================================================
-``corpus.jsonl``     text to pretrain on (:mod:`mindspeed.data.corpus`)
-``instructions.jsonl`` questions with answers to tune on, in Alpaca's columns
-``boolq/dev.jsonl``  an exam in BoolQ's published format, with names the instructions do not use
-``template.yaml``    how a question and its answer become text (:mod:`mindspeed.data.templates`)
+``corpus.jsonl``     pretraining text (:mod:`mindspeed.data.python_docs`)
+``instructions.jsonl`` questions with answers for fine-tuning, in Alpaca's columns
+``boolq/dev.jsonl``  an evaluation in BoolQ's published format, on names not used in fine-tuning
+``template.yaml``    chat template of a question and its answer (:mod:`mindspeed.data.templates`)
 ==================== =========================================================================
 
 The instructions are of two kinds: explanations of the topics of ``help()``, and yes/no questions
-about built-in names ("is KeyError an exception") asked as BoolQ's prompt asks them. Even built-in
-names are for tuning, odd ones for the exam, so a good mark is not learned by heart.
+about built-in names ("is KeyError an exception") in the form of BoolQ's prompt. Names at even
+positions are for fine-tuning, at odd ones for evaluation, so a good score is not memorised.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed.data import corpus
+from mindspeed.data import python_docs
 from mindspeed.errors import DataError
 from mindspeed.files import atomic_write_text, make_dirs
 
 LONGEST_ANSWER = 160  # characters
 TEMPLATE = """\
-# A question and its answer as text, as BoolQ's prompt has it: tuning teaches the exam's form.
+# Question and answer in the form of BoolQ's prompt: fine-tuning teaches the evaluation's format.
 description: question, "Answer:", answer
-# An answer brings its own space, because the space is a part of its first token.
+# An answer starts with a space, because the space is part of its first token.
 user: "{content}\\nAnswer:"
 assistant: "{content}<|endoftext|>"
 generation: ""
@@ -43,7 +43,7 @@ special: ["<|endoftext|>"]
 
 @dataclass(frozen=True)
 class Files:
-    """Where the material lies."""
+    """Paths of the files in ``directory``."""
 
     directory: Path
 
@@ -56,7 +56,7 @@ class Files:
         return self.directory / "instructions.jsonl"
 
     @property
-    def exam(self) -> Path:
+    def evaluation(self) -> Path:
         return self.directory / "boolq" / "dev.jsonl"
 
     @property
@@ -66,7 +66,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Fact:
-    """A yes/no question with the passage that answers it."""
+    """A yes/no question and the passage that answers it."""
 
     name: str
     passage: str
@@ -74,32 +74,32 @@ class Fact:
 
     @property
     def question(self) -> str:
-        """As in BoolQ: without a question mark."""
+        """As in BoolQ, without a question mark."""
         return f"is {self.name} an exception"
 
 
-def write(directory: Path) -> tuple[Files, corpus.CorpusSummary]:
-    """Write all material below ``directory``, the corpus last.
+def write(directory: Path) -> tuple[Files, python_docs.CorpusSummary]:
+    """Write all files below ``directory``, the corpus last.
 
     Raises:
-        DataError: This Python carries no documentation.
+        DataError: This Python has no documentation.
     """
     files = Files(directory)
     known = list(facts())
     if len(known) < 2:
-        raise DataError("this Python's built-in names carry no documentation")
+        raise DataError("the built-in names of this Python have no documentation")
     pairs = [*explanations(), *(_as_instruction(fact) for fact in known[::2])]
-    make_dirs(files.exam.parent)
+    make_dirs(files.evaluation.parent)
     _write_lines(files.instructions, pairs)
-    _write_lines(files.exam, (_as_exam(fact) for fact in known[1::2]))
+    _write_lines(files.evaluation, (_as_boolq(fact) for fact in known[1::2]))
     atomic_write_text(files.template, TEMPLATE)
-    return files, corpus.write_python_docs(files.corpus)
+    return files, python_docs.write_python_docs(files.corpus)
 
 
 def explanations() -> Iterator[Mapping[str, str]]:
-    """The first sentence of every topic of ``help()`` that has a short one."""
-    for document in corpus.python_docs():
-        if not document.source.startswith(f"{corpus.SOURCE_NAME}/topics/"):
+    """The first sentence of every topic of ``help()``, if it is short."""
+    for document in python_docs.python_docs():
+        if not document.source.startswith(f"{python_docs.SOURCE_NAME}/topics/"):
             return
         title, *paragraphs = re.split(r"\n\s*\n", document.text)
         sentence = next(filter(None, map(_first_sentence, paragraphs)), None)
@@ -109,7 +109,7 @@ def explanations() -> Iterator[Mapping[str, str]]:
 
 
 def facts() -> Iterator[Fact]:
-    """What ``builtins`` says of its names, exceptions and others, in alphabetical order."""
+    """The documentation of ``builtins``' names, exceptions and others, in alphabetical order."""
     for name, value in sorted(vars(builtins).items()):
         if name.startswith("_") or not callable(value):
             continue
@@ -121,7 +121,7 @@ def facts() -> Iterator[Fact]:
 
 
 def _first_sentence(paragraph: str) -> str | None:
-    """The first sentence of a paragraph of prose; None for a heading, a grammar or a long one."""
+    """The first sentence of a paragraph of prose; None for headings, grammars and long ones."""
     if re.search(r"::=|[=*~-]{4}", paragraph) or not re.match(r"\s*[A-Z][a-z]* ", paragraph):
         return None
     words = " ".join(paragraph.split())
@@ -137,7 +137,7 @@ def _as_instruction(fact: Fact) -> dict[str, str]:
     return {"instruction": fact.passage, "input": question, "output": answer}
 
 
-def _as_exam(fact: Fact) -> dict[str, Any]:
+def _as_boolq(fact: Fact) -> dict[str, Any]:
     return {
         "question": fact.question,
         "title": fact.name,

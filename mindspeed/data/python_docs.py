@@ -8,7 +8,7 @@ library. :func:`write_python_docs` turns them into a jsonl file, one document pe
 
 The same Python gives the same file, byte for byte. The documents are shuffled with a fixed seed, so
 that any contiguous slice, such as a validation split, is a fair sample of the whole. The texts are
-under the licence of Python itself (PSF License Agreement), which a notice beside the file records.
+under the licence of Python itself (PSF License Agreement), recorded in a notice next to the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ They were extracted from the Python installation on this machine and not downloa
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """What was written."""
+    """Size of a written corpus."""
 
     path: Path
     documents: int
@@ -53,21 +53,21 @@ class CorpusSummary:
 
 @dataclass(frozen=True)
 class Document:
-    """One text and where it was found."""
+    """One text and its origin."""
 
     source: str
     text: str
 
 
 def write_python_docs(path: Path, progress: Callable[[int], None] | None = None) -> CorpusSummary:
-    """Write the corpus to ``path`` (jsonl) and a licence notice beside it.
+    """Write the corpus to ``path`` (jsonl) and a licence notice next to it.
 
     Args:
         path: The jsonl file; replaced atomically when it exists.
         progress: Called with the number of documents found so far.
 
     Raises:
-        DataError: This Python carries no documentation or no library sources.
+        DataError: This Python has no documentation or no library sources.
     """
     documents = []
     for document in python_docs():
@@ -101,7 +101,7 @@ def python_docs() -> Iterator[Document]:
 def _topics() -> Iterator[Document]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions put it in a separate package
+    except ImportError:  # in a separate package of some distributions
         return
     for name, text in sorted(topics.items()):
         yield Document(f"{SOURCE_NAME}/topics/{name}", text.strip())
@@ -124,7 +124,7 @@ def _docstrings(path: Path) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in old sources
             tree = ast.parse(path.read_text("utf-8"))
-    except (OSError, SyntaxError, ValueError):  # templates and samples that are no Python
+    except (OSError, SyntaxError, ValueError):  # templates and samples that are not valid Python
         return []
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, owners))

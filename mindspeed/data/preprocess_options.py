@@ -1,4 +1,4 @@
-"""What ``mindspeed preprocess`` can be told, and what it cannot."""
+"""Options of ``mindspeed preprocess`` and their validation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed.data import handlers
-from mindspeed.data.masks import CONVERSATION_KEYS
+from mindspeed.data.loss_mask import CONVERSATION_KEYS
 from mindspeed.data.sources import TEXT_UNITS
 from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import ConfigError
@@ -16,31 +16,31 @@ from mindspeed.errors import ConfigError
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to read, how to tokenize it and where to write it.
+    """Input, tokenization and output of preprocessing.
 
     Attributes:
         inputs: files, folders, or the name of a Hugging Face data set.
-        output_prefix: start of the names of the data sets.
+        output_prefix: prefix of the names of the data sets.
         tokenizer: Megatron's tokenizer flags.
         json_keys: columns to tokenize, without a handler.
         append_eod: end every document with the end-of-text token.
-        workers: processes.
-        strict: stop at the first record that cannot be used.
+        workers: number of worker processes.
+        strict: stop at the first invalid record.
         overwrite: replace existing output.
         handler: name of :data:`mindspeed.data.handlers.HANDLERS`.
-        map_keys: other columns for the handler.
+        map_keys: column names for the handler.
         prompt_type: chat template (default: the handler's).
-        train_on: answers that are trained.
-        train_on_inputs: train the prompts, too.
-        label_boundary: ``exact``, or ``legacy`` (:mod:`mindspeed.data.masks`).
-        seq_length: longest sample, conversations only.
-        max_samples: read so many records and no more.
+        train_on: which answers are trained.
+        train_on_inputs: also train the prompts.
+        label_boundary: ``exact``, or ``legacy`` (:mod:`mindspeed.data.loss_mask`).
+        seq_length: maximum length of a sample, conversations only.
+        max_samples: maximum number of records to read.
         resume: continue an interrupted run.
         hf_datasets_params: file with arguments of ``datasets.load_dataset``.
-        streaming: read that data set as a stream.
-        text_unit: what a document is in a ``.txt`` file.
-        split_sentences: every sentence is a sequence of its document.
-        keep_newlines: of sentences, keep the blanks behind them.
+        streaming: stream that data set.
+        text_unit: unit of a document in a ``.txt`` file, one of ``sources.TEXT_UNITS``.
+        split_sentences: write one sequence per sentence.
+        keep_newlines: keep the whitespace after each sentence.
     """
 
     inputs: tuple[Path, ...]
@@ -68,7 +68,7 @@ class PreprocessOptions:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """One data set each."""
+        """The keys of the data sets, one each."""
         handler = handlers.find(self.handler)
         if handler.conversations is not None:
             return tuple(f"packed_{name}" for name in CONVERSATION_KEYS)
@@ -81,18 +81,20 @@ class PreprocessOptions:
 
     @property
     def state(self) -> Path:
-        """What a run that was killed leaves for one that continues."""
+        """State file from which an interrupted run continues."""
         return self.output_prefix.with_name(f".{self.output_prefix.name}.preprocess.json")
 
 
 def check(options: PreprocessOptions) -> None:
-    """Look at everything that can be known before work starts.
+    """Validate the options before work starts.
 
     Raises:
-        ConfigError: names the flag and what is allowed, or the output that exists already.
+        ConfigError: the message names the flag and the allowed values, or the existing output.
     """
     if not options.output_prefix.name:
-        raise ConfigError(f"--output-prefix {options.output_prefix}: a name of files is expected")
+        raise ConfigError(
+            f"--output-prefix {options.output_prefix}: a file name prefix is expected"
+        )
     handler = handlers.find(options.handler)
     handler.with_keys(options.map_keys)
     if options.workers < 1:
@@ -108,7 +110,7 @@ def check(options: PreprocessOptions) -> None:
             "whole conversation"
         )
     if options.keep_newlines and not options.split_sentences:
-        raise ConfigError("--keep-newlines says what --split-sentences keeps: give both")
+        raise ConfigError("--keep-newlines needs --split-sentences")
     if options.text_unit not in TEXT_UNITS:
         raise ConfigError(
             f"--txt-document {options.text_unit}: allowed are {', '.join(TEXT_UNITS)}"

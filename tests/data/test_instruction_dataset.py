@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
 from mindspeed.data import packing
-from mindspeed.data.instruction import (
+from mindspeed.data.instruction_dataset import (
     InstructionConfig,
     InstructionDataset,
     InstructionFiles,
@@ -170,7 +170,7 @@ def test_wrong_files_are_named(tmp_path):
     with pytest.raises(DataError, match="files of input_ids and labels do not belong together"):
         InstructionFiles(prefix)
     with pytest.raises(
-        DataError, match="sample 0 holds the id 9, the model's vocabulary ends at 9"
+        DataError, match="sample 0 has the id 9, the model's vocabulary has 9 entries"
     ):
         dataset(tmp_path, [10], vocab_size=9)[0]
     with pytest.raises(DataError, match="no sample for the train split"):

@@ -1,12 +1,12 @@
-"""Writing Megatron's indexed data sets, so that a killed run can go on where it was.
+"""Resumable writer of Megatron's indexed data sets.
 
-    PREFIX.bin   all ids, one after another
+    PREFIX.bin   all ids, concatenated
     PREFIX.idx   header, length and position of every sequence, first sequence of every document
 
-The parts grow under hidden names; now and then everything is synced and a small state file says
-how far they are valid. Under their final names they appear only when complete, ``.idx`` last. A run
-that continues cuts the parts back to the state and skips the blocks that are in them; a run that
-was killed while renaming only finishes renaming.
+Files grow under hidden names; at checkpoints they are synced and a small state file records their
+valid sizes. They get their final names only when complete, ``.idx`` last. A resumed run truncates
+the files to the recorded sizes and skips the blocks they contain; a run that was killed while
+renaming only finishes renaming.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _TYPE_CODES = {"int32": 4, "uint16": 8}
 _PARTS = (".bin", ".lengths", ".documents")
 
 
-class Outputs:
-    """Several data sets that are written together and appear together.
+class IndexedWriter:
+    """Writes several data sets that are committed together.
 
     Args:
-        prefixes: data sets without ``.bin`` or ``.idx``.
-        dtype: of the ids, uint16 or int32.
+        prefixes: paths of the data sets without ``.bin`` or ``.idx``.
+        dtype: dtype of the ids, uint16 or int32.
         state: path of the state file.
-        fingerprint: what the output depends on; another one is never continued.
-        resume: continue what the state file describes.
+        fingerprint: digest of everything that determines the output; must match to resume.
+        resume: continue the run that the state file describes.
 
     Raises:
         DataError: another process is writing the same data sets.
@@ -63,19 +63,19 @@ class Outputs:
             for prefix in self._prefixes:
                 lock = stack.enter_context(secure_open(_hidden(prefix, ".lock"), "ab"))
                 _lock(lock, prefix)
-            self.state = self._continued() if resume else None
+            self.state = self._load_state() if resume else None
             self._files: dict[Path, IO[bytes]] = {}
             if not self.complete:
                 for prefix in self._prefixes:
                     for part in _PARTS:
                         path = _hidden(prefix, part)
                         self._files[path] = stack.enter_context(secure_open(path, "ab"))
-                self._cut()
+                self._truncate()
             self._open = stack.pop_all()
 
     @property
     def complete(self) -> bool:
-        """Everything is written and only the names are missing."""
+        """Whether everything is written and only renaming is left."""
         return bool(self.state and self.state["complete"])
 
     def add(
@@ -89,40 +89,40 @@ class Outputs:
 
         Args:
             index: position in ``prefixes``.
-            tokens: all ids.
-            lengths: int32, ids of each sequence.
-            documents: int32, sequences of each document.
+            tokens: all ids, ``[ids]``.
+            lengths: number of ids of each sequence, int32 ``[sequences]``.
+            documents: number of sequences of each document, int32 ``[documents]``.
         """
         prefix = self._prefixes[index]
         self._files[_hidden(prefix, ".bin")].write(tokens.astype(self._dtype, copy=False).tobytes())
         self._files[_hidden(prefix, ".lengths")].write(lengths.tobytes())
         self._files[_hidden(prefix, ".documents")].write(documents.tobytes())
 
-    def record(self, progress: Mapping[str, Any]) -> None:
-        """Make what was added so far durable; a run that continues finds ``progress``."""
+    def checkpoint(self, progress: Mapping[str, Any]) -> None:
+        """Sync what was added so far; a resumed run continues with ``progress``."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         self._write_state(progress, complete=False)
 
     def commit(self, progress: Mapping[str, Any]) -> None:
-        """Write the index files and give everything its name."""
+        """Write the index files and rename all files to their final names."""
         if not self.complete:
-            self.record(progress)
+            self.checkpoint(progress)
             for prefix in self._prefixes:
                 self._write_index(prefix)
             self._write_state(progress, complete=True)
         for prefix in self._prefixes:
             bin_file, idx_file = _hidden(prefix, ".bin"), _hidden(prefix, ".idx")
             if idx_file.exists():
-                _final(prefix, ".idx").unlink(missing_ok=True)  # no old index beside new data
+                _final(prefix, ".idx").unlink(missing_ok=True)  # no old index next to new data
                 if bin_file.exists():
                     os.replace(bin_file, _final(prefix, ".bin"))
                 os.replace(idx_file, _final(prefix, ".idx"))
         self.close(keep=False)
 
     def close(self, keep: bool) -> None:
-        """Let go of the files; ``keep`` them for a run that continues or remove them."""
+        """Close the files; ``keep`` them for a resumed run or remove them."""
         if self._closed:
             return
         self._closed = True
@@ -134,7 +134,7 @@ class Outputs:
             for part in (*_PARTS, ".idx", ".lock"):
                 _hidden(prefix, part).unlink(missing_ok=True)
 
-    def _continued(self) -> dict[str, Any] | None:
+    def _load_state(self) -> dict[str, Any] | None:
         try:
             state = json.loads(self._state_path.read_text("utf-8"))
         except (OSError, ValueError):
@@ -142,12 +142,12 @@ class Outputs:
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"--resume: the interrupted run of {self._state_path.parent} had other options or "
-                "input files; give the same ones, or leave --resume out to start again"
+                "input files; give the same ones, or leave out --resume to start again"
             )
         return state
 
-    def _cut(self) -> None:
-        """Leave of every part what the state says is valid; nothing where a part lacks some."""
+    def _truncate(self) -> None:
+        """Truncate every file to its valid size; to nothing if a file is too short."""
         if self.state and any(
             os.fstat(file.fileno()).st_size < self.state["sizes"][path.name]
             for path, file in self._files.items()
@@ -184,9 +184,9 @@ def write_index(
 
     Args:
         file: open for writing.
-        dtype: of the ids.
-        lengths: int32, ids of each sequence.
-        documents: int32, sequences of each document.
+        dtype: dtype of the ids.
+        lengths: number of ids of each sequence, int32 ``[sequences]``.
+        documents: number of sequences of each document, int32 ``[documents]``.
     """
     file.write(HEADER + struct.pack("<QB", VERSION, _TYPE_CODES[dtype.name]))
     file.write(struct.pack("<QQ", len(lengths), len(documents) + 1))
@@ -208,4 +208,4 @@ def _lock(file: IO[bytes], prefix: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise DataError(f"another process is writing {prefix} at this moment") from error
+        raise DataError(f"another process is writing {prefix}") from error

@@ -1,14 +1,14 @@
-"""Which tokens of a conversation are trained: those that overlap what the assistant says.
+"""Loss mask of a conversation: tokens that overlap the assistant's messages are trained.
 
     text    ... <|im_start|>assistant\\nIt is 4<|im_end|>\\n
     span                              |--------------|
     labels  -100 -100        -100    It   is  4 <|im_end|>  -100
 
-The whole text is tokenized once, so that the ids are those the model meets later, and the mask
-follows from the characters each token covers. Tokenizers that cannot say those get the text in
-pieces, cut at the spans. ``legacy`` is the rule of the original's instruction handlers, for
-comparison: the prompt is tokenized alone and as many labels are masked, which is wrong wherever a
-merge goes across the seam; and only the last answer is trained.
+The whole text is tokenized once, so that the ids equal those at inference, and the mask follows
+from the character offsets of each token. For tokenizers without offsets the text is split at the
+spans and each segment tokenized separately. ``legacy`` is the rule of the original's instruction
+handlers, for comparison: the prompt is tokenized alone and the same number of labels masked, which
+is wrong if a token spans prompt and answer; and only the last answer is trained.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Sample:
     """One tokenized conversation.
 
     Attributes:
-        ids: int32.
-        labels: int32, of equal length: the id where it is trained, else -100. Not shifted.
+        ids: int32 ``[s]``.
+        labels: int32 ``[s]``: the id where it is trained, else -100. Not shifted.
     """
 
     ids: np.ndarray
@@ -41,11 +41,11 @@ class Sample:
 
     @property
     def trained(self) -> bool:
-        """Any label that a model can be trained on (the first token is never predicted)."""
+        """Whether there is any label to train on (the first token is never predicted)."""
         return bool((self.labels[1:] != IGNORED).any())
 
     def fit(self, limit: int) -> Sample:
-        """At most ``limit`` ids: the start of the prompt goes first, then the answer's end."""
+        """Truncate to ``limit`` ids: first the start of the prompt, then the end of the answer."""
         excess = len(self.ids) - limit
         if excess <= 0:
             return self
@@ -63,23 +63,23 @@ def encode(
     plain: bool = False,
     boundary: str = "exact",
 ) -> list[Sample]:
-    """Tokenize rendered conversations and find their labels.
+    """Tokenize rendered conversations and compute their labels.
 
     Args:
         tokenizer: any tokenizer.
         conversations: texts with the spans to train.
-        special: special tokens that the texts spell out.
-        plain: let the tokenizer add its own special tokens.
+        special: special tokens that the texts contain.
+        plain: let the tokenizer add its special tokens.
         boundary: ``exact`` or ``legacy``.
     """
     texts = [rendered.text for rendered in conversations]
     tokens = tokenizer.tokenize_with_offsets(texts, plain)
     if tokens is None:
-        pieces = [_pieces(tokenizer, rendered, special) for rendered in conversations]
+        encoded = [_encode_segments(tokenizer, rendered, special) for rendered in conversations]
     else:
-        pieces = [(np.array(t.ids, np.int32), np.array(t.offsets, np.int64)) for t in tokens]
+        encoded = [(np.array(t.ids, np.int32), np.array(t.offsets, np.int64)) for t in tokens]
     samples = []
-    for rendered, (ids, offsets) in zip(conversations, pieces, strict=True):
+    for rendered, (ids, offsets) in zip(conversations, encoded, strict=True):
         if boundary == "legacy":
             labels = _legacy_labels(tokenizer, rendered, ids, plain)
         else:
@@ -93,17 +93,18 @@ def _labels(
 ) -> np.ndarray:
     labels = np.full(len(ids), IGNORED, np.int32)
     for span in rendered.spans:
-        where = _overlapping(offsets, span)
-        labels[where] = ids[where]
+        selected = _overlapping(offsets, span)
+        labels[selected] = ids[selected]
     for start, end, text in rendered.replaced:
         label = tokenizer.token_id(text)
-        where = np.flatnonzero(_overlapping(offsets, (start, end)))
-        if label is not None and where.size == 1:
-            labels[where] = label
+        selected = np.flatnonzero(_overlapping(offsets, (start, end)))
+        if label is not None and selected.size == 1:
+            labels[selected] = label
     return labels
 
 
 def _overlapping(offsets: np.ndarray, span: Span) -> np.ndarray:
+    """bool ``[s]``: tokens whose characters ``offsets`` ``[s, 2]`` overlap ``span``."""
     if not len(offsets):
         return np.zeros(0, bool)
     starts, ends = offsets[:, 0], offsets[:, 1]
@@ -121,24 +122,27 @@ def _legacy_labels(
     return labels
 
 
-def _pieces(
+def _encode_segments(
     tokenizer: TextTokenizer, rendered: Rendered, special: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and offsets of a text that is tokenized between borders and special tokens."""
-    borders = {0, len(rendered.text), *(edge for span in rendered.spans for edge in span)}
+    """Ids and offsets of a text that is tokenized segment by segment.
+
+    Segments end at the edges of the spans and of special tokens.
+    """
+    boundaries = {0, len(rendered.text), *(edge for span in rendered.spans for edge in span)}
     known = {text: token for text in special if (token := tokenizer.token_id(text)) is not None}
-    marks: dict[Span, int] = {}
+    special_tokens: dict[Span, int] = {}
     if known:
         longest_first = sorted(known, key=len, reverse=True)
         for match in re.finditer("|".join(map(re.escape, longest_first)), rendered.text):
-            marks[match.span()] = known[match.group()]
-            borders.update(match.span())
-    edges = sorted(borders)
+            special_tokens[match.span()] = known[match.group()]
+            boundaries.update(match.span())
     ids: list[int] = []
     offsets: list[Span] = []
-    for piece in pairwise(edges):
-        mark = marks.get(piece)
-        found = [mark] if mark is not None else tokenizer.tokenize(rendered.text[slice(*piece)])
+    for segment in pairwise(sorted(boundaries)):
+        token = special_tokens.get(segment)
+        text = rendered.text[slice(*segment)]
+        found = [token] if token is not None else tokenizer.tokenize(text)
         ids += found
-        offsets += [piece] * len(found)
+        offsets += [segment] * len(found)
     return np.array(ids, np.int32), np.array(offsets, np.int64).reshape(-1, 2)

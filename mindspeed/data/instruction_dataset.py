@@ -1,15 +1,15 @@
-"""Tokenized conversations as training samples, on Megatron Core's data set builder.
+"""Tokenized conversations as training samples, for Megatron Core's data set builder.
 
-A data set is the three aligned files that ``mindspeed preprocess`` writes for a prefix. A sample
-predicts the next token and is trained where the next token's label says so:
+A data set is the three aligned files that ``mindspeed preprocess`` writes for a prefix. Positions
+whose next token has no label are masked in the loss:
 
     input_ids   <s> Q  ?  A  A  </s>          tokens     <s> Q  ?  A  A
     labels       .  .  .  A  A  </s>          labels      Q  ?  A  A  </s>
                                               loss_mask   0  0  1  1  1
 
-Every epoch has its own order, drawn from the seed and the epoch alone: nothing is cached on disk,
-and all ranks agree without talking. Samples longer than ``--seq-length`` lose the start of their
-prompt. With ``pack`` an item is a row of several samples.
+Every epoch has its own order, which depends only on the seed and the epoch: nothing is cached on
+disk, and all ranks agree without communication. Samples longer than ``--seq-length`` are truncated
+at the start of their prompt. With ``pack`` an item is a packed sequence of several samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from mindspeed.data import packing
-from mindspeed.data.masks import CONVERSATION_KEYS, IGNORED, Sample
+from mindspeed.data.loss_mask import CONVERSATION_KEYS, IGNORED, Sample
 from mindspeed.errors import DataError
 
 Item = dict[str, torch.Tensor]
@@ -33,14 +33,14 @@ Item = dict[str, torch.Tensor]
 
 @dataclass
 class InstructionConfig(BlendedMegatronDatasetConfig):
-    """How conversations are read.
+    """Configuration of :class:`InstructionDataset`.
 
     Attributes:
-        vocab_size: ids must be below.
-        pack: items are rows of several samples.
-        group: so many samples that follow each other have similar lengths; None for any order.
-        shuffle: another random order in every epoch; otherwise the order of the files.
-        keep_last_token: the last token is an input, too, which predicts nothing.
+        vocab_size: upper bound of the ids, exclusive.
+        pack: items are packed sequences of several samples.
+        group: number of consecutive samples of similar length; None for any order.
+        shuffle: a new random order in every epoch; otherwise the order of the files.
+        keep_last_token: the last token is also an input, without a label.
     """
 
     vocab_size: int = 0
@@ -80,7 +80,7 @@ class InstructionFiles:
 
 
 def part_prefixes(prefix: str) -> list[str]:
-    """The data sets of a prefix, without ``.bin`` and ``.idx``; also for the first one's name."""
+    """Prefixes of the three data sets, from the common prefix or the name of the first one."""
     base = prefix.removesuffix(f"_packed_{CONVERSATION_KEYS[0]}_document")
     path = Path(base)
     return [str(path.with_name(f"{path.name}_packed_{key}_document")) for key in CONVERSATION_KEYS]
@@ -90,11 +90,11 @@ class InstructionDataset(MegatronDataset):
     """Conversations of one split.
 
     Items are int64 tensors of the sample's own length: ``tokens``, ``labels`` (0 where not
-    trained), ``loss_mask`` (fp32), ``position_ids``; packed rows have ``cu_seqlens`` too, the
-    borders of their samples.
+    trained), ``loss_mask`` (fp32), ``position_ids``; packed items also
+    ``cu_seqlens``, int32.
 
     Raises:
-        DataError: nothing is left to train on, or an id does not fit the model.
+        DataError: there is no sample, or an id is outside the model's vocabulary.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class InstructionDataset(MegatronDataset):
         config: InstructionConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        self._room = config.sequence_length
-        self._predicted_only = 0 if config.keep_last_token else 1
-        self._lengths = np.minimum(dataset.lengths - self._predicted_only, self._room)
+        self._capacity = config.sequence_length
+        self._label_offset = 0 if config.keep_last_token else 1
+        self._lengths = np.minimum(dataset.lengths - self._label_offset, self._capacity)
         self._usable = indices[dataset.lengths[indices] > 1]
         if not len(self._usable):
             raise DataError(f"{dataset_path}: no sample for the {index_split.name} split")
         self._epochs: dict[int, np.ndarray] = {}
-        self._rows = self._packed(num_samples) if config.pack else None
+        self._packed_samples = self._pack(num_samples) if config.pack else None
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: InstructionFiles) -> int:
@@ -127,26 +127,26 @@ class InstructionDataset(MegatronDataset):
         return InstructionFiles(dataset_path, config.mmap_bin_files)
 
     def __len__(self) -> int:
-        if self._rows is not None:
-            return len(self._rows)
+        if self._packed_samples is not None:
+            return len(self._packed_samples)
         return len(self._usable) if self.num_samples is None else self.num_samples
 
     def __getitem__(self, idx: int) -> Item:
         samples = self.samples(idx)
         item = self._item([self._sample(index) for index in samples])
-        if self._rows is None:
+        if self._packed_samples is None:
             return item
-        borders = np.concatenate([[0], np.cumsum(self._lengths[samples])])
-        return {**item, "cu_seqlens": torch.from_numpy(borders.astype(np.int32))}
+        cu_seqlens = np.concatenate([[0], np.cumsum(self._lengths[samples])])
+        return {**item, "cu_seqlens": torch.from_numpy(cu_seqlens.astype(np.int32))}
 
     def samples(self, idx: int) -> np.ndarray:
-        """The samples of the files that an item is made of."""
-        if self._rows is not None:
-            return self._rows[idx]
-        epoch, place = divmod(idx, len(self._usable))
+        """Indices of the samples in an item, int ``[samples]``."""
+        if self._packed_samples is not None:
+            return self._packed_samples[idx]
+        epoch, position = divmod(idx, len(self._usable))
         if epoch not in self._epochs:
             self._epochs[epoch] = self._ordered(epoch)
-        return self._epochs[epoch][place : place + 1]
+        return self._epochs[epoch][position : position + 1]
 
     def sample_lengths(self, idx: int) -> list[int]:
         """Tokens of each sample in an item, without reading it."""
@@ -164,32 +164,32 @@ class InstructionDataset(MegatronDataset):
             return order
         return packing.grouped(order, self._lengths, self.config.group, random)
 
-    def _packed(self, num_samples: int | None) -> list[np.ndarray]:
-        """Rows of as many epochs as it takes."""
-        rows: list[np.ndarray] = []
+    def _pack(self, num_samples: int | None) -> list[np.ndarray]:
+        """Packed sequences of as many epochs as ``num_samples`` needs."""
+        sequences: list[np.ndarray] = []
         epoch = 0
-        while not rows or len(rows) < (num_samples or 1):
+        while not sequences or len(sequences) < (num_samples or 1):
             order, random = self._shuffled(epoch)
-            rows += packing.packed(order, self._lengths, self._room, random)
+            sequences += packing.packed(order, self._lengths, self._capacity, random)
             epoch += 1
-        return rows
+        return sequences
 
     def _sample(self, index: int) -> Sample:
         sample = self.dataset[int(index)]
         largest = int(sample.ids.max())
         if largest >= self.config.vocab_size:
             raise DataError(
-                f"{self.dataset.prefix}: sample {index} holds the id {largest}, the model's "
-                f"vocabulary ends at {self.config.vocab_size}: preprocess with the model's own "
+                f"{self.dataset.prefix}: sample {index} has the id {largest}, the model's "
+                f"vocabulary has {self.config.vocab_size} entries: preprocess with the model's "
                 "tokenizer"
             )
-        return sample.fit(self._room + self._predicted_only)
+        return sample.fit(self._capacity + self._label_offset)
 
     def _item(self, samples: list[Sample]) -> Item:
-        nothing = np.full(1 - self._predicted_only, IGNORED, np.int32)
-        lengths = [len(sample.ids) - self._predicted_only for sample in samples]
+        no_label = np.full(1 - self._label_offset, IGNORED, np.int32)
+        lengths = [len(sample.ids) - self._label_offset for sample in samples]
         tokens = np.concatenate([s.ids[:n] for s, n in zip(samples, lengths, strict=True)])
-        labels = np.concatenate([part for s in samples for part in (s.labels[1:], nothing)])
+        labels = np.concatenate([part for s in samples for part in (s.labels[1:], no_label)])
         positions = np.concatenate([np.arange(length) for length in lengths])
         trained = labels != IGNORED
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed.data.sentences import sentences
+from mindspeed.data.sentence_splitting import sentences
 
 CUT = {
     "quotes": ['He said: "Stay!"', "Nobody did."],

@@ -1,8 +1,8 @@
-"""Blocks of records to arrays of ids; one encoder per process.
+"""Encoders: blocks of records -> arrays of token ids; one encoder per process.
 
 :class:`TextEncoder` tokenizes texts for pretraining, :class:`ConversationEncoder` conversations
-with the labels of what the assistant says. Records that cannot be used are counted with their
-place and reason; whatever else is left out is counted by kind in :class:`Counts`.
+with labels for the assistant's messages. Invalid records are recorded with location and reason;
+other skipped records are counted by kind in :class:`Counts`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 from mindspeed.data import handlers, templates
 from mindspeed.data.chat_template import ChatTemplate, Rendered
-from mindspeed.data.formats import Block
-from mindspeed.data.masks import IGNORED, Sample, encode
-from mindspeed.data.options import PreprocessOptions
-from mindspeed.data.sentences import sentences
+from mindspeed.data.file_formats import Block
+from mindspeed.data.loss_mask import IGNORED, Sample, encode
+from mindspeed.data.preprocess_options import PreprocessOptions
+from mindspeed.data.sentence_splitting import sentences
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError
@@ -29,7 +29,7 @@ from mindspeed.errors import DataError
 
 @dataclass(frozen=True)
 class BrokenLine:
-    """A line or record that could not be used; ``line`` counts what ``unit`` says."""
+    """An invalid line or record; ``line`` is its number in units of ``unit``."""
 
     file: str
     line: int
@@ -37,22 +37,22 @@ class BrokenLine:
     unit: str = "line"
 
     def __str__(self) -> str:
-        place = ":" if self.unit == "line" else f": {self.unit} "
-        return f"{self.file}{place}{self.line}: {self.reason}"
+        separator = ":" if self.unit == "line" else f": {self.unit} "
+        return f"{self.file}{separator}{self.line}: {self.reason}"
 
 
 @dataclass
 class Counts:
-    """What became of the records.
+    """Statistics of encoded records.
 
     Attributes:
         documents: written documents or samples.
-        empty: left out, without any text.
+        empty: skipped records without text.
         tokens: written ids (of a conversation once, not per file).
-        trained: of these, ids with a label.
-        shortened: samples cut to the sequence length.
-        untrained: samples left out because nothing in them would be trained.
-        broken: what could not be used.
+        trained: ids with a label.
+        shortened: samples truncated to the sequence length.
+        untrained: skipped samples without any label.
+        broken: invalid records.
     """
 
     documents: int = 0
@@ -69,10 +69,10 @@ class Encoded:
     """A tokenized block.
 
     Attributes:
-        tokens: per data set, all ids in one array.
-        lengths: per data set, ids of each sequence.
-        documents: per data set, sequences of each document.
-        counts: of this block.
+        tokens: per data set, all ids concatenated, uint16 or int32 ``[ids]``.
+        lengths: per data set, number of ids of each sequence, int32 ``[sequences]``.
+        documents: per data set, number of sequences of each document, int32 ``[documents]``.
+        counts: statistics of this block.
         size: bytes of the block on disk.
     """
 
@@ -84,7 +84,7 @@ class Encoded:
 
 
 def make_encoder(options: PreprocessOptions) -> TextEncoder | ConversationEncoder:
-    """The encoder that the options describe."""
+    """The encoder for the options."""
     tokenizer = build_tokenizer(options.tokenizer)
     handler = handlers.find(options.handler)
     if handler.conversations is None:
@@ -93,7 +93,7 @@ def make_encoder(options: PreprocessOptions) -> TextEncoder | ConversationEncode
 
 
 class TextEncoder:
-    """Texts: one data set per JSON key."""
+    """Encodes texts: one data set per JSON key."""
 
     def __init__(self, options: PreprocessOptions, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -103,25 +103,25 @@ class TextEncoder:
         if self._handler.text is not None:
             self._template = load_template(options, tokenizer)
         self._keys = options.keys
-        self._cut: Callable[[str], list[str]] | None = None
+        self._split: Callable[[str], list[str]] | None = None
         if options.split_sentences:
-            self._cut = partial(sentences, keep_newlines=options.keep_newlines)
+            self._split = partial(sentences, keep_newlines=options.keep_newlines)
         self._tail = [tokenizer.eod] if options.append_eod else []
         # The rule of DType.optimal_dtype, without importing megatron.core into every worker.
         self.dtype: type[np.generic] = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
 
     def __call__(self, block: Block) -> Encoded:
         counts = Counts()
-        rows = list(_usable(block, counts, self._texts))
+        records = list(_valid(block, counts, self._texts))
         tokens, lengths, documents = [], [], []
-        filled = [False] * len(rows)
+        filled = [False] * len(records)
         for index in range(len(self._keys)):
-            texts = list(chain.from_iterable(row[index] for row in rows))
+            texts = list(chain.from_iterable(record[index] for record in records))
             encoded = iter(self.tokenizer.tokenize_batch(texts))
             sequences: list[list[int]] = []
             sizes: list[int] = []
-            for number, row in enumerate(rows):
-                document = [ids for _ in row[index] if (ids := next(encoded))]
+            for number, record in enumerate(records):
+                document = [ids for _ in record[index] if (ids := next(encoded))]
                 if document:
                     document[-1] = document[-1] + self._tail
                     sequences += document
@@ -133,26 +133,26 @@ class TextEncoder:
             lengths.append(size)
             documents.append(np.array(sizes, np.int32))
         counts.documents = sum(filled)
-        counts.empty = len(rows) - counts.documents
+        counts.empty = len(records) - counts.documents
         counts.tokens = counts.trained = sum(map(len, tokens))
         return Encoded(tokens, lengths, documents, counts, block.size)
 
     def _texts(self, record: Mapping[str, Any]) -> list[list[str]]:
-        """The texts of every key; a document may be a list of sentences."""
+        """The texts of every key; the value of a key may be a list of sentences."""
         if self._handler.text is not None and self._template is not None:
             fields = handlers.Fields(record, self._columns)
             found = [[_unicode(self._handler.text(fields, self._template), "text")]]
         else:
             found = [_sentences(record, key) for key in self._keys]
-        if self._cut is None:
+        if self._split is None:
             return found
-        return [[part for text in texts for part in self._cut(text)] for texts in found]
+        return [[part for text in texts for part in self._split(text)] for texts in found]
 
 
 class ConversationEncoder:
-    """Conversations: ids, attention mask and labels as three aligned data sets."""
+    """Encodes conversations: ids, attention mask and labels as three aligned data sets."""
 
-    dtype = np.int32  # labels hold -100
+    dtype = np.int32  # labels contain -100
 
     def __init__(self, options: PreprocessOptions, tokenizer: TextTokenizer) -> None:
         handler = handlers.find(options.handler)
@@ -166,12 +166,12 @@ class ConversationEncoder:
 
     def __call__(self, block: Block) -> Encoded:
         counts = Counts()
-        rows = _usable(block, counts, self._read)
-        conversations = [item for row in rows for item in row]
+        records = _valid(block, counts, self._read)
+        conversations = [item for record in records for item in record]
         samples = self._encode([rendered for _, rendered in conversations])
         kept = []
         for (messages, _), sample in zip(conversations, samples, strict=True):
-            sample = self._fitting(messages, sample, counts)
+            sample = self._truncate(messages, sample, counts)
             if sample.trained:
                 kept.append(sample)
             else:
@@ -190,7 +190,7 @@ class ConversationEncoder:
         found = []
         for messages in self._conversations(handlers.Fields(record, self._columns)):
             if not any(message["role"] == "assistant" for message in messages):
-                raise ValueError("the conversation has no answer of the assistant")
+                raise ValueError("the conversation has no message of the assistant")
             for message in messages:
                 _unicode(message["content"], message["role"])
             try:
@@ -222,8 +222,8 @@ class ConversationEncoder:
             Sample(np.concatenate([s.ids, eod]), np.concatenate([s.labels, eod])) for s in samples
         ]
 
-    def _fitting(self, messages: handlers.Conversation, sample: Sample, counts: Counts) -> Sample:
-        """At most the sequence length: whole oldest turns go first, then the prompt's start."""
+    def _truncate(self, messages: handlers.Conversation, sample: Sample, counts: Counts) -> Sample:
+        """Truncate to the sequence length: drop the oldest turns first, then the prompt's start."""
         if self._limit is None or len(sample.ids) <= self._limit:
             return sample
         counts.shortened += 1
@@ -234,32 +234,32 @@ class ConversationEncoder:
 
 
 def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatTemplate:
-    """The template of ``--prompt-type``, or the handler's own."""
+    """The chat template of ``--prompt-type``, or the handler's default."""
     name = options.prompt_type or handlers.find(options.handler).prompt_type
     return templates.load(name, tokenizer)
 
 
-def _usable(block: Block, counts: Counts, read: Any) -> Iterator[Any]:
-    """What ``read`` makes of every record; ValueErrors are noted with their place."""
-    for number, row in enumerate(block.rows, start=block.first):
-        if isinstance(row, bytes) and not row.strip():
+def _valid(block: Block, counts: Counts, read: Any) -> Iterator[Any]:
+    """``read`` applied to every record; ValueErrors are counted with their location."""
+    for number, item in enumerate(block.records, start=block.first):
+        if isinstance(item, bytes) and not item.strip():
             continue
         try:
-            yield read(_record(row))
+            yield read(_record(item))
         except ValueError as error:
-            unit = "line" if isinstance(row, bytes) else "record"
+            unit = "line" if isinstance(item, bytes) else "record"
             counts.broken.append(BrokenLine(block.file, number, str(error), unit))
 
 
-def _record(row: Any) -> Mapping[str, Any]:
-    if isinstance(row, bytes):
+def _record(item: Any) -> Mapping[str, Any]:
+    if isinstance(item, bytes):
         try:
-            row = json.loads(row)
+            item = json.loads(item)
         except json.JSONDecodeError as error:
             raise ValueError(f"invalid JSON: {error.msg} (column {error.colno})") from error
-    if not isinstance(row, Mapping):
-        raise ValueError(f"a JSON object is expected, found {type(row).__name__}")
-    return row
+    if not isinstance(item, Mapping):
+        raise ValueError(f"a JSON object is expected, found {type(item).__name__}")
+    return item
 
 
 def _sentences(record: Mapping[str, Any], key: str) -> list[str]:
@@ -277,12 +277,12 @@ def _unicode(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name!r} is no valid Unicode: {error.reason}") from error
+        raise ValueError(f"{name!r} is not valid Unicode: {error.reason}") from error
     return text
 
 
 def _without_oldest_turn(messages: handlers.Conversation) -> handlers.Conversation | None:
-    """The conversation without its first question and answer; None where only one is left."""
+    """The conversation without its first turn; None if it has only one."""
     head = messages[:1] if messages[0]["role"] == "system" else []
     rest = messages[len(head) :]
     first = next(i for i, message in enumerate(rest) if message["role"] == "assistant")

@@ -1,4 +1,4 @@
-"""Practice material: complete, the same every time, and an exam that tuning does not give away."""
+"""The quickstart corpus: complete, deterministic, and evaluated on names not in fine-tuning."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import pytest
 
 from mindspeed.cli import corpus, tokenizer
 from mindspeed.cli.main import main
-from mindspeed.data import practice, templates
+from mindspeed.data import quickstart_corpus, templates
 from mindspeed.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
 def topics_only(monkeypatch):
-    """Without the docstrings of six hundred modules; tests/data/test_corpus.py reads those."""
-    monkeypatch.setattr("mindspeed.data.corpus._modules", lambda stdlib: iter(()))
+    """Without the docstrings of six hundred modules; tests/data/test_python_docs.py reads those."""
+    monkeypatch.setattr("mindspeed.data.python_docs._modules", lambda stdlib: iter(()))
 
 
 @pytest.fixture
 def files(tmp_path):
-    return practice.write(tmp_path / "practice")[0]
+    return quickstart_corpus.write(tmp_path / "practice")[0]
 
 
 def records(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def test_the_exam_has_the_published_format_and_knows_the_answers(files):
-    exam = records(files.exam)
-    assert len(exam) > 40
-    for record in exam:
+def test_the_evaluation_has_the_published_format_and_right_answers(files):
+    questions = records(files.evaluation)
+    assert len(questions) > 40
+    for record in questions:
         assert set(record) == {"question", "title", "answer", "passage"}
         value = getattr(builtins, record["title"])
         is_exception = isinstance(value, type) and issubclass(value, BaseException)
         assert record["answer"] is is_exception
         assert record["title"] in record["question"]
-    share = sum(record["answer"] for record in exam) / len(exam)
-    assert 0.4 < share < 0.6  # always saying the same is no good answer
+    share = sum(record["answer"] for record in questions) / len(questions)
+    assert 0.4 < share < 0.6  # a constant answer scores badly
 
 
-def test_no_question_of_the_exam_is_in_the_instructions(files):
-    asked = {record["question"] for record in records(files.exam)}
+def test_no_evaluation_question_is_in_the_instructions(files):
+    asked = {record["question"] for record in records(files.evaluation)}
     taught = {record.get("input", "") for record in records(files.instructions)}
     assert not {text for text in taught if any(question in text for question in asked)}
     assert sum("Question: is" in text for text in taught) > 40
@@ -56,10 +56,10 @@ def test_explanations_are_sentences_of_the_help_texts(files):
     assert len(explained) > 40
     for record in explained:
         assert record["output"].lstrip() in everything
-        assert len(record["output"].lstrip()) <= practice.LONGEST_ANSWER
+        assert len(record["output"].lstrip()) <= quickstart_corpus.LONGEST_ANSWER
 
 
-def test_the_template_renders_an_instruction_as_the_exam_asks(files):
+def test_the_template_renders_an_instruction_in_the_evaluations_format(files):
     """BoolQ's prompt: passage, question, "Answer:"; what is trained begins behind it."""
     template = templates.load(files.template)
     record = next(r for r in records(files.instructions) if r.get("input"))
@@ -78,7 +78,7 @@ def test_the_same_python_gives_the_same_files(files, tmp_path, capsys):
     assert main(["corpus", "--output", str(tmp_path)]) == 0
     for name in ("corpus.jsonl", "instructions.jsonl", "boolq/dev.jsonl", "template.yaml"):
         assert (tmp_path / name).read_bytes() == (files.directory / name).read_bytes()
-    assert "exam questions" in capsys.readouterr().out
+    assert "evaluation questions" in capsys.readouterr().out
     assert corpus.HELP
 
 

@@ -1,7 +1,7 @@
-"""File formats: each becomes blocks of records.
+"""Readers of all input file formats, as blocks of records.
 
-A file is cut into blocks of about a megabyte, always at the same places: blocks are what worker
-processes get, what progress is counted in and where an interrupted run continues.
+A file is split into blocks of about a megabyte, always at the same places. A block is the unit of
+work of a worker process, of progress, and of resuming an interrupted run.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class Block:
     """Consecutive records.
 
     Attributes:
-        file: where they come from, for messages.
-        first: line or record number of the first one, from 1.
-        rows: lines of JSON (bytes), or records.
-        size: what they take on disk, compressed or not.
+        file: input file, for messages.
+        first: line or record number of the first record, starting at 1.
+        records: lines of JSON (bytes), or decoded records.
+        size: bytes on disk, after compression.
     """
 
     file: str
     first: int
-    rows: list[Any]
+    records: list[Any]
     size: int
 
 
 def format_of(path: Path) -> str | None:
-    """The format a file's name tells, None where it tells none."""
+    """The format that a file's name indicates, or None."""
     suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in COMPRESSIONS]
     return FORMATS.get(suffixes[-1]) if suffixes else None
 
@@ -60,8 +60,8 @@ def file_blocks(path: Path, text_unit: str) -> Iterator[Block]:
     """The records of a file.
 
     Args:
-        path: its name tells the format.
-        text_unit: what a document is in a text file.
+        path: file; the suffix determines the format.
+        text_unit: unit of a document in a text file, one of ``sources.TEXT_UNITS``.
 
     Raises:
         DataError: the file is damaged, or a package to read it is missing.
@@ -81,7 +81,7 @@ def file_blocks(path: Path, text_unit: str) -> Iterator[Block]:
                 blocks = _text_blocks(path, raw, text, text_unit)
             for block in blocks:
                 yield block
-                number = block.first + len(block.rows)
+                number = block.first + len(block.records)
     except (gzip.BadGzipFile, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is damaged after line {number - 1}: {error}") from error
     except Exception as error:
@@ -92,7 +92,7 @@ def file_blocks(path: Path, text_unit: str) -> Iterator[Block]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The file as it is on disk, for its position, and its content."""
+    """The raw file (for its position) and its decompressed content."""
     with open(path, "rb") as raw:
         if path.suffix == ".gz":
             with gzip.open(raw) as content:
@@ -110,7 +110,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 @contextmanager
 def _decoded(text: IO[bytes], newline: str | None = None) -> Iterator[IO[str]]:
-    """Characters of a file, which stays open."""
+    """A text view of a binary file, which stays open."""
     wrapper = io.TextIOWrapper(text, "utf-8-sig", newline=newline)  # type: ignore[type-var]
     try:
         yield wrapper
@@ -119,7 +119,7 @@ def _decoded(text: IO[bytes], newline: str | None = None) -> Iterator[IO[str]]:
 
 
 def _json_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[Block]:
-    """Lines, or the elements of an array, which is what a file that begins with ``[`` holds."""
+    """JSON Lines, or the elements of an array if the file begins with ``[``."""
     head = _peek(text)
     if head.startswith(b"["):
         with _decoded(text) as characters:
@@ -129,7 +129,7 @@ def _json_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[Block]
 
 
 def _peek(text: IO[bytes]) -> bytes:
-    """The first characters that are no blanks, without moving on."""
+    """The first non-blank characters, without consuming them."""
     start = text.peek(64) if hasattr(text, "peek") else b""
     return start.removeprefix(b"\xef\xbb\xbf").lstrip()
 
@@ -146,37 +146,37 @@ def _line_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[Block]
 
 
 def _array(path: Path, text: IO[str]) -> Iterator[Any]:
-    """Elements of a JSON array, one after another; the file is never in memory as a whole."""
+    """Elements of a JSON array, decoded incrementally: the file is never completely in memory."""
     decoder = json.JSONDecoder()
     buffer, line, complete = "", 1, False
-    may_follow = "["  # of the signs; otherwise a record is expected
+    allowed = "["  # punctuation that may come next; without any, a record must follow
     while True:
         rest = buffer.lstrip()
         line += buffer[: len(buffer) - len(rest)].count("\n")
         buffer = rest
-        if buffer and buffer[0] in may_follow:
+        if buffer and buffer[0] in allowed:
             if buffer[0] == "]":
                 return
-            may_follow = "]" if buffer[0] == "[" else ""
+            allowed = "]" if buffer[0] == "[" else ""
             buffer = buffer[1:]
             continue
         try:
-            if buffer and may_follow in ("", "]"):
+            if buffer and allowed in ("", "]"):
                 record, end = decoder.raw_decode(buffer)
                 yield record
                 line += buffer[:end].count("\n")
-                buffer, may_follow = buffer[end:], ",]"
+                buffer, allowed = buffer[end:], ",]"
                 continue
         except json.JSONDecodeError as error:
             if complete:
                 at = line + buffer[: error.pos].count("\n")
                 raise DataError(f"{path}:{at}: invalid JSON: {error.msg}") from error
         if complete:
-            found = f"{buffer[:20]!r} where {' or '.join(may_follow)} is expected"
+            found = f"{buffer[:20]!r} where {' or '.join(allowed)} is expected"
             raise DataError(f"{path}:{line}: {found if buffer else 'the array does not end'}")
-        piece = text.read(max(BLOCK_BYTES, len(buffer)))
-        complete = not piece
-        buffer += piece
+        chunk = text.read(max(BLOCK_BYTES, len(buffer)))
+        complete = not chunk
+        buffer += chunk
 
 
 def _csv_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[Block]:
@@ -229,25 +229,28 @@ def _columnar_blocks(path: Path, kind: str) -> Iterator[Block]:
             total = table.num_rows
             batches = table.to_batches(BLOCK_RECORDS)
         done = 0
-        whole = path.stat().st_size
+        file_size = path.stat().st_size
         for batch in batches:
-            rows = batch.to_pylist()
-            size = whole * (done + len(rows)) // total - whole * done // total
-            yield Block(str(path), done + 1, rows, size)
-            done += len(rows)
-    except (pyarrow.ArrowException, OSError) as error:  # damage is an OSError without a number
+            records = batch.to_pylist()
+            size = file_size * (done + len(records)) // total - file_size * done // total
+            yield Block(str(path), done + 1, records, size)
+            done += len(records)
+    except (
+        pyarrow.ArrowException,
+        OSError,
+    ) as error:  # a damaged file raises an OSError without errno
         if isinstance(error, OSError) and error.errno:
             raise
-        raise DataError(f"{path} is no valid {kind} file: {error}") from error
+        raise DataError(f"{path} is not a valid {kind} file: {error}") from error
 
 
 def record_blocks(
     name: str, records: Iterator[Any], raw: IO[bytes] | None = None, size: Any = None
 ) -> Iterator[Block]:
-    """Records in blocks; their size follows from the position in ``raw`` or is ``size(rows)``."""
+    """Records in blocks; a block's size is the advance of ``raw``, or ``size(records)``."""
     first, position = 1, 0
-    while rows := list(islice(records, BLOCK_RECORDS)):
-        taken = size(rows) if raw is None else raw.tell() - position
-        yield Block(name, first, rows, taken)
-        first += len(rows)
+    while batch := list(islice(records, BLOCK_RECORDS)):
+        taken = size(batch) if raw is None else raw.tell() - position
+        yield Block(name, first, batch, taken)
+        first += len(batch)
         position += taken

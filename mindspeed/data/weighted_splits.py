@@ -1,11 +1,11 @@
-"""Parts of data sets with weights, for ``--train-weighted-split-paths`` and its like.
+"""Fractions of data sets with weights, for ``--train-weighted-split-paths`` and related flags.
 
     --train-weighted-split-paths "TRAIN: 0.7 0:0.9 data/books, 0.3 0:1 data/code"
     --valid-weighted-split-paths "VALID: 1 0.9:1 data/books"
 
 is BigScience's notation: 70 % of the training samples come from the first nine tenths of the
-documents of ``data/books``, and validation reads the tenth behind them. Megatron Core blends data
-sets with weights but always takes them whole or cuts all at the same places (``--split``).
+documents of ``data/books``, and validation uses the remaining tenth. Megatron Core blends data sets
+with weights, but uses them completely or splits all at the same fractions (``--split``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _PART = re.compile(r"(?P<weight>\S+)\s+(?P<start>[^\s:]+):(?P<end>[^\s:]+)\s+(?P
 
 
 @dataclass(frozen=True)
-class Part:
-    """Documents of a data set, from ``start`` to ``end`` as fractions of all, and their weight."""
+class WeightedSplit:
+    """The documents of a data set from fraction ``start`` to ``end``, and their weight."""
 
     prefix: str
     weight: float
@@ -29,17 +29,17 @@ class Part:
     end: float
 
 
-def parse(flag: str, groups: Sequence[str]) -> list[Part]:
-    """The parts of the one group that is given.
+def parse(flag: str, groups: Sequence[str]) -> list[WeightedSplit]:
+    """Parse the single group of a flag.
 
     Raises:
-        ConfigError: names the flag and what is wrong with which part.
+        ConfigError: the message names the flag and the invalid part.
     """
     form = f"{flag} {' '.join(map(repr, groups))}"
     if len(groups) != 1:
         raise ConfigError(
-            f"{form}: one group is expected, in one pair of quotes; several validation sets are "
-            "evaluated in runs of their own"
+            f"{form}: one group is expected, in one pair of quotes; evaluate several validation "
+            "sets in separate runs"
         )
     name, colon, rest = groups[0].partition(": ")
     parts = [_part(form, text.strip()) for text in (rest if colon else name).split(",")]
@@ -49,7 +49,7 @@ def parse(flag: str, groups: Sequence[str]) -> list[Part]:
     return parts
 
 
-def _part(form: str, text: str) -> Part:
+def _part(form: str, text: str) -> WeightedSplit:
     found = _PART.fullmatch(text)
     try:
         assert found is not None
@@ -63,4 +63,4 @@ def _part(form: str, text: str) -> Part:
             f"{form}: {text!r} needs a weight above 0 and 0 <= START < END <= 1, fractions of the "
             "documents"
         )
-    return Part(found["prefix"].strip(), weight, start, end)
+    return WeightedSplit(found["prefix"].strip(), weight, start, end)

@@ -21,7 +21,7 @@ from tokenizers.processors import ByteLevel
 
 from mindspeed.data import templates
 from mindspeed.data.chat_template import Rendered
-from mindspeed.data.masks import IGNORED, Sample, encode
+from mindspeed.data.loss_mask import IGNORED, Sample, encode
 from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer
 from mindspeed.data.tokenizer_types import TokenizerOptions
 
