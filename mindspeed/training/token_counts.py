@@ -84,7 +84,8 @@ def sample_counts(items: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """Number of tokens of all samples, and the sum of their squared lengths.
 
     Args:
-        items: of :class:`mindspeed.data.instruction.InstructionDataset`: ``tokens`` int64 [s], and
+        items: of :class:`mindspeed.data.instruction_dataset.InstructionDataset`:
+            ``tokens`` int64 [s], and
             ``cu_seqlens`` int32 [samples + 1] where a sequence packs several samples.
 
     Returns:

@@ -447,7 +447,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_output(conversat
     for step in range(60):
         if not killed_at(again, step):
             break
-        # Progress even if it is always killed at the same step: the child counts from its own start.
+        # Progress even if always killed at the same step: the child counts from its own start.
         state = again.output_prefix.with_name(".r.preprocess.json")
         blocks.append(json.loads(state.read_text())["progress"]["blocks"] if state.exists() else 0)
         if step % 3 == 0:  # start from scratch, to be killed at the next step
