@@ -8,7 +8,6 @@ with a warning.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
-from mindspeed.checkpoint.state import (
-    ARCHITECTURE,
-    DETAILS,
-    SHAPES,
-    check_architecture,
-    model_key,
-    restore_rng,
-    sharding_metadata,
-    state_dict,
-    without_noop_layers,
-)
-from mindspeed.checkpoint.weights.convert import (
-    find_checkpoint,
-    holds_whole_weights,
-    open_weights,
-)
-from mindspeed.checkpoint.weights.hugging_face import model_config
-from mindspeed.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from mindspeed.features.noop_layers import indices_of
+from mindspeed.checkpoint.architecture import check_architecture
+from mindspeed.checkpoint.load_weights import load_weights, needs_whole_stages
+from mindspeed.checkpoint.state import model_key, restore_rng, sharding_metadata, state_dict
+from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.finite import check_finite
-from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
-from mindspeed.models.shape import shape_of
-from mindspeed.models.weight_source import Adapted
-from mindspeed.pipeline.noop_layers import with_noop
 from mindspeed.storage import digests, directory
 from mindspeed.storage.common_state import common_state
 from mindspeed.storage.safe_metadata import read_index
@@ -74,10 +54,8 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     """
     if fsdp_state.is_sharded(model.chunks[0]) and needs_whole_stages(args):
         return Loaded(Path(args.load), 0)  # as they were when the model was built
-    if is_hf(args.load):
-        return _load_hf(args, model)
-    if (other := _in_another_format(args.load, args.ckpt_step)) is not None:
-        return _load_whole_weights(args, model, other)
+    if (weights := load_weights(args, model)) is not None:
+        return Loaded(weights, 0)
     tried: dict[Path, str] = {}
     candidates, doubt = _agreed_candidates(args)
     if doubt is not None and dist.get_rank() == 0:
@@ -96,135 +74,6 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     if dist.get_rank() == 0 and args.load != args.save:
         print(f" WARNING --load {args.load}: there is no checkpoint, starting fresh", flush=True)
     return None
-
-
-def latest(root: str, step: int | None = None) -> Path:
-    """Directory of the latest good checkpoint.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    tried = {}
-    for path in directory.candidates(root, step):
-        reason = directory.problem_with(path)
-        if reason is None:
-            return path
-        tried[path] = reason
-    directory.require_some(root, tried)
-    raise CheckpointError(f"--load {root}: there is no checkpoint")
-
-
-def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
-    """The values of the run that wrote the latest good checkpoint. Reads one file, on any rank.
-
-    Of ``hf:DIR``, values that describe the model there.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if is_hf(root):
-        return model_config(folder_of(root)).namespace()
-    if (other := _in_another_format(root, step)) is not None:
-        return open_weights(other).args
-    return common_state(latest(root, step))["args"]
-
-
-def take_architecture(
-    args: argparse.Namespace, saved: argparse.Namespace, given: Collection[str] = ()
-) -> None:
-    """Give ``args`` the model's shape of a checkpoint (``--use-checkpoint-args``).
-
-    No-op layers are no part of that shape: those of ``args`` stay, those of ``saved`` don't count.
-
-    Args:
-        args: values of the run, changed in place.
-        saved: values of the run that wrote the checkpoint.
-        given: names that the user has set: they stay as they are.
-
-    Raises:
-        ConfigError: one of ``given`` contradicts the shape of the weights in the checkpoint.
-    """
-    taken = _architecture(saved, indices_of(getattr(args, "noop_layers", None)))
-    contradictions = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} contradicts the checkpoint, which has "
-        f"{theirs}: drop the flag, or load without --use-checkpoint-args"
-        for name, theirs in taken.items()
-        if name in given
-        and name in (*ARCHITECTURE, *SHAPES)
-        and _comparable(name, getattr(args, name), taken) != _comparable(name, theirs, taken)
-    ]
-    if contradictions:
-        raise ConfigError("\n".join(contradictions))
-    for name, value in taken.items():
-        if name not in given:
-            setattr(args, name, value)
-    for name in ("tokenizer_type", "tokenizer_model", "vocab_size"):
-        if getattr(args, name, None) is None:
-            setattr(args, name, getattr(saved, name, None))
-
-
-def _architecture(saved: argparse.Namespace, noop_layers: Collection[int]) -> dict[str, Any]:
-    """The shape of a checkpoint's model, with the no-op layers of a run."""
-    saved = without_noop_layers(saved)
-    taken = {n: getattr(saved, n) for n in (*ARCHITECTURE, *DETAILS) if hasattr(saved, n)}
-    if noop_layers:
-        taken["num_layers"] += len(noop_layers)
-        if isinstance(taken.get("moe_layer_freq"), list):
-            taken["moe_layer_freq"] = with_noop(taken["moe_layer_freq"], noop_layers)
-    if not taken.get("group_query_attention"):
-        taken["num_query_groups"] = None
-    return taken
-
-
-def _comparable(name: str, value: Any, taken: Mapping[str, Any]) -> Any:
-    """``4`` and the pattern that it means are the same layers."""
-    if name == "moe_layer_freq" and isinstance(value, int):
-        return [int(layer % value == 0) for layer in range(taken.get("num_layers", 0))]
-    return value
-
-
-def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Loaded:
-    folder = folder_of(args.load)
-    unused = load_hf(args, model.modules, folder)
-    if isinstance(model, TrainedModel):
-        model.optimizer.reload_model_params()
-    if dist.get_rank() == 0:
-        note = f"; not used: {', '.join(unused[:5])}" if unused else ""
-        print(f" loaded {folder} (Hugging Face){note}", flush=True)
-    return Loaded(Path(folder), 0)
-
-
-def needs_whole_stages(args: argparse.Namespace) -> bool:
-    """Whether ``--load`` must be read before stages are cut up: it is no checkpoint of Megatron."""
-    return is_hf(args.load) or _in_another_format(args.load, args.ckpt_step) is not None
-
-
-def _in_another_format(root: str, step: int | None) -> Path | None:
-    """The checkpoint of ``--load`` if it is a legacy or safetensors one."""
-    found = find_checkpoint(Path(root), step)
-    return found if found is not None and holds_whole_weights(found) else None
-
-
-@torch.no_grad()
-def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint: Path) -> Loaded:
-    """Weights without optimizer, from files of any layout; reads one parameter at a time."""
-    source = open_weights(checkpoint)
-    check_architecture(args, source.args, str(checkpoint))
-    weights = Adapted(source, padded_vocab=args.padded_vocab_size)
-    table = {parameter.name: parameter for parameter in weights.table}
-    for part in parts(model.modules, source.family, shape_of(args)):
-        if part.parameter.name not in table:  # of multi-token prediction
-            raise CheckpointError(
-                f"{checkpoint} has no {part.parameter.name}; leave out --mtp-num-layers"
-            )
-        whole = weights.read(table[part.parameter.name])
-        bounds = zip(part.start, part.data.shape, strict=True)
-        part.data.copy_(whole[tuple(slice(first, first + size) for first, size in bounds)])
-    if isinstance(model, TrainedModel):
-        model.optimizer.reload_model_params()
-    if dist.get_rank() == 0:
-        print(f" loaded {checkpoint} (weights only)", flush=True)
-    return Loaded(checkpoint, 0)
 
 
 def _agreed_candidates(args: argparse.Namespace) -> tuple[list[Path], str | None]:

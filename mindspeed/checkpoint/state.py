@@ -22,81 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from mindspeed import device
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
-from mindspeed.errors import CheckpointError
-from mindspeed.features.noop_layers import indices_of
 from mindspeed.lora.state import sharded_state as adapter_state
-from mindspeed.pipeline.noop_layers import without_noop
-from mindspeed.profiling.model_flops import moe_pattern
-
-# Fields that make a model the same model; Megatron-LM's names.
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "group_query_attention",
-    "num_query_groups",
-    "kv_channels",
-    "swiglu",
-    "squared_relu",
-    "normalization",
-    "position_embedding_type",
-    "untie_embeddings_and_output_weights",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "add_dense_bias",
-    "embed_layernorm",
-    "lm_norm_weight",
-    "openai_gelu",
-    "qk_layernorm",
-    "multi_latent_attention",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-)
-# Also taken from a checkpoint with --use-checkpoint-args. Of these, some change which weights there
-# are or how large (SHAPES); with the others the weights can be trained further.
-SHAPES = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "moe_layer_freq",
-    "moe_router_enable_expert_bias",
-)
-DETAILS = (
-    *SHAPES,
-    "seq_length",
-    "max_position_embeddings",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_type",
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "apply_rope_fusion",
-    "window_size",
-    "model_family",
-    "mask_padded_vocab",
-    "z_loss_weight",
-    "layernorm_epsilon",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_router_score_function",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_dtype",
-    "moe_token_dispatcher_type",
-)
 
 
 def sharding_metadata(args: argparse.Namespace) -> dict[str, Any]:
@@ -172,42 +98,6 @@ def stored_args(args: argparse.Namespace) -> argparse.Namespace:
     if hasattr(args, "persist_layer_norm"):  # Megatron-LM's flag, and ours, says the opposite
         plain["no_persist_layer_norm"] = not args.persist_layer_norm
     return argparse.Namespace(**plain)
-
-
-def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, where: str) -> None:
-    """Compare the model of a checkpoint with the one to be trained.
-
-    Raises:
-        CheckpointError: lists every field that differs.
-    """
-    args, saved = without_noop_layers(args), without_noop_layers(saved)
-    differing = []
-    for name in ARCHITECTURE:
-        ours, theirs = getattr(args, name, None), getattr(saved, name, None)
-        if name == "num_query_groups" and not args.group_query_attention:
-            continue
-        if hasattr(saved, name) and ours != theirs:
-            differing.append(
-                f"  --{name.replace('_', '-')}: {theirs} in the checkpoint, now {ours}"
-            )
-    if differing:
-        raise CheckpointError(
-            f"{where} holds another model:\n" + "\n".join(differing) + "\n"
-            "change these flags, or take them from the checkpoint with --use-checkpoint-args"
-        )
-
-
-def without_noop_layers(args: argparse.Namespace) -> argparse.Namespace:
-    """The model of ``args`` as a checkpoint holds it: no-op layers leave no trace there."""
-    noop_layers = indices_of(getattr(args, "noop_layers", None))
-    if not noop_layers:
-        return args
-    values = vars(args) | {"num_layers": args.num_layers - len(noop_layers), "noop_layers": ()}
-    if getattr(args, "num_experts", None):
-        values["moe_layer_freq"] = without_noop(
-            [int(m) for m in moe_pattern(vars(args))], noop_layers
-        )
-    return argparse.Namespace(**values)
 
 
 def restore_rng(state: Any) -> None:

@@ -190,7 +190,7 @@ def convert(args: argparse.Namespace, target: Target) -> int:
     if target.format == "hf":
         family = written.family
         print(f"wrote {args.output} as {family.name} ({family.architecture})")
-        if family.predicts_further_tokens and not written.shape["mtp"]:
+        if family.has_mtp and not written.shape["mtp"]:
             print("the model has no layer of multi-token prediction: num_nextn_predict_layers is 0")
     else:
         print(f"wrote {Path(args.output) / 'release'}; load it with --load {args.output}")

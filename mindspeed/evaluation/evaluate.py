@@ -120,7 +120,7 @@ def fingerprint_of_weights(load: str, step: int | None, adapter: str | None) -> 
         step: As ``--ckpt-step``.
         adapter: As ``--lora-load``.
     """
-    from mindspeed.checkpoint.load import latest
+    from mindspeed.checkpoint.find import latest
     from mindspeed.models.hf_load import folder_of, is_hf
 
     path = Path(folder_of(load)) if is_hf(load) else latest(load, step)

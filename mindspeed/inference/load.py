@@ -15,7 +15,9 @@ from typing import Any
 
 from mindspeed import lora, session
 from mindspeed.built_model import BuiltModel
-from mindspeed.checkpoint.load import latest, load, saved_args, take_architecture
+from mindspeed.checkpoint.architecture import take_architecture
+from mindspeed.checkpoint.find import latest, saved_args
+from mindspeed.checkpoint.load import load
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError

@@ -17,7 +17,7 @@ from mindspeed.lora.linear import as_one, take_adapter
 from mindspeed.lora.load import config_of, samples_of, whole_adapter
 from mindspeed.lora.state import check_samples
 from mindspeed.models.table import Parameter
-from mindspeed.models.weight_source import Weights
+from mindspeed.models.weight_source import WeightSource
 
 _OUTPUT = "output_layer."
 
@@ -41,7 +41,7 @@ def merge(chunks: Iterable[Any]) -> None:
             del chunk.lora_config
 
 
-class Merged(Weights):
+class Merged(WeightSource):
     """The weights of a model with an adapter merged in, one parameter at a time.
 
     Args:
@@ -52,7 +52,7 @@ class Merged(Weights):
         CheckpointError: There is no adapter, or it belongs to another model.
     """
 
-    def __init__(self, source: Weights, adapter: str | Path) -> None:
+    def __init__(self, source: WeightSource, adapter: str | Path) -> None:
         super().__init__(source.where, source.args, source.family)
         self.unused = source.unused
         self._source, self._adapter = source, adapter

@@ -31,7 +31,12 @@ from mindspeed.models.config_json import (
 from mindspeed.models.custom_configs import BaichuanKind, BloomSizes
 from mindspeed.models.family import Family
 from mindspeed.models.family import differing_flags as differing_flags
-from mindspeed.models.moe_configs import FurtherTokens, Latent, SigmoidExperts, SoftmaxExperts
+from mindspeed.models.moe_configs import (
+    Latent,
+    MultiTokenPrediction,
+    SigmoidExperts,
+    SoftmaxExperts,
+)
 from mindspeed.models.tensors import BAICHUAN, BLOOM, DEEPSEEK, GPT, LLAMA, MIXTRAL, QWEN_MOE
 
 _SIZES = {
@@ -230,7 +235,7 @@ _FAMILIES = (
             Tied(),
             Latent(),
             SigmoidExperts(),
-            FurtherTokens(),
+            MultiTokenPrediction(),
             Always({}, {"attention_bias": False}),
         ),
         DEEPSEEK,

@@ -55,13 +55,13 @@ class Family:
     presets: Mapping[str, Config] = field(default_factory=dict)
 
     @property
-    def predicts_further_tokens(self) -> bool:
+    def has_mtp(self) -> bool:
         """Whether its models may have layers of multi-token prediction."""
         return any("{depth}" in rule.name for rule in self.rules)
 
-    def further_layers(self, config: Config) -> int:
+    def mtp_layers(self, config: Config) -> int:
         """Layers of multi-token prediction that a directory has, by its ``config.json``."""
-        if not self.predicts_further_tokens:
+        if not self.has_mtp:
             return 0
         names = ("num_nextn_predict_layers", "num_mtp_layers")
         return next((config[name] for name in names if config.get(name) is not None), 1)

@@ -18,12 +18,8 @@ import torch
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models.families import Family, differing_flags, family_of_config
-from mindspeed.models.hf_files import (
-    CONFIG,
-    HFReader,
-    check_mtp,
-    read_config,
-)
+from mindspeed.models.hf_files import CONFIG, check_mtp, read_config
+from mindspeed.models.hf_reader import HFReader
 from mindspeed.models.naming import addresses
 from mindspeed.models.shape import Shape, shape_of
 from mindspeed.models.table import Parameter, parameters
@@ -117,10 +113,10 @@ def load_hf(args: argparse.Namespace, modules: list[Any], folder: str) -> list[s
     where = str(Path(folder) / CONFIG)
     family = family_of_config(config, where)
     check_flags(args, family.read(config, where), folder)
-    check_mtp(family.further_layers(config), args.mtp_num_layers, folder)
+    check_mtp(family.mtp_layers(config), args.mtp_num_layers, folder)
     shape = shape_of(args)
     reader = HFReader(folder, family.prefixes)
-    unused = reader.surplus(parameters(family.rules, shape), family.further_layers(config))
+    unused = reader.unused_tensors(parameters(family.rules, shape), family.mtp_layers(config))
     for part in parts(modules, family, shape):
         size = part.data.shape
         columns = slice(part.start[1], part.start[1] + size[1]) if len(size) > 1 else slice(None)

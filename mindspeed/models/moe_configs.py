@@ -255,7 +255,7 @@ def _inverse_mscale(factor: float, value: float) -> float:
 
 
 @dataclass(frozen=True)
-class FurtherTokens:
+class MultiTokenPrediction:
     """Layers that predict further tokens (multi-token prediction), behind the last one.
 
     A model is read without them; ``--mtp-num-layers`` asks for them.

@@ -1,4 +1,4 @@
-"""A model's weights as a list of parameters, each made when it is asked for."""
+"""A model's weights as a list of parameters, each read when it is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed.models.shape import shape_of
 from mindspeed.models.table import Parameter, parameters
 
 
-class Weights(ABC):
+class WeightSource(ABC):
     """A whole model.
 
     Args:
@@ -42,27 +42,30 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """A whole parameter. May be a view of a mapped file: do not change it."""
+        """A whole parameter, ``parameter.shape`` in :meth:`dtype`.
+
+        It may be a view of a mapped file: do not change it.
+        """
 
     def nbytes(self, parameter: Parameter) -> int:
         """Bytes of a parameter."""
         return self.dtype(parameter).itemsize * torch.Size(parameter.shape).numel()
 
 
-class Adapted(Weights):
+class TransformedWeights(WeightSource):
     """The same model in another type, with another padding, or with more tokens.
 
     Args:
         source: The model.
         dtype: Type of all parameters; None keeps theirs.
-        added_tokens: So many more tokens; their rows are the mean of the others.
+        added_tokens: Number of tokens to add; their embeddings are the mean of the others.
         padded_vocab: Rows of the vocabulary with padding; None keeps them.
         on_read: Called with the bytes of every parameter that was read.
     """
 
     def __init__(
         self,
-        source: Weights,
+        source: WeightSource,
         *,
         dtype: torch.dtype | None = None,
         added_tokens: int = 0,
@@ -94,7 +97,7 @@ class Adapted(Weights):
         return tensor.to(self.dtype(parameter))
 
     def _resized(self, tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-        """Rows of the vocabulary: those of tokens, those of new tokens, padding."""
+        """``[vocab, hidden]`` with rows for other tokens and padding, in the same dtype."""
         old, new = self._source.shape["vocab"], self.shape["vocab"]
         kept = old if new > old else min(tensor.shape[0], parameter.shape[0])
         result = tensor.new_zeros(parameter.shape)
@@ -104,12 +107,14 @@ class Adapted(Weights):
         return result
 
 
-def padded_vocab(weights: Weights, added_tokens: int, multiple: int | None, tensor: int) -> int:
+def padded_vocab(
+    weights: WeightSource, added_tokens: int, multiple: int | None, tensor: int
+) -> int:
     """Rows of the vocabulary with padding, for ``tensor`` tensor-parallel ranks.
 
     Args:
         weights: The model.
-        added_tokens: So many more tokens.
+        added_tokens: Number of tokens to add.
         multiple: Each rank's rows are a multiple of this; None keeps the padding if it fits.
         tensor: Tensor parallel size.
     """

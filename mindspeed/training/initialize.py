@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed import session
-from mindspeed.checkpoint.load import saved_args, take_architecture
+from mindspeed.checkpoint.architecture import take_architecture
+from mindspeed.checkpoint.find import saved_args
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs

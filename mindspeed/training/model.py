@@ -28,7 +28,8 @@ from megatron.core.transformer.module import Float16Module
 
 from mindspeed import device
 from mindspeed.built_model import BuiltModel, TrainedModel
-from mindspeed.checkpoint.load import load, needs_whole_stages
+from mindspeed.checkpoint.load import load
+from mindspeed.checkpoint.load_weights import needs_whole_stages
 from mindspeed.lora import LoraConfig, adapted, attach
 from mindspeed.lora.gradients import summed_over_tp
 from mindspeed.models import model_extras

@@ -342,13 +342,13 @@ import torch
 import mindspeed.megatron_adaptor
 from mindspeed.checkpoint.weights.convert import Target, convert
 from mindspeed.checkpoint.weights.hugging_face import model_config
-from mindspeed.models.weight_source import Weights
+from mindspeed.models.weight_source import WeightSource
 from mindspeed.device import host_memory
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.parallel_sizes import ParallelSizes
 
 
-class Made(Weights):
+class Made(WeightSource):
     def dtype(self, parameter):
         return torch.float32
 

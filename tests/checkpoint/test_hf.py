@@ -18,12 +18,12 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from mindspeed.checkpoint.load import latest, saved_args
+from mindspeed.checkpoint.find import latest, saved_args
 from mindspeed.checkpoint.weights.convert import Target, convert
 from mindspeed.checkpoint.weights.hugging_face import HFWeights, family_like
 from mindspeed.checkpoint.weights.torch_dist import TorchDistWeights
 from mindspeed.errors import CheckpointError, ConfigError
-from mindspeed.models import hf_files
+from mindspeed.models.hf_reader import HFReader
 from tests.checkpoint import hf_ranks
 from tests.support.tiny import CASES, batch
 
@@ -152,7 +152,7 @@ def test_what_tp_2_trained_transformers_loads(directories, ranks, tmp_path):
 
 def test_memory_holds_one_file_and_one_tensor(directories, tmp_path, monkeypatch):
     live, peak, limit = 0, 0, 20_000
-    read = hf_files.HFReader.read
+    read = HFReader.read
 
     def counted(self, parameter, *args, **kwargs):
         nonlocal live, peak
@@ -167,7 +167,7 @@ def test_memory_holds_one_file_and_one_tensor(directories, tmp_path, monkeypatch
         weakref.finalize(tensor.untyped_storage(), gone)
         return tensor
 
-    monkeypatch.setattr(hf_files.HFReader, "read", counted)
+    monkeypatch.setattr(HFReader, "read", counted)
     source = directories("deepseek-v3")
     import_hf(str(source), str(tmp_path), max_file_bytes=limit)
     largest = max(tensor.nbytes for tensor in files(source).values())

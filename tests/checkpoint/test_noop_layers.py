@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.checkpoint.load import take_architecture
-from mindspeed.checkpoint.state import check_architecture
+from mindspeed.checkpoint.architecture import check_architecture, take_architecture
 from mindspeed.errors import CheckpointError, ConfigError
 from tests.support.trainer_job import SETUP, printed, train
 

@@ -51,7 +51,7 @@ class FurtherToken(DeepseekV3DecoderLayer):
 
 
 @dataclass(frozen=True)
-class FurtherTokens(Case):
+class MultiTokenPrediction(Case):
     """DeepSeek-V3 with one depth of multi-token prediction."""
 
     def model(self) -> Any:
@@ -105,4 +105,4 @@ class FurtherTokens(Case):
 
 
 _PLAIN = CASES["deepseek-v3"]
-CASE = FurtherTokens(_PLAIN.kind, _PLAIN.config, with_copies)
+CASE = MultiTokenPrediction(_PLAIN.kind, _PLAIN.config, with_copies)

@@ -348,7 +348,7 @@ class TestNames:
     )
     @pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/secret.bin"])
     def test_an_index_of_weights(self, tmp_path: Path, index: str, name: str) -> None:
-        from mindspeed.models.hf_files import HFReader
+        from mindspeed.models.hf_reader import HFReader
 
         (tmp_path / index).write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(SecurityError, match=index):

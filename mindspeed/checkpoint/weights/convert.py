@@ -38,7 +38,7 @@ from mindspeed.models.families import Family
 from mindspeed.models.hf_files import CONFIG
 from mindspeed.models.naming import Scheme
 from mindspeed.models.parallel_sizes import ParallelSizes
-from mindspeed.models.weight_source import Adapted, Weights, padded_vocab
+from mindspeed.models.weight_source import TransformedWeights, WeightSource, padded_vocab
 from mindspeed.storage import directory
 from mindspeed.storage.common_state import common_state
 from mindspeed.unpickle import check_relative
@@ -60,8 +60,8 @@ class Target:
         vocab_multiple: Each rank's rows of the vocabulary are a multiple of this; None keeps the
             source's padding where it fits.
         dtype: Type of the weights; None keeps theirs.
-        added_tokens: So many more tokens, each the mean of the others.
-        like: Hugging Face directory whose further keys and tokenizer go with a Hugging Face model.
+        added_tokens: Number of tokens to add; their embeddings are the mean of the others.
+        like: Hugging Face directory whose other keys and tokenizer go with a Hugging Face model.
         max_file_bytes: Largest size of a file with more than one tensor; None takes the format's.
         progress: Show a bar.
     """
@@ -84,7 +84,7 @@ def open_weights(
     step: int | None = None,
     like: str | None = None,
     mtp_num_layers: int | None = None,
-) -> Weights:
+) -> WeightSource:
     """The weights in a directory of any format.
 
     Args:
@@ -148,7 +148,7 @@ def holds_whole_weights(checkpoint: Path) -> bool:
     return is_legacy(checkpoint) or (checkpoint / ARGS).is_file()
 
 
-def convert(source: Weights, output: str | Path, target: Target) -> Weights:
+def convert(source: WeightSource, output: str | Path, target: Target) -> WeightSource:
     """Write a model in another format.
 
     Returns:
@@ -162,13 +162,13 @@ def convert(source: Weights, output: str | Path, target: Target) -> Weights:
     with tqdm(
         total=total, unit="B", unit_scale=True, desc=target.format, disable=not target.progress
     ) as bar:
-        weights = _adapted(source, target, bar.update)
+        weights = _transformed(source, target, bar.update)
         with _published(Path(output), target.format) as folder:
             _write(weights, folder, target)
     return weights
 
 
-def verify(written: Weights, output: str | Path, *, like: str | None = None) -> int:
+def verify(written: WeightSource, output: str | Path, *, like: str | None = None) -> int:
     """Read an output again and compare every parameter with what it was made of, byte for byte.
 
     Args:
@@ -182,8 +182,8 @@ def verify(written: Weights, output: str | Path, *, like: str | None = None) -> 
     Raises:
         CheckpointError: Names the first parameter that differs.
     """
-    further = getattr(written.args, "mtp_num_layers", None)
-    found = open_weights(output, like=like, mtp_num_layers=further)
+    mtp = getattr(written.args, "mtp_num_layers", None)
+    found = open_weights(output, like=like, mtp_num_layers=mtp)
     rows = {parameter.name: parameter.shape[0] for parameter in found.table}
     for parameter in written.table:
         if parameter.name not in rows:
@@ -202,12 +202,14 @@ def _same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return same and torch.equal(ours.contiguous().view(raw), theirs.contiguous().view(raw))
 
 
-def _adapted(source: Weights, target: Target, on_read: Callable[[int], object]) -> Weights:
-    """The source as the target wants it."""
+def _transformed(
+    source: WeightSource, target: Target, on_read: Callable[[int], object]
+) -> WeightSource:
+    """The source with the dtype, vocabulary and layer spec of the target."""
     padded = padded_vocab(
         source, target.added_tokens, target.vocab_multiple, target.parallel.tensor
     )
-    weights = Adapted(
+    weights = TransformedWeights(
         source,
         dtype=target.dtype,
         added_tokens=target.added_tokens,
@@ -221,7 +223,7 @@ def _adapted(source: Weights, target: Target, on_read: Callable[[int], object]) 
     return weights
 
 
-def _write(weights: Weights, folder: Path, target: Target) -> None:
+def _write(weights: WeightSource, folder: Path, target: Target) -> None:
     limit = target.max_file_bytes
     if target.format == "hf":
         write_hf(weights, folder, like=target.like, max_shard_bytes=limit or 5_000_000_000)

@@ -22,20 +22,14 @@ from mindspeed.models.families import (
     family_of_config,
     family_or_gpt,
 )
-from mindspeed.models.hf_files import (
-    CONFIG,
-    HFReader,
-    TensorSpec,
-    check_mtp,
-    read_config,
-    specs_of,
-    write_weights,
-)
+from mindspeed.models.hf_files import CONFIG, check_mtp, read_config
+from mindspeed.models.hf_reader import HFReader
+from mindspeed.models.hf_writer import TensorSpec, specs_of, write_weights
 from mindspeed.models.model_config import ModelConfig
 from mindspeed.models.naming import Scheme
 from mindspeed.models.table import Parameter
 from mindspeed.models.weight_shards import split
-from mindspeed.models.weight_source import Weights
+from mindspeed.models.weight_source import WeightSource
 
 # What belongs to a model beside its weights; copied as it is.
 COMPANIONS = (
@@ -73,7 +67,7 @@ def model_config(
     config = read_config(folder)
     family = family_of_config(config, where := str(folder / CONFIG))
     flags = family.read(config, where)
-    check_mtp(family.further_layers(config), mtp_num_layers, folder)
+    check_mtp(family.mtp_layers(config), mtp_num_layers, folder)
     tokenizer: dict[str, str] = {}
     if any((folder / name).is_file() for name in COMPANIONS[:3]):
         tokenizer["tokenizer_type"] = "HuggingFaceTokenizer"
@@ -86,7 +80,7 @@ def model_config(
     )
 
 
-class HFWeights(Weights):
+class HFWeights(WeightSource):
     """The model of a directory; everything that is wrong with its files is said at once.
 
     Args:
@@ -112,11 +106,11 @@ class HFWeights(Weights):
         self._reader = HFReader(folder, family.prefixes)
         for parameter in self.table:
             self._reader.check(parameter)
-        self.unused = self._reader.surplus(self.table, family.further_layers(config))
+        self.unused = self._reader.unused_tensors(self.table, family.mtp_layers(config))
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Type of its first source."""
-        return self._reader.dtype(parameter.sources[0])
+        return self._reader.dtype(parameter)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
         """The parameter, put together from its sources."""
@@ -124,7 +118,7 @@ class HFWeights(Weights):
 
 
 def write_hf(
-    weights: Weights, folder: Path, *, like: str | None = None, max_shard_bytes: int
+    weights: WeightSource, folder: Path, *, like: str | None = None, max_shard_bytes: int
 ) -> Family:
     """Write a directory that transformers loads.
 
@@ -163,7 +157,7 @@ def write_hf(
     return weights.family
 
 
-def _config(weights: Weights, base: dict[str, Any], companions: str | None) -> dict[str, Any]:
+def _config(weights: WeightSource, base: dict[str, Any], companions: str | None) -> dict[str, Any]:
     """``config.json``: the model by its flags, its special tokens, and what ``base`` says beyond.
 
     Keys of ``base`` that a codec reads are left out, also where no codec writes them: a size in

@@ -31,14 +31,14 @@ from mindspeed.models.parallel_sizes import (
     unshard,
 )
 from mindspeed.models.table import Parameter
-from mindspeed.models.weight_source import Weights
+from mindspeed.models.weight_source import WeightSource
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OUTPUT = "output_layer.weight"
 _STATE = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")  # nothing that is learned
 
 
-class LegacyWeights(Weights):
+class LegacyWeights(WeightSource):
     """The model of one checkpoint, its files mapped into memory.
 
     Args:
@@ -154,7 +154,7 @@ class LegacyWeights(Weights):
 
 
 def write_legacy(
-    weights: Weights,
+    weights: WeightSource,
     folder: Path,
     sizes: ParallelSizes,
     *,

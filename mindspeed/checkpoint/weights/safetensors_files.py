@@ -23,15 +23,16 @@ from mindspeed.checkpoint.state import stored_args
 from mindspeed.errors import CheckpointError
 from mindspeed.files import atomic_write_text
 from mindspeed.models.families import Family
-from mindspeed.models.hf_files import HFReader, specs_of, write_weights
+from mindspeed.models.hf_reader import HFReader
+from mindspeed.models.hf_writer import specs_of, write_weights
 from mindspeed.models.table import Parameter
 from mindspeed.models.weight_shards import Segment
-from mindspeed.models.weight_source import Weights
+from mindspeed.models.weight_source import WeightSource
 
 ARGS = "megatron.json"
 
 
-class SafetensorsWeights(Weights):
+class SafetensorsWeights(WeightSource):
     """The model of one directory of whole parameters.
 
     Args:
@@ -49,18 +50,18 @@ class SafetensorsWeights(Weights):
         own = [_by_its_own_name(parameter) for parameter in self.table]
         for parameter in own:
             self._reader.check(parameter)
-        self.unused = self._reader.surplus(own)
+        self.unused = self._reader.unused_tensors(own)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """As stored."""
-        return self._reader.dtype(parameter.name)
+        return self._reader.dtype(_by_its_own_name(parameter))
 
     def read(self, parameter: Parameter) -> torch.Tensor:
         """The parameter."""
         return self._reader.read(_by_its_own_name(parameter))
 
 
-def write_safetensors(weights: Weights, folder: Path, *, max_shard_bytes: int) -> None:
+def write_safetensors(weights: WeightSource, folder: Path, *, max_shard_bytes: int) -> None:
     """Write whole parameters into an existing directory."""
     specs = [
         spec

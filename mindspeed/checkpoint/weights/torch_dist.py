@@ -15,7 +15,7 @@ from mindspeed.files import atomic_write_text, atomic_writer
 from mindspeed.models.families import Family
 from mindspeed.models.naming import address, addresses
 from mindspeed.models.table import Parameter
-from mindspeed.models.weight_source import Weights
+from mindspeed.models.weight_source import WeightSource
 from mindspeed.storage.global_tensors import GlobalTensors, StoredTensor, write_tensors
 
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")  # the rest is the optimizer's
@@ -23,7 +23,7 @@ _LAYERS = ("decoder.", "mtp.")
 _STATE = (".local_tokens_per_expert",)  # of the training, not learned
 
 
-class TorchDistWeights(Weights):
+class TorchDistWeights(WeightSource):
     """The model of one checkpoint.
 
     Args:
@@ -68,7 +68,7 @@ class TorchDistWeights(Weights):
         raise CheckpointError(f"{self.where}: there is no tensor for {parameter.name}")
 
 
-def write_torch_dist(weights: Weights, folder: Path, *, max_file_bytes: int) -> None:
+def write_torch_dist(weights: WeightSource, folder: Path, *, max_file_bytes: int) -> None:
     """Write a checkpoint.
 
     Args:

@@ -1,0 +1,84 @@
+"""Weights from files that are no ``torch_dist`` checkpoint: Hugging Face, legacy, safetensors.
+
+They hold a whole model without an optimizer. Each rank reads the rows and columns of its shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.built_model import BuiltModel, TrainedModel
+from mindspeed.checkpoint.architecture import check_architecture
+from mindspeed.checkpoint.weights.convert import (
+    find_checkpoint,
+    holds_whole_weights,
+    open_weights,
+)
+from mindspeed.errors import CheckpointError
+from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
+from mindspeed.models.shape import shape_of
+from mindspeed.models.weight_source import TransformedWeights
+
+
+def needs_whole_stages(args: argparse.Namespace) -> bool:
+    """Whether ``--load`` must be read before FSDP shards the stages: it is no ``torch_dist``."""
+    return is_hf(args.load) or in_another_format(args.load, args.ckpt_step) is not None
+
+
+def load_weights(args: argparse.Namespace, model: BuiltModel) -> Path | None:
+    """Load the weights of ``--load``. Collective.
+
+    Returns:
+        Where they were read; None if ``--load`` is a ``torch_dist`` checkpoint, or nothing.
+
+    Raises:
+        CheckpointError: They belong to another model, or a tensor is missing.
+    """
+    if is_hf(args.load):
+        path = _load_hf(args, model)
+    elif (other := in_another_format(args.load, args.ckpt_step)) is not None:
+        path = _load_whole_weights(args, model, other)
+    else:
+        return None
+    if isinstance(model, TrainedModel):
+        model.optimizer.reload_model_params()
+    return path
+
+
+def in_another_format(root: str, step: int | None) -> Path | None:
+    """The checkpoint of ``--load`` if it is a legacy or safetensors one."""
+    found = find_checkpoint(Path(root), step)
+    return found if found is not None and holds_whole_weights(found) else None
+
+
+def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Path:
+    folder = folder_of(args.load)
+    unused = load_hf(args, model.modules, folder)
+    if dist.get_rank() == 0:
+        note = f"; not used: {', '.join(unused[:5])}" if unused else ""
+        print(f" loaded {folder} (Hugging Face){note}", flush=True)
+    return Path(folder)
+
+
+@torch.no_grad()
+def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint: Path) -> Path:
+    """Read one parameter at a time, whatever the parallel sizes of the files."""
+    source = open_weights(checkpoint)
+    check_architecture(args, source.args, str(checkpoint))
+    weights = TransformedWeights(source, padded_vocab=args.padded_vocab_size)
+    table = {parameter.name: parameter for parameter in weights.table}
+    for part in parts(model.modules, source.family, shape_of(args)):
+        if part.parameter.name not in table:  # of multi-token prediction
+            raise CheckpointError(
+                f"{checkpoint} has no {part.parameter.name}; leave out --mtp-num-layers"
+            )
+        whole = weights.read(table[part.parameter.name])
+        bounds = zip(part.start, part.data.shape, strict=True)
+        part.data.copy_(whole[tuple(slice(first, first + size) for first, size in bounds)])
+    if dist.get_rank() == 0:
+        print(f" loaded {checkpoint} (weights only)", flush=True)
+    return checkpoint
