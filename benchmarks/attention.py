@@ -37,10 +37,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from mindspeed.attention import Mask, Plan, Sizes, executor, figures, plan, zigzag
-from mindspeed.attention.figures import calls
-from mindspeed.attention.kernels import Softmax
-from mindspeed.attention.transport import run_together
+from mindspeed.attention import Mask, Plan, Sizes, cost_metrics, executor, plan, zigzag
+from mindspeed.attention.communication import run_in_one_process
+from mindspeed.attention.cost_metrics import calls_per_stage
+from mindspeed.attention.kernels import SoftmaxOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALGORITHMS = ("ring", "all_gather", "needed", "adaptive", "mesh", "ulysses")
@@ -137,7 +137,7 @@ def measure(name: str, mask: Mask, options: argparse.Namespace) -> Iterator[Row]
     yield Row(name, ONE, (alone,), (alone_back,), 1.0, 1.0, 1.0, 0.0, 1)
     for one, (forward, backward) in best.items():
         both = [a + b for a, b in zip(forward, backward, strict=True)]
-        price = None if one == TORCH_RING else figures(plans[one])
+        price = None if one == TORCH_RING else cost_metrics(plans[one])
         yield Row(
             name,
             one,
@@ -147,7 +147,7 @@ def measure(name: str, mask: Mask, options: argparse.Namespace) -> Iterator[Row]
             sum(both) / len(both) / max(both),
             1.0 if price is None else price.balance,
             received(one, plans, options) / 2**20,
-            0 if price is None else max(map(sum, zip(*calls(plans[one]), strict=True))),
+            0 if price is None else max(map(sum, zip(*calls_per_stage(plans[one]), strict=True))),
         )
 
 
@@ -171,7 +171,7 @@ def received(algorithm: str, plans: dict[str, Plan], options: argparse.Namespace
     if algorithm == TORCH_RING:  # gradients travel in fp32, all the way round
         width = 2 * options.groups * options.head_size
         return rows * width * ((ranks - 1) * 2 * itemsize + ranks * 4)
-    price = figures(plans[algorithm])
+    price = cost_metrics(plans[algorithm])
     both = zip(price.forward_bytes(sizes), price.backward_bytes(sizes), strict=True)
     return max(map(sum, both))
 
@@ -193,17 +193,17 @@ def run(one: Plan, options: argparse.Namespace, algorithm: str) -> tuple[list[fl
     if algorithm == "ulysses":
         heads, groups = heads // options.ranks, max(groups // options.ranks, 1)
     *qkv, dout = tensors(options, heads, groups)
-    softmax = Softmax(options.head_size**-0.5)
-    rows = [one.layout.positions(rank).to(options.device) for rank in range(one.ranks)]
+    softmax = SoftmaxOptions(options.head_size**-0.5)
+    rows = [one.sharding.positions(rank).to(options.device) for rank in range(one.ranks)]
     mine = [tuple(x[index] for x in qkv) for index in rows]
     clocks = [Clock(options.device) for _ in range(2 * one.ranks)]
-    forward = run_together(
+    forward = run_in_one_process(
         [
             clocks[rank].timed(executor.forward(one, rank, *mine[rank], softmax=softmax))
             for rank in range(one.ranks)
         ]
     )
-    run_together(
+    run_in_one_process(
         [
             clocks[one.ranks + rank].timed(
                 executor.backward(

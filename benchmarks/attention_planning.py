@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed.attention import Layout, Mask, figures, planners, zigzag
+from mindspeed.attention import Mask, SequenceSharding, cost_metrics, planners, zigzag
 from mindspeed.attention.plan import work_on
-from mindspeed.attention.planners.adaptive import adaptive_layout
+from mindspeed.attention.planners.adaptive import adaptive_sharding
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.attention import reference_planners as reference
@@ -72,26 +72,26 @@ def main() -> None:
 def measure(size: int, ranks: int, cap: int | None, repeats: int) -> dict[str, object]:
     """One kind of mask."""
     masks = [mask_of(pretraining(size, seed, cap)) for seed in range(SAMPLES)]
-    layouts, moves, prices = [], [], []
+    shardings, moves, prices = [], [], []
     for mask in masks:
-        layouts.append(best(repeats, lambda mask=mask: layout(mask, ranks)))
+        shardings.append(best(repeats, lambda mask=mask: layout(mask, ranks)))
         found = layout(mask, ranks)
         moves.append(best(repeats, lambda mask=mask, at=found: planners.needed_only(mask, at)))
-        prices.append(figures(planners.needed_only(mask, found)))
+        prices.append(cost_metrics(planners.needed_only(mask, found)))
     ring = size - size // ranks
     return {
         "tokens": size,
         "ranks": ranks,
         "documents": statistics.mean(len(mask.regions) for mask in masks),
-        "layout_ms": summary(layouts),
+        "layout_ms": summary(shardings),
         "moves_ms": summary(moves),
         "balance": statistics.mean(price.balance for price in prices),
-        "worst_rows": statistics.mean(max(price.fetched) / ring for price in prices),
-        "mean_rows": statistics.mean(sum(price.fetched) / ranks / ring for price in prices),
+        "worst_rows": statistics.mean(max(price.kv_received) / ring for price in prices),
+        "mean_rows": statistics.mean(sum(price.kv_received) / ranks / ring for price in prices),
     }
 
 
-PLANNERS: dict[str, Callable[[list[int], Mask, int], Layout]] = {
+PLANNERS: dict[str, Callable[[list[int], Mask, int], SequenceSharding]] = {
     "zigzag over everything": lambda lengths, mask, ranks: zigzag(mask.size, ranks),
     "zigzag in each document": lambda lengths, mask, ranks: reference.per_document(lengths, ranks),
     "torch, round robin of blocks": lambda lengths, mask, ranks: reference.ptrr(mask, ranks),
@@ -99,7 +99,7 @@ PLANNERS: dict[str, Callable[[list[int], Mask, int], Layout]] = {
         mask, ranks, 2048
     ),
     "min-heap of chunks of 512": lambda lengths, mask, ranks: reference.min_heap(mask, ranks, 512),
-    "adaptive": lambda lengths, mask, ranks: adaptive_layout(mask, ranks),
+    "adaptive": lambda lengths, mask, ranks: adaptive_sharding(mask, ranks),
 }
 
 
@@ -124,10 +124,10 @@ def compare(size: int, ranks: int, cap: int | None) -> None:
         )
 
 
-def layout(mask: Mask, ranks: int) -> Layout:
+def layout(mask: Mask, ranks: int) -> SequenceSharding:
     """Plan anew."""
-    adaptive_layout.cache_clear()
-    return adaptive_layout(mask, ranks)
+    adaptive_sharding.cache_clear()
+    return adaptive_sharding(mask, ranks)
 
 
 def best(repeats: int, work: Callable[[], object]) -> float:

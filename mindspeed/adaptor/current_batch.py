@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from mindspeed.adaptor import micro_batch
-from mindspeed.attention.megatron import PlanParams
-from mindspeed.attention.packed import (
-    Borders,
-    borders_of_samples,
-    borders_of_starts,
-    cut,
+from mindspeed.attention.megatron import PlanPackedSeqParams
+from mindspeed.attention.packed_batch import (
+    CuSeqlens,
+    cu_seqlens_of_samples,
+    cu_seqlens_of_starts,
+    shard,
 )
 from mindspeed.errors import ConfigError
 
@@ -34,7 +34,7 @@ from mindspeed.errors import ConfigError
 @dataclass(frozen=True)
 class _MicroBatch:
     ends: tuple[int, ...] | None = None
-    params: PlanParams | None = None
+    params: PlanPackedSeqParams | None = None
 
 
 _CURRENT: ContextVar[_MicroBatch] = ContextVar("micro-batch", default=_MicroBatch())  # noqa: B039
@@ -69,7 +69,7 @@ def get_actual_seq_len() -> list[int] | None:
 
 def generate_actual_seq_len(batch: Mapping[str, Any]) -> None:
     """:func:`set_actual_seq_len`: a document begins where ``batch["position_ids"]`` is 0."""
-    set_actual_seq_len(borders_of_starts(batch["position_ids"].cpu() == 0))
+    set_actual_seq_len(cu_seqlens_of_starts(batch["position_ids"].cpu() == 0))
 
 
 def shard_current_batch(batch: dict[str, Any]) -> dict[str, Any]:
@@ -102,14 +102,14 @@ def shard_current_batch(batch: dict[str, Any]) -> dict[str, Any]:
     assert packed is not None
     if positions is not None:
         rank = parallel_state.get_context_parallel_rank()
-        part["position_ids"] = cut(positions, packed, rank)
+        part["position_ids"] = shard(positions, packed, rank)
         params.packed = replace(packed, positions=part["position_ids"])
     _CURRENT.set(_MicroBatch(ends, params))
     return {**part, "attention_mask": None}
 
 
-def _cu_seqlens(ends: tuple[int, ...] | None, samples: int, size: int) -> Borders:
-    alone = borders_of_samples(samples, size)
+def _cu_seqlens(ends: tuple[int, ...] | None, samples: int, size: int) -> CuSeqlens:
+    alone = cu_seqlens_of_samples(samples, size)
     if ends is None:
         return alone
     if ends[-1] != samples * size:
@@ -143,6 +143,6 @@ def set_position_ids(position_ids: torch.Tensor) -> None:
     _CURRENT.set(_MicroBatch(current.ends, replace(current.params, packed=packed)))
 
 
-def current_params() -> PlanParams | None:
+def current_params() -> PlanPackedSeqParams | None:
     """The ``packed_seq_params`` of ``GPTModel.forward`` for scripts that pass none."""
     return _CURRENT.get().params

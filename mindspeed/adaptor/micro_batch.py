@@ -2,8 +2,8 @@
 
 Tensor-parallel rank 0 finds the documents in the tokens that it reads; inner pipeline stages read
 the data, too, for that. Each rank takes its shard of the micro-batch and puts documents, sharding
-and positions into ``PlanParams`` (:mod:`mindspeed.attention.megatron`), which Megatron passes to
-every layer (:mod:`mindspeed.adaptor.packed_seq_params`).
+and positions into ``PlanPackedSeqParams`` (:mod:`mindspeed.attention.megatron`), which Megatron
+passes to every layer (:mod:`mindspeed.adaptor.packed_seq_params`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mindspeed import device
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.attention.megatron import PlanParams
-    from mindspeed.attention.packed import Borders
+    from mindspeed.attention.megatron import PlanPackedSeqParams
+    from mindspeed.attention.packed_batch import CuSeqlens
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FullBatch:
 
     tensors: dict[str, torch.Tensor | None]
     position_ids: torch.Tensor | None
-    cu_seqlens: Borders | None
+    cu_seqlens: CuSeqlens | None
     seq_length: int
 
 
@@ -49,7 +49,7 @@ def read_batch(
     pre_process: bool,
     post_process: bool,
     shape: tuple[int, int] | None,
-    documents: Callable[[Any], Borders] | None = None,
+    documents: Callable[[Any], CuSeqlens] | None = None,
 ) -> FullBatch:
     """Read a micro-batch on tensor-parallel rank 0 and broadcast it. Collective over its group.
 
@@ -65,7 +65,11 @@ def read_batch(
     from megatron.core import parallel_state
 
     from mindspeed.adaptor.tp_broadcast import broadcast_batch
-    from mindspeed.attention.packed import borders_of_samples, borders_of_starts, starts_of
+    from mindspeed.attention.packed_batch import (
+        cu_seqlens_of_samples,
+        cu_seqlens_of_starts,
+        starts_of,
+    )
 
     names = [
         *(["tokens"] if pre_process else []),
@@ -78,12 +82,12 @@ def read_batch(
     if packed and group.size() > 1:
         names.append("starts")
     read: dict[str, torch.Tensor] | None = None
-    cu_seqlens: Borders | None = None
+    cu_seqlens: CuSeqlens | None = None
     if iterator is not None:
         read = seams.batch.pipe(dict(next(iterator)))
         if packed:
             tokens = read["tokens"]
-            samples_alone = borders_of_samples(*tokens.shape)
+            samples_alone = cu_seqlens_of_samples(*tokens.shape)
             found = documents(read) if documents else None
             cu_seqlens = found or seams.documents.pipe(samples_alone, tokens, tokenizer)
             read["starts"] = starts_of(cu_seqlens, len(tokens))
@@ -91,14 +95,14 @@ def read_batch(
     received, (samples, length) = broadcast_batch(read, names, shape, group, here)
     positions = None
     if packed and cu_seqlens is None:
-        cu_seqlens = borders_of_starts(received["starts"].cpu())
+        cu_seqlens = cu_seqlens_of_starts(received["starts"].cpu())
     elif pre_process and not packed:
         positions = torch.arange(length, device=here).repeat(samples, 1)
     wanted = {name: received.get(name) for name in ("tokens", "labels", "loss_mask")}
     return FullBatch(wanted, positions, cu_seqlens, length)
 
 
-def plan_batch(cu_seqlens: Borders, samples: int, *, reset_mask: bool) -> None:
+def plan_batch(cu_seqlens: CuSeqlens, samples: int, *, reset_mask: bool) -> None:
     """Compute sharding and attention plan of a micro-batch, for the caches that layers look up.
 
     On the host only, and without communication: a thread may do it while another one trains.
@@ -110,7 +114,7 @@ def plan_batch(cu_seqlens: Borders, samples: int, *, reset_mask: bool) -> None:
     """
     from megatron.core import parallel_state
 
-    from mindspeed.attention.packed import document_mask
+    from mindspeed.attention.packed_batch import document_mask
     from mindspeed.te import attention_policy
 
     inside = _attended(cu_seqlens, samples, reset_mask)
@@ -120,24 +124,24 @@ def plan_batch(cu_seqlens: Borders, samples: int, *, reset_mask: bool) -> None:
     )
     mask = mask or document_mask(inside)
     ranks = parallel_state.get_context_parallel_world_size()
-    strategy.plan(mask, strategy.layout(mask, ranks, samples))
+    strategy.plan(mask, strategy.sharding(mask, ranks, samples))
 
 
-def _attended(cu_seqlens: Borders, samples: int, reset_mask: bool) -> Borders:
+def _attended(cu_seqlens: CuSeqlens, samples: int, reset_mask: bool) -> CuSeqlens:
     """``cu_seqlens`` of the sequences that attention keeps apart."""
-    from mindspeed.attention.packed import borders_of_samples
+    from mindspeed.attention.packed_batch import cu_seqlens_of_samples
 
-    return cu_seqlens if reset_mask else borders_of_samples(samples, cu_seqlens[-1] // samples)
+    return cu_seqlens if reset_mask else cu_seqlens_of_samples(samples, cu_seqlens[-1] // samples)
 
 
 def shard_batch(
     batch: dict[str, Any],
-    cu_seqlens: Borders,
+    cu_seqlens: CuSeqlens,
     samples: int,
     *,
     reset_mask: bool,
     reset_positions: bool,
-) -> tuple[dict[str, Any], PlanParams]:
+) -> tuple[dict[str, Any], PlanPackedSeqParams]:
     """This context-parallel rank's shard of a micro-batch. No communication.
 
     Args:
@@ -152,8 +156,8 @@ def shard_batch(
     """
     from megatron.core import parallel_state
 
-    from mindspeed.attention.megatron import PlanParams
-    from mindspeed.attention.packed import cut, pack
+    from mindspeed.attention.megatron import PlanPackedSeqParams
+    from mindspeed.attention.packed_batch import pack, shard
     from mindspeed.te import attention_policy
 
     ranks = parallel_state.get_context_parallel_world_size()
@@ -170,6 +174,6 @@ def shard_batch(
         mask=attention_policy.sharding_mask(inside, samples),
         device=device.current().torch_device(),
     )
-    part = {name: None if x is None else cut(x, packed, rank) for name, x in batch.items()}
+    part = {name: None if x is None else shard(x, packed, rank) for name, x in batch.items()}
     part["position_ids"] = packed.positions
-    return part, PlanParams.of(packed)
+    return part, PlanPackedSeqParams.of(packed)

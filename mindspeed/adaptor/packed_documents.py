@@ -19,8 +19,8 @@ from mindspeed.adaptor.patch import Patch
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.attention.megatron import PlanParams
-    from mindspeed.attention.packed import Borders
+    from mindspeed.attention.megatron import PlanPackedSeqParams
+    from mindspeed.attention.packed_batch import CuSeqlens
 
 OWNER = "seam:documents"  # as seams.owner_of, which imports this module
 VERSIONS = ">=0.16"
@@ -110,7 +110,7 @@ def _broadcast(original: Callable[..., Any], seams: Seams) -> Callable[..., Any]
     return get_batch_on_this_tp_rank
 
 
-def _longest(cu_seqlens: Borders) -> int:
+def _longest(cu_seqlens: CuSeqlens) -> int:
     return max(end - start for start, end in itertools.pairwise(cu_seqlens))
 
 
@@ -122,7 +122,7 @@ def _shard(original: Callable[..., Any]) -> Callable[..., Any]:
         max_seqlen: torch.Tensor,
         cp_size: int | None = None,
         cp_rank: int | None = None,
-    ) -> tuple[dict[str, Any], PlanParams]:
+    ) -> tuple[dict[str, Any], PlanPackedSeqParams]:
         from megatron.training import get_args
 
         args = get_args()

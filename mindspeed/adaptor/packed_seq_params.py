@@ -1,8 +1,8 @@
 """Patches of the model for packed documents, whose ``packed_seq_params`` keep the layout ``sbhd``.
 
 Documents, sharding and positions of a micro-batch go through Megatron as ``packed_seq_params``
-(:class:`mindspeed.attention.megatron.PlanParams`). Megatron assumes layout ``thd`` wherever it gets
-this argument; that is replaced here:
+(:class:`mindspeed.attention.megatron.PlanPackedSeqParams`). Megatron assumes layout ``thd``
+wherever it gets this argument; that is replaced here:
 
 * rotary embeddings use the positions of the micro-batch instead of counting from 0;
 * multi-latent attention does not squeeze the batch dimension;
@@ -30,7 +30,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.te import is_substitute
 
 if TYPE_CHECKING:
-    from mindspeed.attention.packed import PackedBatch
+    from mindspeed.attention.packed_batch import PackedBatch
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 

@@ -2,8 +2,8 @@
 
     score(i, j) = scale * q_i k_j - slope * |i - j|
 
-Distances are those of the whole sequence, whoever holds its rows, so every rank needs the slopes of
-its own heads and nothing else: 4 bytes per head, where a bias as a tensor is ``heads * s * s``.
+Distances are those of the whole sequence under any sharding, so a rank needs only the slopes of its
+heads: 4 bytes per head, where a bias tensor has ``heads * s * s`` elements.
 Under a causal mask ``slope * (j - i)`` and ``slope * j`` (equal up to a constant of each row) give
 the same attention.
 
@@ -20,8 +20,8 @@ import torch
 def alibi_slopes(heads: int) -> list[float]:
     """Slopes of all heads of a model.
 
-    ``2^(-8k/n)`` for a power of two; other numbers take those of the power of two below, then every
-    second one of the power above.
+    ``2^(-8k/n)`` for a power of two n; other numbers use those of the next smaller power of two,
+    then every second one of the next larger power.
 
     Args:
         heads: Query heads of the whole model.
@@ -33,15 +33,15 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def alibi_bias(slopes: torch.Tensor, queries: int, keys: int, root: bool = False) -> torch.Tensor:
-    """``-slope * |i - j|`` written out, ``[1, heads, queries, keys]`` in fp32.
+    """The bias ``-slope * |i - j|`` as a tensor ``[1, heads, queries, keys]`` in fp32.
 
-    The last query stands at the last key, so that it also serves a query with cached keys.
+    The last query is at the position of the last key, as with cached keys in decoding.
 
     Args:
-        slopes: One slope for each head, fp32.
+        slopes: ``[heads]`` fp32.
         queries: Number of queries.
         keys: Number of keys.
-        root: Take the square root of distances.
+        root: Use the square root of the distances.
     """
     at_key = torch.arange(keys, device=slopes.device)
     at_query = torch.arange(keys - queries, keys, device=slopes.device)

@@ -1,21 +1,22 @@
-"""Prove that a plan computes its mask: every pair once, with rows that are there.
+"""Prove that a plan is correct: it computes every pair of its mask exactly once, with rows that the
+rank holds at that moment, and every gradient reaches the owner of its row.
 
-Run by the tests for every planner, and before the first use of a plan with
-``MINDSPEED_CHECK_PLAN=1``.
+The tests run it for every planner; with ``MINDSPEED_CHECK_PLAN=1`` it runs before the first use of
+a plan (:mod:`~mindspeed.attention.plan_verification`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed.attention.layout import Range, Ranges, length, union, without
 from mindspeed.attention.mask import Region
-from mindspeed.attention.plan import OWN, Move, Plan, Stage, kept
+from mindspeed.attention.plan import OWN, Plan, Stage, Transfer, saved_buffer
+from mindspeed.attention.sequence_sharding import Range, Ranges, length, union, without
 from mindspeed.errors import ConfigError
 
 
 class PlanError(ConfigError):
-    """A plan is wrong; nothing was computed."""
+    """A plan is wrong; it was not executed."""
 
 
 def check(plan: Plan) -> None:
@@ -34,10 +35,10 @@ def check(plan: Plan) -> None:
 
 
 def check_area(plan: Plan) -> None:
-    """Compare only the number of pairs with the mask's.
+    """Compare only the number of pairs with that of the mask.
 
     Raises:
-        PlanError: There are too many or too few.
+        PlanError: The numbers differ.
     """
     wanted = plan.mask.area()
     for name, stages in (("forward", plan.forward), ("backward", plan.backward)):
@@ -49,9 +50,9 @@ def check_area(plan: Plan) -> None:
 
 
 def _owners(plan: Plan) -> None:
-    pieces = sorted(part for own in plan.layout.segments for part in own)
+    segments = sorted(part for own in plan.sharding.segments for part in own)
     at = 0
-    for a, b in pieces:
+    for a, b in segments:
         if a != at or b <= a:
             raise PlanError(f"{plan.algorithm}: position {min(a, at)} has no owner or two")
         at = b
@@ -92,20 +93,20 @@ def _common(one: Region, other: Region) -> Region | None:
 
 
 def _rows(plan: Plan, name: str, stages: Sequence[Stage]) -> None:
-    own = plan.layout.segments
+    own = plan.sharding.segments
     for number, stage in enumerate(stages):
-        travels = stage.fetch or stage.queries
-        if travels and not 0 <= stage.posted < number:
+        sends = stage.kv or stage.q
+        if sends and not 0 <= stage.posted < number:
             raise PlanError(f"{plan.algorithm}: {name} {number} is posted at {stage.posted}")
-        for move in stage.fetch:
-            there = _buffer(plan, name, stages, move, stage.posted)
-            if lacking := without(move.ranges, there):
-                raise PlanError(f"{plan.algorithm}: {name} {number}: {move} lacks {lacking}")
-        for move in stage.queries:
-            if lacking := without(move.ranges, own[move.src]):
-                raise PlanError(f"{plan.algorithm}: {name} {number}: {move} lacks {lacking}")
+        for transfer in stage.kv:
+            there = _buffer(plan, name, stages, transfer, stage.posted)
+            if lacking := without(transfer.ranges, there):
+                raise PlanError(f"{plan.algorithm}: {name} {number}: {transfer} lacks {lacking}")
+        for transfer in stage.q:
+            if lacking := without(transfer.ranges, own[transfer.src]):
+                raise PlanError(f"{plan.algorithm}: {name} {number}: {transfer} lacks {lacking}")
         for rank, regions in enumerate(stage.work):
-            queries = [own[rank], _ranges(stage.asked(rank))]
+            queries = [own[rank], _ranges(stage.q_to(rank))]
             keys = [own[rank], *_keys(plan, name, stage, rank)]
             for region in regions:
                 if _lacking((region.q0, region.q1), queries):
@@ -117,46 +118,48 @@ def _rows(plan: Plan, name: str, stages: Sequence[Stage]) -> None:
 
 
 def _keys(plan: Plan, name: str, stage: Stage, rank: int) -> list[Ranges]:
-    """What lies in a rank's buffers: each region takes its keys from one of them."""
-    arrived = _ranges(stage.arriving(rank))
-    kept_keys = [_ranges(plan.forward[t].arriving(rank)) for t in plan.kept_keys]
+    """Buffers of received and of saved keys of a rank; a region takes its keys from one."""
+    arrived = _ranges(stage.kv_to(rank))
+    kept_keys = [_ranges(plan.forward[t].kv_to(rank)) for t in plan.saved_k]
     if stage.values_only and arrived and arrived not in kept_keys:
         raise PlanError(f"{plan.algorithm}: rank {rank} has not kept the keys of {arrived}")
-    kept_rows = plan.kept if name == "backward" else ()
-    return [arrived, *(_ranges(plan.forward[t].arriving(rank)) for t in kept_rows)]
+    kept_rows = plan.saved_kv if name == "backward" else ()
+    return [arrived, *(_ranges(plan.forward[t].kv_to(rank)) for t in kept_rows)]
 
 
 def _lacking(wanted: Range, buffers: Sequence[Ranges]) -> bool:
     return all(without([wanted], there) for there in buffers)
 
 
-def _buffer(plan: Plan, name: str, stages: Sequence[Stage], move: Move, posted: int) -> Ranges:
-    if move.buffer == OWN:
-        return plan.layout.segments[move.src]
-    for stage in plan.kept if name == "backward" else ():
-        if move.buffer == kept(stage):
-            return _ranges(plan.forward[stage].arriving(move.src))
-    if 0 <= move.buffer <= posted:
-        return _ranges(stages[move.buffer].arriving(move.src))
+def _buffer(
+    plan: Plan, name: str, stages: Sequence[Stage], transfer: Transfer, posted: int
+) -> Ranges:
+    if transfer.buffer == OWN:
+        return plan.sharding.segments[transfer.src]
+    for stage in plan.saved_kv if name == "backward" else ():
+        if transfer.buffer == saved_buffer(stage):
+            return _ranges(plan.forward[stage].kv_to(transfer.src))
+    if 0 <= transfer.buffer <= posted:
+        return _ranges(stages[transfer.buffer].kv_to(transfer.src))
     return ()
 
 
-def _ranges(moves: Sequence[Move]) -> Ranges:
-    return tuple(part for move in moves for part in move.ranges)
+def _ranges(transfers: Sequence[Transfer]) -> Ranges:
+    return tuple(part for transfer in transfers for part in transfer.ranges)
 
 
 def _gradients(plan: Plan) -> None:
-    """Follow the key rows of all pairs home."""
+    """Follow the gradient of every key from the ranks that compute it to its owner."""
     held: list[list[Range]] = [[] for _ in range(plan.ranks)]
     for number, stage in enumerate(plan.backward):
         for rank, regions in enumerate(stage.work):
             keys = ((region.k0, region.k1) for region in regions)
-            held[rank] += without(keys, plan.layout.segments[rank])
+            held[rank] += without(keys, plan.sharding.segments[rank])
         arriving: list[list[Range]] = [[] for _ in range(plan.ranks)]
-        for move in stage.give:
-            # Rows that nobody looked at travel as zeros.
-            held[move.src] = list(without(held[move.src], move.ranges))
-            arriving[move.dst] += without(move.ranges, plan.layout.segments[move.dst])
+        for transfer in stage.dkv:
+            # Rows without a gradient are sent as zeros.
+            held[transfer.src] = list(without(held[transfer.src], transfer.ranges))
+            arriving[transfer.dst] += without(transfer.ranges, plan.sharding.segments[transfer.dst])
         for rank, ranges in enumerate(arriving):
             held[rank] += ranges
         stale = [

@@ -1,9 +1,9 @@
-"""Run a plan: one rank's forward and backward pass as generators.
+"""Executes a plan: the forward and the backward pass of one rank, as generators.
 
-Every rank holds rows ``[t, n, d]`` in the order of its layout. While the work of a stage runs, the
-next rows travel. Partial outputs are merged by their log-sum-exp and gradients of a rank's own rows
-are added up, both in fp32, in the order of the plan and never in that of arrival: a run can be
-repeated bit for bit.
+Every rank holds rows ``[t, n, d]`` in the order of its sharding. While a stage computes, the rows
+of the next one are sent. Partial outputs are merged by their log-sum-exp and gradients of own rows
+are accumulated, both in fp32, in the order of the plan and never of arrival, so that a run is
+reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -15,97 +15,104 @@ from typing import Any
 import torch
 
 from mindspeed.attention import kernels
-from mindspeed.attention.accumulate import KeyGradients, PartialOutputs, QueryGradients, with_sink
-from mindspeed.attention.plan import OWN, Plan, kept
-from mindspeed.attention.program import Direction, Program, Transfer, program
-from mindspeed.attention.transport import Post, Steps
-from mindspeed.attention.wire import KeyValueShape, pack
-
-ASKED = 0
-"""Buffer of the queries that arrived in a stage."""
+from mindspeed.attention.communication import Exchange, ExchangeGenerator
+from mindspeed.attention.compiled_plan import CompiledPlan, Direction, RankExchange
+from mindspeed.attention.merge import KVGradients, PartialOutputs, QueryGradients, with_sink
+from mindspeed.attention.packing import PackedKVShape, pack
+from mindspeed.attention.plan import OWN, Plan, saved_buffer
+from mindspeed.attention.plan_compiler import RECEIVED_QUERIES, compile_plan
 
 
 @dataclass
 class Traffic:
-    """What one rank received and sent, and its operator calls; compared with the plan's figures."""
+    """Bytes one rank received and sent, messages, operator calls; equal to the cost metrics."""
 
     received: int = 0
     sent: int = 0
     messages: int = 0
     calls: int = 0
 
-    def count(self, post: Post) -> None:
-        """Add an exchange; bytes."""
-        row = post.rows.shape[1] * post.rows.itemsize
-        self.sent += sum(rows for _, rows in post.sends) * row
-        self.received += sum(rows for _, rows in post.receives) * row
-        self.messages += len(post.receives)
+    def count(self, exchange: Exchange) -> None:
+        """Add an exchange."""
+        row = exchange.rows.shape[1] * exchange.rows.itemsize
+        self.sent += sum(rows for _, rows in exchange.sends) * row
+        self.received += sum(rows for _, rows in exchange.receives) * row
+        self.messages += len(exchange.receives)
 
 
 @dataclass
-class _Traveller:
-    """One rank on its way through a pass: its buffers and exchanges."""
+class _RankState:
+    """Buffers and pending exchanges of one rank during a pass.
+
+    Attributes:
+        own_kv: Own keys and values, packed ``[t, width]``.
+        q: What is sent of own queries, packed ``[t, columns]``.
+        saved: Of the forward pass, by stage.
+        received_q: What other ranks sent of their queries for the current stage.
+    """
 
     plan: Plan
     rank: int
     direction: Direction
-    own: torch.Tensor  # packed keys and values
-    shape: KeyValueShape
-    queries: torch.Tensor  # packed
-    softmax: kernels.Softmax
+    own_kv: torch.Tensor
+    shape: PackedKVShape
+    q: torch.Tensor
+    softmax: kernels.SoftmaxOptions
     traffic: Traffic
-    saved: dict[int, torch.Tensor] = field(default_factory=dict)  # of the forward pass, by stage
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.program = _compiled(self.plan, self.rank, self.direction, self.softmax)
-        kept_keys = {kept(stage) for stage in self.plan.kept_keys}
-        saved = {kept(stage): rows for stage, rows in self.saved.items()}
-        self.kept_keys = {buffer: saved.pop(buffer) for buffer in kept_keys if buffer in saved}
-        self.buffers: dict[int, torch.Tensor] = {OWN: self.own, **saved}
-        self.asked: torch.Tensor | None = None
-        self._tickets: dict[tuple[int, bool], Any] = {}
+        self.compiled = _compiled(self.plan, self.rank, self.direction, self.softmax)
+        k_buffers = {saved_buffer(stage) for stage in self.plan.saved_k}
+        saved = {saved_buffer(stage): rows for stage, rows in self.saved.items()}
+        self.saved_k = {buffer: saved.pop(buffer) for buffer in k_buffers if buffer in saved}
+        self.buffers: dict[int, torch.Tensor] = {OWN: self.own_kv, **saved}
+        self.received_q: torch.Tensor | None = None
+        self._handles: dict[tuple[int, str], Any] = {}
 
     def begin(self, number: int) -> Generator[Any, Any, None]:
-        """Wait for what a step works with and start what later ones need."""
-        step = self.program.steps[number]
-        self.asked = None
-        if step.fetch is not None:
-            rows = yield self._tickets.pop((number, False))
-            if step.keys is not None:
-                rows = torch.cat((self.kept_keys[step.keys], rows), 1)
+        """Wait for the exchanges of a stage and start those of later stages."""
+        stage = self.compiled.stages[number]
+        self.received_q = None
+        if stage.kv is not None:
+            rows = yield self._handles.pop((number, "kv"))
+            if stage.saved_keys is not None:
+                rows = torch.cat((self.saved_k[stage.saved_keys], rows), 1)
             self.buffers[number] = rows
-        if step.ask is not None:
-            self.asked = yield self._tickets.pop((number, True))
-        for later in step.starts:
-            other = self.program.steps[later]
-            if other.fetch is not None:
-                source = self.buffers[other.fetch.buffer]
-                if self.direction == "backward" and self.values_only(later):
-                    source = source[:, self.shape.border :]
-                ticket = yield self.post(other.fetch, other.fetch.take.take(source))
-                self._tickets[later, False] = ticket
-            if other.ask is not None:
-                rows = other.ask.take.take(self.queries)
-                self._tickets[later, True] = yield self.post(other.ask, rows)
+        if stage.q is not None:
+            self.received_q = yield self._handles.pop((number, "q"))
+        for later in stage.starts:
+            other = self.compiled.stages[later]
+            if other.kv is not None:
+                source = self.buffers[other.kv.buffer]
+                if self.direction == "backward" and self.plan.backward[later].values_only:
+                    source = source[:, self.shape.key_width :]
+                handle = yield self.exchange(other.kv, other.kv.send_rows.select(source))
+                self._handles[later, "kv"] = handle
+            if other.q is not None:
+                rows = other.q.send_rows.select(self.q)
+                self._handles[later, "q"] = yield self.exchange(other.q, rows)
 
-    def values_only(self, number: int) -> bool:
-        return self.plan.backward[number].values_only
-
-    def post(self, transfer: Transfer, rows: torch.Tensor, *, home: bool = False) -> Post:
-        post = Post(
-            transfer.tag, transfer.collective, rows, transfer.sends, transfer.receives, home
+    def exchange(
+        self, exchange: RankExchange, rows: torch.Tensor, *, to_owner: bool = False
+    ) -> Exchange:
+        """What to yield to start an exchange of ``rows`` ``[rows, columns]``."""
+        started = Exchange(
+            exchange.tag, exchange.collective, rows, exchange.sends, exchange.receives, to_owner
         )
-        self.traffic.count(post)
-        return post
+        self.traffic.count(started)
+        return started
 
-    def end(self, number: int) -> dict[int, torch.Tensor]:
-        """Let go of buffers that no later step needs; which ones."""
-        over = [buffer for buffer in self.program.steps[number].ends if buffer in self.buffers]
-        return {buffer: self.buffers.pop(buffer) for buffer in over}
+    def pop_unused(self, number: int) -> dict[int, torch.Tensor]:
+        """Pop and return the buffers whose last use was this stage."""
+        unused = [b for b in self.compiled.stages[number].frees if b in self.buffers]
+        return {buffer: self.buffers.pop(buffer) for buffer in unused}
 
 
-def _compiled(plan: Plan, rank: int, direction: Direction, softmax: kernels.Softmax) -> Program:
-    return program(plan, rank, direction, positions=softmax.slopes is not None)
+def _compiled(
+    plan: Plan, rank: int, direction: Direction, softmax: kernels.SoftmaxOptions
+) -> CompiledPlan:
+    return compile_plan(plan, rank, direction, positions=softmax.slopes is not None)
 
 
 def forward(
@@ -115,66 +122,75 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    softmax: kernels.Softmax,
+    softmax: kernels.SoftmaxOptions,
     sink: torch.Tensor | None = None,
     traffic: Traffic | None = None,
-) -> Steps[tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]]:
-    """The forward pass.
+) -> ExchangeGenerator[tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]]:
+    """The forward pass of one rank.
 
     Args:
-        plan: What to do.
+        plan: Of all ranks.
         rank: This rank.
-        q: Its queries ``[t, n, d]``.
-        k: Its keys ``[t, g, d]``.
-        v: Its values ``[t, g, d_v]``.
-        softmax: Scale, bias and dropout; the backward pass needs the object of the forward pass.
-        sink: ``[n]`` score of a key without a value.
-        traffic: Counts what travels.
+        q: Own queries ``[t, n, d]``.
+        k: Own keys ``[t, g, d]``.
+        v: Own values ``[t, g, d_v]``.
+        softmax: Scale, bias and dropout; pass the same object to :func:`backward`.
+        sink: Score of a key without a value, ``[n]``.
+        traffic: Counts what is sent and received.
 
     Returns:
-        Output ``[t, n, d_v]`` in the dtype of q, log-sum-exp ``[t, n]``, and what is kept for the
-        backward pass: packed keys and values, or keys, by stage.
+        Output ``[t, n, d_v]`` in the dtype of q, log-sum-exp ``[t, n]`` in the wide dtype, and by
+        stage what is saved for backward: packed keys and values ``[rows, width]``, or keys.
     """
-    shape, traffic = KeyValueShape.of(k, v), traffic or Traffic()
-    if (only := _compiled(plan, rank, "forward", softmax).only) is not None:
+    shape, traffic = PackedKVShape.of(k, v), traffic or Traffic()
+    if (only := _compiled(plan, rank, "forward", softmax).single_call) is not None:
         traffic.calls += 1
-        out, lse = kernels.forward(q, k, v, only.pack, softmax)
+        out, lse = kernels.forward(q, k, v, only.batch, softmax)
         return *with_sink(out, lse, sink), {}
-    here = _Traveller(plan, rank, "forward", pack(k, v), shape, q.flatten(1), softmax, traffic)
-    own, saved = PartialOutputs.start(q, v.shape[2], softmax.fused_merge), {}
-    returning = None
-    for number, step in enumerate(here.program.steps):
-        yield from here.begin(number)
-        work = {OWN: own}
-        if here.asked is not None:
-            theirs = here.asked.unflatten(1, q.shape[1:])
-            work[ASKED] = PartialOutputs.start(theirs, v.shape[2], softmax.fused_merge)
-        for call in step.calls:
-            keys, values = shape.unpack(call.columns.take(here.buffers[call.keys]))
-            target = work[call.queries]
-            part = kernels.forward(call.rows.take(target.q), keys, values, call.pack, softmax)
-            target.merge(call.rows, *part, first=call.first)
-        traffic.calls += len(step.calls)
+    state = _RankState(plan, rank, "forward", pack(k, v), shape, q.flatten(1), softmax, traffic)
+    own, saved = PartialOutputs.empty(q, v.shape[2], softmax.fused_merge), {}
+    returning: Any = None  # handle of the outputs of own queries that other ranks computed
+    for number, stage in enumerate(state.compiled.stages):
+        yield from state.begin(number)
+        outputs = {OWN: own}
+        if state.received_q is not None:
+            received = state.received_q.unflatten(1, q.shape[1:])
+            outputs[RECEIVED_QUERIES] = PartialOutputs.empty(
+                received, v.shape[2], softmax.fused_merge
+            )
+        for call in stage.calls:
+            keys, values = shape.unpack(call.k_rows.select(state.buffers[call.keys]))
+            target = outputs[call.queries]
+            queries = call.q_rows.select(target.q)
+            part = kernels.forward(queries, keys, values, call.batch, softmax)
+            target.merge(call.q_rows, *part, first=call.first)
+        traffic.calls += len(stage.calls)
         if returning is not None:
-            own.take(here.program.steps[number - 1], (yield returning))
+            own.merge_received(_q(state, number - 1), (yield returning))
         returning = None
-        if step.ask is not None:
-            done = work[ASKED]
+        if stage.q is not None:
+            done = outputs[RECEIVED_QUERIES]
             rows = pack(done.out.to(q.dtype), done.lse)
-            returning = yield here.post(_home(step.ask), rows, home=True)
-        for buffer, rows in here.end(number).items():
-            if buffer in plan.kept:
+            returning = yield state.exchange(_results_of(stage.q), rows, to_owner=True)
+        for buffer, rows in state.pop_unused(number).items():
+            if buffer in plan.saved_kv:
                 saved[buffer] = rows
-            elif buffer in plan.kept_keys:
-                saved[buffer] = rows[:, : shape.border].clone()
+            elif buffer in plan.saved_k:
+                saved[buffer] = rows[:, : shape.key_width].clone()
     if returning is not None:
-        own.take(here.program.steps[-1], (yield returning))
+        own.merge_received(_q(state, -1), (yield returning))
     out, lse = own.with_sink(sink)
     return out.to(q.dtype), lse, saved
 
 
-def _home(ask: Transfer) -> Transfer:
-    return ask.returned(ask.tag + 2)
+def _q(state: _RankState, number: int) -> RankExchange:
+    exchange = state.compiled.stages[number].q
+    assert exchange is not None
+    return exchange
+
+
+def _results_of(q: RankExchange) -> RankExchange:
+    return q.reversed(q.tag + 2)
 
 
 def backward(
@@ -188,68 +204,73 @@ def backward(
     lse: torch.Tensor,
     saved: dict[int, torch.Tensor],
     *,
-    softmax: kernels.Softmax,
+    softmax: kernels.SoftmaxOptions,
     traffic: Traffic | None = None,
-) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The backward pass: gradients of q, k and v.
+) -> ExchangeGenerator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The backward pass of one rank.
 
     Args:
-        plan: What to do.
+        plan: Of all ranks.
         rank: This rank.
-        dout: Gradient of the output.
-        q: As in the forward pass.
-        k: As in the forward pass.
-        v: As in the forward pass.
-        out: What the forward pass returned.
-        lse: What the forward pass returned.
-        saved: What the forward pass kept.
-        softmax: Scale, bias and dropout; the backward pass needs the object of the forward pass.
-        traffic: Counts what travels.
+        dout: Gradient of the output ``[t, n, d_v]``.
+        q: Own queries ``[t, n, d]``.
+        k: Own keys ``[t, g, d]``.
+        v: Own values ``[t, g, d_v]``.
+        out: Output of the forward pass ``[t, n, d_v]``.
+        lse: Log-sum-exp of the forward pass ``[t, n]``.
+        saved: What the forward pass saved.
+        softmax: The object of the forward pass.
+        traffic: Counts what is sent and received.
+
+    Returns:
+        Gradients of q ``[t, n, d]``, k ``[t, g, d]`` and v ``[t, g, d_v]``, in their dtypes.
     """
-    shape, traffic = KeyValueShape.of(k, v), traffic or Traffic()
-    if (only := _compiled(plan, rank, "backward", softmax).only) is not None:
+    shape, traffic = PackedKVShape.of(k, v), traffic or Traffic()
+    if (only := _compiled(plan, rank, "backward", softmax).single_call) is not None:
         traffic.calls += 1
-        dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, only.pack, softmax)
+        dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, only.batch, softmax)
         return dq, dk, dv
-    travels = any(stage.queries for stage in plan.backward)
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) if travels else lse
-    here = _Traveller(
-        plan, rank, "backward", pack(k, v), shape, pack(q, dout, lse, delta) if travels else q,
+    sends_q = any(stage.q for stage in plan.backward)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) if sends_q else lse
+    state = _RankState(
+        plan, rank, "backward", pack(k, v), shape, pack(q, dout, lse, delta) if sends_q else q,
         softmax, traffic, saved,
     )  # fmt: skip
-    sums = KeyGradients(lse.new_zeros(k.shape[0], shape.width), shape, here.program.sums, k.dtype)
+    dkv = KVGradients(
+        lse.new_zeros(k.shape[0], shape.width), shape, state.compiled.gradient_rows, k.dtype
+    )
     own = QueryGradients(dout, q, out, lse)
-    giving = returning = None
-    for number, step in enumerate(here.program.steps):
-        yield from here.begin(number)
-        work = {OWN: own}
-        if here.asked is not None:
-            work[ASKED] = QueryGradients.arrived(here.asked, own)
-        for call in step.calls:
-            keys, values = shape.unpack(call.columns.take(here.buffers[call.keys]))
-            target = work[call.queries]
+    sending_dkv: Any = None  # handles of what is on the way to the owners
+    returning: Any = None
+    for number, stage in enumerate(state.compiled.stages):
+        yield from state.begin(number)
+        gradients = {OWN: own}
+        if state.received_q is not None:
+            gradients[RECEIVED_QUERIES] = QueryGradients.of_received(state.received_q, own)
+        for call in stage.calls:
+            keys, values = shape.unpack(call.k_rows.select(state.buffers[call.keys]))
+            target = gradients[call.queries]
             dout_, q_, out_, lse_ = (
-                call.rows.take(x) for x in (target.dout, target.q, target.out, target.lse)
+                call.q_rows.select(x) for x in (target.dout, target.q, target.out, target.lse)
             )
-            dq, dk, dv = kernels.backward(dout_, q_, keys, values, out_, lse_, call.pack, softmax)
-            call.rows.add(target.dq, dq)
-            sums.add(call.keys, call.columns, dk, dv)
-        traffic.calls += len(step.calls)
-        before = here.program.steps[number - 1]
-        if giving is not None:
-            sums.take(before, (yield giving))
+            dq, dk, dv = kernels.backward(dout_, q_, keys, values, out_, lse_, call.batch, softmax)
+            call.q_rows.add_to(target.dq, dq)
+            dkv.add(call.keys, call.k_rows, dk, dv)
+        traffic.calls += len(stage.calls)
+        if sending_dkv is not None:
+            dkv.add_received(state.compiled.stages[number - 1], (yield sending_dkv))
         if returning is not None:
-            own.take(before, (yield returning))
-        giving = returning = None
-        if step.give is not None:
-            giving = yield here.post(step.give, sums.give(step.give), home=True)
-        if step.ask is not None:
-            rows = work[ASKED].dq.to(q.dtype).flatten(1)
-            returning = yield here.post(_home(step.ask), rows, home=True)
-        here.end(number)
-    if giving is not None:
-        sums.take(here.program.steps[-1], (yield giving))
+            own.add_received(_q(state, number - 1), (yield returning))
+        sending_dkv = returning = None
+        if stage.dkv is not None:
+            sending_dkv = yield state.exchange(stage.dkv, dkv.to_send(stage.dkv), to_owner=True)
+        if stage.q is not None:
+            rows = gradients[RECEIVED_QUERIES].dq.to(q.dtype).flatten(1)
+            returning = yield state.exchange(_results_of(stage.q), rows, to_owner=True)
+        state.pop_unused(number)
+    if sending_dkv is not None:
+        dkv.add_received(state.compiled.stages[-1], (yield sending_dkv))
     if returning is not None:
-        own.take(here.program.steps[-1], (yield returning))
-    dk, dv = shape.unpack(sums.of(OWN))
+        own.add_received(_q(state, -1), (yield returning))
+    dk, dv = shape.unpack(dkv.of(OWN))
     return own.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

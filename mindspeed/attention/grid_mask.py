@@ -30,7 +30,7 @@ def generate_adaptive_cp_grid_mask_by_user(cp_size: int) -> Any:
 def generate_adaptive_cp_mask_list_by_user(
     seq_order: list[int], scheduling: list[list[int]], cp_rank: int, cp_size: int
 ) -> list[torch.Tensor | None] | None:
-    """Replace this where parts see each other in part: a rank's tiles, True is hidden.
+    """Replace this where parts see each other in part: a rank's tiles, True is masked.
 
     Args:
         seq_order: The order of tokens: as they are.

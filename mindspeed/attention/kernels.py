@@ -1,7 +1,7 @@
-"""Attention of a pack of pieces on whatever device: calls of :mod:`mindspeed.ops.attention`.
+"""Attention over a :class:`VarlenBatch` on any device: calls of :mod:`mindspeed.ops.attention`.
 
-One piece is a call of its own, several are one call with packed sequences. The backward of a pack
-gets the final output and log-sum-exp of its queries; partial gradients then just add up.
+One sequence is a plain call, several are one varlen call (``TND``). The backward pass gets the
+final output and log-sum-exp of the queries, so that the partial gradients of all calls add up.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mindspeed.attention.calls import CAUSAL as CAUSAL_BAND
-from mindspeed.attention.calls import WHOLE, Pack
 from mindspeed.attention.mask import INF
+from mindspeed.attention.varlen_batches import CAUSAL as CAUSAL_BAND
+from mindspeed.attention.varlen_batches import FULL, VarlenBatch
 from mindspeed.errors import ConfigError
 from mindspeed.ops import _philox
 from mindspeed.ops._attention_problem import ALIBI, Problem
@@ -21,46 +21,46 @@ from mindspeed.ops.attention import ATTENTION, ATTENTION_BACKWARD
 
 
 @dataclass(frozen=True)
-class Softmax:
-    """What happens between scores and probabilities.
+class SoftmaxOptions:
+    """Options of the softmax.
 
     Attributes:
         scale: Factor on the scores.
         slopes: ALiBi: fp32 ``[n]``, ``-slope * |i - j|`` is added to the scaled scores.
-        dropout: Probability of dropping a probability.
-        fused_merge: Partial outputs are merged by one operator.
-        draws: The random numbers of each call, drawn in the forward pass.
+        dropout: Dropout rate of the attention probabilities.
+        fused_merge: Merge partial outputs with one fused operator.
+        draws: Philox seed and offset of each call, reserved in the forward pass.
     """
 
     scale: float
     slopes: torch.Tensor | None = None
     dropout: float = 0.0
     fused_merge: bool = False
-    draws: dict[Pack, torch.Tensor] = field(default_factory=dict)
+    draws: dict[VarlenBatch, torch.Tensor] = field(default_factory=dict)
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pack: Pack, softmax: Softmax
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: VarlenBatch, softmax: SoftmaxOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend in all pieces of a pack: one operator call.
+    """Attend in all sequences of a batch: one operator call.
 
     Args:
-        q: Their queries one behind the other ``[rows, n, d]``.
-        k: Their keys ``[cols, g, d]``.
-        v: Their values ``[cols, g, d_v]``.
-        pack: Lengths, positions and band.
+        q: Queries of all sequences, concatenated ``[t_q, n, d]``.
+        k: Keys ``[t_k, g, d]``.
+        v: Values ``[t_k, g, d_v]``.
+        batch: Lengths, positions and band of the sequences.
         softmax: Scale, bias, dropout.
 
     Returns:
-        Output ``[rows, n, d_v]`` and natural log-sum-exp ``[rows, n]`` (fp32; fp64 for fp64), -inf
-        where a query sees nothing.
+        Output ``[t_q, n, d_v]`` in the dtype of q, and natural log-sum-exp ``[t_q, n]`` (fp32; fp64
+        for fp64), -inf where a query sees no key.
     """
     if softmax.dropout:
-        softmax.draws[pack] = _philox.reserve(q, q.shape[1] * pack.probabilities)
-    if len(pack.pieces) > 1:
-        out, lse = ATTENTION(q, k, v, *_options(pack, softmax))
+        softmax.draws[batch] = _philox.reserve(q, q.shape[1] * batch.probabilities)
+    if len(batch.sequences) > 1:
+        out, lse = ATTENTION(q, k, v, *_options(batch, softmax))
         return out, lse
-    out, lse = ATTENTION(*_with_batch(q, k, v), *_options(pack, softmax))
+    out, lse = ATTENTION(*_with_batch_dim(q, k, v), *_options(batch, softmax))
     return out[:, 0], lse[0].t()
 
 
@@ -71,29 +71,49 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    pack: Pack,
-    softmax: Softmax,
+    batch: VarlenBatch,
+    softmax: SoftmaxOptions,
 ) -> tuple[torch.Tensor, ...]:
-    """Parts of the gradients of q, k and v; ``out`` and ``lse`` are final."""
-    if softmax.dropout and pack not in softmax.draws:
-        raise ConfigError("dropout: the backward pass of the plan packs its work in another way")
-    if len(pack.pieces) > 1:
-        options = _options(pack, softmax)
+    """Partial gradients of q ``[t_q, n, d]``, k ``[t_k, g, d]`` and v ``[t_k, g, d_v]``.
+
+    Args:
+        dout: Gradient of the output ``[t_q, n, d_v]``.
+        q: As in :func:`forward`.
+        k: As in :func:`forward`.
+        v: As in :func:`forward`.
+        out: Final output of the queries, over all keys ``[t_q, n, d_v]``.
+        lse: Final log-sum-exp ``[t_q, n]``.
+        batch: As in :func:`forward`.
+        softmax: The object of the forward pass.
+
+    Raises:
+        ConfigError: With dropout, the forward pass has not called the operator with this batch.
+    """
+    if softmax.dropout and batch not in softmax.draws:
+        raise ConfigError(
+            "dropout: forward and backward pass of the plan batch their work differently"
+        )
+    if len(batch.sequences) > 1:
+        options = _options(batch, softmax)
         return ATTENTION_BACKWARD(dout, q, k, v, out, lse.contiguous(), *options, False)[:3]
-    dout, q, k, v, out = _with_batch(dout, q, k, v, out)
+    dout, q, k, v, out = _with_batch_dim(dout, q, k, v, out)
     log_sum = lse.t().unsqueeze(0).contiguous()
-    grads = ATTENTION_BACKWARD(dout, q, k, v, out, log_sum, *_options(pack, softmax), False)
+    grads = ATTENTION_BACKWARD(dout, q, k, v, out, log_sum, *_options(batch, softmax), False)
     return tuple(x[:, 0] for x in grads[:3])
 
 
-def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """An output for the backward pass where only ``delta = sum(dout * out)`` is known.
+def surrogate_output(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """An output for the backward operator where only ``delta = sum(dout * out)`` is known.
 
-    Gradients need the output for this sum alone, so any with the same sum does: the shortest one.
+    The gradients depend on the output through this sum alone, so any output with the same sum
+    gives the same gradients. This one is parallel to ``dout``, the one of least norm.
 
     Args:
         dout: Gradient of the output ``[t, n, d_v]``.
         delta: ``[t, n]``, fp32 or wider.
+
+    Returns:
+        ``[t, n, d_v]`` in the dtype of dout.
     """
     largest = dout.abs().amax(-1, keepdim=True).to(delta.dtype)
     unit = dout / largest.masked_fill(largest == 0, 1)
@@ -102,18 +122,18 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return (unit * factor).to(dout.dtype)
 
 
-def _with_batch(*rows: torch.Tensor) -> list[torch.Tensor]:
+def _with_batch_dim(*rows: torch.Tensor) -> list[torch.Tensor]:
     return [x.unsqueeze(1) for x in rows]
 
 
-def _options(pack: Pack, softmax: Softmax) -> tuple[object, ...]:
-    pre, post = (EVERYTHING if reach == INF else reach for reach in pack.band)
-    mode = {WHOLE: MASK_ONLY, CAUSAL_BAND: CAUSAL}.get(pack.band, BAND)
-    cu_q, cu_k = pack.cu_seqlens if len(pack.pieces) > 1 else (None, None)
-    shift = pack.shift or 0
+def _options(batch: VarlenBatch, softmax: SoftmaxOptions) -> tuple[object, ...]:
+    pre, post = (EVERYTHING if reach == INF else reach for reach in batch.band)
+    mode = {FULL: MASK_ONLY, CAUSAL_BAND: CAUSAL}.get(batch.band, BAND)
+    cu_q, cu_k = batch.cu_seqlens if len(batch.sequences) > 1 else (None, None)
+    shift = batch.shift or 0
     return Problem(
         pse=softmax.slopes,
-        rng=softmax.draws.get(pack) if softmax.dropout else None,
+        rng=softmax.draws.get(batch) if softmax.dropout else None,
         cu_q=cu_q,
         cu_k=cu_k,
         layout="SBND" if cu_q is None else "TND",

@@ -1,4 +1,4 @@
-"""Who sees whom, as rectangles with a diagonal band: never an S x S tensor.
+"""Attention masks as rectangles with a diagonal band: never an S x S tensor.
 
 Query ``i`` sees key ``j`` of a region iff ``i`` and ``j`` are in its ranges and
 ``lo <= j - i <= hi``:
@@ -6,8 +6,8 @@ Query ``i`` sees key ``j`` of a region iff ``i`` and ``j`` are in its ranges and
     full      lo = -inf, hi = inf        window (l, r)   lo = -l, hi = r
     causal    lo = -inf, hi = 0          packed          one region per document
 
-A mask is a list of regions that share no pair. A batch is one long sequence: sample ``n`` of length
-S has the positions ``n S`` to ``(n + 1) S - 1``, and no region joins two samples.
+A mask is a list of disjoint regions. A batch is one long sequence: sample ``n`` of length S has the
+positions ``n S`` to ``(n + 1) S - 1``, and no region spans two samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from mindspeed.errors import ConfigError
 
 INF = 1 << 62
-"""No limit of a band."""
+"""An unlimited side of a band."""
 
 
 class Region(NamedTuple):
@@ -45,9 +45,9 @@ class Region(NamedTuple):
         return _pairs(queries, keys, self.hi + shift) - _pairs(queries, keys, self.lo + shift - 1)
 
     def crop(self, q0: int, q1: int, k0: int, k1: int) -> Region | None:
-        """The part in a rectangle: no row and no column is empty; None if there is no pair.
+        """The part in a rectangle, without empty rows and columns; None if it has no pair.
 
-        A limit of the band that cuts nothing off is infinite in the result.
+        A side of the band that masks nothing is infinite in the result.
         """
         lo, hi = self.lo, self.hi
         q0, q1 = max(self.q0, q0), min(self.q1, q1)
@@ -63,7 +63,7 @@ class Region(NamedTuple):
         )  # fmt: skip
 
     def shifted(self, queries: int, keys: int) -> Region:
-        """The same pairs where queries and keys are numbered from elsewhere."""
+        """The same region with offsets added to the query and key positions."""
         lo = self.lo if self.lo == -INF else self.lo + keys - queries
         hi = self.hi if self.hi == INF else self.hi + keys - queries
         return Region(self.q0 + queries, self.q1 + queries, self.k0 + keys, self.k1 + keys, lo, hi)
@@ -83,11 +83,11 @@ def _sum_to(x: int, n: int) -> int:
 
 @dataclass(frozen=True)
 class Mask:
-    """What every query of a sequence sees.
+    """The keys that every query of a sequence sees.
 
     Attributes:
-        size: Positions, of all samples.
-        regions: Disjoint, in ascending order of their first query.
+        size: Number of positions, of all samples.
+        regions: Disjoint, by ascending first query.
     """
 
     size: int
@@ -112,38 +112,37 @@ class Mask:
         window: tuple[int, int] | None = None,
         prefix: int = 0,
     ) -> Mask:
-        """Documents one behind the other, which do not see each other.
+        """Concatenated documents that do not attend to each other.
 
         Args:
-            cu_seqlens: Ascending borders, the first is 0 and the last the size; empty documents
-                are left out.
-            causal: A query sees no key behind it.
-            window: A query sees this many keys before and behind it; None for all.
-            prefix: The first keys of each document that all its queries see.
+            cu_seqlens: Cumulative lengths from 0 to the size; documents may be empty.
+            causal: A query sees no later key.
+            window: A query sees this many keys before and after it; None for all.
+            prefix: Number of first keys of each document that all its queries see.
 
         Raises:
-            ConfigError: The borders do not ascend from 0, or a number is negative.
+            ConfigError: ``cu_seqlens`` does not ascend from 0, or a number is negative.
         """
-        borders = [int(border) for border in cu_seqlens]
-        if not borders or borders[0] != 0 or any(a > b for a, b in itertools.pairwise(borders)):
-            raise ConfigError(f"cu_seqlens must ascend from 0; given {_short(borders)}")
+        bounds = [int(bound) for bound in cu_seqlens]
+        if not bounds or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
+            raise ConfigError(f"cu_seqlens must ascend from 0; given {_short(bounds)}")
         before, after = (INF, INF) if window is None else window
         if before < 0 or after < 0 or prefix < 0:
             raise ConfigError(f"window {window} and prefix {prefix} must not be negative")
         lo, hi = -before, min(after, 0) if causal else after
         regions: list[Region | None] = []
-        for start, end in itertools.pairwise(borders):
+        for start, end in itertools.pairwise(bounds):
             first = min(start + prefix, end)
             regions.append(Region(start, end, start, first).crop(0, end, 0, end))
             regions.append(Region(start, end, first, end, lo, hi).crop(0, end, 0, end))
-        return cls(borders[-1], tuple(region for region in regions if region is not None))
+        return cls(bounds[-1], tuple(region for region in regions if region is not None))
 
     @classmethod
     def of_regions(cls, size: int, regions: Sequence[Region]) -> Mask:
-        """A mask of one's own.
+        """A mask of the given regions.
 
         Raises:
-            ConfigError: A region leaves the sequence, two share a pair, or a query sees nothing.
+            ConfigError: Two regions share a pair, or a query sees no key.
         """
         kept = [region.crop(0, size, 0, size) for region in regions]
         found = sorted(region for region in kept if region is not None)
@@ -155,13 +154,13 @@ class Mask:
                         f"(query {shared.q0}, key {shared.k0})"
                     )
         mask = cls(size, tuple(found))
-        if (row := mask.blind_row()) is not None:
+        if (row := mask.row_without_keys()) is not None:
             raise ConfigError(f"mask row {row} has no visible key")
         return mask
 
     @classmethod
     def batch(cls, masks: Sequence[Mask]) -> Mask:
-        """Samples one behind the other."""
+        """The mask of concatenated samples."""
         regions: list[Region] = []
         start = 0
         for mask in masks:
@@ -174,17 +173,17 @@ class Mask:
         return sum(region.area() for region in self.regions)
 
     def regions_of(self, q0: int, q1: int) -> Sequence[Region]:
-        """The regions with a query in ``[q0, q1)``, and some more at most."""
+        """A superset of the regions with a query in ``[q0, q1)``."""
         first, last = self._reach
         return self.regions[bisect.bisect_right(last, q0) : bisect.bisect_left(first, q1)]
 
     @functools.cached_property
     def _reach(self) -> tuple[list[int], list[int]]:
-        """First query of each region, and the furthest end of all regions up to it."""
+        """First query of each region, and the running maximum of the ends of the queries."""
         ends = itertools.accumulate((region.q1 for region in self.regions), max)
         return [region.q0 for region in self.regions], list(ends)
 
-    def blind_row(self) -> int | None:
+    def row_without_keys(self) -> int | None:
         """The first query that sees no key, or None."""
         seen = 0
         for q0, q1 in sorted((region.q0, region.q1) for region in self.regions):
@@ -194,7 +193,7 @@ class Mask:
         return seen if seen < self.size else None
 
     def dense(self) -> torch.Tensor:
-        """Bool ``[size, size]``, True where a query sees a key: for tests and pictures."""
+        """``[size, size]`` bool, True where a query sees a key: for tests and pictures."""
         keep = torch.zeros(self.size, self.size, dtype=torch.bool)
         for q0, q1, k0, k1, lo, hi in self.regions:
             distance = torch.arange(k0, k1)[None] - torch.arange(q0, q1)[:, None]

@@ -1,13 +1,14 @@
-"""A distributed attention as data: who fetches which keys when, and multiplies what.
+"""A distributed attention as data: which rank sends which rows to whom when, and computes what.
 
-A plan has stages. Before the work of a stage, keys and values arrive (``fetch``); in the backward
-pass, gradients of keys and values leave after it (``give``). Queries may travel instead
-(``queries``): then partial results go back to their owner after the work. Everything is written in
-positions of the sequence, so that a plan can be drawn, priced
-(:mod:`~mindspeed.attention.figures`), proven (:mod:`~mindspeed.attention.check`) and run
-(:mod:`~mindspeed.attention.executor`) without knowing which algorithm made it. Planners use
-integers only and no hidden order: all ranks make the same plan of the same mask, without
-communication.
+A plan has stages. In a stage, keys and values arrive (``kv``), every rank computes its part of the
+mask (``work``), and in the backward pass gradients of keys and values leave (``dkv``). Queries may
+be sent as well (``q``); then partial results return to the owner of the queries after the work.
+
+Everything is written in positions of the sequence, so a plan can be drawn, priced
+(:mod:`~mindspeed.attention.cost_metrics`), proven (:mod:`~mindspeed.attention.check`) and executed
+(:mod:`~mindspeed.attention.executor`) without knowing which algorithm made it. Planners compute
+with integers and deterministic order only: all ranks derive the same plan from the same mask,
+without communication.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mindspeed.attention.layout import Layout, Range, Ranges
 from mindspeed.attention.mask import Mask, Region
+from mindspeed.attention.sequence_sharding import Range, Ranges, SequenceSharding
 
 OWN = -1
-"""Buffer of a rank's own rows."""
+"""Buffer of the rows that a rank owns."""
 
 
-def kept(stage: int) -> int:
-    """Buffer of the backward pass: what arrived in this stage of the forward pass."""
+def saved_buffer(stage: int) -> int:
+    """Buffer of the backward pass that holds what arrived in a stage of the forward pass."""
     return -2 - stage
 
 
-class Move(NamedTuple):
-    """Rows of keys and values, or of their gradients, that go from one rank to another.
+class Transfer(NamedTuple):
+    """Rows of keys and values, of queries, or of gradients, sent from one rank to another.
 
     Attributes:
-        src: The rank that sends.
-        dst: The rank that receives.
-        ranges: Positions.
-        buffer: Where the sender has them: ``OWN``, ``kept(stage)``, or the stage of this pass in
-            which they arrived. Gradients are always those that the sender has gathered so far.
+        src: Sending rank.
+        dst: Receiving rank.
+        ranges: Positions of the rows.
+        buffer: Where the sender holds them: ``OWN``, ``saved_buffer(stage)``, or the stage of this
+            pass in which they arrived. Gradients are always the sum that the sender has so far.
     """
 
     src: int
@@ -53,95 +54,95 @@ class Stage:
     """One step of all ranks.
 
     Attributes:
-        fetch: Keys and values that arrive before the work.
-        work: For each rank the parts of the mask that it computes.
-        give: Gradients of keys and values that leave after the work; they are added to what the
-            receiver has.
-        posted: The stage at whose start the fetch is posted; -1 for the stage before this one.
-        values_only: Only values arrive: the keys were kept since the forward pass.
-        queries: Queries that arrive before the work, from their owners and with the fetch. What
-            was computed of them returns after it: in the forward pass partial outputs with their
-            log-sum-exp; in the backward pass queries bring gradients of the output along, and
-            gradients of queries return.
+        kv: Keys and values that arrive before the work.
+        work: For each rank the regions of the mask that it computes.
+        dkv: Gradients of keys and values that leave after the work; the receiver adds them to its
+            own.
+        posted: The stage at whose start the transfers of ``kv`` and ``q`` are started, an earlier
+            one; -1 where there are none.
+        values_only: Only values are sent: the keys were saved in the forward pass.
+        q: Queries that arrive before the work, from their owners. Results return after the work:
+            in the forward pass partial outputs with their log-sum-exp; in the backward pass, where
+            the gradients of the outputs are sent along with the queries, gradients of the queries.
     """
 
-    fetch: tuple[Move, ...]
+    kv: tuple[Transfer, ...]
     work: tuple[tuple[Region, ...], ...]
-    give: tuple[Move, ...] = ()
+    dkv: tuple[Transfer, ...] = ()
     posted: int = -1
     values_only: bool = False
-    queries: tuple[Move, ...] = ()
+    q: tuple[Transfer, ...] = ()
 
-    def arriving(self, rank: int) -> tuple[Move, ...]:
-        """Keys and values that a rank receives, in the order in which they lie in the buffer."""
-        return arriving(self.fetch, rank)
+    def kv_to(self, rank: int) -> tuple[Transfer, ...]:
+        """Keys and values that a rank receives, in the order of its buffer."""
+        return received_by(self.kv, rank)
 
-    def asked(self, rank: int) -> tuple[Move, ...]:
-        """Queries that a rank receives, in the order in which they lie in the buffer."""
-        return arriving(self.queries, rank)
-
-
-def arriving(moves: Iterable[Move], rank: int) -> tuple[Move, ...]:
-    """What a rank receives of an exchange: source by source."""
-    return tuple(sorted((m for m in moves if m.dst == rank), key=operator.attrgetter("src")))
+    def q_to(self, rank: int) -> tuple[Transfer, ...]:
+        """Queries that a rank receives, in the order of its buffer."""
+        return received_by(self.q, rank)
 
 
-def leaving(moves: Iterable[Move], rank: int) -> tuple[Move, ...]:
-    """What a rank sends of an exchange: destination by destination."""
-    return tuple(sorted((m for m in moves if m.src == rank), key=operator.attrgetter("dst")))
+def received_by(transfers: Iterable[Transfer], rank: int) -> tuple[Transfer, ...]:
+    """The transfers to a rank, by source."""
+    return tuple(sorted((t for t in transfers if t.dst == rank), key=operator.attrgetter("src")))
+
+
+def sent_by(transfers: Iterable[Transfer], rank: int) -> tuple[Transfer, ...]:
+    """The transfers from a rank, by destination."""
+    return tuple(sorted((t for t in transfers if t.src == rank), key=operator.attrgetter("dst")))
 
 
 def last_use(stages: Sequence[Stage], rank: int) -> list[int]:
-    """For each stage, the last stage at which what arrived then is worked on or sent on."""
+    """For each stage, the last stage that computes with, or sends, what arrived in it."""
     last = list(range(len(stages)))
     for stage in stages:
-        for move in stage.fetch:
-            if move.src == rank and move.buffer >= 0:
-                last[move.buffer] = max(last[move.buffer], stage.posted)
+        for transfer in stage.kv:
+            if transfer.src == rank and transfer.buffer >= 0:
+                last[transfer.buffer] = max(last[transfer.buffer], stage.posted)
     return last
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Attention of one sequence by all ranks of a context-parallel group.
+    """Attention over one sequence by all ranks of a context-parallel group.
 
     Attributes:
         algorithm: Name for messages and pictures.
-        mask: What is computed.
-        layout: Who owns which tokens.
+        mask: The pairs to compute.
+        sharding: The positions that every rank owns.
         forward: Stages of the forward pass.
         backward: Stages of the backward pass.
-        kept: Stages of the forward pass whose keys and values stay until the backward pass.
-        kept_keys: Stages of the forward pass whose keys, but not their values, stay.
+        saved_kv: Stages of the forward pass whose keys and values are saved for backward.
+        saved_k: Stages of the forward pass whose keys, but not their values, are saved.
     """
 
     algorithm: str
     mask: Mask
-    layout: Layout
+    sharding: SequenceSharding
     forward: tuple[Stage, ...]
     backward: tuple[Stage, ...]
-    kept: tuple[int, ...] = ()
-    kept_keys: tuple[int, ...] = ()
+    saved_kv: tuple[int, ...] = ()
+    saved_k: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
         """Size of the group."""
-        return self.layout.ranks
+        return self.sharding.ranks
 
     @functools.cached_property
     def digest(self) -> str:
-        """Equal on all ranks, or they have made different plans."""
-        parts = (self.layout, self.forward, self.backward, self.kept, self.kept_keys)
+        """SHA-256 of the plan; differs between ranks only if they made different plans."""
+        parts = (self.sharding, self.forward, self.backward, self.saved_kv, self.saved_k)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
-        """What is computed from this plan once, by whom it is needed."""
+        """Per-plan cache of what other modules compute from the plan, keyed by them."""
         return {}
 
 
 def work_on(mask: Mask, queries: Iterable[Range], keys: Sequence[Range]) -> tuple[Region, ...]:
-    """The parts of a mask with these queries and keys, in ascending order of the queries."""
+    """The regions of a mask restricted to some queries and keys, by ascending query."""
     return tuple(sorted(_cropped(mask, queries, keys)))
 
 

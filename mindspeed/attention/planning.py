@@ -1,13 +1,13 @@
-"""``plan``: from a mask and a number of ranks to a plan, with a layout that suits the algorithm."""
+"""``plan``: from a mask and a number of ranks to a plan, with the sharding of the algorithm."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mindspeed.attention import planners
-from mindspeed.attention.layout import Layout
 from mindspeed.attention.mask import Mask
 from mindspeed.attention.plan import Plan
+from mindspeed.attention.sequence_sharding import SequenceSharding
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 
@@ -19,42 +19,42 @@ def plan(
     ranks: int,
     algorithm: str = "adaptive",
     *,
-    layout: Layout | None = None,
+    sharding: SequenceSharding | None = None,
     samples: int = 1,
     cache: str | None = None,
     queries: int = 2,
     **options: Any,
 ) -> Plan:
-    """Plan the attention of a mask; ``plan(...).layout`` says who owns which tokens.
+    """Plan attention; ``plan(...).sharding`` gives the tokens of every rank.
 
-    All ranks make the same plan of the same arguments, without communication.
+    Deterministic: all ranks make the same plan from the same arguments, without communication.
 
     Args:
-        mask: What every query sees, of all samples.
+        mask: Of all samples.
         ranks: Size of the group.
-        algorithm: ``ring``, ``all_gather``, ``needed`` (only rows that are seen travel),
-            ``adaptive`` (the same, with the layout that moves the fewest rows at equal work), or
-            ``mesh`` (queries travel, too).
-        layout: Who owns which tokens; by default what suits the algorithm.
-        samples: Samples of equal length that the mask has, one behind the other.
-        cache: Keep ``full`` keys and values for the backward pass, or ``half`` of them.
-        queries: Of ``mesh``: neighbouring ranks that share their queries.
-        **options: Further fields of :class:`mindspeed.attention.strategy.Strategy`:
+        algorithm: ``ring``, ``all_gather``, ``needed`` (only keys that are attended to
+            are sent), ``adaptive`` (the same, with the sharding that sends the fewest rows at equal
+            work), or ``mesh`` (queries are sent, too).
+        sharding: The tokens of every rank; by default that of the algorithm.
+        samples: Number of concatenated samples of equal length.
+        cache: Save ``full`` keys and values for the backward pass, or ``half`` (the keys).
+        queries: Of ``mesh``: number of neighbouring ranks that share their queries.
+        **options: Other fields of :class:`mindspeed.attention.strategy.Strategy`:
             ``ring_window``, ``granularity``, ``overlap``.
 
     Raises:
-        ConfigError: Unknown algorithm, or it cannot be had with this number of ranks.
+        ConfigError: Unknown algorithm, or one that does not work with this number of ranks.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError(
-            f"algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}; an exchange of rows "
-            "for heads (Ulysses) needs a process group: see ulysses_attention"
+            f"algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}; Ulysses "
+            "(all-to-all from sequence to heads) needs a process group: see ulysses_attention"
         )
     strategy = Strategy("ring" if algorithm == "mesh" else algorithm, **options)  # type: ignore[arg-type]
-    if layout is None:
-        layout = strategy.layout(mask, ranks, samples)
-    elif layout.ranks != ranks:
-        raise ConfigError(f"the layout is for {layout.ranks} ranks, the plan for {ranks}")
+    if sharding is None:
+        sharding = strategy.sharding(mask, ranks, samples)
+    elif sharding.ranks != ranks:
+        raise ConfigError(f"the sharding is for {sharding.ranks} ranks, the plan for {ranks}")
     if algorithm == "mesh":
-        return planners.with_cache(planners.mesh(mask, layout, queries), cache)
-    return planners.with_cache(strategy.plan(mask, layout), cache)
+        return planners.with_cache(planners.mesh(mask, sharding, queries), cache)
+    return planners.with_cache(strategy.plan(mask, sharding), cache)

@@ -1,10 +1,10 @@
-"""One attention mask for the process, of all layers and micro-batches.
+"""One user-defined attention mask for all layers and micro-batches of the process.
 
     set_attention_mask(lambda q, k: (k <= q) & ((q // 4096 == k // 4096) | (k < 64)))
 
-It is converted once (:mod:`mindspeed.attention.user_mask`) and then is a few regions on the host,
-whatever the length. Set it before training, on all ranks the same; a mask that changes between
-micro-batches would be another one when a layer is computed again.
+It is converted once (:mod:`mindspeed.attention.user_mask`) to a few regions on the host, whatever
+the length. Set it before training, the same on all ranks. It must not change between micro-batches,
+because a recomputed layer would then use a later mask than its forward.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _of_samples: tuple[UserMask, ...] = ()  # one, or one for each sample
 
 
 def set_attention_mask(mask: UserMask | None) -> None:
-    """Let all layers attend by a mask of one's own; None takes it back.
+    """Set the mask of all layers; None removes it.
 
     Needs ``--attention-mask-type general``.
 
     Args:
         mask: Any form of :func:`~mindspeed.attention.user_mask.as_mask`, or a bool tensor
-            ``[b, 1, s, s]`` (True is hidden), a mask for each sample of a micro-batch.
+            ``[b, 1, s, s]`` (True is masked), a mask for each sample of a micro-batch.
 
     Raises:
-        ConfigError: A tensor is no mask, or has a query without a key.
+        ConfigError: A tensor is not a mask, or a query sees no key.
     """
     global _given, _of_samples
     samples: list[UserMask] = [] if mask is None else [mask]
@@ -44,20 +44,20 @@ def set_attention_mask(mask: UserMask | None) -> None:
 
 
 def get_attention_mask(device: torch.device | str = "cpu") -> UserMask:
-    """Return the mask that was set, else the compressed causal mask on ``device``."""
+    """The mask that was set, else the compressed causal mask on ``device``."""
     return causal_mask(device) if _given is None else _given
 
 
 @functools.lru_cache(maxsize=8)
 def mask_of_batch(length: int, samples: int) -> Mask | None:
-    """The mask that was set, for the samples of a micro-batch; None if there is none.
+    """The mask that was set, for the concatenated samples of a micro-batch; None if none was.
 
     Args:
         length: Tokens of a sample.
-        samples: Samples, one behind the other.
+        samples: Number of samples.
 
     Raises:
-        ConfigError: It is of another length or another number of samples.
+        ConfigError: It has another length or another number of samples.
     """
     if not _of_samples:
         return None

@@ -1,18 +1,19 @@
-"""An algorithm and its parameters: what makes a layout and a plan of a mask.
+"""A context-parallel algorithm and its parameters: chooses the sharding and makes the plan.
 
     strategy = Strategy("hybrid", ulysses_degree=2)
-    layout = strategy.layout(mask, ranks)     # who owns which tokens
-    plan = strategy.plan(mask, layout)        # of the ranks that are left behind the exchange
+    sharding = strategy.sharding(mask, ranks)   # the tokens of every rank
+    plan = strategy.plan(mask, sharding)        # of the outer ranks, between the all-to-alls
 
-    ring             keys and values go from neighbour to neighbour
-    all_gather       every rank gets all keys and values
-    needed           every rank gets the keys and values that its queries see
-    ulysses          rows are exchanged for heads among all ranks
-    hybrid           rows for heads among U neighbours, a ring of the groups of neighbours
-    adaptive         a layout made for the mask, and then as ``needed``
-    hybrid_adaptive  rows for heads among U neighbours, ``adaptive`` between the groups
+    ring             keys and values are sent from neighbour to neighbour
+    all_gather       every rank receives all keys and values
+    needed           every rank receives the keys and values that its queries attend to
+    ulysses          all-to-all from sequence to heads among all ranks
+    hybrid           all-to-all among U neighbours, a ring of these groups
+    adaptive         a sharding chosen for the mask, then ``needed``
+    hybrid_adaptive  all-to-all among U neighbours, ``adaptive`` between these groups
 
-A strategy is made of flags once and is the same on all ranks, and so are its layouts and plans.
+A strategy is built once from the flags. All ranks have the same one, hence the same shardings and
+plans.
 """
 
 from __future__ import annotations
@@ -24,10 +25,18 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mindspeed.attention import planners
-from mindspeed.attention.figures import figures
-from mindspeed.attention.layout import Layout, Range, Ranges, contiguous, length, union, zigzag
+from mindspeed.attention.cost_metrics import cost_metrics
 from mindspeed.attention.mask import Mask
 from mindspeed.attention.plan import Plan
+from mindspeed.attention.sequence_sharding import (
+    Range,
+    Ranges,
+    SequenceSharding,
+    contiguous,
+    length,
+    union,
+    zigzag,
+)
 from mindspeed.errors import ConfigError
 
 Algorithm = Literal[
@@ -39,26 +48,27 @@ COMM_TYPES: dict[str, Algorithm] = {
     "a2a": "ulysses",
     "a2a+p2p": "hybrid",
 }
-"""What Megatron's ``--cp-comm-type`` calls them."""
+"""Names of Megatron's ``--cp-comm-type``."""
 
 _BALANCED = 0.95
+"""Least balance of a sharding that is preferred for sending fewer rows."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a group of ranks attends over a sequence that they share.
+    """How a context-parallel group computes attention.
 
     Attributes:
-        algorithm: See above.
-        ulysses_degree: Neighbours that exchange rows for heads, of the two hybrids.
-        ring_window: Neighbours in a window of the inner ring; 1 for a single ring.
-        granularity: Tokens in the smallest piece that an adaptive layout moves.
+        algorithm: One of the table above.
+        ulysses_degree: Ranks of an all-to-all, of the two hybrids.
+        ring_window: Ranks of an inner ring (double ring); 1 for a single ring.
+        granularity: Adaptive shardings move multiples of this many tokens.
         overlap: Steps in which needed rows arrive, each behind the work of the one before.
-        relayout: May adaptive algorithms give ranks other tokens than Megatron's batches do?
-        head_groups: Of ``all_gather``: key heads in so many parts, one behind the other.
-        fused_merge: Merge partial outputs by one operator.
-        cache: What stays from the forward to the backward pass (:mod:`.planners.cache`).
-        cache_interval: Layers without a cache behind each that has one.
+        reshard: Adaptive algorithms may shard otherwise than Megatron's batches.
+        head_groups: Of ``all_gather``: gather and compute key heads in this many chunks.
+        fused_merge: Merge partial outputs with one fused operator.
+        cache: Keys and values saved for backward (:mod:`.planners.kv_cache`).
+        cache_interval: Number of layers without a cache after each layer with one.
     """
 
     algorithm: Algorithm = "ring"
@@ -66,7 +76,7 @@ class Strategy:
     ring_window: int = 1
     granularity: int = 128
     overlap: int = 2
-    relayout: bool = True
+    reshard: bool = True
     head_groups: int = 1
     fused_merge: bool = False
     cache: Literal["full", "half"] | None = None
@@ -80,14 +90,14 @@ class Strategy:
 
     @classmethod
     def from_comm_type(cls, comm_type: str | None, ulysses_degree: int = 1) -> Strategy:
-        """What Megatron's ``--cp-comm-type`` of a layer says.
+        """From the entry of a layer in Megatron's ``--cp-comm-type``.
 
         Args:
             comm_type: One of :data:`COMM_TYPES`; None for ``p2p``.
             ulysses_degree: Of ``a2a+p2p``: ranks of the lowest level of the hierarchy.
 
         Raises:
-            ConfigError: There is no such type.
+            ConfigError: Unknown type.
         """
         name = comm_type or "p2p"
         if name not in COMM_TYPES:
@@ -96,35 +106,35 @@ class Strategy:
 
     @property
     def adaptive(self) -> bool:
-        """Do layouts depend on the mask?"""
-        return self.relayout and self.algorithm in ("adaptive", "hybrid_adaptive")
+        """Whether shardings depend on the mask."""
+        return self.reshard and self.algorithm in ("adaptive", "hybrid_adaptive")
 
     @property
     def hybrid(self) -> bool:
-        """Do neighbours exchange rows for heads before the others come in?"""
+        """Whether an all-to-all among neighbours is combined with a plan of the groups."""
         return self.algorithm in ("hybrid", "hybrid_adaptive")
 
-    def exchanging(self, ranks: int) -> int:
-        """How many of the ranks exchange rows for heads with each other; 1 for none."""
+    def ulysses_ranks(self, ranks: int) -> int:
+        """Size of the all-to-all groups; 1 for none."""
         return ranks if self.algorithm == "ulysses" else self.ulysses_degree
 
-    def layout(self, mask: Mask, ranks: int, samples: int = 1) -> Layout:
-        """Who owns which tokens where the strategy may choose.
+    def sharding(self, mask: Mask, ranks: int, samples: int = 1) -> SequenceSharding:
+        """The tokens of every rank, where the strategy may choose.
 
-        Adaptive strategies fit the layout to the mask. The others take the zigzag of Megatron's
-        batches; contiguous parts where the length does not divide, and for ``needed`` where that
-        moves fewer rows (sliding windows).
+        Adaptive strategies shard by the mask. The others use the zigzag sharding of Megatron's
+        batches; contiguous parts where 2 P does not divide the length, and for ``needed`` where
+        that sends fewer rows (sliding windows).
 
         Args:
             mask: Of all samples.
             ranks: Of the whole group.
-            samples: Samples of equal length, one behind the other.
+            samples: Number of concatenated samples of equal length.
         """
         if self.adaptive:
-            outer = planners.adaptive_layout(
-                mask, ranks // self.exchanging(ranks), self.granularity
+            outer = planners.adaptive_sharding(
+                mask, ranks // self.ulysses_ranks(ranks), self.granularity
             )
-            return _shared(outer, self.exchanging(ranks))
+            return _split_ranks(outer, self.ulysses_ranks(ranks))
         size = mask.size // samples
         parts = contiguous(size, ranks, samples)
         if size % (2 * ranks):
@@ -132,36 +142,38 @@ class Strategy:
         balanced = zigzag(size, ranks, samples)
         if self.algorithm != "needed":
             return balanced
-        costs = [figures(self.plan(mask, layout)) for layout in (balanced, parts)]
-        gains = max(costs[1].fetched) < max(costs[0].fetched) and costs[1].balance >= _BALANCED
+        costs = [cost_metrics(self.plan(mask, sharding)) for sharding in (balanced, parts)]
+        gains = (
+            max(costs[1].kv_received) < max(costs[0].kv_received) and costs[1].balance >= _BALANCED
+        )
         return parts if gains else balanced
 
-    def plan(self, mask: Mask, layout: Layout, layer: int = 1) -> Plan:
-        """Who fetches which keys when, and multiplies what; made once for equal arguments.
+    def plan(self, mask: Mask, sharding: SequenceSharding, layer: int = 1) -> Plan:
+        """The plan of the outer ranks; cached by arguments.
 
         Args:
             mask: Of all samples.
-            layout: Of the whole group.
-            layer: Number of the layer in the model, from 1.
+            sharding: Of the whole group.
+            layer: Number of the layer in the model, 1-based.
 
         Returns:
-            A plan of the groups of ranks that exchange heads, each as one rank: of all ranks where
-            there is no exchange, of one rank for ``ulysses``.
+            A plan in which each all-to-all group is one rank: of all ranks where there is no
+            all-to-all, of one rank for ``ulysses``.
         """
-        return _plan(self, mask, layout, self.cache_of(layer))
+        return _plan(self, mask, sharding, self.cache_of(layer))
 
     def cache_of(self, layer: int) -> str | None:
-        """The cache of a layer, numbered from 1."""
+        """The cache policy of a layer, 1-based."""
         return self.cache if (layer - 1) % (self.cache_interval + 1) == 0 else None
 
-    def outer(self, layout: Layout) -> Layout:
-        """Tokens of each group of ranks that exchange rows for heads, in ascending order."""
-        return _merged(layout, self.exchanging(layout.ranks))
+    def outer(self, sharding: SequenceSharding) -> SequenceSharding:
+        """The positions of each all-to-all group, ascending."""
+        return _merge_ranks(sharding, self.ulysses_ranks(sharding.ranks))
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(strategy: Strategy, mask: Mask, layout: Layout, cache: str | None) -> Plan:
-    outer = strategy.outer(layout)
+def _plan(strategy: Strategy, mask: Mask, sharding: SequenceSharding, cache: str | None) -> Plan:
+    outer = strategy.outer(sharding)
     if strategy.algorithm == "all_gather":
         plan = planners.all_gather(mask, outer)
     elif strategy.algorithm in ("needed", "adaptive", "hybrid_adaptive"):
@@ -172,24 +184,26 @@ def _plan(strategy: Strategy, mask: Mask, layout: Layout, cache: str | None) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _merged(layout: Layout, inner: int) -> Layout:
+def _merge_ranks(sharding: SequenceSharding, inner: int) -> SequenceSharding:
     if inner == 1:
-        return layout
-    groups = [layout.segments[first : first + inner] for first in range(0, layout.ranks, inner)]
-    return Layout(tuple(union(part for own in group for part in own) for group in groups))
+        return sharding
+    groups = [sharding.segments[first : first + inner] for first in range(0, sharding.ranks, inner)]
+    return SequenceSharding(tuple(union(part for own in group for part in own) for group in groups))
 
 
-def _shared(outer: Layout, inner: int) -> Layout:
-    """Ranks in place of each rank: equal numbers of its tokens, in its order."""
+def _split_ranks(outer: SequenceSharding, inner: int) -> SequenceSharding:
+    """Split each rank into ``inner`` ranks with equal numbers of its tokens, in its order."""
     if inner == 1:
         return outer
-    return Layout(tuple(part for own in outer.segments for part in _equal_parts(own, inner)))
+    return SequenceSharding(
+        tuple(part for own in outer.segments for part in _equal_parts(own, inner))
+    )
 
 
 def _equal_parts(ranges: Ranges, count: int) -> Iterator[Ranges]:
     rows = length(ranges)
-    cuts = [rows * part // count for part in range(count + 1)]
-    for first, last in itertools.pairwise(cuts):
+    bounds = [rows * part // count for part in range(count + 1)]
+    for first, last in itertools.pairwise(bounds):
         yield tuple(_rows(ranges, first, last))
 
 

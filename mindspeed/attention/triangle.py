@@ -1,12 +1,12 @@
-"""Triangle attention: blocks of queries that skip the keys behind them.
+"""Triangle attention: causal attention by blocks of queries, which skip the keys after them.
 
     queries  block 0 | keys  [0, B)
              block 1 |       [0, 2 B)
              ...
 
 The softmax of a block sees all of its keys at once, so nothing is merged and any softmax can be
-plugged in. Of ``s * s`` pairs ``(1 + B / s) / 2`` are multiplied: with s = 2048, B = 512 five
-eighths. A smaller block skips more and makes more, smaller products.
+plugged in. Of ``s * s`` pairs ``(1 + B / s) / 2`` are computed: five eighths with s = 2048 and
+B = 512. A smaller block skips more pairs in more and smaller matrix products.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Softmax = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def blocks(size: int, block_size: int) -> Iterator[slice]:
-    """Queries of each block; its keys are those up to its last query."""
+    """The queries of each block; it attends to the keys up to its last query."""
     for first in range(0, size, block_size):
         yield slice(first, min(first + block_size, size))
 
 
 def area(size: int, block_size: int) -> int:
-    """Pairs of query and key that are multiplied."""
+    """Number of computed query-key pairs."""
     return sum((rows.stop - rows.start) * rows.stop for rows in blocks(size, block_size))
 
 
@@ -36,9 +36,9 @@ class TriangleAttention(torch.nn.Module):
     """Causal attention by blocks.
 
     Args:
-        block_size: Queries of a block; need not divide the sequence.
-        masked_softmax_func: ``(scores, mask) -> probabilities``, the mask is True where hidden. It
-            scales the scores if that is wanted; the default does not.
+        block_size: Queries of a block; need not divide the sequence length.
+        masked_softmax_func: ``(scores, mask) -> probabilities``, True is masked. The default does
+            not scale the scores.
         dropout_func: Applied to the probabilities.
 
     Raises:
@@ -66,14 +66,17 @@ class TriangleAttention(torch.nn.Module):
         value_layer: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; ``[b, n, s, d]`` each, the result ``[s, b, n * d]``.
+        """Attend causally.
 
         Args:
-            query_layer: Queries.
-            key_layer: Keys.
-            value_layer: Values.
-            attention_mask: Broadcastable to ``[b, n, s, s]``, True is hidden; None for causal. What
-                it shows of keys behind a block is not looked at.
+            query_layer: Queries ``[b, n, s, d]``.
+            key_layer: Keys ``[b, n, s, d]``.
+            value_layer: Values ``[b, n, s, d]``.
+            attention_mask: Broadcastable to ``[b, n, s, s]``, True is masked; None for causal. Keys
+                after a block are skipped even if it does not mask them.
+
+        Returns:
+            ``[s, b, n * d]``.
         """
         size = query_layer.shape[2]
         parts = []
@@ -91,7 +94,7 @@ class TriangleAttention(torch.nn.Module):
         return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(2)
 
     def _mask(self, size: int, device: torch.device) -> torch.Tensor:
-        """The causal mask of a last block; its lower right part is that of any other."""
+        """The causal mask of the last block; its lower right corner is that of any other."""
         key = (size, device)
         if key not in self._masks:
             rows = min(self.block_size, size)

@@ -1,14 +1,14 @@
-"""A mask of the user's own as a :class:`Mask`: no tensor of all pairs is kept or sent.
+"""Converts a user-defined mask to a :class:`Mask`, so that no ``[s, s]`` tensor is kept or sent.
 
-    as_mask(mask, size)      what ``mask`` is                                       memory
+    as_mask(mask, size)      accepted forms                                         memory
     ------------------       --------------------------------------------------------------
     regions                  rectangles with a diagonal band, disjoint              theirs
     intervals of keys        ints ``[size, m, 2]``: query i sees ``start <= j < stop``  O(size)
-    hidden                   bool ``[size, size]``, True is hidden (Megatron's way)  size^2, given
+    hidden                   bool ``[size, size]``, True is masked (Megatron's way)  size^2, given
     rule                     ``rule(q, k) -> bool``, True is visible                one strip
 
-Rows with equal intervals, or with intervals that move along the diagonal, become one region; so a
-causal mask, a window or documents come out as the few regions that they are.
+Queries with equal intervals, or with intervals that shift along the diagonal, become one region, so
+a causal mask, a window or documents are recognised as a few regions.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 UserMask = Mask | Sequence[Region] | torch.Tensor | Rule
 
 MAX_INTERVALS, LONG = 4, 32768
-"""Intervals of keys in a row that a mask of more than ``LONG`` positions may have."""
+"""Largest number of key intervals of a query in a mask of more than ``LONG`` positions."""
 
 _STRIP, _TILE = 1 << 24, 4096
-"""Pairs that are looked at together, and keys in one call of a rule."""
+"""Pairs converted at a time, and keys in one call of a rule."""
 
 
 def as_mask(given: UserMask, size: int, sample: int = 0) -> Mask:
     """Convert the mask of one sample.
 
     Args:
-        given: See above; a mask is returned as it is.
+        given: One of the forms above; a mask is returned unchanged.
         size: Positions of the sample.
-        sample: Its number in the batch, for messages.
+        sample: Its index in the batch, for messages.
 
     Raises:
-        ConfigError: It has another size, a pair twice, a query without a key, or it is none of the
-            accepted forms.
+        ConfigError: Wrong size, overlapping regions, a query without a key, or an unknown form.
     """
     if isinstance(given, Mask):
         mask = given
@@ -60,13 +59,13 @@ def as_mask(given: UserMask, size: int, sample: int = 0) -> Mask:
 
 
 ACCEPTED = (
-    "regions (q0, q1, k0, k1, lo, hi), a bool tensor [s, s] (True is hidden), an int tensor of "
+    "regions (q0, q1, k0, k1, lo, hi), a bool tensor [s, s] (True is masked), an int tensor of "
     "intervals of visible keys [s, m, 2], a callable (q, k) -> bool tensor (True is visible)"
 )
 
 
 def _complete(mask: Mask, sample: int) -> Mask:
-    if (row := mask.blind_row()) is not None:
+    if (row := mask.row_without_keys()) is not None:
         raise ConfigError(f"mask row {row} of sample {sample} has no visible key")
     return mask
 
@@ -94,7 +93,7 @@ def _of_intervals(given: torch.Tensor) -> Mask:
 def _of_hidden(given: torch.Tensor) -> Mask:
     if given.dtype != torch.bool or given.dim() != 2 or given.shape[0] != given.shape[1]:
         raise ConfigError(
-            "attention mask: expected a bool tensor [s, s], True is hidden, got "
+            "attention mask: expected a bool tensor [s, s], True is masked, got "
             f"{str(given.dtype).removeprefix('torch.')} of shape {tuple(given.shape)}"
         )
     size = given.shape[0]
@@ -121,7 +120,7 @@ def _of_rule(rule: Rule, size: int) -> Mask:
 
 
 def _of_strips(strips: Iterable[torch.Tensor], size: int, hint: str | None) -> Mask:
-    """From what some rows after others see, ``[rows, size]``; ``hint`` limits the intervals."""
+    """From the visibility of consecutive queries ``[rows, size]``; ``hint`` sets the limit."""
     found, first = [np.zeros((3, 0), np.int64)], 0
     for seen in strips:
         padded = F.pad(seen.cpu(), (1, 1))
@@ -139,11 +138,11 @@ def _of_strips(strips: Iterable[torch.Tensor], size: int, hint: str | None) -> M
 
 
 _MOVES = ((0, 1), (1, 1), (0, 0), (1, 0))
-"""How start and end of an interval may move from one row of a region to the next."""
+"""Shifts of start and stop of an interval from one query of a region to the next."""
 
 
 def _regions(found: np.ndarray, size: int) -> tuple[Region, ...]:
-    """Regions of intervals ``(row, start, stop)``, which are sorted and disjoint."""
+    """Regions of sorted disjoint intervals ``[3, m]``: query, start, stop."""
     chains = [_chains(found, *move) for move in _MOVES]
     lengths = np.stack([np.bincount(chain)[chain] for chain in chains]) if found.size else None
     if lengths is None:
@@ -167,7 +166,7 @@ def _regions(found: np.ndarray, size: int) -> tuple[Region, ...]:
 
 
 def _chains(found: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """For each interval the number of its chain: rows one after the other, ends that move so."""
+    """For each interval the number of its chain: consecutive queries whose ends shift like this."""
     rows = found[0]
     line = np.stack([rows, found[2] - stop * rows, found[1] - start * rows])
     order = np.lexsort(line)
@@ -178,7 +177,7 @@ def _chains(found: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def _joined(regions: Iterable[Region]) -> Iterator[Region]:
-    """Join regions one below the other that are a band together, as the ends of a window."""
+    """Join consecutive regions that together are one band, such as the two ends of a window."""
     last: Region | None = None
     for region in regions:
         both = None if last is None else _together(last, region)
@@ -204,7 +203,7 @@ def _together(above: Region, below: Region) -> Region | None:
 
 
 def _covers(band: Region, part: Region) -> bool:
-    """Is ``part`` exactly what ``band`` has in its rows?"""
+    """Whether ``part`` is exactly ``band`` restricted to the queries of ``part``."""
     rows = band._replace(q0=part.q0, q1=part.q1)
     both = rows._replace(lo=max(band.lo, part.lo), hi=min(band.hi, part.hi)).crop(*part[:4])
     return both is not None and both.area() == part.area() == rows.area()

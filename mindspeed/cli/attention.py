@@ -26,8 +26,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.attention.costs import Costs, compare
-from mindspeed.attention.figures import Sizes
+from mindspeed.attention.algorithm_costs import AlgorithmCosts, compare
+from mindspeed.attention.cost_metrics import Sizes
 from mindspeed.attention.mask import Mask
 from mindspeed.attention.strategy import Algorithm, Strategy
 from mindspeed.cli.attention_picture import draw
@@ -222,9 +222,11 @@ def _options(args: argparse.Namespace) -> Strategy:
     )
 
 
-def as_data(name: str, mask: Mask, sizes: Sizes, found: Sequence[Costs]) -> dict[str, object]:
+def as_data(
+    name: str, mask: Mask, sizes: Sizes, found: Sequence[AlgorithmCosts]
+) -> dict[str, object]:
     """Everything as plain data."""
-    ranks = found[0].layout.ranks
+    ranks = found[0].sharding.ranks
     return {
         "mask": name,
         "tokens": mask.size,
@@ -242,20 +244,20 @@ def as_data(name: str, mask: Mask, sizes: Sizes, found: Sequence[Costs]) -> dict
                 "bytes_forward": one.forward,
                 "bytes_backward": one.backward,
                 "messages": one.messages,
-                "pieces": one.pieces,
+                "pieces": one.regions,
                 "memory": one.memory,
-                "layout": one.layout.segments,
+                "layout": one.sharding.segments,
             }
             for one in found
         ],
     }
 
 
-def _print(name: str, mask: Mask, sizes: Sizes, found: Sequence[Costs]) -> None:
+def _print(name: str, mask: Mask, sizes: Sizes, found: Sequence[AlgorithmCosts]) -> None:
     share = 100 * mask.area() / mask.size**2
     table = Table(
         title=f"{name}: {mask.size:,} tokens, {len(mask.regions):,} regions, {share:.3g} % of all "
-        f"pairs; {found[0].layout.ranks} ranks, {sizes.heads} heads, {sizes.groups} key heads",
+        f"pairs; {found[0].sharding.ranks} ranks, {sizes.heads} heads, {sizes.groups} key heads",
         caption="bytes received for one layer: by the worst rank; both passes, by the mean rank",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -273,7 +275,7 @@ def _print(name: str, mask: Mask, sizes: Sizes, found: Sequence[Costs]) -> None:
             _bytes(max(one.backward)),
             _bytes(sum(one.forward + one.backward) / len(one.forward)),
             str(max(one.messages)),
-            str(max(one.pieces)),
+            str(max(one.regions)),
             _bytes(max(one.memory)),
         )
     Console().print(table)

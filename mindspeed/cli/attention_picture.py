@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed.attention.costs import Costs
+from mindspeed.attention.algorithm_costs import AlgorithmCosts
 from mindspeed.attention.mask import INF, Region
 from mindspeed.cli.training_plot import FORMATS, GREY, figure_class
 from mindspeed.errors import ConfigError
@@ -25,7 +25,7 @@ _ACROSS = 4
 Point = tuple[float, float]
 
 
-def draw(found: Sequence[Costs], output: Path, title: str) -> None:
+def draw(found: Sequence[AlgorithmCosts], output: Path, title: str) -> None:
     """Draw plans side by side.
 
     Args:
@@ -49,7 +49,7 @@ def draw(found: Sequence[Costs], output: Path, title: str) -> None:
     for number, one in enumerate(found):
         row, column = divmod(number, across)
         axes = [figure.add_subplot(grid[4 * row + part, column]) for part in range(4)]
-        colors = _colors(one.layout.ranks)
+        colors = _colors(one.sharding.ranks)
         _draw_map(axes[0], one, colors)
         _draw_owners(axes[1], one, colors)
         names = ("work", "received")
@@ -64,11 +64,13 @@ def draw(found: Sequence[Costs], output: Path, title: str) -> None:
     atomic_write_bytes(output, buffer.getvalue())
 
 
-def _columns(found: Sequence[Costs]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _columns(
+    found: Sequence[AlgorithmCosts],
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return [one.work for one in found], [_received(one) for one in found]
 
 
-def _received(one: Costs) -> tuple[int, ...]:
+def _received(one: AlgorithmCosts) -> tuple[int, ...]:
     return tuple(sum(both) for both in zip(one.forward, one.backward, strict=True))
 
 
@@ -80,11 +82,11 @@ def _colors(ranks: int) -> list[Any]:
     return [colormaps["turbo"]((rank + 0.5) / ranks) for rank in range(ranks)]
 
 
-def _draw_map(axes: Any, one: Costs, colors: list[Any]) -> None:
+def _draw_map(axes: Any, one: AlgorithmCosts, colors: list[Any]) -> None:
     from matplotlib.collections import PolyCollection
 
     size = one.plan.mask.size
-    inner = one.layout.ranks // one.plan.ranks  # ranks that share a part by heads
+    inner = one.sharding.ranks // one.plan.ranks  # ranks that share a part by heads
     for rank in range(one.plan.ranks):
         parts = [corners(part) for stage in one.plan.forward for part in stage.work[rank]]
         if parts:
@@ -124,10 +126,10 @@ def _cut(outline: list[Point], sign: int, least: int) -> list[Point]:
     return kept
 
 
-def _draw_owners(axes: Any, one: Costs, colors: list[Any]) -> None:
-    for rank, own in enumerate(one.layout.segments):
+def _draw_owners(axes: Any, one: AlgorithmCosts, colors: list[Any]) -> None:
+    for rank, own in enumerate(one.sharding.segments):
         axes.broken_barh([(a, b - a) for a, b in own], (0, 1), facecolors=colors[rank])
-    axes.set(xlim=(0, one.layout.size), ylim=(0, 1), xticks=[], yticks=[])
+    axes.set(xlim=(0, one.sharding.size), ylim=(0, 1), xticks=[], yticks=[])
     axes.set_xlabel("owner of each token", color=GREY, fontsize=8)
 
 

@@ -144,7 +144,7 @@ def strategy_of(
         ring_window=options.cp_window_size if chosen.algorithm in ("ring", "hybrid") else 1,
         granularity=1 if options.adaptive_cp_without_coarse else options.adaptive_cp_granularity,
         overlap=options.adaptive_cp_overlap_degree,
-        relayout=not options.adaptive_cp_only_reschedule,
+        reshard=not options.adaptive_cp_only_reschedule,
         cache=options.context_parallel_kv_cache_policy,
         cache_interval=options.context_parallel_cache_interval,
         head_groups=options.kvallgather_head_groups,

@@ -113,15 +113,19 @@ def _corrects(options: PackedDocumentsOptions, megatron: Megatron) -> dict[str, 
 
 
 def _attach(seams: Seams, options: PackedDocumentsOptions, megatron: Megatron) -> None:
-    from mindspeed.attention.packed import Borders, borders_of_length, borders_of_tokens
+    from mindspeed.attention.packed_batch import (
+        CuSeqlens,
+        cu_seqlens_of_length,
+        cu_seqlens_of_tokens,
+    )
     from mindspeed.errors import ConfigError
 
     length, ended = options.fix_sub_seq_length, resets(megatron)
 
-    def documents(borders: Borders, tokens: Any, tokenizer: Any) -> Borders:
+    def documents(borders: CuSeqlens, tokens: Any, tokenizer: Any) -> CuSeqlens:
         if length > 0:
             samples, size = tokens.shape
-            return borders_of_length(samples, size, length)
+            return cu_seqlens_of_length(samples, size, length)
         if not ended:
             return borders
         eod = getattr(tokenizer, "eod", None)
@@ -130,7 +134,7 @@ def _attach(seams: Seams, options: PackedDocumentsOptions, megatron: Megatron) -
                 "--reset-attention-mask and --reset-position-ids need a tokenizer with an "
                 "end-of-document token; this one has none: use --fix-sub-seq-length, or drop them"
             )
-        return borders_of_tokens(tokens, eod)
+        return cu_seqlens_of_tokens(tokens, eod)
 
     seams.documents.add(documents, owner=FEATURE.name)
 

@@ -89,7 +89,7 @@ def _validate(options: SlidingWindowOptions, megatron: Megatron) -> list[Problem
 
 
 def _attach(seams: Seams, options: SlidingWindowOptions, megatron: Megatron) -> None:
-    from mindspeed.attention.packed import document_mask
+    from mindspeed.attention.packed_batch import document_mask
 
     everywhere = (options.pre_tockens, options.next_tockens)
 

@@ -36,7 +36,7 @@ class Problem:
     """The options, in the order of :data:`SCHEMA`.
 
     Attributes:
-        mask: bool, broadcastable to ``[b, n, s_q, s_k]``, True is hidden; modes 0 and 1.
+        mask: bool, broadcastable to ``[b, n, s_q, s_k]``, True is masked; modes 0 and 1.
         pse: position bias. ``pse_type`` 0 (added to the scaled scores) and 1 (added before they are
             scaled): broadcastable to ``[b, n, s_q, s_k]``. 2 and 3: fp32 slopes ``[n]`` or
             ``[b, n]``, the bias is ``-slope * |i + q_start - j - k_start|``, or its square root.

@@ -42,7 +42,7 @@ class Sight:
         low: key j is seen by query i only if ``j - i >= low``.
         high: ... and ``j - i <= high``.
         prefix: ``[b]`` keys that every query sees beyond the band, or None.
-        mask: broadcastable to ``[b, n, queries, keys]``, True is hidden, or None.
+        mask: broadcastable to ``[b, n, queries, keys]``, True is masked, or None.
     """
 
     queries: int

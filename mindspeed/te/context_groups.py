@@ -13,7 +13,7 @@ from mindspeed.te import attention_policy
 
 if TYPE_CHECKING:
     from mindspeed.attention.mask import Mask
-    from mindspeed.attention.packed import PackedBatch
+    from mindspeed.attention.packed_batch import PackedBatch
 
 
 def user_mask(length: int, samples: int, packed: PackedBatch | None) -> Mask | None:

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.attention import (
-    HeadSplit,
-    Layout,
+    HeadAllToAll,
     Mask,
+    SequenceSharding,
     context_parallel_attention,
     contiguous,
     zigzag,
 )
-from mindspeed.attention.by_heads import ulysses_attention
-from mindspeed.attention.packed import PackedBatch
+from mindspeed.attention.packed_batch import PackedBatch
 from mindspeed.attention.strategy import Strategy
+from mindspeed.attention.ulysses_attention import ulysses_attention
 from mindspeed.errors import ConfigError
 from mindspeed.te import attention_policy
 from mindspeed.te.attention import Documents
@@ -87,7 +87,7 @@ def attend(
     size = group_size(groups)
     length = tokens * size
     if packed is not None:
-        layout, cu_seqlens = packed.layout, packed.cu_seqlens
+        layout, cu_seqlens = packed.sharding, packed.cu_seqlens
     else:
         layout, cu_seqlens = megatron_layout(length, size, samples), _samples(length, samples)
     if mask is None:
@@ -183,7 +183,7 @@ def attend_thd(
 
 
 @functools.lru_cache(maxsize=64)
-def megatron_layout(length: int, ranks: int, samples: int) -> Layout:
+def megatron_layout(length: int, ranks: int, samples: int) -> SequenceSharding:
     """Sharding of Megatron's batches; contiguous where 2 p does not divide the length.
 
     Args:
@@ -256,7 +256,7 @@ def _shard_each(starts: tuple[int, ...], ranks: int) -> PackedBatch:
             )
         for segments, parts in zip(own, zigzag(end - start, ranks).segments, strict=True):
             segments += [(start + a, start + b) for a, b in parts]
-    layout = Layout(tuple(map(tuple, own)))
+    layout = SequenceSharding(tuple(map(tuple, own)))
     return PackedBatch(starts, 1, starts[-1], layout, torch.empty(0, dtype=torch.int64))
 
 
@@ -265,7 +265,7 @@ def _samples(length: int, samples: int) -> tuple[int, ...]:
     return tuple(length * sample for sample in range(samples + 1))
 
 
-def _heads(layout: Layout, inner: dist.ProcessGroup, outer: Any) -> HeadSplit:
+def _heads(layout: SequenceSharding, inner: dist.ProcessGroup, outer: Any) -> HeadAllToAll:
     first = 0 if outer is None else dist.get_rank(outer) * inner.size()
     members = layout.segments[first : first + inner.size()]
-    return HeadSplit(Layout(members), dist.get_rank(inner), inner)
+    return HeadAllToAll(SequenceSharding(members), dist.get_rank(inner), inner)

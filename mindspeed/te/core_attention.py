@@ -26,7 +26,7 @@ from mindspeed.te.masks import Visibility, Window
 
 if TYPE_CHECKING:
     from mindspeed.attention.mask import Mask
-    from mindspeed.attention.packed import PackedBatch
+    from mindspeed.attention.packed_batch import PackedBatch
 
 _TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 _FROM_BHSD = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}

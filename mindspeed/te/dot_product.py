@@ -24,7 +24,7 @@ from mindspeed.te.core_attention import AttentionCall
 from mindspeed.te.masks import Mask, Visibility, Window, visibility
 
 if TYPE_CHECKING:
-    from mindspeed.attention.packed import PackedBatch
+    from mindspeed.attention.packed_batch import PackedBatch
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 

@@ -16,7 +16,7 @@ and a thread plans it while the ranks train on the current one.
 
 Each rank computes positions itself, and the mask belongs to the attention. Packed documents keep
 the shape [b, s]: ``packed_seq_params`` tells every layer where documents begin, and which tokens
-the ranks of a context-parallel group have (:mod:`mindspeed.attention.packed`).
+the ranks of a context-parallel group have (:mod:`mindspeed.attention.packed_batch`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mindspeed import session
 from mindspeed.adaptor.micro_batch import FullBatch, plan_batch, read_batch, shard_batch
-from mindspeed.attention.packed import Borders, borders_of_starts
+from mindspeed.attention.packed_batch import CuSeqlens, cu_seqlens_of_starts
 
 Batch = dict[str, Any]  # tensors; None for those that a stage does not need
 
@@ -131,6 +131,6 @@ class MicroBatches(Iterator[Batch]):
         return {**part, "packed_seq_params": packed_seq_params}
 
 
-def _samples_and_padding(sample: Any) -> Borders:
-    """Borders of conversations and of the padding after them: positions restart at 0."""
-    return borders_of_starts(sample["position_ids"] == 0)
+def _samples_and_padding(sample: Any) -> CuSeqlens:
+    """CuSeqlens of conversations and of the padding after them: positions restart at 0."""
+    return cu_seqlens_of_starts(sample["position_ids"] == 0)

@@ -114,7 +114,7 @@ def packed(
     from megatron.core import parallel_state
 
     from mindspeed.adaptor.micro_batch import shard_batch
-    from mindspeed.attention.packed import borders_of_tokens
+    from mindspeed.attention.packed_batch import cu_seqlens_of_tokens
     from mindspeed.attention.strategy import Strategy
     from mindspeed.te import attention_policy
 
@@ -130,7 +130,7 @@ def packed(
         losses, sums = torch.zeros(2, SAMPLES, SIZE), []
         for seed in range(2):
             batch = rows(seed)
-            borders = borders_of_tokens(batch["tokens"], EOD)
+            borders = cu_seqlens_of_tokens(batch["tokens"], EOD)
             given = {**batch, "position_ids": None}
             if script:
                 part, params = _cut_by_script(given, borders)
@@ -158,7 +158,7 @@ def packed(
 
 def _cut_by_script(batch: dict[str, Any], borders: tuple[int, ...]) -> tuple[dict[str, Any], Any]:
     from mindspeed.adaptor.current_batch import current_params
-    from mindspeed.attention.packed import positions_of
+    from mindspeed.attention.packed_batch import positions_of
     from mindspeed.core.context_parallel import get_batch_utils as script
 
     positions = positions_of(borders).view(SAMPLES, SIZE)

@@ -8,47 +8,49 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.attention import (
-    HeadSplit,
-    Layout,
+    HeadAllToAll,
     Mask,
     Plan,
     PlanError,
+    SequenceSharding,
     Sizes,
     context_parallel_attention,
     contiguous,
+    cost_metrics,
     executor,
-    figures,
     planners,
     zigzag,
 )
-from mindspeed.attention.by_heads import ulysses_attention
 from mindspeed.attention.executor import Traffic
-from mindspeed.attention.layout import union
+from mindspeed.attention.sequence_sharding import union
+from mindspeed.attention.ulysses_attention import ulysses_attention
 from mindspeed.testing import CommLedger, saved_for_backward
 from tests.support import truth
 
 SIZE, SCALE = 48, 0.3
 PLANNERS = {
     "ring": planners.ring,
-    "double ring": lambda mask, layout: planners.ring(mask, layout, layout.ranks // 2),
+    "double ring": lambda mask, sharding: planners.ring(mask, sharding, sharding.ranks // 2),
     "all-gather": planners.all_gather,
-    "needed only": lambda mask, layout: planners.needed_only(mask, layout, 3),
-    "mesh": lambda mask, layout: planners.mesh(mask, layout, 2),
+    "needed only": lambda mask, sharding: planners.needed_only(mask, sharding, 3),
+    "mesh": lambda mask, sharding: planners.mesh(mask, sharding, 2),
 }
 CACHES = {"ring": "half", "needed only": "full", "mesh": "half"}
 
 
-def _whole(parts: torch.Tensor, layout: Layout) -> torch.Tensor:
-    gathered: list[Any] = [None] * layout.ranks
+def _whole(parts: torch.Tensor, sharding: SequenceSharding) -> torch.Tensor:
+    gathered: list[Any] = [None] * sharding.ranks
     dist.all_gather_object(gathered, parts)
-    order = torch.cat([layout.positions(rank) for rank in range(layout.ranks)]).argsort()
+    order = torch.cat([sharding.positions(rank) for rank in range(sharding.ranks)]).argsort()
     return torch.cat(gathered)[order]
 
 
-def _errors(layout: Layout, leaves: list[torch.Tensor], out: Any, expected: Any) -> list[float]:
+def _errors(
+    sharding: SequenceSharding, leaves: list[torch.Tensor], out: Any, expected: Any
+) -> list[float]:
     results = [out.detach(), *(x.grad for x in leaves)]
     return [
-        float((_whole(got, layout) - wanted).abs().max())
+        float((_whole(got, sharding) - wanted).abs().max())
         for got, wanted in zip(results, expected, strict=True)
     ]
 
@@ -58,10 +60,10 @@ def algorithms(documents: tuple[int, ...]) -> dict[str, tuple[float, bool]]:
     mask, found = Mask.documents(documents), {}
     *qkv, dout = truth.tensors(SIZE)
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE)
-    layout = zigzag(SIZE, dist.get_world_size())
+    sharding = zigzag(SIZE, dist.get_world_size())
     second = dist.new_group()
     for name, make in PLANNERS.items():
-        plan = make(mask, layout)
+        plan = make(mask, sharding)
         found[name] = _algorithm(plan, qkv, dout, expected, None)
         if name in CACHES:
             plan = planners.with_cache(plan, CACHES[name])
@@ -71,15 +73,15 @@ def algorithms(documents: tuple[int, ...]) -> dict[str, tuple[float, bool]]:
 
 def _algorithm(plan: Plan, qkv: Any, dout: Any, expected: Any, second: Any) -> tuple[float, bool]:
     rank = dist.get_rank()
-    rows, traffic = plan.layout.positions(rank), Traffic()
+    rows, traffic = plan.sharding.positions(rank), Traffic()
     leaves = [x[rows].requires_grad_() for x in qkv]
     out = context_parallel_attention(
         *leaves, plan, overlap_group=second, scale=SCALE, traffic=traffic
     )
     out.backward(dout[rows])
-    price, sizes = figures(plan), Sizes(4, 2, 8, 6, 8)
+    price, sizes = cost_metrics(plan), Sizes(4, 2, 8, 6, 8)
     planned = price.forward_bytes(sizes)[rank] + price.backward_bytes(sizes)[rank]
-    return max(_errors(plan.layout, leaves, out, expected)), traffic.received == planned
+    return max(_errors(plan.sharding, leaves, out, expected)), traffic.received == planned
 
 
 def disagreement() -> str:
@@ -127,19 +129,19 @@ def every_ulysses() -> dict[Any, float]:
 def _ulysses(size: int, heads: int, groups: int, rest: bool) -> list[float]:
     *qkv, dout = truth.tensors(size, heads, groups)
     world, rank = dist.get_world_size(), dist.get_rank()
-    layout, mask = contiguous(size, world), Mask.causal(size)
-    split = HeadSplit(layout, rank, dist.group.WORLD)
-    rows = layout.positions(rank)
+    sharding, mask = contiguous(size, world), Mask.causal(size)
+    split = HeadAllToAll(sharding, rank, dist.group.WORLD)
+    rows = sharding.positions(rank)
     leaves = [x[rows].requires_grad_() for x in qkv]
     slopes = torch.linspace(0, 0.2, heads, dtype=torch.float64)
     local = planners.ring(mask, contiguous(size, 1))
     out = ulysses_attention(
         *leaves, split, local, scale=SCALE, slopes=slopes,
-        rest=planners.mesh(mask, layout, 2) if rest else None,
+        rest=planners.mesh(mask, sharding, 2) if rest else None,
     )  # fmt: skip
     out.backward(dout[rows])
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE, slopes=slopes)
-    return _errors(layout, leaves, out, expected)
+    return _errors(sharding, leaves, out, expected)
 
 
 def ulysses_cache() -> list[Any]:
@@ -147,9 +149,9 @@ def ulysses_cache() -> list[Any]:
     size, heads, groups = 64, 8, 2
     *qkv, dout = truth.tensors(size, heads, groups, 8, 8)
     rank = dist.get_rank()
-    layout = zigzag(size, dist.get_world_size())
-    split = HeadSplit(layout, rank, dist.group.WORLD)
-    rows, local = layout.positions(rank), planners.ring(Mask.causal(size), contiguous(size, 1))
+    sharding = zigzag(size, dist.get_world_size())
+    split = HeadAllToAll(sharding, rank, dist.group.WORLD)
+    rows, local = sharding.positions(rank), planners.ring(Mask.causal(size), contiguous(size, 1))
     found = []
     for policy in (None, "half", "full"):
         leaves = [x[rows].requires_grad_() for x in qkv]
@@ -166,31 +168,33 @@ def hybrid(inner: int) -> list[float]:
     """Heads among neighbours, a ring among the groups of neighbours."""
     *qkv, dout = truth.tensors(SIZE)
     world, rank = dist.get_world_size(), dist.get_rank()
-    layout, mask = zigzag(SIZE, world), Mask.causal(SIZE)
+    sharding, mask = zigzag(SIZE, world), Mask.causal(SIZE)
     outer = world // inner
     mine, place = divmod(rank, inner)
     neighbours = [dist.new_group(range(u * inner, (u + 1) * inner)) for u in range(outer)]
     rings = [dist.new_group(range(p, world, inner)) for p in range(inner)]
-    members = [layout.segments[u * inner : (u + 1) * inner] for u in range(outer)]
-    split = HeadSplit(Layout(members[mine]), place, neighbours[mine])
-    merged = Layout(tuple(union(part for own in group for part in own) for group in members))
+    members = [sharding.segments[u * inner : (u + 1) * inner] for u in range(outer)]
+    split = HeadAllToAll(SequenceSharding(members[mine]), place, neighbours[mine])
+    merged = SequenceSharding(
+        tuple(union(part for own in group for part in own) for group in members)
+    )
     plan = planners.ring(mask, merged)
-    rows = layout.positions(rank)
+    rows = sharding.positions(rank)
     leaves = [x[rows].requires_grad_() for x in qkv]
-    out = context_parallel_attention(*split.split(*leaves), plan, rings[place], scale=SCALE)
-    out = split.join(out, qkv[0].shape[1])
+    out = context_parallel_attention(*split.to_heads(*leaves), plan, rings[place], scale=SCALE)
+    out = split.to_sequence(out, qkv[0].shape[1])
     out.backward(dout[rows])
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE)
-    return _errors(layout, leaves, out, expected)
+    return _errors(sharding, leaves, out, expected)
 
 
 def dropout() -> tuple[float, float, float]:
     """Share of dropped probabilities, and errors of the gradients against finite differences."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    layout = zigzag(SIZE, world)
-    plan = planners.ring(Mask.causal(SIZE), layout)
+    sharding = zigzag(SIZE, world)
+    plan = planners.ring(Mask.causal(SIZE), sharding)
     *qkv, dout = truth.tensors(SIZE)
-    rows = layout.positions(rank)
+    rows = sharding.positions(rank)
     leaves = [x[rows].requires_grad_() for x in qkv]
 
     def loss(*mine: torch.Tensor) -> torch.Tensor:

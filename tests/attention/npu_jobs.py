@@ -20,7 +20,7 @@ ALGORITHMS = {
     "ring": planners.ring,
     "all-gather": planners.all_gather,
     "needed only": planners.needed_only,
-    "mesh": lambda mask, layout: planners.mesh(mask, layout, 2),
+    "mesh": lambda mask, sharding: planners.mesh(mask, sharding, 2),
 }
 
 
@@ -48,11 +48,11 @@ def real_ranks() -> dict[str, float]:
     qkv, dout = _tensors()
     mask, found = MASKS["documents"], {}
     expected = truth.attend(*(x.double() for x in (*qkv, dout)), mask.dense(), scale=SCALE)
-    layout = zigzag(SIZE, dist.get_world_size())
-    rows = layout.positions(dist.get_rank())
+    sharding = zigzag(SIZE, dist.get_world_size())
+    rows = sharding.positions(dist.get_rank())
     for name, make in ALGORITHMS.items():
         leaves = [x[rows].npu().requires_grad_() for x in qkv]
-        out = context_parallel_attention(*leaves, make(mask, layout), scale=SCALE)
+        out = context_parallel_attention(*leaves, make(mask, sharding), scale=SCALE)
         out.backward(dout[rows].npu())
         results = [out.detach(), *(x.grad for x in leaves)]
         found[name] = _error(results, [x[rows] for x in expected])

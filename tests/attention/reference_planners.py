@@ -1,6 +1,6 @@
 """Layouts of other libraries' default planners, and the masks on which planners are compared.
 
-A layout is a list of ranges of the packed sequence for each rank.
+A sharding is a list of ranges of the packed sequence for each rank.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import heapq
 import random
 from itertools import accumulate, pairwise
 
-from mindspeed.attention import Layout, Mask
-from mindspeed.attention.layout import Range, length, union, without
+from mindspeed.attention import Mask, SequenceSharding
 from mindspeed.attention.plan import work_on
+from mindspeed.attention.sequence_sharding import Range, length, union, without
 
 K = 1024
 
@@ -63,7 +63,7 @@ def areas(mask: Mask, parts: list[Range]) -> list[int]:
     return [sum(region.area() for region in work_on(mask, (part,), everything)) for part in parts]
 
 
-def min_heap(mask: Mask, ranks: int, chunk: int) -> Layout:
+def min_heap(mask: Mask, ranks: int, chunk: int) -> SequenceSharding:
     """MagiAttention's default: the heaviest chunk next, to the rank with the least work."""
     chunks = [(a, a + chunk) for a in range(0, mask.size, chunk)]
     heap, own = [(0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
@@ -72,10 +72,10 @@ def min_heap(mask: Mask, ranks: int, chunk: int) -> Layout:
         own[rank].append(part)
         if len(own[rank]) * ranks < len(chunks):
             heapq.heappush(heap, (load + area, rank))
-    return Layout(tuple(union(parts) for parts in own))
+    return SequenceSharding(tuple(union(parts) for parts in own))
 
 
-def ptrr(mask: Mask, ranks: int, block: int = 128) -> Layout:
+def ptrr(mask: Mask, ranks: int, block: int = 128) -> SequenceSharding:
     """torch's processing-time round robin: blocks by descending number of blocks of keys."""
     blocks = [(a, a + block) for a in range(0, mask.size, block)]
     visible = [work_on(mask, (own,), ((0, mask.size),)) for own in blocks]
@@ -85,10 +85,10 @@ def ptrr(mask: Mask, ranks: int, block: int = 128) -> Layout:
     for place, number in enumerate(order):
         turn, rank = divmod(place, ranks)
         own[rank if turn % 2 == 0 else ranks - 1 - rank].append(blocks[number])
-    return Layout(tuple(union(parts) for parts in own))
+    return SequenceSharding(tuple(union(parts) for parts in own))
 
 
-def per_document(lengths: list[int], ranks: int) -> Layout:
+def per_document(lengths: list[int], ranks: int) -> SequenceSharding:
     """Transformer Engine's: every document in zigzag (here without its padding)."""
     own: list[list[Range]] = [[] for _ in range(ranks)]
     start = 0
@@ -97,15 +97,15 @@ def per_document(lengths: list[int], ranks: int) -> Layout:
         for chunk, part in enumerate(pairwise(cuts)):
             own[min(chunk, 2 * ranks - 1 - chunk)].append(part)
         start += size
-    return Layout(tuple(union(parts) for parts in own))
+    return SequenceSharding(tuple(union(parts) for parts in own))
 
 
-def measures(mask: Mask, layout: Layout) -> tuple[float, float, float]:
+def measures(mask: Mask, sharding: SequenceSharding) -> tuple[float, float, float]:
     """Balance; worst and mean rows received, as parts of what a ring receives."""
-    ranks, everything = layout.ranks, ((0, mask.size),)
-    work = [sum(areas(mask, list(own))) for own in layout.segments]
+    ranks, everything = sharding.ranks, ((0, mask.size),)
+    work = [sum(areas(mask, list(own))) for own in sharding.segments]
     rows = []
-    for own in layout.segments:
+    for own in sharding.segments:
         seen = union((part.k0, part.k1) for part in work_on(mask, own, everything))
         rows.append(length(without(seen, own)))
     ring = mask.size - mask.size // ranks

@@ -1,4 +1,4 @@
-"""Adaptive layouts: exact properties on any mask, and the figures beside other planners."""
+"""Adaptive shardings: exact properties on any mask, and the figures beside other planners."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mindspeed.attention import Mask, Region, Sizes, check, figures, planners, zigzag
+from mindspeed.attention import Mask, Region, Sizes, check, cost_metrics, planners, zigzag
 from mindspeed.attention.plan import work_on
 from mindspeed.attention.planners._workload import Workload
 from mindspeed.attention.planners.gather import seen
@@ -52,9 +52,9 @@ def masks(draw: st.DrawFn, most: int = 128) -> Mask:
 def test_any_mask_and_number_of_ranks(mask, ranks, granularity, overlap) -> None:
     plan = planners.adaptive(mask, ranks, granularity, overlap)
     check(plan)
-    tokens = [sum(b - a for a, b in own) for own in plan.layout.segments]
+    tokens = [sum(b - a for a, b in own) for own in plan.sharding.segments]
     assert max(tokens) - min(tokens) <= 1
-    assert sum(figures(plan).area) == mask.area()
+    assert sum(cost_metrics(plan).area) == mask.area()
 
 
 @given(mask=masks(), data=st.data())
@@ -65,7 +65,7 @@ def test_arrays_price_layouts_as_regions_do(mask: Mask, data: st.DataObject) -> 
     for part in itertools.pairwise(cuts):
         own[data.draw(st.integers(0, 2))].append(part)
     work = Workload(mask)
-    segments = work.cut(own)
+    segments = work.split(own)
     everything = ((0, mask.size),)
     assert work.areas(segments, 3).tolist() == [
         sum(region.area() for region in work_on(mask, ranges, everything)) for ranges in own
@@ -82,7 +82,7 @@ def test_arrays_price_layouts_as_regions_do(mask: Mask, data: st.DataObject) -> 
 
 def adaptive(lengths: list[int], ranks: int) -> tuple[float, float, float]:
     mask = mask_of(lengths)
-    return measures(mask, planners.adaptive_layout(mask, ranks))
+    return measures(mask, planners.adaptive_sharding(mask, ranks))
 
 
 # Of the vectors on 8 and 16 ranks: balance, worst and mean rows of a ring's.
@@ -116,14 +116,14 @@ def test_no_balanced_layout_of_others_has_less_traffic(name: str) -> None:
         reference.min_heap(mask, ranks, 2048),
         reference.min_heap(mask, ranks, 512),
     ]
-    found = [measures(mask, layout) for layout in others]
+    found = [measures(mask, sharding) for sharding in others]
     assert worst <= min([other[1] for other in found if other[0] >= 0.995], default=1.0)
 
 
 @pytest.mark.parametrize(("window", "most"), [(4096, 0.036), (1024, 0.009)])
 def test_sliding_windows_stay_in_order(window: int, most: float) -> None:
     mask = Mask.causal(128 * K, window=window)
-    balance, worst, _ = measures(mask, planners.adaptive_layout(mask, 8))
+    balance, worst, _ = measures(mask, planners.adaptive_sharding(mask, 8))
     assert worst <= most
     assert balance >= 0.984
     fine = measures(mask, reference.min_heap(mask, 8, 2048))
@@ -164,7 +164,7 @@ def test_pretraining_documents_beside_other_planners(size, ranks, cap) -> None:
             found.append(measures(mask, planner(mask, ranks, *options)))
         return [sum(column) / len(found) for column in zip(*found, strict=True)]
 
-    ours = of(planners.adaptive_layout)
+    ours = of(planners.adaptive_sharding)
     magi, torch_ = of(reference.min_heap, 2048), of(reference.ptrr)
     # The re-implementations are what they are said to be.
     expected = {

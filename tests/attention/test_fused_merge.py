@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed.attention import Layout, Mask, executor, planners, zigzag
-from mindspeed.attention.kernels import Softmax
+from mindspeed.attention import Mask, SequenceSharding, executor, planners, zigzag
+from mindspeed.attention.communication import run_in_one_process
+from mindspeed.attention.kernels import SoftmaxOptions
 from mindspeed.attention.plan import Plan
-from mindspeed.attention.transport import run_together
 from tests.support import truth
 
 SCALE = 0.3
@@ -28,10 +28,10 @@ class _Merges(TorchDispatchMode):
 def attend(plan: Plan, dtype: torch.dtype, fused: bool):
     """Output and log-sum-exp in the order of positions, and merges by the operator."""
     qkv = [x.to(dtype) for x in truth.tensors(plan.mask.size)[:3]]
-    rows = [plan.layout.positions(rank) for rank in range(plan.ranks)]
-    softmax = Softmax(SCALE, fused_merge=fused)
+    rows = [plan.sharding.positions(rank) for rank in range(plan.ranks)]
+    softmax = SoftmaxOptions(SCALE, fused_merge=fused)
     with _Merges() as merges:
-        results = run_together(
+        results = run_in_one_process(
             [
                 executor.forward(plan, rank, *(x[rows[rank]] for x in qkv), softmax=softmax)
                 for rank in range(plan.ranks)
@@ -47,7 +47,9 @@ PLANS = {
     "ring": planners.ring(MASK, zigzag(48, 4)),
     "mesh": planners.mesh(MASK, zigzag(48, 4), 2),
     "pieces": planners.needed_only(
-        MASK, Layout(tuple(tuple((a, a + 3) for a in range(r * 3, 48, 12)) for r in range(4))), 3
+        MASK,
+        SequenceSharding(tuple(tuple((a, a + 3) for a in range(r * 3, 48, 12)) for r in range(4))),
+        3,
     ),
 }
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mindspeed.attention import Mask, Region, kernels
-from mindspeed.attention.calls import packs
 from mindspeed.attention.mask import INF
+from mindspeed.attention.varlen_batches import varlen_batches
 from tests.support import truth
 
 SCALE, LARGEST = 0.5, 6
@@ -31,16 +31,16 @@ def test_every_band(queries: int, keys: int) -> None:
     q, dout, k, v = q[:queries], dout[:queries], k[:keys], v[:keys]
     assert regions(queries, keys)
     for region in regions(queries, keys):
-        softmax = kernels.Softmax(SCALE)
+        softmax = kernels.SoftmaxOptions(SCALE)
         out, lse = torch.zeros(queries, 2, 4).double(), torch.zeros(queries, 2).double()
         grads = [torch.zeros_like(x) for x in (q, k, v)]
-        for pack in packs([region]):
-            rows = slice(pack.pieces[0].q0, pack.pieces[0].q1)
-            part, part_lse = kernels.forward(q[rows], k, v, pack, softmax)
-            out[rows], lse[rows] = part, part_lse  # the packs of one region share no query
+        for batch in varlen_batches([region]):
+            rows = slice(batch.sequences[0].q0, batch.sequences[0].q1)
+            part, part_lse = kernels.forward(q[rows], k, v, batch, softmax)
+            out[rows], lse[rows] = part, part_lse  # the batches of one region share no query
             final = dout[rows], q[rows], k, v, part, part_lse
             for total, grad in zip(
-                (grads[0][rows], *grads[1:]), kernels.backward(*final, pack, softmax), strict=True
+                (grads[0][rows], *grads[1:]), kernels.backward(*final, batch, softmax), strict=True
             ):
                 total += grad
         keep = Mask(size, (region,)).dense()[:queries, :keys]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.attention import HeadSplit, Plan, contiguous, figures, plan
-from mindspeed.attention.figures import calls
+from mindspeed.attention import HeadAllToAll, Plan, contiguous, cost_metrics, plan
+from mindspeed.attention.cost_metrics import calls_per_stage
 from tests.attention.reference_planners import mask_of, pretraining
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "attention-plans.md"
@@ -23,16 +23,16 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def measured(made: Plan) -> tuple[float, float, float, int]:
-    price, others = figures(made), SIZE - SIZE // RANKS
-    worst, mean = max(price.fetched) / others, sum(price.fetched) / RANKS / others
-    return price.balance, worst, mean, max(map(max, calls(made)))
+    price, others = cost_metrics(made), SIZE - SIZE // RANKS
+    worst, mean = max(price.kv_received) / others, sum(price.kv_received) / RANKS / others
+    return price.balance, worst, mean, max(map(max, calls_per_stage(made)))
 
 
 def test_which_rows_travel() -> None:
     lengths = pretraining(SIZE, 0)
     assert len(lengths) == 106
     mask, told = mask_of(lengths), {}
-    for name, balance, keys, count in rows("Which rows travel"):
+    for name, balance, keys, count in rows("Which rows are sent"):
         algorithm = re.match(r"`(\w+)`", name)[1]
         worst, mean = (float(part) for part in keys.split("/"))
         told[algorithm] = float(balance), worst, mean, int(count)
@@ -44,7 +44,7 @@ def test_which_rows_travel() -> None:
 
 
 def test_heads_that_are_left_over() -> None:
-    (_, whole), (_, shared) = rows("Rows for heads")
-    split = HeadSplit(contiguous(SIZE, RANKS), 0, None)
+    (_, whole), (_, shared) = rows("Ulysses")
+    split = HeadAllToAll(contiguous(SIZE, RANKS), 0, None)
     assert split.balance(28) == float(whole)
     assert split.balance(24) == float(shared) == 1

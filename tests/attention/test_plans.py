@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 
 from mindspeed.attention import (
-    Layout,
     Mask,
     Plan,
     PlanError,
+    SequenceSharding,
     Sizes,
     check,
     contiguous,
-    figures,
+    cost_metrics,
     planners,
     zigzag,
 )
@@ -27,19 +27,19 @@ from mindspeed.attention.planning import ALGORITHMS
 from mindspeed.errors import ConfigError
 
 
-def plans(mask: Mask, layout: Layout) -> Iterator[Plan]:
+def plans(mask: Mask, sharding: SequenceSharding) -> Iterator[Plan]:
     """Every planner with every option that divides."""
-    for window in range(1, max(layout.ranks, 2)):
-        if layout.ranks % window == 0:
-            yield planners.ring(mask, layout, window)
-    for side in range(2, layout.ranks + 1):
-        if layout.ranks % side == 0:
-            yield planners.mesh(mask, layout, side)
-    yield planners.all_gather(mask, layout)
+    for window in range(1, max(sharding.ranks, 2)):
+        if sharding.ranks % window == 0:
+            yield planners.ring(mask, sharding, window)
+    for side in range(2, sharding.ranks + 1):
+        if sharding.ranks % side == 0:
+            yield planners.mesh(mask, sharding, side)
+    yield planners.all_gather(mask, sharding)
     for steps in (1, 2, 3):
-        yield planners.needed_only(mask, layout, steps)
-    yield planners.with_cache(planners.ring(mask, layout), "half")
-    yield planners.with_cache(planners.needed_only(mask, layout), "full")
+        yield planners.needed_only(mask, sharding, steps)
+    yield planners.with_cache(planners.ring(mask, sharding), "half")
+    yield planners.with_cache(planners.needed_only(mask, sharding), "full")
 
 
 @st.composite
@@ -55,19 +55,19 @@ def masks(draw: st.DrawFn, size: int = 96) -> Mask:
 @given(mask=masks(), ranks=st.sampled_from([1, 2, 3, 4, 6, 8, 16]), even=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_every_plan_is_proven(mask: Mask, ranks: int, even: bool) -> None:
-    layout = zigzag(96, ranks) if even else contiguous(96, ranks)
-    for plan in plans(mask, layout):
+    sharding = zigzag(96, ranks) if even else contiguous(96, ranks)
+    for plan in plans(mask, sharding):
         check(plan)
-        price = figures(plan)
+        price = cost_metrics(plan)
         assert sum(price.area) == mask.area()
-        assert sum(price.given) == sum(
-            b - a for s in plan.backward for m in s.give for a, b in m.ranges
+        assert sum(price.dkv_sent) == sum(
+            b - a for s in plan.backward for m in s.dkv for a, b in m.ranges
         )
 
 
 def test_lengths_that_do_not_divide() -> None:
-    layout = contiguous(101, 7)
-    for plan in plans(Mask.causal(101), layout):
+    sharding = contiguous(101, 7)
+    for plan in plans(Mask.causal(101), sharding):
         check(plan)
 
 
@@ -96,39 +96,39 @@ class TestWrongPlansAreRefused:
 
     def test_keys_that_are_not_there(self) -> None:
         with pytest.raises(PlanError, match="forward 1: rank 0 has no keys"):
-            check(self.broken(forward=self.stage(1, fetch=())))
+            check(self.broken(forward=self.stage(1, kv=())))
 
     def test_a_sender_without_the_rows(self) -> None:
-        moves = tuple(m._replace(buffer=-1) for m in self.plan.forward[2].fetch)
+        moves = tuple(m._replace(buffer=-1) for m in self.plan.forward[2].kv)
         with pytest.raises(PlanError, match="lacks"):
-            check(self.broken(forward=self.stage(2, fetch=moves)))
+            check(self.broken(forward=self.stage(2, kv=moves)))
 
     def test_a_gradient_that_stays_behind(self) -> None:
         stages = list(self.plan.backward)
-        stages[-2] = replace(stages[-2], give=())
+        stages[-2] = replace(stages[-2], dkv=())
         with pytest.raises(PlanError, match="gradients of 8 keys do not leave rank"):
             check(self.broken(backward=tuple(stages)))
 
     def test_queries_that_are_not_the_senders(self) -> None:
         one = planners.mesh(Mask.causal(32), zigzag(32, 4), 2)
         stage = one.forward[1]
-        asks = tuple(move._replace(src=(move.src + 2) % 4) for move in stage.queries)
-        forward = (one.forward[0], replace(stage, queries=asks))
+        asks = tuple(move._replace(src=(move.src + 2) % 4) for move in stage.q)
+        forward = (one.forward[0], replace(stage, q=asks))
         with pytest.raises(PlanError, match=r"mesh 2 x 2: forward 1: .* lacks"):
             check(replace(one, forward=forward))
-        forward = (one.forward[0], replace(stage, queries=()))
+        forward = (one.forward[0], replace(stage, q=()))
         with pytest.raises(PlanError, match="does not own"):
             check(replace(one, forward=forward))
 
     def test_values_without_kept_keys(self) -> None:
         half = planners.with_cache(planners.all_gather(Mask.causal(32), zigzag(32, 4)), "half")
         with pytest.raises(PlanError, match="all-gather: rank 0 has not kept the keys"):
-            check(replace(half, kept_keys=()))
+            check(replace(half, saved_k=()))
 
     def test_a_token_without_an_owner(self) -> None:
-        layout = Layout((((0, 4),), ((5, 8),)))
+        sharding = SequenceSharding((((0, 4),), ((5, 8),)))
         with pytest.raises(PlanError, match="position 4 has no owner"):
-            check(planners.ring(Mask.causal(8), layout))
+            check(planners.ring(Mask.causal(8), sharding))
 
 
 class TestFigures:
@@ -141,29 +141,31 @@ class TestFigures:
         if window >= ranks:
             window = 1
         rows = self.size // ranks
-        price = figures(planners.ring(Mask.causal(self.size), zigzag(self.size, ranks), window))
-        assert set(price.fetched) == {(ranks - 1) * rows}
+        price = cost_metrics(
+            planners.ring(Mask.causal(self.size), zigzag(self.size, ranks), window)
+        )
+        assert set(price.kv_received) == {(ranks - 1) * rows}
         # The last chunk is kept and a rank's own keys need no way home: one transfer fewer.
-        assert set(price.refetched) == {(ranks - 2) * rows}
-        assert set(price.given) == {(ranks - 1) * rows}
+        assert set(price.kv_received_backward) == {(ranks - 2) * rows}
+        assert set(price.dkv_sent) == {(ranks - 1) * rows}
         assert price.balance == 1.0
         assert self.sizes.row == 2 * 2 * 16 * 2
 
     @pytest.mark.parametrize(("ranks", "expected"), [(4, 4 / 7), (8, 8 / 15), (16, 16 / 31)])
     def test_contiguous_layouts_are_not_balanced(self, ranks: int, expected: float) -> None:
-        price = figures(planners.ring(Mask.causal(1 << 14), contiguous(1 << 14, ranks)))
+        price = cost_metrics(planners.ring(Mask.causal(1 << 14), contiguous(1 << 14, ranks)))
         assert price.balance == pytest.approx(expected, rel=2e-3)
 
     @pytest.mark.parametrize("window", [2, 4, 8])
     def test_few_transfers_of_a_double_ring_cross_windows(self, window: int) -> None:
         ranks = 16
         plan = planners.ring(Mask.causal(self.size), zigzag(self.size, ranks), window)
-        moves = [move for stage in plan.forward for move in stage.fetch]
+        moves = [move for stage in plan.forward for move in stage.kv]
         crossing = [move for move in moves if move.src // window != move.dst // window]
         assert len(moves) == ranks * (ranks - 1)
         assert len(crossing) == ranks * (ranks // window - 1)
         for stage in plan.forward:  # what crosses has a whole round to arrive
-            if any(move.src // window != move.dst // window for move in stage.fetch):
+            if any(move.src // window != move.dst // window for move in stage.kv):
                 assert plan.forward.index(stage) - stage.posted == window
 
     @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -177,28 +179,30 @@ class TestFigures:
 
     def test_all_gather_and_needed_only(self) -> None:
         ranks, rows = 8, self.size // 8
-        mask, layout = Mask.causal(self.size), zigzag(self.size, 8)
+        mask, sharding = Mask.causal(self.size), zigzag(self.size, 8)
         everything, needed = (
-            figures(planners.all_gather(mask, layout)),
-            figures(planners.needed_only(mask, layout)),
+            cost_metrics(planners.all_gather(mask, sharding)),
+            cost_metrics(planners.needed_only(mask, sharding)),
         )
-        assert set(everything.fetched) == {(ranks - 1) * rows}
-        assert max(needed.fetched) == (ranks - 1) * rows
-        assert sum(needed.fetched) == 3 * ranks * (ranks - 1) * rows // 4
+        assert set(everything.kv_received) == {(ranks - 1) * rows}
+        assert max(needed.kv_received) == (ranks - 1) * rows
+        assert sum(needed.kv_received) == 3 * ranks * (ranks - 1) * rows // 4
         assert needed.balance == everything.balance == 1.0
 
     def test_a_window_needs_few_keys_of_contiguous_neighbours(self) -> None:
         size, ranks = 1 << 17, 8
         whole = size - size // ranks
-        contiguous_rows = figures(
+        contiguous_rows = cost_metrics(
             planners.needed_only(Mask.causal(size, 4096), contiguous(size, ranks))
         )
-        zigzag_rows = figures(planners.needed_only(Mask.causal(size, 4096), zigzag(size, ranks)))
-        assert max(contiguous_rows.fetched) / whole == pytest.approx(0.036, abs=1e-3)
-        assert max(zigzag_rows.fetched) / whole == pytest.approx(0.071, abs=1e-3)
+        zigzag_rows = cost_metrics(
+            planners.needed_only(Mask.causal(size, 4096), zigzag(size, ranks))
+        )
+        assert max(contiguous_rows.kv_received) / whole == pytest.approx(0.036, abs=1e-3)
+        assert max(zigzag_rows.kv_received) / whole == pytest.approx(0.071, abs=1e-3)
 
     def test_operations(self) -> None:
-        price = figures(planners.ring(Mask.full(64), contiguous(64, 2)))
+        price = cost_metrics(planners.ring(Mask.full(64), contiguous(64, 2)))
         area = 64 * 64 // 2
         assert price.forward_flops(self.sizes) == (4 * area * 8 * 16,) * 2
         assert price.backward_flops(self.sizes) == (10 * area * 8 * 16,) * 2
@@ -216,17 +220,17 @@ class TestPlan:
     documents = Mask.documents((0, 200, 210, 768))
 
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
-    def test_every_algorithm_has_a_layout(self, algorithm: str) -> None:
+    def test_every_algorithm_has_a_sharding(self, algorithm: str) -> None:
         made = make(self.documents, 4, algorithm, granularity=8, cache="half")
         check(made)
         assert made.ranks == 4
-        assert made.kept_keys
+        assert made.saved_k
 
-    def test_a_layout_of_ones_own(self) -> None:
-        layout = contiguous(768, 4)
-        assert make(self.documents, 4, "mesh", layout=layout, queries=4).layout is layout
-        with pytest.raises(ConfigError, match="the layout is for 4 ranks, the plan for 2"):
-            make(self.documents, 2, "ring", layout=layout)
+    def test_a_given_sharding(self) -> None:
+        sharding = contiguous(768, 4)
+        assert make(self.documents, 4, "mesh", sharding=sharding, queries=4).sharding is sharding
+        with pytest.raises(ConfigError, match="the sharding is for 4 ranks, the plan for 2"):
+            make(self.documents, 2, "ring", sharding=sharding)
 
     def test_what_needs_a_group(self) -> None:
         with pytest.raises(ConfigError, match=r"'ulysses' is not one of ring.*ulysses_attention"):

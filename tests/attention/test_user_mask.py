@@ -81,7 +81,7 @@ def blind(row: int, size: int = 6) -> torch.Tensor:
     ("given", "message"),
     [
         (blind(3), "mask row 3 of sample 2 has no visible key"),
-        (blind(3).float(), r"bool tensor \[s, s\], True is hidden, got float32 of shape \(6, 6\)"),
+        (blind(3).float(), r"bool tensor \[s, s\], True is masked, got float32 of shape \(6, 6\)"),
         (blind(3)[None], r"got bool of shape \(1, 6, 6\)"),
         (torch.ones(6, 5).bool(), r"got bool of shape \(6, 5\)"),
         (blind(7, 8).triu(1), "of 8 positions, a sample has 6"),

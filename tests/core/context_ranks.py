@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.attention import Layout, Mask, contiguous, zigzag
+from mindspeed.attention import Mask, SequenceSharding, contiguous, zigzag
 from mindspeed.core.context_parallel.adaptive_context_parallel import (
     adaptive_attn_context_parallel,
 )
@@ -85,7 +85,9 @@ def _para(**more: Any) -> dict[str, Any]:
     return own | more
 
 
-def _flat(function, layout: Layout, mask: Mask, attn_mask: Any = None, **para: Any) -> float:
+def _flat(
+    function, layout: SequenceSharding, mask: Mask, attn_mask: Any = None, **para: Any
+) -> float:
     def attention(*qkv):
         rows = [x.flatten(2) for x in qkv]
         return function(*rows, HEADS, _para(**para), SCALE, attn_mask, 0.0)
@@ -96,7 +98,7 @@ def _flat(function, layout: Layout, mask: Mask, attn_mask: Any = None, **para: A
 def _uneven() -> float:
     """The original's unaligned ring: 5, 9, 11 and 7 tokens."""
     cuts = (0, 5, 14, 25, 32)
-    layout = Layout(tuple(((a, b),) for a, b in itertools.pairwise(cuts)))
+    layout = SequenceSharding(tuple(((a, b),) for a, b in itertools.pairwise(cuts)))
     shapes = [b - a for a, b in itertools.pairwise(cuts)]
 
     def attention(*qkv):
@@ -114,7 +116,7 @@ def _packed(kind: str) -> float:
     borders = {"whole": [8, 32], "with 0": [0, 8, 32], "own part": [2, 8]}[kind]
     params = SimpleNamespace(cu_seqlens_q=torch.tensor(borders))
     chunks = [megatron_layout(n, 4, 1).segments for n in (8, 24)]
-    layout = Layout(
+    layout = SequenceSharding(
         tuple(
             (*short, *((a + 8, b + 8) for a, b in long))
             for short, long in zip(*chunks, strict=True)
@@ -152,7 +154,7 @@ def _module(size: int) -> float:
     return _error(contiguous(size, 4, SAMPLES), mask, lambda *qkv: module(*qkv, hidden))
 
 
-def _error(layout: Layout, mask: Mask, attention, samples: int = SAMPLES) -> float:
+def _error(layout: SequenceSharding, mask: Mask, attention, samples: int = SAMPLES) -> float:
     *qkv, dout = truth.tensors(mask.size, heads=HEADS, groups=2, size_v=8)
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE)
     rows = layout.positions(dist.get_rank())

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.attention import Mask
-from mindspeed.attention.layout import Layout
-from mindspeed.attention.packed import pack
+from mindspeed.attention.packed_batch import pack
+from mindspeed.attention.sequence_sharding import SequenceSharding
 from mindspeed.attention.strategy import Strategy
 from mindspeed.te.attention import Documents
 from mindspeed.te.context_parallel import attend, attend_thd, megatron_layout
@@ -31,7 +31,7 @@ STRATEGIES = {
     "hybrid": Strategy("hybrid", ulysses_degree=2),
     "adaptive": Strategy("adaptive", granularity=2),
     "hybrid adaptive": Strategy("hybrid_adaptive", ulysses_degree=2, granularity=2),
-    "adaptive where the tokens are": Strategy("adaptive", relayout=False),
+    "adaptive where the tokens are": Strategy("adaptive", reshard=False),
 }
 
 
@@ -92,7 +92,7 @@ def _packed(strategy, groups):
     batch = pack(DOCUMENTS, SAMPLES, strategy=strategy, ranks=4, rank=dist.get_rank())
     options = {"scale": SCALE, "packed": batch}
     attention = lambda *qkv: attend(*qkv, groups, strategy, **options)  # noqa: E731
-    return _error(batch.layout, Mask.documents(DOCUMENTS), attention)
+    return _error(batch.sharding, Mask.documents(DOCUMENTS), attention)
 
 
 def _thd(strategy, groups):
@@ -115,7 +115,9 @@ def _thd(strategy, groups):
         rows = [x.flatten(0, 1) for x in qkv]
         return attend_thd(*rows, documents, groups, strategy, **options).unsqueeze(1)
 
-    return _error(Layout(tuple(map(tuple, own))), Mask(64, tuple(regions)), attention, samples=1)
+    return _error(
+        SequenceSharding(tuple(map(tuple, own))), Mask(64, tuple(regions)), attention, samples=1
+    )
 
 
 def _second(strategy, groups):

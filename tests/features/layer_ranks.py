@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from mindspeed.attention import Mask
 from mindspeed.attention.alibi import alibi_slopes
-from mindspeed.attention.layout import zigzag
-from mindspeed.attention.packed import PackedBatch, borders_of_samples, pack
+from mindspeed.attention.packed_batch import PackedBatch, cu_seqlens_of_samples, pack
+from mindspeed.attention.sequence_sharding import zigzag
 from mindspeed.model.transformer import set_attention_mask
 from tests.support import truth
 
@@ -155,7 +155,7 @@ def _packed(case: Case) -> PackedBatch:
 
     from mindspeed.te import attention_policy
 
-    borders = case.documents or borders_of_samples(SAMPLES, SIZE)
+    borders = case.documents or cu_seqlens_of_samples(SAMPLES, SIZE)
     return pack(
         borders,
         SAMPLES,
@@ -206,7 +206,7 @@ def _rows(packed: PackedBatch | None) -> torch.Tensor:
     from megatron.core import parallel_state
 
     size = parallel_state.get_context_parallel_world_size()
-    layout = zigzag(SIZE, size, SAMPLES) if packed is None else packed.layout
+    layout = zigzag(SIZE, size, SAMPLES) if packed is None else packed.sharding
     return layout.positions(parallel_state.get_context_parallel_rank())
 
 
@@ -225,9 +225,9 @@ def _mine(case: Case, packed: PackedBatch | None = None) -> Iterator[torch.Tenso
 def _compare(case: Case, module: torch.nn.Module, packed: PackedBatch | None) -> float:
     from megatron.core import parallel_state
 
-    from mindspeed.attention.megatron import PlanParams
+    from mindspeed.attention.megatron import PlanPackedSeqParams
 
-    params = None if packed is None else PlanParams.of(packed)
+    params = None if packed is None else PlanPackedSeqParams.of(packed)
     *leaves, dout = _mine(case, packed)
     options = {"scale": HEAD**-0.5} | case.truth
     offset = getattr(module, "softmax_offset", None)

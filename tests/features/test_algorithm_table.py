@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.attention import Mask, figures
+from mindspeed.attention import Mask, cost_metrics
 from mindspeed.attention.strategy import Strategy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "context-parallel.md"
@@ -23,10 +23,12 @@ def received(strategy: Strategy, share: int, mask: Mask = MASK) -> float:
         share: Query heads to a key head.
         mask: What is attended to.
     """
-    inner = strategy.exchanging(RANKS)
-    plan = strategy.plan(mask, strategy.layout(mask, RANKS))
-    cost = figures(plan)
-    worst = max(map(sum, zip(cost.fetched, cost.refetched, cost.given, strict=True)))
+    inner = strategy.ulysses_ranks(RANKS)
+    plan = strategy.plan(mask, strategy.sharding(mask, RANKS))
+    cost = cost_metrics(plan)
+    worst = max(
+        map(sum, zip(cost.kv_received, cost.kv_received_backward, cost.dkv_sent, strict=True))
+    )
     # A row behind the exchange has 1 / inner of the heads; before it, queries are share / 2 of KV.
     exchange = 2 * (inner - 1) / inner * (share + 1)
     return exchange + worst / (SIZE // RANKS) / inner
@@ -50,7 +52,7 @@ PACKED = Mask.documents((0, 200, 900, 1500, 1700, 2600, 3000, 3900, SIZE))
 def test_bytes_of_the_page(name):
     row = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", PAGE.read_text(), re.M)[-1]
     strategy = ROWS[name]
-    balance = figures(strategy.plan(PACKED, strategy.layout(PACKED, RANKS))).balance
+    balance = cost_metrics(strategy.plan(PACKED, strategy.sharding(PACKED, RANKS))).balance
     found = [received(strategy, share) for share in (1, 4, 8)]
     found += [received(strategy, 4, PACKED), balance]
     for cell, number in zip(row.split(" | "), found, strict=True):

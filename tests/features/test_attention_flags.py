@@ -10,8 +10,8 @@ import torch
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import PatchEngine
 from mindspeed.adaptor.seams import Seams
-from mindspeed.attention import Mask, figures
-from mindspeed.attention.packed import pack
+from mindspeed.attention import Mask, cost_metrics
+from mindspeed.attention.packed_batch import pack
 from mindspeed.attention.shared_mask import set_attention_mask
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
@@ -142,10 +142,10 @@ def test_a_window_receives_its_keys_only_where_all_layers_have_it(attached):
     window = Mask.causal(131072, 4096)
 
     def received():
-        layout = strategy.layout(
+        layout = strategy.sharding(
             attention_policy.sharding_mask((0, 131072), 1) or Mask.causal(131072), 8
         )
-        return max(figures(strategy.plan(window, layout)).fetched) / ring
+        return max(cost_metrics(strategy.plan(window, layout)).kv_received) / ring
 
     for flags in ({"window_size": (4096, 0)}, {"sparse_mode": 4, "pre_tockens": 4096}):
         attached(**flags)

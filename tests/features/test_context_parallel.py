@@ -87,7 +87,7 @@ def test_default_is_ulysses():
                 "adaptive_cp_without_coarse": True,
                 "adaptive_cp_only_reschedule": True,
             },
-            Strategy("hybrid_adaptive", ulysses_degree=4, granularity=1, relayout=False),
+            Strategy("hybrid_adaptive", ulysses_degree=4, granularity=1, reshard=False),
             "a2a+p2p",
         ),
     ],

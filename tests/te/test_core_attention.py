@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed.attention import contiguous
-from mindspeed.attention.packed import PackedBatch
+from mindspeed.attention.packed_batch import PackedBatch
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
 from mindspeed.te import attention_policy, context_parallel, kernels

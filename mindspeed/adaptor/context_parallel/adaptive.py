@@ -43,6 +43,6 @@ def adaptive_attn_context_parallel(
         ConfigError: A key is unknown, or a query sees no key.
     """
     return attend_flat(
-        q, k, v, n, cp_para, Strategy("adaptive", relayout=False),
+        q, k, v, n, cp_para, Strategy("adaptive", reshard=False),
         softmax_scale=softmax_scale, attn_mask=attn_mask, dropout_p=dropout_p, zigzag=False,
     )  # fmt: skip

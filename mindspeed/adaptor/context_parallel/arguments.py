@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.attention import Layout, Mask
-from mindspeed.attention.packed import PackedBatch
+from mindspeed.attention import Mask, SequenceSharding
+from mindspeed.attention.packed_batch import PackedBatch
 from mindspeed.attention.strategy import Strategy
 from mindspeed.attention.user_mask import as_mask
 from mindspeed.errors import ConfigError
@@ -124,7 +124,9 @@ def contiguous_parts(lengths: Sequence[int], samples: int) -> PackedBatch:
         for a, b in itertools.pairwise(ends)
     )
     samples_end = tuple(range(0, (samples + 1) * size, size))
-    return PackedBatch(samples_end, samples, size, Layout(own), torch.empty(0, dtype=torch.int64))
+    return PackedBatch(
+        samples_end, samples, size, SequenceSharding(own), torch.empty(0, dtype=torch.int64)
+    )
 
 
 def whole_mask(given: Any, size: int, causal: bool, group: dist.ProcessGroup) -> Mask:

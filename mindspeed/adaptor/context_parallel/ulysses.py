@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.adaptor.context_parallel.arguments import contiguous_parts, whole_mask
-from mindspeed.attention import HeadSplit, Mask
+from mindspeed.attention import HeadAllToAll, Mask
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 from mindspeed.te.context_parallel import attend
@@ -86,13 +86,15 @@ class UlyssesContextAttention(torch.nn.Module):
         """Attend; ``[s, b, n, d]`` of this rank, the result ``[s, b, n * d_v]``. Collective."""
         rows, samples, heads = query.shape[:3]
         lengths = self._lengths(rows, self.gather_size_calculator.calculate(*args, **kwargs))
-        layout = contiguous_parts(lengths, samples).layout
-        split = HeadSplit(layout, dist.get_rank(self.spg), self.spg)
+        layout = contiguous_parts(lengths, samples).sharding
+        split = HeadAllToAll(layout, dist.get_rank(self.spg), self.spg)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        q, k, v = (x.unflatten(0, (samples, -1)).transpose(0, 1) for x in split.split(q, k, v))
+        q, k, v = (x.unflatten(0, (samples, -1)).transpose(0, 1) for x in split.to_heads(q, k, v))
         out = self.local_attn(q, k, v, *args, **kwargs)
         out = out.reshape(*q.shape[:3], -1).transpose(0, 1).flatten(0, 1)
-        return split.join(out, heads).unflatten(0, (samples, rows)).transpose(0, 1).flatten(2)
+        return (
+            split.to_sequence(out, heads).unflatten(0, (samples, rows)).transpose(0, 1).flatten(2)
+        )
 
     def _lengths(self, rows: int, total: int | None) -> list[int]:
         size = dist.get_world_size(self.spg)

@@ -7,14 +7,14 @@ import itertools
 import pytest
 import torch
 
-from mindspeed.attention.packed import (
-    borders_of_length,
-    borders_of_samples,
-    borders_of_starts,
-    borders_of_tokens,
-    cut,
+from mindspeed.attention.packed_batch import (
+    cu_seqlens_of_length,
+    cu_seqlens_of_samples,
+    cu_seqlens_of_starts,
+    cu_seqlens_of_tokens,
     pack,
     positions_of,
+    shard,
     starts_of,
 )
 from mindspeed.attention.strategy import Strategy
@@ -60,8 +60,8 @@ def borders_of(lengths: list[int]) -> tuple[int, ...]:
 
 DOCUMENTS = {
     **{name: (borders_of(lengths), 1) for name, lengths in LENGTHS.items()},
-    **{name: (borders_of_tokens(with_ends(ends), EOD), 1) for name, ends in ENDS.items()},
-    "two rows": (borders_of_tokens(with_ends([5, 40], [63, 11]), EOD), 2),
+    **{name: (cu_seqlens_of_tokens(with_ends(ends), EOD), 1) for name, ends in ENDS.items()},
+    "two rows": (cu_seqlens_of_tokens(with_ends([5, 40], [63, 11]), EOD), 2),
 }
 
 
@@ -86,7 +86,7 @@ def test_every_algorithm_equals_the_block_diagonal_mask(name, documents):
         if not possible(strategy, ranks):
             continue
         batch = pack(borders, samples, strategy=strategy, ranks=ranks)
-        plan = strategy.plan(batch.mask(), batch.layout)
+        plan = strategy.plan(batch.mask(), batch.sharding)
         got, _, _ = run(plan, tuple(qkv), dout)
         for mine, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=0, atol=EXACT)
@@ -102,22 +102,22 @@ def test_every_algorithm_equals_the_block_diagonal_mask(name, documents):
 
 def test_an_end_belongs_to_its_document_and_a_sample_ends_one():
     tokens = torch.tensor([[1, EOD, 2, EOD, EOD, 3], [EOD, 1, 1, 1, 1, EOD]])
-    borders = borders_of_tokens(tokens, EOD)
+    borders = cu_seqlens_of_tokens(tokens, EOD)
     assert borders == (0, 2, 4, 5, 6, 7, 12)
     assert positions_of(borders).view(2, 6).tolist() == [[0, 1, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4]]
-    assert borders_of_starts(starts_of(borders, 2)) == borders
-    assert borders_of_samples(2, 6) == (0, 6, 12)
+    assert cu_seqlens_of_starts(starts_of(borders, 2)) == borders
+    assert cu_seqlens_of_samples(2, 6) == (0, 6, 12)
 
 
 def test_documents_of_a_fixed_length_end_with_their_sample():
-    assert borders_of_length(2, 6, 4) == (0, 4, 6, 10, 12)
+    assert cu_seqlens_of_length(2, 6, 4) == (0, 4, 6, 10, 12)
     with pytest.raises(ConfigError, match="--fix-sub-seq-length 0 must be at least 1"):
-        borders_of_length(1, 6, 0)
+        cu_seqlens_of_length(1, 6, 0)
 
 
 @pytest.mark.parametrize("name", ["ring", "adaptive"])
 def test_mask_and_positions_are_reset_independently(name):
-    borders = borders_of_tokens(with_ends([5, 40], [63, 11]), EOD)
+    borders = cu_seqlens_of_tokens(with_ends([5, 40], [63, 11]), EOD)
     rows = torch.arange(2 * SIZE).view(2, SIZE)
     for reset_mask, reset_positions in itertools.product((False, True), repeat=2):
         for rank in range(4):
@@ -127,6 +127,6 @@ def test_mask_and_positions_are_reset_independently(name):
             )  # fmt: skip
             assert batch.cu_seqlens == (borders if reset_mask else (0, SIZE, 2 * SIZE))
             wanted = positions_of(borders if reset_positions else (0, SIZE, 2 * SIZE))
-            mine = cut(rows, batch, rank)
+            mine = shard(rows, batch, rank)
             assert mine.shape == batch.positions.shape == (2, SIZE // 4)
             assert batch.positions.equal(wanted[mine])

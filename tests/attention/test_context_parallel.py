@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from mindspeed.attention import (
-    HeadSplit,
+    HeadAllToAll,
     Mask,
     PlanError,
     Region,
     context_parallel_attention,
     contiguous,
+    cost_metrics,
     executor,
-    figures,
     planners,
     zigzag,
 )
@@ -56,19 +56,19 @@ class TestKeysBeforeTheExchange:
             assert plain[3] - full[3] == 2 * self.keys
 
     def test_nothing_to_save(self) -> None:
-        split = HeadSplit(contiguous(8, 2), 0, None)
+        split = HeadAllToAll(contiguous(8, 2), 0, None)
         k = torch.zeros(4, 4, 8)
         with pytest.raises(ConfigError, match="n_kv=4 over CP=2 repeats none"):
-            split.again(8, k, k, "full")
+            split.kv_cache(8, k, k, "full")
         with pytest.raises(ConfigError, match="policy 'most' is not one of full, half"):
-            split.again(8, k, k, "most")
+            split.kv_cache(8, k, k, "most")
 
 
 @pytest.mark.parametrize(("heads", "size", "before"), [(28, 8, 0.875), (40, 16, 40 / 48)])
 def test_heads_left_over_are_shared_by_rows(heads: int, size: int, before: float) -> None:
-    split = HeadSplit(zigzag(960, size), 0, None)
+    split = HeadAllToAll(zigzag(960, size), 0, None)
     assert split.balance(heads) == pytest.approx(before)
-    area = figures(planners.ring(Mask.causal(960), split.layout)).area
+    area = cost_metrics(planners.ring(Mask.causal(960), split.sharding)).area
     even, left = heads // size, heads % size
     work = [even * Mask.causal(960).area() + left * mine for mine in area]
     assert sum(work) == heads * Mask.causal(960).area()

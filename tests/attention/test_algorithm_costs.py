@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.attention import Mask, Sizes
-from mindspeed.attention.costs import compare, costs_of
+from mindspeed.attention.algorithm_costs import compare, costs_of
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 

@@ -1,4 +1,9 @@
-"""Who owns which tokens: for every rank a list of ranges of positions."""
+"""How the tokens of a sequence are sharded over ranks: for every rank, ranges of positions.
+
+    zigzag(8, ranks=2).segments    (((0, 2), (6, 8)), ((2, 6),))
+
+A batch is one long sequence: sample n of length S has the positions ``n S`` to ``(n + 1) S - 1``.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +21,11 @@ Ranges = tuple[Range, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Tokens of every rank.
+class SequenceSharding:
+    """The positions that every rank owns.
 
     Attributes:
-        segments: For each rank its ranges in the order in which they lie in its tensors.
+        segments: For each rank its ranges, in the order of the rows of its tensors.
     """
 
     segments: tuple[Ranges, ...]
@@ -32,21 +37,21 @@ class Layout:
 
     @functools.cached_property
     def size(self) -> int:
-        """Positions of all ranks."""
+        """Number of positions, of all ranks."""
         return sum(length(own) for own in self.segments)
 
     def positions(self, rank: int) -> torch.Tensor:
-        """Position of each row of a rank's tensors, int64."""
+        """Position of each row of a rank's tensors: ``[rows]`` int64."""
         return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in self.segments[rank])])
 
     def owned(self, wanted: Iterable[Range]) -> dict[int, list[Range]]:
-        """Cut ranges by owner: rank -> its parts, in ascending order of positions."""
-        starts, pieces = self._sorted
+        """Split ranges by owner: rank -> its parts, by ascending position."""
+        starts, segments = self._sorted
         found: dict[int, list[Range]] = {}
         for a, b in wanted:
             at = max(bisect.bisect_right(starts, a) - 1, 0)
-            while at < len(pieces) and pieces[at][0] < b:
-                start, end, rank = pieces[at]
+            while at < len(segments) and segments[at][0] < b:
+                start, end, rank = segments[at]
                 if end > a:
                     found.setdefault(rank, []).append((max(a, start), min(b, end)))
                 at += 1
@@ -54,12 +59,17 @@ class Layout:
 
     @functools.cached_property
     def _sorted(self) -> tuple[list[int], list[tuple[int, int, int]]]:
-        pieces = sorted((a, b, rank) for rank, own in enumerate(self.segments) for a, b in own)
-        return [a for a, _, _ in pieces], pieces
+        segments = sorted((a, b, rank) for rank, own in enumerate(self.segments) for a, b in own)
+        return [a for a, _, _ in segments], segments
 
 
-class Rows:
-    """Where positions lie in a tensor that holds some ranges one behind the other."""
+class PositionIndex:
+    """Maps positions to the rows of a tensor that holds some ranges, concatenated.
+
+    Attributes:
+        ranges: In the order of the rows.
+        rows: Number of rows.
+    """
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self.ranges = tuple(ranges)
@@ -69,40 +79,40 @@ class Rows:
             starts.append((a, b, row))
             row += b - a
         self.rows = row
-        self._pieces = sorted(starts)
-        self._starts = [a for a, _, _ in self._pieces]
+        self._sorted = sorted(starts)
+        self._starts = [a for a, _, _ in self._sorted]
 
     def has(self, ranges: Iterable[Range]) -> bool:
-        """Are all these positions here?"""
+        """Whether the tensor holds all these positions."""
         try:
             return all(rows is not None for rows in self.slices(ranges))
         except KeyError:
             return False
 
     def slices(self, ranges: Iterable[Range]) -> Iterator[slice]:
-        """Rows of ranges, whose positions may lie in several of those held.
+        """The rows of some ranges; each may span several of the ranges held.
 
         Raises:
-            KeyError: A position is not here.
+            KeyError: The tensor does not hold a position.
         """
         for a, b in ranges:
             at = max(bisect.bisect_right(self._starts, a) - 1, 0)
             while a < b:
-                if at == len(self._pieces) or not self._pieces[at][0] <= a < self._pieces[at][1]:
+                if at == len(self._sorted) or not self._sorted[at][0] <= a < self._sorted[at][1]:
                     raise KeyError(f"position {a} is not held here")
-                start, end, row = self._pieces[at]
+                start, end, row = self._sorted[at]
                 stop = min(end, b)
                 yield slice(row + a - start, row + stop - start)
                 a, at = stop, at + 1
 
 
 def length(ranges: Iterable[Range]) -> int:
-    """Number of positions."""
+    """Number of positions in some ranges."""
     return sum(b - a for a, b in ranges)
 
 
 def union(ranges: Iterable[Range]) -> Ranges:
-    """The same positions, in ascending order, each once."""
+    """The positions of all ranges, as disjoint ascending ranges."""
     merged: list[list[int]] = []
     for a, b in sorted(ranges):
         if a >= b:
@@ -115,7 +125,7 @@ def union(ranges: Iterable[Range]) -> Ranges:
 
 
 def without(ranges: Iterable[Range], taken: Iterable[Range]) -> Ranges:
-    """What is in the first and not in the second."""
+    """The positions of ``ranges`` that are not in ``taken``."""
     left: list[Range] = []
     holes = union(taken)
     for a, b in union(ranges):
@@ -132,29 +142,29 @@ def without(ranges: Iterable[Range], taken: Iterable[Range]) -> Ranges:
     return tuple(left)
 
 
-def contiguous(size: int, ranks: int, samples: int = 1) -> Layout:
-    """Rank r owns the r-th part of every sample; parts differ by at most one token.
+def contiguous(size: int, ranks: int, samples: int = 1) -> SequenceSharding:
+    """Rank r owns the r-th part of every sample; their lengths differ by at most one token.
 
     Args:
         size: Length of a sample.
         ranks: Number of ranks.
-        samples: Samples, one behind the other.
+        samples: Number of concatenated samples.
     """
     cuts = [size * rank // ranks for rank in range(ranks + 1)]
     parts = [[(cuts[rank], cuts[rank + 1])] for rank in range(ranks)]
     return _for_samples(parts, size, samples)
 
 
-def zigzag(size: int, ranks: int, samples: int = 1) -> Layout:
-    """Rank r owns chunks r and 2 P - 1 - r of 2 P chunks: equal causal work. Megatron's layout.
+def zigzag(size: int, ranks: int, samples: int = 1) -> SequenceSharding:
+    """Rank r owns chunks r and 2 P - 1 - r of 2 P chunks: equal causal work, Megatron's sharding.
 
     Args:
         size: Length of a sample.
         ranks: Number of ranks, P.
-        samples: Samples, one behind the other.
+        samples: Number of concatenated samples.
 
     Raises:
-        ConfigError: The size does not divide.
+        ConfigError: 2 P does not divide the size.
     """
     if size % (2 * ranks):
         raise ConfigError(
@@ -169,7 +179,7 @@ def zigzag(size: int, ranks: int, samples: int = 1) -> Layout:
     return _for_samples(parts, size, samples)
 
 
-def _for_samples(parts: list[list[Range]], size: int, samples: int) -> Layout:
+def _for_samples(parts: list[list[Range]], size: int, samples: int) -> SequenceSharding:
     own: list[list[Range]] = []
     for ranges in parts:
         found: list[Range] = []
@@ -180,4 +190,4 @@ def _for_samples(parts: list[list[Range]], size: int, samples: int) -> Layout:
                 elif b > a:
                     found.append((start + a, start + b))
         own.append(found)
-    return Layout(tuple(map(tuple, own)))
+    return SequenceSharding(tuple(map(tuple, own)))

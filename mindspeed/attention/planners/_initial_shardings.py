@@ -1,14 +1,14 @@
-"""Layouts to start from: cheap to make, and each the best for some masks.
+"""Initial shardings of the adaptive search: cheap to make, each the best for some masks.
 
-contiguous   windows and bidirectional masks: the fewest keys travel
+contiguous   windows and bidirectional masks: the fewest keys are sent
 zigzag       one long causal document
 min-heap     chunks of equal length, the heaviest first, each to the rank with the least work
-few ranks    whole documents; a long one on as few ranks as can do its work
+few ranks    whole documents; a long one on the fewest ranks that can do its work
 
-A rank has as many tokens as any other and should have as much work. A long document is *dense*: its
-queries see more keys than the mean, so a rank that takes its fill of work from it must fill up its
-tokens with light documents, the lighter the fewer ranks the long one needs. *Few ranks* therefore
-gives the densest document the lightest filling, the next one the next, and so on.
+All ranks have equal numbers of tokens and should have equal work. A long document is *dense*: its
+queries see more keys than the mean. A rank whose share of work comes from a dense document fills
+its remaining tokens with light documents; the lighter these are, the fewer ranks the dense document
+needs. *Few ranks* therefore pairs the densest document with the lightest ones, and so on.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-from mindspeed.attention.layout import Range
 from mindspeed.attention.planners._workload import Document, Workload
+from mindspeed.attention.sequence_sharding import Range
 
 Parts = list[list[Range]]
 Shares = list[tuple[int, int]]
 
 SLACK = (0, 20, 50)
-"""Overloads of a rank, in thousandths of the mean work: the larger, the fewer share a document."""
+"""Allowed overload of a rank, in thousandths of the mean; more means fewer ranks per document."""
 _CHUNKS = 4096
-"""Most chunks of the min-heap; with more, everything would have to go everywhere."""
+"""Most chunks of the min-heap; with more, nearly all keys are sent to all ranks."""
 _EVEN = (105, 100)
-"""Parts one behind the other will do where none is denser than the document by this factor."""
+"""Contiguous parts of a document are used if none is denser than it by more than this factor."""
 
 
-def starts(work: Workload, ranks: int, granularity: int) -> Iterator[Parts]:
-    """The layouts.
+def initial_shardings(work: Workload, ranks: int, granularity: int) -> Iterator[Parts]:
+    """Yield the initial shardings.
 
     Args:
         work: The mask.
         ranks: Size of the group.
-        granularity: A chunk of the min-heap is up to 16 times as long.
+        granularity: Chunks of the min-heap have up to 16 times as many tokens.
     """
     quota = quotas(work.size, ranks)
     yield in_order(quota)
@@ -52,24 +52,24 @@ def starts(work: Workload, ranks: int, granularity: int) -> Iterator[Parts]:
 
 
 def quotas(size: int, ranks: int) -> list[int]:
-    """Tokens of each rank: as many as any other, give or take one."""
+    """Tokens of each rank; they differ by at most one."""
     return [size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks)]
 
 
 def in_order(tokens: Sequence[int]) -> Parts:
-    """Parts one behind the other."""
-    cuts = [0, *itertools.accumulate(tokens)]
-    return [[part] for part in itertools.pairwise(cuts)]
+    """Contiguous parts, in order."""
+    bounds = [0, *itertools.accumulate(tokens)]
+    return [[part] for part in itertools.pairwise(bounds)]
 
 
 def zigzag(tokens: Sequence[int]) -> Parts:
-    """Parts of two chunks, one from each end: the last part is the middle.
+    """Parts of two chunks, one from each end; the last part is the middle.
 
     Under a causal mask the work of a part is its number of tokens times half the length.
     """
     heads, tails = [n // 2 for n in tokens], [n - n // 2 for n in tokens]
-    cuts = [0, *itertools.accumulate(heads + tails[::-1])]
-    chunks = list(itertools.pairwise(cuts))
+    bounds = [0, *itertools.accumulate(heads + tails[::-1])]
+    chunks = list(itertools.pairwise(bounds))
     return [[chunks[i], chunks[-1 - i]] for i in range(len(tokens))]
 
 
@@ -78,8 +78,8 @@ def min_heap(work: Workload, ranks: int, chunk: int) -> Parts:
 
     Source: the default dispatch of MagiAttention (Zewei and Yunpeng, 2025).
     """
-    cuts = range(0, work.size + 1, chunk)
-    chunks = work.documents_between(cuts)
+    bounds = range(0, work.size + 1, chunk)
+    chunks = work.documents_between(bounds)
     own: Parts = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
     for part in sorted(chunks, key=lambda part: -part.pairs):
@@ -91,12 +91,12 @@ def min_heap(work: Workload, ranks: int, chunk: int) -> Parts:
 
 
 def few_ranks(work: Workload, quota: Sequence[int], slack: int) -> Parts:
-    """Documents by descending work, each on the fewest ranks that can do it.
+    """Documents by descending work, each on the fewest ranks that can compute it.
 
     Args:
         work: The mask.
         quota: Tokens of each rank.
-        slack: Work that a rank may take beyond the mean, in thousandths of the mean.
+        slack: Allowed work of a rank above the mean, in thousandths of the mean.
     """
     own: Parts = [[] for _ in quota]
     total = int(work.area[-1])
@@ -109,7 +109,7 @@ def few_ranks(work: Workload, quota: Sequence[int], slack: int) -> Parts:
             shares = _of_dense(document, room, free, *filling.take(document))
         else:
             shares = _of_light(document.tokens, room, free)
-        for rank, part in _cut(work, document, shares):
+        for rank, part in _split(work, document, shares):
             own[rank].append(part)
             free[rank] -= part[1] - part[0]
             room[rank] -= document.pairs if len(shares) == 1 else work.pairs(*part)
@@ -117,7 +117,7 @@ def few_ranks(work: Workload, quota: Sequence[int], slack: int) -> Parts:
 
 
 class _Filling:
-    """The light documents, the lightest first."""
+    """The light documents that fill up ranks, the lightest first."""
 
     def __init__(self, documents: list[Document], total: int, size: int, slack: int) -> None:
         self.total, self.size = total, size
@@ -126,16 +126,16 @@ class _Filling:
         self.left = sorted(light, key=lambda one: one[0] / one[1], reverse=True)
 
     def is_dense(self, document: Document) -> bool:
-        """Do its queries see more keys than the mean?"""
+        """Whether its queries see more keys than the mean."""
         return document.pairs * self.size > self.total * document.tokens
 
     def take(self, document: Document) -> tuple[int, int]:
-        """Pairs and tokens to mix with a dense document to get the density of a full rank."""
+        """Pairs and tokens to add to a dense document for the density of a full rank."""
         pairs, tokens = document.pairs, document.tokens
         while self.left and (lack := pairs * self.tokens - self.pairs * tokens) > 0:
             more, length = self.left.pop()
             each = self.pairs * length - more * self.tokens
-            # A rounded rest may be as dense as a full rank, and then does not help.
+            # After rounding, the remainder may be as dense as a full rank, which does not help.
             part = min(-(-lack * length // each), length) if each > 0 else length
             if part < length:
                 self.left.append((more - more * part // length, length - part))
@@ -146,7 +146,7 @@ class _Filling:
 def _of_dense(
     document: Document, room: list[int], free: list[int], pairs: int, tokens: int
 ) -> Shares:
-    """Ranks and how many tokens of a document they get, filled up with pairs over tokens."""
+    """Ranks and their tokens of a dense document, if filled up with ``pairs`` in ``tokens``."""
     each = max(document.pairs * tokens - pairs * document.tokens, 1)
     most = [
         min(max((r * tokens - pairs * f) * document.tokens // each, 0), f)
@@ -157,7 +157,7 @@ def _of_dense(
     order = sorted(range(len(room)), key=lambda rank: (-most[rank], rank))
     while left and order and most[order[0]]:
         able = [rank for rank in order if most[rank] >= left]
-        # The last of them is the one that is filled best by what is left.
+        # The last of them has the least room to spare.
         rank = able[-1] if able else order[0]
         shares[rank] = min(most[rank], left)
         left -= shares[rank]
@@ -170,7 +170,7 @@ def _of_dense(
 
 
 def _of_light(tokens: int, room: list[int], free: list[int]) -> Shares:
-    """The same for a light document: tokens are scarce, and the neediest ranks come first."""
+    """The same for a light document: on the ranks with most work left per free token."""
     ranks = range(len(free))
     for count in range(1, len(free) + 1):
         share = -(-tokens // count)
@@ -186,8 +186,8 @@ def _of_light(tokens: int, room: list[int], free: list[int]) -> Shares:
     return shares
 
 
-def _cut(work: Workload, document: Document, shares: Shares) -> Iterator[tuple[int, Range]]:
-    """Parts of a document with about the density of all of it."""
+def _split(work: Workload, document: Document, shares: Shares) -> Iterator[tuple[int, Range]]:
+    """Split a document into parts of about its density."""
     if len(shares) == 1:
         yield shares[0][0], (document.start, document.end)
         return

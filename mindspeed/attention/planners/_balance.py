@@ -1,9 +1,9 @@
-"""Balance by swaps: the busiest rank gives heavy tokens for as many light ones.
+"""Balance a sharding by swaps: the busiest rank trades heavy tokens for as many light ones.
 
-Of every pair of one of its segments and one of the idlest ranks', the heavy end of the one is
-exchanged for the light end of the other, for as many tokens as bring one of the two ranks to the
-mean. The pair is taken that moves the most work for each key that the two then see in addition,
-where a key that makes the worst rank worse counts for every rank. Nobody's number of tokens
+For every pair of a segment of the busiest rank and one of the idlest ranks, the heavy end of the
+first is swapped with the light end of the second, for as many tokens as bring one of the two ranks
+to the mean work. The best pair moves the most work per key that the two ranks receive in addition;
+a key received by the worst rank counts once for every rank. The number of tokens of a rank never
 changes. Keys are counted in blocks of about a thousandth of the sequence.
 """
 
@@ -16,9 +16,9 @@ import numpy as np
 from mindspeed.attention.planners._workload import Ints, Segments, Workload
 
 _LIMIT = 400
-"""Swaps, at most."""
+"""Most swaps."""
 _PER_SWAP = 32
-"""What a swap costs beside the keys it adds, in keys: two more pieces to compute."""
+"""Cost of a swap in keys, besides those received: two more regions to compute."""
 _BLOCKS = 1024
 
 
@@ -35,15 +35,15 @@ def balance(
 
     Args:
         work: The mask.
-        segments: Of all ranks, as many tokens each as they will have.
+        segments: Of all ranks; the number of tokens of each stays.
         ranks: Size of the group.
-        granularity: Tokens are moved in multiples of this where there are as many.
-        target: Numerator and denominator of the balance.
-        partners: How many of the idlest ranks are tried for each swap.
-        bound: Give up when the cost (:func:`cost`) exceeds this; None to go on.
+        granularity: Swap multiples of this many tokens, where there are as many.
+        target: The wanted balance, as numerator and denominator.
+        partners: Number of idlest ranks tried for each swap.
+        bound: Stop when the cost (:func:`cost`) exceeds this; None for no bound.
 
     Returns:
-        None where it gave up.
+        The balanced segments; None if the cost exceeded the bound.
     """
     swaps = _Swaps(work, segments, ranks, granularity)
     total = int(swaps.load.sum())
@@ -59,13 +59,13 @@ def balance(
 
 
 def cost(received: Ints) -> int:
-    """What a layout is judged by: worst and mean number of keys received, times the ranks."""
+    """Cost of a sharding: (worst + mean) number of keys received, times the number of ranks."""
     return len(received) * int(received.max()) + int(received.sum())
 
 
 @dataclass
 class _Own:
-    """A rank's segments, and how many blocks of keys it sees or owns before each block."""
+    """Segments of a rank, and the number of key blocks before each block that it sees or owns."""
 
     start: Ints
     end: Ints
@@ -73,7 +73,7 @@ class _Own:
 
 
 class _Ends:
-    """Segments of ranks that may give away their heavy or their light end."""
+    """The heavy or the light ends of the segments of some ranks."""
 
     def __init__(self, work: Workload, own: dict[int, _Own], heavy: bool) -> None:
         self.work = work
@@ -84,15 +84,15 @@ class _Ends:
         slope = work.slope[self.piece]
         self.steepness = np.abs(slope)
         self.at_end = (slope >= 0) == heavy
-        query = np.where(self.at_end, self.end - 1, self.start) - work.border[self.piece]
+        query = np.where(self.at_end, self.end - 1, self.start) - work.bound[self.piece]
         self.keys = work.keys[self.piece] + slope * query  # seen by the outermost query
 
     def first(self, number: Ints, tokens: Ints) -> Ints:
-        """The first of some tokens at the end of segments that is given away."""
+        """First of the ``tokens`` at that end of segments."""
         return np.where(self.at_end[number], self.end[number] - tokens, self.start[number])
 
     def seen(self, number: Ints, tokens: Ints) -> tuple[Ints, Ints]:
-        """The keys that these tokens see."""
+        """First and end of the keys that these tokens see."""
         first = self.first(number, tokens)
         return self.work.hull(first, first + tokens, self.piece[number])
 
@@ -106,7 +106,7 @@ class _Swaps:
         self.own: list[_Own] = [_Own(segments.start[:0], segments.end[:0], self.load)] * ranks
         for rank in range(ranks):
             mine = segments.rank == rank
-            self.give(rank, segments.start[mine], segments.end[mine])
+            self.set_segments(rank, segments.start[mine], segments.end[mine])
 
     def segments(self) -> Segments:
         return Segments(
@@ -115,7 +115,7 @@ class _Swaps:
             np.concatenate([own.end for own in self.own]),
         )
 
-    def give(self, rank: int, start: Ints, end: Ints) -> None:
+    def set_segments(self, rank: int, start: Ints, end: Ints) -> None:
         """Set the segments of a rank; those that touch within a piece become one."""
         order = np.argsort(start, kind="stable")
         start, end = start[order], end[order]
@@ -132,13 +132,13 @@ class _Swaps:
         self.received[rank] = covered[-1] * self.block - (end - start).sum()
 
     def missing(self, rank: int, low: Ints, high: Ints) -> Ints:
-        """About how many of these keys a rank neither sees nor owns."""
+        """Approximate number of these keys that a rank neither sees nor owns."""
         first, last = low // self.block, -(-high // self.block)
         covered = self.own[rank].covered
         return (last - first - covered[last] + covered[first]) * self.block
 
     def swap(self, busiest: int, mean: int, partners: int) -> bool:
-        """Make the best swap of a rank; False if there is none."""
+        """Make the best swap of the busiest rank; False if none helps."""
         idlest = self.load.argsort(kind="stable")[:partners].tolist()
         others = [rank for rank in idlest if self.load[rank] < mean]
         if not others or self.load[busiest] <= mean:
@@ -152,7 +152,7 @@ class _Swaps:
         gap = gap[one, other]
         steepness = mine.steepness[one] + theirs.steepness[other]
         tokens = np.minimum((mine.end - mine.start)[one], (theirs.end - theirs.start)[other])
-        # Up to the last token that is worth more than the one it is exchanged for.
+        # Up to the last token that is heavier than the one it is swapped with.
         worth = np.where(steepness > 0, (gap - 1) // np.maximum(steepness, 1) + 1, tokens)
         tokens = np.minimum(np.minimum(tokens, worth), _enough(gap, steepness, wanted[other]))
         rounded = tokens // self.granularity * self.granularity
@@ -188,25 +188,25 @@ class _Swaps:
         return True
 
     def exchange(self, one: tuple[int, int], other: tuple[int, int], tokens: int) -> None:
-        """Two ranks give each other tokens, from a first one on."""
+        """Swap ``tokens`` tokens of two ranks, given as (rank, first token)."""
         left = [_without(self.own[rank], first, first + tokens) for rank, first in (one, other)]
         for (rank, _), (start, end), (_, first) in zip(
             (one, other), left, (other, one), strict=True
         ):
-            self.give(rank, np.append(start, first), np.append(end, first + tokens))
+            self.set_segments(rank, np.append(start, first), np.append(end, first + tokens))
 
 
 def _without(own: _Own, first: int, last: int) -> tuple[Ints, Ints]:
-    """Segments without some tokens at the end of one of them."""
+    """Start and end of the segments without ``[first, last)``, an end of one of them."""
     start = np.where(own.start == first, last, own.start)
     end = np.where((own.end == last) & (own.start != first), first, own.end)
     return start[start < end], end[start < end]
 
 
 def _enough(gap: Ints, steepness: Ints, wanted: Ints) -> Ints:
-    """The fewest tokens x with ``x gap - steepness x (x - 1) / 2 >= wanted``, or about as many."""
+    """About the fewest tokens x with ``x gap - steepness x (x - 1) / 2 >= wanted``."""
     sum_ = 2 * gap + steepness
-    # A correctly rounded square root is the same number on every machine.
+    # IEEE square roots are correctly rounded, so all machines get the same number.
     root = np.sqrt(np.maximum(sum_ * sum_ - 8 * steepness * wanted, 0).astype(np.float64))
     curved = -(-(sum_ - root.astype(np.int64)) // np.maximum(2 * steepness, 1))
     return np.maximum(np.where(steepness > 0, curved, -(-wanted // gap)), 1)

@@ -1,7 +1,7 @@
-"""What an algorithm costs on a mask, in bytes: plans of any strategy side by side.
+"""What an algorithm costs on a mask, in bytes and pairs: the comparison of all strategies.
 
-Ranks receive rows of keys and values, queries and their results as the plan says, and before and
-behind it the exchange of rows for heads (Ulysses, the hybrids). Nothing is measured.
+Computed from the plans, nothing is measured. Bytes are those of the plan (keys and values, queries
+and their results, gradients), plus the all-to-alls before and after it (Ulysses and the hybrids).
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mindspeed.attention import planners
-from mindspeed.attention.figures import Sizes, figures
-from mindspeed.attention.layout import Layout, length
+from mindspeed.attention.cost_metrics import Sizes, cost_metrics
 from mindspeed.attention.mask import Mask
 from mindspeed.attention.plan import Plan
+from mindspeed.attention.sequence_sharding import SequenceSharding, length
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Of one layer, one number for each rank.
+class AlgorithmCosts:
+    """Costs of one layer, one number per rank.
 
     Attributes:
-        name: Of the algorithm.
-        plan: Of all ranks, or of the groups that exchange rows for heads.
-        layout: Tokens of all ranks.
-        work: Pairs times heads.
+        name: To show.
+        plan: Of all ranks, or of the Ulysses groups as one rank each.
+        sharding: Of all ranks.
+        work: Query-key pairs times heads.
         forward: Bytes received in the forward pass.
         backward: Bytes received in the backward pass.
         messages: Received, both passes.
-        pieces: Parts of the mask computed in the forward pass.
-        memory: Most bytes held: what is saved for the backward pass, and fp32 sums and rows of
-            other ranks beside it. Without what operators need inside.
+        regions: Mask regions computed in the forward pass.
+        memory: Peak bytes of the attention: saved for backward, fp32 accumulators and rows of other
+            ranks. Workspace of the operators is not included.
     """
 
     name: str
     plan: Plan
-    layout: Layout
+    sharding: SequenceSharding
     work: tuple[int, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     messages: tuple[int, ...]
-    pieces: tuple[int, ...]
+    regions: tuple[int, ...]
     memory: tuple[int, ...]
 
     @property
@@ -53,90 +53,96 @@ class Costs:
 
 def costs_of(
     strategy: Strategy, mask: Mask, ranks: int, sizes: Sizes, name: str | None = None
-) -> Costs:
+) -> AlgorithmCosts:
     """Plan and price a strategy.
 
     Args:
         strategy: The algorithm.
         mask: Of all samples.
         ranks: Context-parallel size.
-        sizes: Of the tensors of a tensor-parallel rank.
-        name: To show; default the plan's.
+        sizes: Of q, k and v on a tensor-parallel rank.
+        name: To show; by default that of the plan.
 
     Raises:
-        ConfigError: Ranks, neighbours or heads do not divide.
+        ConfigError: The Ulysses degree does not divide the ranks, or exceeds the heads.
     """
-    inner = strategy.exchanging(ranks)
+    inner = strategy.ulysses_ranks(ranks)
     if inner < 1 or ranks % inner:
         raise ConfigError(f"{strategy.algorithm}: degree {inner} must divide {ranks} ranks")
     if inner > sizes.heads:
         raise ConfigError(f"{strategy.algorithm}: {sizes.heads} query heads for {inner} ranks")
-    layout = strategy.layout(mask, ranks)
-    return _costs(strategy.plan(mask, layout), layout, inner, sizes, name)
+    sharding = strategy.sharding(mask, ranks)
+    return _costs(strategy.plan(mask, sharding), sharding, inner, sizes, name)
 
 
-def costs_of_mesh(mask: Mask, ranks: int, sizes: Sizes) -> Costs:
-    """The same for the mesh whose sides move the fewest bytes."""
-    layout = Strategy("ring").layout(mask, ranks)
+def costs_of_mesh(mask: Mask, ranks: int, sizes: Sizes) -> AlgorithmCosts:
+    """The same for the mesh whose shape sends the fewest bytes."""
+    sharding = Strategy("ring").sharding(mask, ranks)
     side = planners.mesh_side(ranks, sizes.heads, sizes.groups)
-    return _costs(planners.mesh(mask, layout, side), layout, 1, sizes, None)
+    return _costs(planners.mesh(mask, sharding, side), sharding, 1, sizes, None)
 
 
-def _costs(plan: Plan, layout: Layout, inner: int, sizes: Sizes, name: str | None) -> Costs:
-    ranks = [_of_rank(plan, layout, inner, sizes, rank) for rank in range(layout.ranks)]
-    return Costs(name or plan.algorithm, plan, layout, *map(tuple, zip(*ranks, strict=True)))
+def _costs(
+    plan: Plan, sharding: SequenceSharding, inner: int, sizes: Sizes, name: str | None
+) -> AlgorithmCosts:
+    ranks = [_of_rank(plan, sharding, inner, sizes, rank) for rank in range(sharding.ranks)]
+    return AlgorithmCosts(
+        name or plan.algorithm, plan, sharding, *map(tuple, zip(*ranks, strict=True))
+    )
 
 
-def _of_rank(plan: Plan, layout: Layout, inner: int, sizes: Sizes, rank: int) -> tuple[int, ...]:
-    """Work, bytes forward, bytes backward, messages, pieces, memory."""
-    group, place = divmod(rank, inner)
+def _of_rank(
+    plan: Plan, sharding: SequenceSharding, inner: int, sizes: Sizes, rank: int
+) -> tuple[int, ...]:
+    """Work, bytes forward, bytes backward, messages, regions, memory."""
+    group, ulysses_rank = divmod(rank, inner)
     shares = [_share(sizes, inner, other) for other in range(inner)]
-    mine = shares[place]
-    price, rows = figures(plan), length(plan.layout.segments[group])
-    own = length(layout.segments[rank])
-    others = [share for other, share in enumerate(shares) if other != place]
+    mine = shares[ulysses_rank]
+    price, rows = cost_metrics(plan), length(plan.sharding.segments[group])
+    own = length(sharding.segments[rank])
+    others = [share for other, share in enumerate(shares) if other != ulysses_rank]
     to_heads = (rows - own) * _inputs(mine) + own * sum(share.output_row for share in others)
     to_rows = (rows - own) * mine.output_row + own * sum(_inputs(share) for share in others)
-    travelling = price.buffer[group] * mine.row + price.asked[group] * (
+    received = price.kv_buffered[group] * mine.row + price.q_received[group] * (
         mine.query_row + mine.output_row
     )
     wide = replace(mine, itemsize=4)
     saved = rows * (_inputs(mine) + mine.output_row + mine.statistics_row)
-    summing = rows * _inputs(wide) + price.buffer[group] * wide.row
+    accumulators = rows * _inputs(wide) + price.kv_buffered[group] * wide.row
     return (
         price.area[group] * mine.heads,
         price.forward_bytes(mine)[group] + to_heads,
         price.backward_bytes(mine)[group] + to_rows,
         price.messages[group] + 4 * (inner - 1),
-        price.pieces[group],
-        saved + price.kept_bytes(mine)[group] + travelling + summing,
+        price.regions[group],
+        saved + price.saved_bytes(mine)[group] + received + accumulators,
     )
 
 
-def _share(sizes: Sizes, inner: int, place: int) -> Sizes:
-    """Heads of one of the neighbours after the exchange, and the key heads that they use."""
-    heads = range(sizes.heads * place // inner, sizes.heads * (place + 1) // inner)
+def _share(sizes: Sizes, inner: int, rank: int) -> Sizes:
+    """Sizes of a rank after the all-to-all: its heads, and the key heads that they use."""
+    heads = range(sizes.heads * rank // inner, sizes.heads * (rank + 1) // inner)
     each = sizes.heads // sizes.groups
     used = heads[-1] // each - heads[0] // each + 1
     return replace(sizes, heads=len(heads), groups=used)
 
 
 def _inputs(sizes: Sizes) -> int:
-    """Bytes of a row of queries, keys and values."""
+    """Bytes of a row of q, k and v."""
     return sizes.query_row + sizes.row
 
 
 def compare(
     mask: Mask, ranks: int, sizes: Sizes, algorithms: Iterable[str], options: Strategy
-) -> list[Costs]:
+) -> list[AlgorithmCosts]:
     """Price several algorithms, ``mesh`` among them.
 
     Args:
         mask: Of all samples.
         ranks: Context-parallel size.
-        sizes: Of the tensors of a tensor-parallel rank.
+        sizes: Of q, k and v on a tensor-parallel rank.
         algorithms: Names of :class:`Strategy`, or ``mesh``.
-        options: What the algorithms share.
+        options: The other fields of the strategies.
     """
     found = []
     for algorithm in algorithms:

@@ -1,4 +1,8 @@
-"""Rows of a tensor that are picked out together, known as data before there is a tensor."""
+"""Indices of rows of a ``[rows, ...]`` tensor, built from a plan before the tensor exists.
+
+Adjacent rows become one slice, which selects a view; other rows become an index tensor, which is
+copied to each device once.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ from collections.abc import Iterable
 import torch
 
 
-class Index:
-    """Rows in an order, each at most once where something is added or put.
+class RowIndex:
+    """Rows of a tensor, in the order in which they are selected.
 
-    Rows that lie together are one slice, of which ``take`` is a view; others are picked by an index
-    tensor, which goes to a device once.
+    No row may occur twice where rows are written (:meth:`add_to`, :meth:`copy_to`).
+
+    Attributes:
+        slices: The rows as slices; adjacent ones are joined.
+        rows: Number of rows.
     """
 
     def __init__(self, slices: Iterable[slice]) -> None:
@@ -26,38 +33,38 @@ class Index:
         self._on: dict[torch.device, torch.Tensor] = {}
 
     @property
-    def together(self) -> slice | None:
-        """The rows as one slice, or None."""
+    def as_slice(self) -> slice | None:
+        """The rows as one slice; None if they are not contiguous."""
         if not self.slices:
             return slice(0, 0)
         return self.slices[0] if len(self.slices) == 1 else None
 
-    def meets(self, other: Index) -> bool:
-        """Do they share a row?"""
+    def overlaps(self, other: RowIndex) -> bool:
+        """Whether both contain the same row."""
         starts = sorted((part.start, part.stop) for part in (*self.slices, *other.slices))
         return any(a[1] > b[0] for a, b in itertools.pairwise(starts))
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows; a view where they lie together."""
-        where = self.together
+    def select(self, x: torch.Tensor) -> torch.Tensor:
+        """``[self.rows, ...]`` from ``[rows, ...]``; a view if the rows are contiguous."""
+        where = self.as_slice
         return x.index_select(0, self.tensor(x.device)) if where is None else x[where]
 
-    def add(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        """Add to the rows, in place."""
-        if (where := self.together) is None:
+    def add_to(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        """Add ``part`` ``[self.rows, ...]`` to these rows of ``x``, in place and in x's dtype."""
+        if (where := self.as_slice) is None:
             x.index_add_(0, self.tensor(x.device), part.to(x.dtype))
         else:
             x[where] += part
 
-    def put(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        """Overwrite the rows, in place."""
-        if (where := self.together) is None:
+    def copy_to(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        """Overwrite these rows of ``x`` with ``part`` ``[self.rows, ...]``, in place."""
+        if (where := self.as_slice) is None:
             x.index_copy_(0, self.tensor(x.device), part)
         else:
             x[where].copy_(part)
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """The rows as int64 on a device."""
+        """The row numbers, ``[self.rows]`` int64 on ``device``."""
         if device not in self._on:
             parts = [torch.arange(part.start, part.stop) for part in self.slices]
             self._on[device] = torch.cat(parts).to(device, non_blocking=True)

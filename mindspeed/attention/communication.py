@@ -1,0 +1,163 @@
+"""How the tensors of a plan are sent: between processes, or between ranks simulated in one process.
+
+The executor is a generator. It yields an :class:`Exchange` to start a communication and gets a
+handle; it yields the handle to wait, and gets the received rows. The driver of the generator
+decides how the bytes move:
+
+* :func:`run_on_group` communicates over process groups.
+* :func:`run_in_one_process` drives the generators of all ranks in lock-step, so that a group of 16
+  ranks can be tested, or timed on one device, without processes.
+
+An exchange in which some rank has several peers is one ``all_to_all_single`` of all ranks. An
+exchange in which no rank has (a ring) is a send and a receive between neighbours, because a
+collective of all ranks would make each step wait for the slowest rank. Which of the two is a
+property of the plan, not of a rank, and ranks start exchanges in the order of the plan, so no rank
+waits for an exchange that another one never starts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+ExchangeGenerator = Generator[Any, Any, Result]
+"""Yields exchanges and their handles; returns the result of a rank."""
+RowCounts = tuple[tuple[int, int], ...]
+"""``(peer, number of rows)``, by ascending peer."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The rows of equal width that one rank sends and receives in one communication.
+
+    Attributes:
+        tag: Equal on all ranks; different for exchanges that are in flight at the same time.
+        collective: All ranks take part, also those with nothing to send.
+        rows: ``[rows, width]``, destination by destination.
+        sends: Destinations and their numbers of rows.
+        receives: Sources and their numbers of rows.
+        to_owner: Gradients and partial results on the way back to the owner of the tokens, which
+            may use the overlap group.
+    """
+
+    tag: int
+    collective: bool
+    rows: torch.Tensor
+    sends: RowCounts
+    receives: RowCounts
+    to_owner: bool = False
+
+    def receive_buffer(self) -> torch.Tensor:
+        """Uninitialised ``[received rows, width]``, source by source."""
+        return self.rows.new_empty(sum(rows for _, rows in self.receives), self.rows.shape[1])
+
+
+@dataclass
+class _Handle:
+    received: torch.Tensor
+    works: list[Any] = field(default_factory=list)
+    sent: torch.Tensor | None = None  # must stay alive until it is sent
+
+
+def run_on_group(
+    steps: ExchangeGenerator[Result],
+    group: dist.ProcessGroup | None,
+    overlap_group: dist.ProcessGroup | None = None,
+) -> Result:
+    """Drive the generator of this rank. Collective over the group.
+
+    Args:
+        steps: A generator of the executor.
+        group: Ranks in the order of the plan's sharding; None for the default group.
+        overlap_group: A second group of the same ranks, for what returns to its owner while keys
+            and values arrive; None for ``group``.
+    """
+    answer: Any = None
+    while True:
+        try:
+            request = steps.send(answer)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        if isinstance(request, Exchange):
+            other = request.to_owner and overlap_group is not None
+            answer = _start(request, overlap_group if other else group)
+        else:
+            for work in request.works:
+                work.wait()
+            answer = request.received
+
+
+def _start(exchange: Exchange, group: dist.ProcessGroup | None) -> _Handle:
+    received, sent = exchange.receive_buffer(), exchange.rows.contiguous()
+    if exchange.collective:
+        ranks = range(dist.get_world_size(group))
+        outgoing, incoming = dict(exchange.sends), dict(exchange.receives)
+        work = dist.all_to_all_single(
+            received, sent,
+            [incoming.get(rank, 0) for rank in ranks], [outgoing.get(rank, 0) for rank in ranks],
+            group=group, async_op=True,
+        )  # fmt: skip
+        return _Handle(received, [work], sent)
+    _warm_up(group, sent.device)
+    operations = [
+        dist.P2POp(operation, part, group=group, tag=exchange.tag, group_peer=peer)
+        for operation, rows, counts in (
+            (dist.isend, sent, exchange.sends),
+            (dist.irecv, received, exchange.receives),
+        )
+        for (peer, _), part in zip(
+            counts, rows.split([n for _, n in counts]) if counts else (), strict=True
+        )
+    ]
+    return _Handle(received, dist.batch_isend_irecv(operations) if operations else [], sent)
+
+
+_warm: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _warm_up(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Create the communicator: the first P2P batch of NCCL or HCCL must involve all its ranks."""
+    communicator = group or dist.group.WORLD
+    if device.type != "cpu" and communicator is not None and communicator not in _warm:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _warm.add(communicator)
+
+
+def run_in_one_process(ranks: Sequence[ExchangeGenerator[Result]]) -> list[Result]:
+    """Drive the generators of all ranks in this process.
+
+    Raises:
+        RuntimeError: Deadlock: all remaining ranks wait for rows that no rank sends.
+    """
+    messages: dict[tuple[int, int, int], list[torch.Tensor]] = {}  # (tag, source, destination)
+    results: dict[int, Result] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(ranks)))
+    waiting: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}
+    while len(results) < len(ranks):
+        for rank, answer in answers.items():
+            try:
+                while isinstance(request := ranks[rank].send(answer), Exchange):
+                    sizes = [n for _, n in request.sends]
+                    parts = request.rows.split(sizes) if request.sends else ()
+                    for (dst, _), part in zip(request.sends, parts, strict=True):
+                        messages.setdefault((request.tag, rank, dst), []).append(part.clone())
+                    keys = [(request.tag, src, rank) for src, _ in request.receives]
+                    answer = request.receive_buffer(), keys
+                waiting[rank] = request
+            except StopIteration as end:
+                results[rank] = end.value
+        ready = [r for r, (_, keys) in waiting.items() if all(messages.get(key) for key in keys)]
+        if not ready and waiting:
+            raise RuntimeError(f"ranks {sorted(waiting)} wait for messages that nobody sends")
+        answers = {}
+        for rank in ready:
+            buffer, keys = waiting.pop(rank)
+            parts = [messages[key].pop(0) for key in keys]
+            answers[rank] = torch.cat(parts, out=buffer) if parts else buffer
+    return [results[rank] for rank in range(len(ranks))]
