@@ -14,8 +14,10 @@ model does not have, except one sum per step:
 
 ===============  ==================================================================================
 ``config``       :class:`LoraConfig`, and which names mean which modules
-``linear``       base and adapter in one autograd function; how the adapter is cut over TP ranks
-``experts``      the same for experts that are computed together
+``linear``       base and adapter in one autograd function; how the adapter is sharded
+``layers``       linear layers of a stage, and the parts of one
+``names``        names of modules in the whole model
+``experts``      adapters of experts
 ``attach``       freezes a model and gives its linear layers adapters
 ``gradients``    the sum per step
 ``state``        what an adapter checkpoint holds

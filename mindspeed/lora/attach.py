@@ -1,7 +1,7 @@
 """Freeze a model and give its linear layers adapters.
 
 Only the adapters and ``modules_to_save`` stay trainable. A holds the same values however the model
-is cut: each matrix is drawn whole from a seed made of its name, and a rank keeps its slice.
+is sharded: each matrix is drawn unsharded, seeded by its name, and a rank keeps its slice.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
     _check_names(modules, config)
     for module in modules:
         module.requires_grad_(False)
-        for name, layer, cut in list(linear_layers(module)):
-            parts = parts_of(name, layer, module.config, cut)
+        for name, layer, shard in list(linear_layers(module)):
+            parts = parts_of(name, layer, module.config, shard)
             if targets := targeted(name, parts, config.target_modules):
                 if isinstance(layer, GroupedLinear):
-                    give_expert_adapters(layer, config, cut, targets, parts)
+                    give_expert_adapters(layer, config, shard, targets, parts)
                 else:
                     order = order_of(parts, module.config.kv_channels)
-                    give_adapter(layer, config, cut, targets, parts, order)
+                    give_adapter(layer, config, shard, targets, parts, order)
                 _draw(name, layer)
         _unfreeze(module, config.modules_to_save)
         _carry_gradients(module, config.forward_hooks)
@@ -78,9 +78,9 @@ def _check_names(modules: list[Any], config: LoraConfig) -> None:
     """Every name means a module of some pipeline stage, and none means two things."""
     matched, there, problems = set[str](), set[str](), list[str]()
     for module in modules:
-        for name, layer, cut in linear_layers(module):
+        for name, layer, shard in linear_layers(module):
             there.add(short_name(name))
-            parts = parts_of(name, layer, module.config, cut)
+            parts = parts_of(name, layer, module.config, shard)
             matched |= {t for t in config.target_modules if targeted(name, parts, (t,))}
             asked = targeted(name, parts, config.target_modules)
             if len(asked) > 1 and "all" in asked:
@@ -92,7 +92,7 @@ def _check_names(modules: list[Any], config: LoraConfig) -> None:
             if asked and name.endswith("linear_qkv") and "q" not in parts:
                 problems.append(
                     f"{name}: {module.config.num_query_groups} key heads cannot be divided among "
-                    f"{cut.size} tensor-parallel ranks; adapt other layers, or use fewer ranks"
+                    f"{shard.size} tensor-parallel ranks; adapt other layers, or use fewer ranks"
                 )
             if asked and name == "output_layer" and module.share_embeddings_and_output_weights:
                 problems.append(
@@ -154,12 +154,12 @@ def _unfreeze(chunk: Any, names: tuple[str, ...]) -> None:
 def _draw(name: str, layer: AdaptedLinear) -> None:
     """A from a seed made of its name, B zero."""
     options = layer._lora
-    split = options.cut.size if options.cut.mode == "row" else 1
-    for piece in layer.pieces(name):
-        for b in piece.b.values():
+    split = options.shard.size if options.shard.mode == "row" else 1
+    for entry in layer.adapted_weights(name):
+        for b in entry.b.values():
             torch.nn.init.zeros_(b)
-        for part, a in piece.a.items():
-            seed = options.config.seed + zlib.crc32(f"{piece.name}.{part}".encode())
+        for part, a in entry.a.items():
+            seed = options.config.seed + zlib.crc32(f"{entry.name}.{part}".encode())
             generator = torch.Generator().manual_seed(seed)
             whole = torch.empty(a.shape[0], a.shape[1] * split)
             if options.config.init == "gaussian":
@@ -168,7 +168,7 @@ def _draw(name: str, layer: AdaptedLinear) -> None:
                 bound = 1 / math.sqrt(whole.shape[1])
                 whole.uniform_(-bound, bound, generator=generator)
             with torch.no_grad():
-                a.copy_(whole.chunk(split, 1)[options.cut.rank if split > 1 else 0])
+                a.copy_(whole.chunk(split, 1)[options.shard.rank if split > 1 else 0])
 
 
 def _carry_gradients(chunk: Any, names: tuple[str, ...]) -> None:

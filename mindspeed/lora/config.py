@@ -69,7 +69,7 @@ class LoraConfig:
         use_rslora: Multiply by alpha / sqrt(r) instead.
         adapter_name: Name in PEFT directories.
         forward_hooks: Modules whose output is to carry gradients, beside the embedding.
-        seed: Of A; the values do not depend on how the model is cut.
+        seed: Of A; the values do not depend on how the model is sharded.
     """
 
     target_modules: tuple[str, ...]

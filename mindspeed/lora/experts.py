@@ -6,7 +6,8 @@ module with a weight for each; their adapters are two grouped products,
     u = x A_e^T  [t, r]        y = x W_e^T + s u B_e^T        rows of x sorted by expert e
 
 Tokens come and go with the dispatcher, so an expert's layer communicates nothing itself. With
-expert tensor parallelism the matrices are cut, and their partial gradients summed, over its ranks.
+expert tensor parallelism the matrices are sharded, and their partial gradients summed,
+over its ranks.
 Saved for backward beside what the frozen layer saves: the input and u.
 """
 
@@ -20,13 +21,13 @@ import torch
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.linear import (
     AdaptedLinear,
-    Cut,
+    AdaptedWeight,
     Options,
-    Piece,
+    TPShard,
     adapted_class,
     as_one,
-    cut_of,
     new_matrices,
+    tp_shard_of,
 )
 from mindspeed.lora.names import expert_layer, first_expert
 from mindspeed.te.grouped import GroupedLinear
@@ -34,20 +35,20 @@ from mindspeed.te.grouped_gemm import gmm
 from mindspeed.te.linear_communication import compute_dtype
 
 
-def expert_cut_of(module: torch.nn.Module) -> Cut | None:
-    """How a linear layer of experts is cut; None if it is no layer that can have an adapter."""
+def expert_tp_shard_of(module: torch.nn.Module) -> TPShard | None:
+    """How a linear layer of experts is sharded; None if it cannot have an adapter."""
     from megatron.core import parallel_state
     from megatron.core.extensions import transformer_engine as wrappers
 
-    if not isinstance(module, GroupedLinear) and cut_of(module) is None:
+    if not isinstance(module, GroupedLinear) and tp_shard_of(module) is None:
         return None
     if isinstance(module, wrappers.TEColumnParallelLinear | wrappers.TEColumnParallelGroupedLinear):
         mode: str | None = "column"
     elif isinstance(module, wrappers.TERowParallelLinear | wrappers.TERowParallelGroupedLinear):
         mode = "row"
     else:  # the local layer spec's, which know it
-        mode = cut_of(module).mode  # type: ignore[union-attr]
-    return Cut(mode, parallel_state.get_expert_tensor_parallel_group(), False)
+        mode = tp_shard_of(module).mode  # type: ignore[union-attr]
+    return TPShard(mode, parallel_state.get_expert_tensor_parallel_group(), False)
 
 
 class AdaptedExperts(AdaptedLinear):
@@ -59,13 +60,13 @@ class AdaptedExperts(AdaptedLinear):
     lora_A: torch.nn.ModuleList  # type: ignore[assignment]
     lora_B: torch.nn.ModuleList  # type: ignore[assignment]
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def adapted_weights(self, name: str) -> Iterator[AdaptedWeight]:
         """The weights of the local experts."""
         mlp, _, layer = name.rpartition(".experts.")
         first = first_expert(self.config)  # type: ignore[attr-defined]
         for i, (a, b) in enumerate(zip(self.lora_A, self.lora_B, strict=True)):
             weight = getattr(self, f"weight{i}")
-            yield Piece(expert_layer(mlp, first + i, layer), weight, dict(a), dict(b))  # type: ignore[call-overload]
+            yield AdaptedWeight(expert_layer(mlp, first + i, layer), weight, dict(a), dict(b))  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor, m_splits: Any, *args: Any, **kwargs: Any) -> Any:
         """The frozen layer's result and the correction of each expert's rows."""
@@ -77,7 +78,9 @@ class AdaptedExperts(AdaptedLinear):
     def _correction(self, x: torch.Tensor, m_splits: torch.Tensor | Sequence[int]) -> torch.Tensor:
         sizes = torch.as_tensor(m_splits)
         dtype = compute_dtype(x, self.weight0)  # type: ignore[attr-defined]
-        pairs = [as_one(p.a, p.b, self._lora.parts, None) for p in self.pieces(".experts.")]
+        pairs = [
+            as_one(p.a, p.b, self._lora.parts, None) for p in self.adapted_weights(".experts.")
+        ]
         a, b = (torch.stack(matrices).to(dtype) for matrices in zip(*pairs, strict=True))
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         out = gmm(gmm(rows, a, sizes, trans_b=True), b, sizes, trans_b=True)
@@ -85,20 +88,20 @@ class AdaptedExperts(AdaptedLinear):
 
 
 def give_expert_adapters(
-    module: Any, config: LoraConfig, cut: Cut, targets: set[str], parts: dict[str, int]
+    module: Any, config: LoraConfig, shard: TPShard, targets: set[str], parts: dict[str, int]
 ) -> None:
     """Turn a grouped layer into one with adapters, empty ones.
 
     Args:
         module: The layer.
         config: Rank and scale.
-        cut: How it is cut.
+        shard: How it is sharded.
         targets: Parts that get their own A and B, or ``all``.
         parts: This rank's rows of each part of one expert.
     """
     weights = [getattr(module, f"weight{i}") for i in range(module.num_gemms)]
-    pairs = [new_matrices(weight, config, cut, targets, parts) for weight in weights]
+    pairs = [new_matrices(weight, config, shard, targets, parts) for weight in weights]
     module.lora_A = torch.nn.ModuleList(a for a, _ in pairs)
     module.lora_B = torch.nn.ModuleList(b for _, b in pairs)
-    module._lora = Options(config, cut, parts, None, type(module))
+    module._lora = Options(config, shard, parts, None, type(module))
     module.__class__ = adapted_class(type(module), AdaptedExperts)  # type: ignore[arg-type]

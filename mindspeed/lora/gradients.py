@@ -32,7 +32,7 @@ def sum_partial_gradients(model: Sequence[torch.nn.Module]) -> None:
     together = defaultdict[Any, list[torch.Tensor]](list)
     for chunk in model:
         for parameter in chunk.parameters():
-            # Under ZeRO 2 and 3 this is a share of a parameter, cut alike on all ranks of a group.
+            # Under ZeRO 2 and 3 this is a shard, the same elements on all ranks of the group.
             whole_parameter = getattr(parameter, "orig_param", parameter)
             group = getattr(whole_parameter, "partial_over_tp", None)
             grad = getattr(parameter, "main_grad", parameter.grad)

@@ -8,36 +8,36 @@ from typing import Any
 import torch
 
 from mindspeed.lora.config import WHOLE
-from mindspeed.lora.experts import expert_cut_of
-from mindspeed.lora.linear import Cut, cut_of
+from mindspeed.lora.experts import expert_tp_shard_of
+from mindspeed.lora.linear import TPShard, tp_shard_of
 from mindspeed.lora.names import is_expert, named_modules
 
 
-def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, Cut]]:
+def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, TPShard]]:
     """Linear layers that can have adapters; grouped experts are one of them."""
     for name, module in named_modules(chunk):
-        cut = expert_cut_of(module) if is_expert(name) else cut_of(module)
-        if cut is not None:
-            yield name, module, cut
+        shard = expert_tp_shard_of(module) if is_expert(name) else tp_shard_of(module)
+        if shard is not None:
+            yield name, module, shard
 
 
-def parts_of(name: str, module: Any, config: Any, cut: Cut) -> dict[str, int]:
+def parts_of(name: str, module: Any, config: Any, shard: TPShard) -> dict[str, int]:
     """Parts of a layer, with this rank's rows of each; ``{"all": rows}`` if it has one part.
 
     Args:
         name: Its name in the whole model.
         module: The layer.
         config: Megatron's configuration of the model.
-        cut: How the layer is cut.
+        shard: How the layer is sharded.
     """
     rows = rows_of(module)
     leaf = name.rpartition(".")[2]
     if leaf == "linear_fc1" and config.gated_linear_unit:
         return {"gate": rows // 2, "up": rows // 2}
-    if leaf == "linear_qkv" and config.num_query_groups % cut.size == 0:
+    if leaf == "linear_qkv" and config.num_query_groups % shard.size == 0:
         head = config.kv_channels
-        key = config.num_query_groups // cut.size * head
-        query = config.num_attention_heads // cut.size * head
+        key = config.num_query_groups // shard.size * head
+        query = config.num_attention_heads // shard.size * head
         if query + 2 * key == rows:
             return {"q": query, "k": key, "v": key}
     return {WHOLE: rows}
@@ -50,11 +50,14 @@ def rows_of(module: Any) -> int:
 
 
 def order_of(parts: dict[str, int], head: int) -> torch.Tensor | None:
-    """For each row of the weight, its row when the parts stand one below the other.
+    """For each row of the weight, its row in the concatenated parts.
 
     Args:
         parts: Rows of each part.
         head: Rows of one key head.
+
+    Returns:
+        ``[rows]``, int64; None if the orders are equal.
     """
     if "q" not in parts:
         return None

@@ -23,8 +23,8 @@ from mindspeed.te.linear import Linear
 from mindspeed.te.linear_communication import LinearCommunication, compute_dtype
 
 
-class Cut(NamedTuple):
-    """How a linear layer is cut over its tensor-parallel ranks.
+class TPShard(NamedTuple):
+    """How a linear layer is sharded over its tensor-parallel ranks.
 
     Attributes:
         mode: ``column``, ``row`` or None for a layer that every rank has whole.
@@ -43,7 +43,7 @@ class Cut(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Rank in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
 
@@ -53,13 +53,18 @@ def as_one(
     parts: Mapping[str, int],
     order: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A ``[R, in]`` and B ``[out, R]`` of a layer, from those of its parts.
+    """A and B of a layer from those of its parts.
 
     Args:
-        lora_a: A of each part that has one, or one for ``all``.
-        lora_b: B of each part.
+        lora_a: A ``[r, in]`` of each part that has one, or one for ``all``.
+        lora_b: B ``[rows of the part, r]`` of each part.
         parts: Rows of each part.
-        order: For each row of the weight, its row when the parts stand one below the other.
+        order: ``[out]``, int64: for each row of the weight, its row in the concatenated parts; None
+            if they are equal.
+
+    Returns:
+        A ``[R, in]`` and B ``[out, R]`` in the dtype of the inputs; R is r for a shared A, else r
+        times the number of adapted parts, and B is block-diagonal.
     """
     if WHOLE in lora_a:
         a, b = lora_a[WHOLE], torch.cat([lora_b[name] for name in parts])
@@ -70,7 +75,7 @@ def as_one(
     return a, b if order is None else b[order]
 
 
-class Piece(NamedTuple):
+class AdaptedWeight(NamedTuple):
     """One weight with an adapter: a layer, or one expert of a grouped layer.
 
     Attributes:
@@ -87,30 +92,29 @@ class Piece(NamedTuple):
 
 
 class AdaptedLinear:
-    """What a linear layer with an adapter has beside its own (mixed into its class).
+    """Mixin of a linear layer with an adapter.
 
     ``lora_A`` and ``lora_B`` hold one matrix per part of the layer, in the order of ``parts``;
-    with one A for all parts, ``lora_A`` holds that one as ``all``. Each B is a slice of rows in the
-    order in which the part's rows stand in the layer, so that the slices of all ranks, one below
-    the other, are the part's whole matrix.
+    with one A for all parts, ``lora_A`` holds that one as ``all``. Each B holds this rank's rows of
+    the part in the order of the layer, so the concatenated B of all ranks is the unsharded matrix.
     """
 
     lora_A: torch.nn.ParameterDict
     lora_B: torch.nn.ParameterDict
     _lora: Options
 
-    def pieces(self, name: str) -> Iterator[Piece]:
+    def adapted_weights(self, name: str) -> Iterator[AdaptedWeight]:
         """The weights of the layer that is called ``name`` in the whole model."""
-        yield Piece(name, self.weight, dict(self.lora_A), dict(self.lora_B))  # type: ignore[attr-defined]
+        yield AdaptedWeight(name, self.weight, dict(self.lora_A), dict(self.lora_B))  # type: ignore[attr-defined]
 
     def adapter(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A ``[R, in]`` and B ``[out, R]`` of the layer as one; parts become blocks of B."""
+        """A ``[R, in]`` and B ``[out, R]`` of all parts in ``dtype``; B is block-diagonal."""
         a, b = as_one(dict(self.lora_A), dict(self.lora_B), self._lora.parts, self._lora.order)
         return a.to(dtype), b.to(dtype)
 
-    def delta(self, piece: Piece) -> torch.Tensor:
-        """The correction of this rank's slice of a weight, fp32."""
-        a, b = as_one(piece.a, piece.b, self._lora.parts, self._lora.order)
+    def delta(self, entry: AdaptedWeight) -> torch.Tensor:
+        """``s B A`` of this rank's shard of a weight: ``[out, in]``, fp32."""
+        a, b = as_one(entry.a, entry.b, self._lora.parts, self._lora.order)
         return (b.float() @ a.float()).mul_(self._lora.config.scale)
 
     def _multiply(
@@ -128,34 +132,43 @@ class AdaptedLinear:
 
 
 class Options(NamedTuple):
-    """What :class:`AdaptedLinear` knows of its layer: rows of each part, and their order in W."""
+    """What an adapter knows of its layer.
+
+    Attributes:
+        config: Rank, scale, dropout.
+        shard: How the layer is sharded.
+        parts: This rank's rows of each part.
+        order: As for :func:`as_one`.
+        original: The class of the layer without adapter.
+    """
 
     config: LoraConfig
-    cut: Cut
+    shard: TPShard
     parts: dict[str, int]
     order: torch.Tensor | None
     original: type
 
     def mask(self, x: torch.Tensor, communication: LinearCommunication) -> torch.Tensor | None:
-        """0 or 1 / (1 - p) for each element of the input, gathered or not.
+        """The dropout mask of the input: 0 or 1 / (1 - p), in the shape and dtype of the input.
 
-        Ranks that see the same input drop the same elements of it.
+        The input is gathered first where the layer gathers it. Ranks with the same input have the
+        same mask.
         """
         p = self.config.dropout
         if not p:
             return None
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        size = (x.shape[0] * (self.cut.size if communication.gathers_input else 1), *x.shape[1:])
+        size = (x.shape[0] * (self.shard.size if communication.gathers_input else 1), *x.shape[1:])
         ones = torch.ones(size, dtype=x.dtype, device=x.device)
-        if self.cut.mode == "row" or (self.cut.mode is None and self.cut.sequence_parallel):
+        if self.shard.mode == "row" or (self.shard.mode is None and self.shard.sequence_parallel):
             with get_cuda_rng_tracker().fork():
                 return F.dropout(ones, p)
         return F.dropout(ones, p)
 
 
-def cut_of(module: torch.nn.Module) -> Cut | None:
-    """How a linear layer is cut; None if it is no linear layer that can have an adapter.
+def tp_shard_of(module: torch.nn.Module) -> TPShard | None:
+    """How a linear layer is sharded; None if it cannot have an adapter.
 
     Raises:
         ConfigError: It belongs to NVIDIA's Transformer Engine.
@@ -166,10 +179,10 @@ def cut_of(module: torch.nn.Module) -> Cut | None:
         parallel = module.parallel_mode is not None
         # A layer that every rank has whole does not know its ranks; Megatron's wrapper does.
         group = module.tp_group if parallel else getattr(module, "_tp_group", None)
-        return Cut(module.parallel_mode, group, module_sequence_parallel(module))
+        return TPShard(module.parallel_mode, group, module_sequence_parallel(module))
     if isinstance(module, ColumnParallelLinear | RowParallelLinear):
         mode = "column" if isinstance(module, ColumnParallelLinear) else "row"
-        return Cut(mode, module.tp_group, module.sequence_parallel)
+        return TPShard(mode, module.tp_group, module.sequence_parallel)
     if any(base.__module__.startswith("transformer_engine") for base in type(module).__mro__):
         raise ConfigError(
             "adapters need linear layers of this library, not those of NVIDIA's Transformer "
@@ -179,7 +192,7 @@ def cut_of(module: torch.nn.Module) -> Cut | None:
 
 
 def module_sequence_parallel(module: Any) -> bool:
-    """Whether activations around a Transformer Engine layer are split along the sequence."""
+    """Whether a Transformer Engine layer runs under sequence parallelism."""
     config = getattr(module, "config", None)
     return bool(getattr(config, "sequence_parallel", module.sequence_parallel))
 
@@ -187,7 +200,7 @@ def module_sequence_parallel(module: Any) -> bool:
 def give_adapter(
     module: Any,
     config: LoraConfig,
-    cut: Cut,
+    shard: TPShard,
     targets: set[str],
     parts: dict[str, int],
     order: torch.Tensor | None,
@@ -197,20 +210,23 @@ def give_adapter(
     Args:
         module: The layer.
         config: Rank, scale, dropout.
-        cut: How it is cut.
+        shard: How it is sharded.
         targets: Parts that get their own A and B, or ``all``.
         parts: This rank's rows of each part.
-        order: For each row of the weight, its row when the parts stand one below the other; None
-            if that is how they stand.
+        order: As for :func:`as_one`.
     """
-    module.lora_A, module.lora_B = new_matrices(module.weight, config, cut, targets, parts)
-    module._lora = Options(config, cut, parts, order, type(module))
+    module.lora_A, module.lora_B = new_matrices(module.weight, config, shard, targets, parts)
+    module._lora = Options(config, shard, parts, order, type(module))
     local_linears.convert(module)
     module.__class__ = adapted_class(type(module), AdaptedLinear)  # type: ignore[arg-type]
 
 
 def new_matrices(
-    weight: torch.Tensor, config: LoraConfig, cut: Cut, targets: set[str], parts: dict[str, int]
+    weight: torch.Tensor,
+    config: LoraConfig,
+    shard: TPShard,
+    targets: set[str],
+    parts: dict[str, int],
 ) -> tuple[torch.nn.ParameterDict, torch.nn.ParameterDict]:
     """A and B of one weight, empty; arguments as of :func:`give_adapter`."""
     whole = WHOLE in targets
@@ -221,32 +237,32 @@ def new_matrices(
     # Pairs keep their order, a dict would be sorted.
     lora_a = torch.nn.ParameterDict([(n, new(config.r, weight.shape[1])) for n in shared])
     lora_b = torch.nn.ParameterDict([(n, new(parts[n], config.r)) for n in own])
-    for matrices, dim, cut_here in (
-        (lora_a, 1, cut.mode == "row"),
-        (lora_b, 0, cut.mode == "column"),
+    for matrices, dim, sharded in (
+        (lora_a, 1, shard.mode == "row"),
+        (lora_b, 0, shard.mode == "column"),
     ):
         for parameter in matrices.values():
             parameter.allreduce = getattr(weight, "allreduce", True)  # Megatron's mark of experts
-            if cut_here:
+            if sharded:
                 mark_tensor_parallel(parameter, dim)
-            elif cut.size > 1 and (cut.mode is not None or cut.sequence_parallel):
-                parameter.partial_over_tp = cut.group
+            elif shard.size > 1 and (shard.mode is not None or shard.sequence_parallel):
+                parameter.partial_over_tp = shard.group
     return lora_a, lora_b
 
 
 def take_adapter(module: Any) -> None:
-    """Make the layer what it was before :func:`give_adapter`."""
+    """Undo :func:`give_adapter`."""
     module.__class__ = module._lora.original
     del module.lora_A, module.lora_B, module._lora
 
 
 @functools.cache
 def adapted_class(base: Any, kind: type[AdaptedLinear]) -> type:
-    """The class of a layer with an adapter, whose checkpoints hold the layer alone.
+    """The class of a layer with an adapter; its sharded state dict leaves the adapter out.
 
     Args:
         base: The layer's class.
-        kind: What it has beside its own.
+        kind: The mixin.
     """
 
     def sharded_state_dict(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:

@@ -34,8 +34,8 @@ def merge(chunks: Iterable[Any]) -> None:
     """
     for chunk in unwrap(chunks):
         for name, layer in adapted_layers(chunk):
-            for piece in layer.pieces(name):
-                piece.weight.copy_(piece.weight.float() + layer.delta(piece))
+            for entry in layer.adapted_weights(name):
+                entry.weight.copy_(entry.weight.float() + layer.delta(entry))
             take_adapter(layer)
         if hasattr(chunk, "lora_config"):
             del chunk.lora_config

@@ -129,8 +129,8 @@ def fused(
         pairs: A ``[r, in]`` and B ``[out, r]`` of each expert.
 
     Returns:
-        ``[experts r, in]`` with one expert behind the other, and ``[out, r experts]`` in which the
-        experts change fastest.
+        ``[experts r, in]``, the A of all experts concatenated, and ``[out, r experts]`` with the
+        expert as the fastest index; both in the dtype of the inputs.
     """
     a = torch.cat([one for one, _ in pairs])
     b = torch.stack([other for _, other in pairs], -1).flatten(1)

@@ -3,9 +3,9 @@
     decoder.layers.7.self_attention.linear_qkv.lora_A.q     [r, in]
     decoder.layers.7.self_attention.linear_qkv.lora_B.q     [rows of q, r]
 
-The tensors are whole ones, cut in any way by the run that wrote them, so any layout reads them.
-Beside them lies ``adapter.json``: the options, and a few numbers of each adapted weight, by which
-an adapter of another base model is recognised.
+Tensors are stored unsharded (as Megatron's sharded tensors), so any parallel sizes can load them.
+Next to them is ``adapter.json``: the options, and a few numbers of each adapted weight, which
+identify the base model.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def description(chunks: Iterable[Any], config: LoraConfig) -> str:
 
 
 def remember_base(chunk: Any) -> None:
-    """Keep the numbers by which the base is recognised, before its weights are cut up."""
+    """Record the samples that identify the base model, before FSDP shards its weights."""
     for name, layer in adapted_layers(chunk):
         layer.beginnings = [  # type: ignore[attr-defined]
-            piece.weight[:1, :_SAMPLES].detach().clone() for piece in layer.pieces(name)
+            entry.weight[:1, :_SAMPLES].detach().clone() for entry in layer.adapted_weights(name)
         ]
 
 
@@ -139,10 +139,10 @@ def check_samples(
 def _beginnings(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Adapted weights, or what was kept of them, on the rank that has their first numbers."""
     for name, layer in adapted_layers(chunk):
-        if layer._lora.cut.rank == 0:
+        if layer._lora.shard.rank == 0:
             kept = getattr(layer, "beginnings", None)
-            for number, piece in enumerate(layer.pieces(name)):
-                yield piece.name, piece.weight if kept is None else kept[number]
+            for number, entry in enumerate(layer.adapted_weights(name)):
+                yield entry.name, entry.weight if kept is None else kept[number]
 
 
 def _first_numbers(weight: torch.Tensor) -> list[float]:

@@ -10,10 +10,10 @@ pytest.importorskip("megatron.core")
 
 from mindspeed.lora import LoraConfig
 from mindspeed.lora.attach import _draw
-from mindspeed.lora.linear import Cut, give_adapter
+from mindspeed.lora.linear import TPShard, give_adapter
 from mindspeed.te.linear import Linear
 
-ALONE = Cut(None, None, False)
+ALONE = TPShard(None, None, False)
 
 
 def layer(inputs=64, outputs=48, dtype=torch.float64, **options):
