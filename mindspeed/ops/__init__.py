@@ -6,13 +6,14 @@
 Each file reads top down: the public function (shapes, dtypes, errors, source), the reference in
 plain torch, which is also the CPU kernel, the calls into torch_npu, shapes for FakeTensor, the
 backward, samples for the self-test, and the registration. Triton kernels are in ``ops/triton``.
-``mindspeed ops`` shows which implementation a device runs here and why others were refused;
+:class:`Operator` defines one, here or in another package. ``mindspeed ops`` shows which
+implementation a device runs here and why others were refused;
 ``python -m mindspeed.ops.verify`` compares every operator with its reference on real hardware.
 """
 
 from __future__ import annotations
 
 from mindspeed.ops._check import OperatorError
-from mindspeed.ops._registry import set_cpu_mode
+from mindspeed.ops._registry import Implementation, Operator, set_cpu_mode
 
-__all__ = ["OperatorError", "set_cpu_mode"]
+__all__ = ["Implementation", "Operator", "OperatorError", "set_cpu_mode"]

@@ -1,0 +1,1 @@
+"""A package that extends mindspeed from outside; docs/extending.md explains each file."""

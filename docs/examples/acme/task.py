@@ -1,0 +1,21 @@
+"""``mindspeed evaluate --task acme-capitals``: a benchmark of one's own, with its own judge."""
+
+from mindspeed.evaluation.task import Task
+
+
+def judge(text, target):
+    """Whether the generated ``text`` names the capital, in any case."""
+    return target.casefold() in text.casefold()
+
+
+TASK = Task(
+    name="acme-capitals",
+    title="capitals of countries",
+    files=("*.jsonl",),  # below --task-data-path
+    format="jsonl",
+    fields={"country": "str", "answer": "str"},
+    prompt="The capital of {country} is",
+    score="acme.task:judge",
+    stop=("\n",),
+    max_new_tokens=8,
+)
