@@ -6,8 +6,8 @@ from mindspeed.json_fields import BOOL, Real, Whole
 from mindspeed.models.config_fields import used
 from mindspeed.models.config_json import Always, Fields, Heads, Rope, Tied
 from mindspeed.models.family import Family
-from mindspeed.models.rows import whole
 from mindspeed.models.tensors import LLAMA
+from mindspeed.models.weight_shards import whole
 
 SIZES = {  # Megatron's argument -> key of config.json
     "num_layers": "depth",

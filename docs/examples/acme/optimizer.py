@@ -37,6 +37,7 @@ def counted(optimizer):
 
 def _attach(seams, options, megatron):
     import torch
+
     from mindspeed.te.update_rules import UpdateRule
 
     rule = UpdateRule(states={"exp_avg": torch.zeros_like}, update=lion)
