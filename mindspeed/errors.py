@@ -1,6 +1,6 @@
 """Every error a user can cause, one class per kind of remedy.
 
-A message reads like a colleague: what was given, what is allowed, which flag or file to change.
+A message names the given value, the allowed values, and the flag or file to change.
 All classes derive from :class:`MindSpeedError`. :func:`describe` is what a command or a rank prints
 about any error: these messages as they are, one line about everything else.
 """
@@ -50,7 +50,7 @@ class CheckpointError(MindSpeedError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint is not what was written; another checkpoint may be good."""
+    """A file of a checkpoint is not as it was written; another checkpoint may be good."""
 
 
 class TrainingError(MindSpeedError, RuntimeError):
@@ -68,8 +68,8 @@ _LONGEST_LINE = 300
 def describe(error: BaseException) -> str:
     """What a command prints about ``error``: the message for the user, without a traceback.
 
-    Errors of the operating system name their file. Of an error that nobody foresaw this is one line
-    that says what, where and which file holds the traceback. With ``--debug`` it is the traceback.
+    Errors of the operating system name their file. An unexpected error is one line: type,
+    message, source line, file with the traceback. ``--debug`` prints the traceback instead.
     """
     if os.environ.get(DEBUG):
         return "\n" + "".join(traceback.format_exception(error)).rstrip()

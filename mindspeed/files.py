@@ -1,4 +1,4 @@
-"""Writing files nobody else can read, change or find half-written.
+"""Writing files that are private and never half-written; checks of paths.
 
 Everything this library writes goes through this module, for three promises:
 
@@ -53,7 +53,7 @@ def make_dirs(path: PathLike) -> Path:
         return path
     if path.parent != path:
         make_dirs(path.parent)
-    # Several ranks create the same directory; what counts is that it is there afterwards.
+    # Several ranks create the same directory: it may exist already.
     path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     return path
 
@@ -67,7 +67,7 @@ def secure_open(path: PathLike, mode: str = "w", **options: Any) -> IO[Any]:
     Args:
         path: file to write; its directory must exist.
         mode: as for :func:`open`; it must write (``w``, ``a``, ``x`` or ``r+``).
-        **options: further arguments of :func:`open`. Text is UTF-8 unless said otherwise.
+        **options: additional arguments of :func:`open`. Text is UTF-8 unless said otherwise.
 
     Raises:
         SecurityError: the last component of ``path`` is a symbolic link.
@@ -84,13 +84,13 @@ def secure_open(path: PathLike, mode: str = "w", **options: Any) -> IO[Any]:
 def atomic_writer(path: PathLike, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
     """Write ``path`` in one step: readers see the old file or the whole new one, never a part.
 
-    The new content is written beside the target (``.<name>.<random>.tmp``), synced and renamed
-    when the block ends without an exception. Otherwise the neighbour is removed.
+    The new content is written to a temporary file in the same directory (``.<name>.<random>.tmp``),
+    which is synced and renamed when the block ends, and removed after an exception.
 
     Args:
         path: file to write; missing directories are created with :func:`make_dirs`.
         mode: ``"w"`` for text or ``"wb"`` for bytes.
-        **options: further arguments of :func:`open`.
+        **options: additional arguments of :func:`open`.
 
     Raises:
         SecurityError: ``path`` is a symbolic link.
@@ -131,14 +131,14 @@ def atomic_write_text(path: PathLike, text: str) -> None:
 
 
 def check_path(path: PathLike, kind: Kind) -> Path:
-    """Check that nobody but the user and root could have tampered with ``path``.
+    """Check that only the user and root can have changed ``path``.
 
     ====== =============================================== ==============================
     kind   for                                             owner or world-writable bit off
     ====== =============================================== ==============================
     input  data sets, tokenizers, recipes, checkpoints     SecurityWarning
     code   what runs code when loaded (pickle, plug-ins)   SecurityError
-    output what is going to be written                     SecurityWarning; link: error
+    output a file to be written                            SecurityWarning; link: error
     ====== =============================================== ==============================
 
     Inputs may be reached through symbolic links (the Hugging Face cache and Kubernetes volumes
@@ -236,7 +236,7 @@ def _harden_file(name: str, directory: int, close: bool = False) -> int:
 
 
 def _restrict(descriptor: int, limit: int) -> int:
-    """Cut the mode of an open file or directory down to ``limit``; 1 if that changed it."""
+    """Reduce the mode of an open file or directory to at most ``limit``; 1 if it changed."""
     status = os.fstat(descriptor)
     # Devices such as /dev/null belong to everybody: root must not close them.
     ours = status.st_uid == os.geteuid() and (

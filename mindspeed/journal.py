@@ -1,8 +1,7 @@
-"""Attribute changes that can be taken back.
+"""Attribute changes that can be undone.
 
-Everything this library changes in somebody else's module goes through one :class:`Journal`: the
-old value is kept, the owner is recorded, and :meth:`Journal.undo` restores exactly the objects
-that were there before (``is``-identical), newest first.
+Every change to an attribute of another package goes through a :class:`Journal`, which keeps the old
+value and the owner. :meth:`Journal.undo` restores the identical objects (``is``), newest first.
 
     journal = Journal()
     journal.set(torch.cuda, "synchronize", synchronize, owner="device")
@@ -62,11 +61,11 @@ class Journal:
         self._record(Entry(sys.modules, name, before, module, owner))
 
     def call_on_undo(self, undo: Any) -> None:
-        """Run ``undo()`` when the journal is taken back (for changes that are not attributes)."""
+        """Run ``undo()`` in :meth:`undo` (for changes that are not attributes)."""
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Take back all changes, newest first, then run the undo callbacks, newest first."""
+        """Undo all changes, newest first, then run the callbacks, newest first."""
         while self._entries:
             self._restore(self._entries.pop())
         while self._undo:

@@ -5,11 +5,10 @@ A package names its objects under entry points, in its ``pyproject.toml``:
     [project.entry-points."mindspeed.features"]
     weight-noise = "acme.weight_noise:FEATURE"
 
-The entry point has the name of the object; that of a device is what ``MINDSPEED_DEVICE`` says.
-Nothing is read before a list of features, families,
-tasks or an unknown device is needed; then every entry point of that group is loaded, once. One that
-cannot be loaded is an error that names its package: a training without a feature that somebody
-installed would be another training.
+The entry point has the name of the object; for a device it is the value of ``MINDSPEED_DEVICE``.
+A group is loaded once, when its list is first needed; of the devices, the selected one only. An
+entry point that cannot be loaded is an error that names its package: without an installed feature a
+run would silently differ.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TASKS = "mindspeed.tasks"
 GROUPS = (DEVICES, FAMILIES, FEATURES, TASKS)
 
 BUILT_IN = "mindspeed"
-"""The origin of what the library itself brings."""
+"""The origin of what is part of this library."""
 
 T = TypeVar("T")
 
@@ -116,7 +115,7 @@ def require_same_on_all_ranks() -> None:
     """Compare the entry points of all ranks: one ``all_gather_object`` over all of them.
 
     Raises:
-        ConfigError: on every rank, when they differ; says what which rank lacks.
+        ConfigError: on every rank, when they differ; names the missing plug-in and the ranks.
     """
     import torch.distributed as dist
 

@@ -3,7 +3,7 @@
     flag(0.1, "dropout", range=PROBABILITY)                       a field of an options dataclass
     parser.add_argument("--workers", type=whole(1), default=1)    a flag of a command
 
-``nan`` lies in no range, and infinity only where it is named. Help texts show the range.
+No range contains ``nan``; infinity is allowed only where it is named. Help texts show the range.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Range:
         high: largest value.
         above: ``low`` itself does not belong to it.
         below: ``high`` itself does not belong to it.
-        also: values outside that have a meaning of their own, such as -1 or infinity.
-        shown: whether ``high`` is told to the user; a limit of the number format is not.
+        also: special values outside the range, such as -1 or infinity.
+        shown: whether messages name ``high``; limits of a number format are not named.
     """
 
     low: float = -math.inf
@@ -69,7 +69,7 @@ class Range:
         return f", or {' or '.join(map(_shown, self.also))}" if self.also else ""
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with ``value``, a number or nested lists of numbers; None if nothing is."""
+        """Why ``value`` (a number or nested lists) is out of range; None if it is not."""
         if isinstance(value, list | tuple):
             return next(filter(None, map(self.problem, value)), None)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -100,8 +100,8 @@ class Number:
 
     Attributes:
         convert: from text to a number or a list of numbers.
-        range: what is allowed.
-        name: what is expected, for messages.
+        range: allowed values.
+        name: the expected type, for messages.
     """
 
     convert: Callable[[str], Any]

@@ -1,6 +1,6 @@
-"""Who else could read or change our files, and loading weights without running code.
+"""Audit of file permissions, and loading weights without running code.
 
-:func:`audit` is behind ``mindspeed doctor --security DIR``: the process (root, umask, address
+:func:`audit` implements ``mindspeed doctor --security DIR``: the process (root, umask, address
 space randomisation) and every kind of file below a directory, each against the mode recommended
 in the file permission appendix of the documentation. It changes nothing.
 
@@ -50,7 +50,7 @@ class _Kind:
     name: str
     limit: int
     matches: Callable[[Path, int], bool]
-    find: str = "-type f"  # what finds them, and nothing that the same limit would damage
+    find: str = "-type f"  # finds these files only, so that the suggested chmod is safe
 
 
 # The first kind that matches counts.
@@ -99,7 +99,7 @@ def safe_torch_load(path: PathLike, *, allow_pickle: bool = False, **options: An
         path: file written by ``torch.save``.
         allow_pickle: also accept objects whose loading may run any code. The file must then
             belong to the user or root and not be writable by everybody.
-        **options: further arguments of ``torch.load``; ``map_location`` is ``"cpu"`` by default.
+        **options: additional arguments of ``torch.load``; ``map_location`` is ``"cpu"`` by default.
 
     Raises:
         SecurityError: the file needs ``allow_pickle``, or has it and could be tampered with.
@@ -117,7 +117,7 @@ def safe_torch_load(path: PathLike, *, allow_pickle: bool = False, **options: An
         if wanted is None and not _is_pickle(Path(path)):
             raise DamagedCheckpoint(f"{path} is damaged: it is no file of torch.save") from error
         raise SecurityError(
-            f"{path} holds more than tensors ({_asks_for(wanted)}); loading it could run any "
+            f"{path} holds more than tensors ({_named_in(wanted)}); loading it could run any "
             "code. If you trust whoever wrote it, convert it to safetensors or load it with "
             "allow_pickle=True"
         ) from error
@@ -125,8 +125,8 @@ def safe_torch_load(path: PathLike, *, allow_pickle: bool = False, **options: An
         raise SecurityError(f"refusing to load {path}: {error}") from None
 
 
-def _asks_for(wanted: re.Match[str] | None) -> str:
-    return "it is a plain pickle" if wanted is None else f"it asks for {wanted[1]}"
+def _named_in(wanted: re.Match[str] | None) -> str:
+    return "it is a plain pickle" if wanted is None else f"it names {wanted[1]}"
 
 
 def _is_pickle(path: Path) -> bool:
@@ -137,7 +137,7 @@ def _is_pickle(path: Path) -> bool:
 
 
 def enum_member(kind: Any, name: str) -> Enum:
-    """What ``getattr`` stands for in pickles of Python 3.11.0 to 3.11.3: a member of ``kind``.
+    """The member ``name`` of ``kind``: ``getattr`` in pickles of Python 3.11.0 to 3.11.3.
 
     These Pythons write enumerations that way; ``getattr`` itself would reach anything.
 
@@ -146,7 +146,7 @@ def enum_member(kind: Any, name: str) -> Enum:
     """
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
-    raise SecurityError(f"a pickle asks for the attribute {name!r} of {kind!r}; it may run code")
+    raise SecurityError(f"a pickle names the attribute {name!r} of {kind!r}; it may run code")
 
 
 ENUM_MEMBER = (enum_member, "builtins.getattr")

@@ -112,7 +112,7 @@ def refusal(error: pickle.UnpicklingError) -> MindSpeedError:
     """
     if wanted := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return SecurityError(
-            f"an entry holds more than tensors (it asks for {wanted[1]}); loading it could run any "
+            f"an entry holds more than tensors (it names {wanted[1]}); loading it could run any "
             "code"
         )
     reason = str(error).split("WeightsUnpickler error:")[-1].strip().splitlines()
@@ -124,7 +124,7 @@ def check_relative(name: Any, where: str) -> str:
 
     Args:
         name: The name as found.
-        where: What named it, for the message.
+        where: The file that contains the name, for the message.
 
     Raises:
         SecurityError: The name is absolute or leads out of the directory.
@@ -165,7 +165,7 @@ class _IndexReader(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return enum_member
         raise SecurityError(
-            f"its index asks for {module}.{name}, which no index of a checkpoint needs; it may run "
+            f"its index names {module}.{name}, which no index of a checkpoint needs; it may run "
             "code"
         )
 
@@ -189,7 +189,7 @@ class _StateReader(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return enum_member
         raise SecurityError(
-            f"an fp8 state asks for {module}.{name}, which none needs; it may run code"
+            f"an fp8 state names {module}.{name}, which none needs; it may run code"
         )
 
 

@@ -185,7 +185,7 @@ def refuse_unknown(
     """Refuse names that are no option of ours, with the closest that are.
 
     Raises:
-        ConfigError: the first unknown name, behind ``where`` it was found.
+        ConfigError: names the first unknown option, after ``where`` it was found.
     """
     features = all_features() if features is None else features
     known = {item.name for feature in features for item in flags_of(feature.options)}

@@ -1,9 +1,9 @@
-"""The builder classes of earlier versions, for scripts that load an operator through them.
+"""The original library's builder classes, for scripts that load an operator through them.
 
     from mindspeed.op_builder import RmsNormOpBuilder
     y = RmsNormOpBuilder().load().rms_norm(x, gamma, 1e-6)
 
-Nothing is built: ``load()`` imports the operator's file and gives its public functions. New code
+``load()`` compiles nothing: it imports the operator's file and returns its functions. New code
 imports them directly, ``from mindspeed.ops.rms_norm import rms_norm``.
 """
 
@@ -35,12 +35,11 @@ _FUNCTIONS = {
     "RotaryPositionEmbeddingOpBuilder": "npu_rotary_position_embedding",
     "SwigluOpBuilder": "swiglu",
 }
-"""Builder -> file in ``mindspeed.ops`` and its functions; a function of the same name goes
-without saying."""
+"""Builder -> ``file:functions`` in ``mindspeed.ops``; by default the function of the file's name."""
 
 
 class OpBuilder:
-    """A builder; ``load()`` gives an object whose attributes are the operator's functions."""
+    """``load()`` returns a namespace with the operator's functions."""
 
     functions = ""
 

@@ -189,7 +189,7 @@ class TestLoading:
             torch.save([Kind.A, Attribute(Kind, "A")], path)
             assert safe_torch_load(path) == [Kind.A, Kind.A]
             torch.save(Attribute(Kind, "mro"), path)
-            with pytest.raises(SecurityError, match=r"state\.pt: .*asks for the attribute 'mro'"):
+            with pytest.raises(SecurityError, match=r"state\.pt: .*names the attribute 'mro'"):
                 safe_torch_load(path)
 
     def test_the_message_names_what_the_file_asks_for(self, tmp_path: Path) -> None:
