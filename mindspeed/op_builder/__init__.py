@@ -35,7 +35,7 @@ _FUNCTIONS = {
     "RotaryPositionEmbeddingOpBuilder": "npu_rotary_position_embedding",
     "SwigluOpBuilder": "swiglu",
 }
-"""Builder -> ``file:functions`` in ``mindspeed.ops``; by default the function of the file's name."""
+"""Builder -> ``file:functions`` in ``mindspeed.ops``; default: the function of that name."""
 
 
 class OpBuilder:
