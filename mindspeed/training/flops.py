@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import argparse
 
+from mindspeed import session
+from mindspeed.profiling.model_flops import moe_pattern
+
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_ADD = 2
 
@@ -43,15 +46,13 @@ def flops_of_tokens(args: argparse.Namespace, tokens: int, pairs: float) -> floa
 
 
 def layer_kinds(args: argparse.Namespace) -> tuple[int, int]:
-    """Numbers of dense and of mixture-of-experts layers, prediction layers included."""
+    """Numbers of dense and of MoE layers that compute, multi-token prediction included."""
     extra = args.mtp_num_layers or 0
-    if not args.num_experts:
-        return args.num_layers + extra, 0
-    pattern = args.moe_layer_freq
-    if isinstance(pattern, int):
-        pattern = [int(layer % pattern == 0) for layer in range(args.num_layers)]
-    sparse = sum(pattern) + extra * pattern[-1]
-    return args.num_layers + extra - sparse, sparse
+    pattern = moe_pattern(vars(args))
+    active = session.current()  # features may have layers that do not compute
+    computing = pattern if active is None else active.seams.computing_layers.pipe(pattern)
+    sparse = sum(computing) + extra * pattern[-1]
+    return len(computing) + extra - sparse, sparse
 
 
 def mlp_weights(args: argparse.Namespace, width: int) -> int:

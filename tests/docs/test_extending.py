@@ -19,7 +19,7 @@ from tests.plugins.packages import forget, install
 from tests.support import trainer_job
 
 PAGE = EXAMPLES.parent / "extending.md"
-MOST_LINES = 70
+MOST_LINES = 75
 SMALL = ["--train-iters", "3", "--no-swiglu", "--ffn-hidden-size", "64"]
 
 
@@ -131,8 +131,9 @@ def test_optimizer_rule_and_wrapper(ranks, tmp_path, site, acme):
         ranks, tmp_path, site, 1, *given, function=extending_ranks.steps_of_lion
     )
     sharded, _ = metrics_of(ranks, tmp_path, site, 2, *given, "--use-distributed-optimizer")
-    assert found["steps"] == 3 and "exp_avg" in found["states"]
-    assert "exp_avg_sq" not in found["states"], "Lion has one moment"
+    assert found["steps"] == 3
+    assert found["bytes"]["exp_avg"] > 100_000
+    assert found["bytes"].get("exp_avg_sq", 0) < 1_000, "Lion has one moment"
     assert sharded == pytest.approx(alone, rel=1e-4)
 
     from mindspeed.te.update_rules import StepOptions

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mindspeed import session
 from mindspeed.profiling import ModelShape, model_flops
-from mindspeed.training.flops import flops_of_tokens, training_flops
+from mindspeed.training.flops import flops_of_tokens, layer_kinds, training_flops
 
 
 def shape(**changes: Any) -> argparse.Namespace:
@@ -52,6 +54,18 @@ def test_experts_count_as_often_as_tokens_visit_them(frequency, sparse):
     routed = 3 * (2 * matmul(s, h, 128) + matmul(s, h, 64))
     difference = training_flops(shape(**moe), 1) - training_flops(shape(), 1)
     assert difference == 3 * sparse * (routed - dense)
+
+
+@pytest.mark.parametrize("frequency", [2, [0, 1, 1, 0]])
+def test_layers_that_do_not_compute_are_left_out(frequency, monkeypatch):
+    """The seam ``computing_layers``: here the first two of four layers are no-op layers."""
+    drop = SimpleNamespace(pipe=lambda layers: layers[2:])
+    active = SimpleNamespace(seams=SimpleNamespace(computing_layers=drop))
+    args = shape(num_experts=8, moe_layer_freq=frequency)
+    assert layer_kinds(args) == (2, 2)
+    monkeypatch.setattr(session, "current", lambda: active)
+    assert layer_kinds(args) == (1, 1)
+    assert layer_kinds(shape(mtp_num_layers=1)) == (3, 0)
 
 
 MLA = {
