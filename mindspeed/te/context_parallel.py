@@ -4,9 +4,9 @@ The groups, mask type and window of a module and the strategy of its layer becom
 :mod:`mindspeed.attention`, made once. This module is imported when such a sequence is first met
 (:mod:`mindspeed.te.core_attention`). How the sequence is sharded:
 
-    sbhd                  zigzag chunks of every sample, as Megatron cuts its batches
+    sbhd                  zigzag chunks of every sample, as Megatron shards its batches
     sbhd, packed batch    as the batch says
-    thd                   zigzag chunks of every document, as Transformer Engine cuts them
+    thd                   zigzag chunks of every document, as Transformer Engine shards them
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _shard_each(starts: tuple[int, ...], ranks: int) -> PackedBatch:
             raise ConfigError(
                 f"context parallel: a document of {end - start} tokens with its padding must be "
                 f"divisible by 2*CP={2 * ranks}; pad documents, or use --reset-attention-mask, "
-                "which cuts the whole sequence"
+                "which shards the whole sequence"
             )
         for segments, parts in zip(own, zigzag(end - start, ranks).segments, strict=True):
             segments += [(start + a, start + b) for a, b in parts]

@@ -113,30 +113,30 @@ class _Table(NamedTuple):
     sin: torch.Tensor
 
 
-class _Known(NamedTuple):
+class _CachedTable(NamedTuple):
     version: int  # of the tensor that is the key
     table: _Table
 
 
-class _KnownPacked(NamedTuple):
+class _CachedPackedTable(NamedTuple):
     version: int
     cu_seqlens: weakref.ref[torch.Tensor]
-    cut: tuple[int, ...]  # version of cu_seqlens, tokens, context-parallel size and rank
+    key: tuple[int, ...]  # version of cu_seqlens, tokens, context-parallel size and rank
     table: _Table
 
 
-_known = WeakTensorKeyDictionary()
-_known_packed = WeakTensorKeyDictionary()
+_tables = WeakTensorKeyDictionary()
+_packed_tables = WeakTensorKeyDictionary()
 
 
 def _table(freqs: torch.Tensor) -> _Table:
     """Cosine and sine of ``freqs``, cached while the tensor lives unchanged."""
-    if not _can_remember(freqs):
+    if not _is_cacheable(freqs):
         return _Table(freqs.cos(), freqs.sin())
-    known = _known.get(freqs)
-    if known is None or known.version != freqs._version:
-        known = _known[freqs] = _Known(freqs._version, _Table(freqs.cos(), freqs.sin()))
-    return known.table
+    cached = _tables.get(freqs)
+    if cached is None or cached.version != freqs._version:
+        cached = _tables[freqs] = _CachedTable(freqs._version, _Table(freqs.cos(), freqs.sin()))
+    return cached.table
 
 
 def _packed_table(
@@ -149,18 +149,18 @@ def _packed_table(
         cos, sin = _table(freqs)
         return _Table(cos[positions], sin[positions])
 
-    if not (_can_remember(freqs) and _can_remember(cu_seqlens)):
+    if not (_is_cacheable(freqs) and _is_cacheable(cu_seqlens)):
         return gather()
-    cut = (cu_seqlens._version, tokens, cp_size, cp_rank)
-    known = _known_packed.get(freqs)
-    current = known is not None and known.version == freqs._version
-    if not current or known.cu_seqlens() is not cu_seqlens or known.cut != cut:
-        known = _KnownPacked(freqs._version, weakref.ref(cu_seqlens), cut, gather())
-        _known_packed[freqs] = known
-    return known.table
+    key = (cu_seqlens._version, tokens, cp_size, cp_rank)
+    cached = _packed_tables.get(freqs)
+    current = cached is not None and cached.version == freqs._version
+    if not current or cached.cu_seqlens() is not cu_seqlens or cached.key != key:
+        cached = _CachedPackedTable(freqs._version, weakref.ref(cu_seqlens), key, gather())
+        _packed_tables[freqs] = cached
+    return cached.table
 
 
-def _can_remember(x: torch.Tensor) -> bool:
+def _is_cacheable(x: torch.Tensor) -> bool:
     """Whether ``x`` has a version counter that shows in-place changes."""
     return not (torch.compiler.is_compiling() or x.is_inference() or x.requires_grad)
 

@@ -9,7 +9,7 @@ from tests.support import gpt_ranks
 
 
 def initial_weights(name: str, spec: str) -> dict[str, torch.Tensor]:
-    """Build a model from one seed and join its weights as Megatron has cut them."""
+    """Build a model from one seed and join its weights as Megatron has sharded them."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -28,7 +28,7 @@ def initial_weights(name: str, spec: str) -> dict[str, torch.Tensor]:
 
 
 def _joined(weight: torch.Tensor) -> torch.Tensor:
-    """Megatron cuts ``stride`` blocks of the master weight, each over all ranks."""
+    """Megatron shards ``stride`` blocks of the master weight, each over all ranks."""
     if not getattr(weight, "tensor_model_parallel", False) or dist.get_world_size() == 1:
         return weight.detach()
     parts = [torch.empty_like(weight.detach()) for _ in range(dist.get_world_size())]

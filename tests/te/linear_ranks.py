@@ -325,10 +325,10 @@ def fp8_steps(size: int = 256) -> dict[str, float]:
         out, dx, dw, db = run(layer, part(x, dims[0]), part(grad, dims[1]))
         if sp and not column:
             dist.all_reduce(db)  # by the trainer, once per step
-        wanted = (expected[0], dims[1]), (expected[1], dims[0]), (expected[2], dims[2])
-        wanted = (*wanted, (expected[3], dims[3]))
+        slices = (expected[0], dims[1]), (expected[1], dims[0]), (expected[2], dims[2])
+        slices = (*slices, (expected[3], dims[3]))
         for name, ours, (theirs, dim) in zip(
-            ("out", "dx", "dw", "db"), (out, dx, dw, db), wanted, strict=True
+            ("out", "dx", "dw", "db"), (out, dx, dw, db), slices, strict=True
         ):
             theirs = part(theirs, dim)
             found[f"{mode} sp={sp} {name}"] = (

@@ -1,4 +1,4 @@
-"""Bytes that a model keeps for the backward, with and without values in memory of their own."""
+"""Bytes saved for backward, with the values copied and as views of the qkv projection."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_bf16_is_as_exact_as_its_inputs():
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
 
 
-def test_what_does_not_work_over_a_split_sequence_says_so():
+def test_unsupported_arguments_over_a_sharded_sequence_are_refused():
     class Group:
         def size(self):
             return 2
@@ -253,8 +253,8 @@ def test_hybrid_without_its_groups_is_refused():
 
 
 def packed_arguments():
-    borders = torch.tensor([0, 3, 7])
-    return {"cu_seqlens_q": borders, "cu_seqlens_kv": borders}
+    cu_seqlens = torch.tensor([0, 3, 7])
+    return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def qkv() -> tuple[torch.Tensor, ...]:
 def engine(q, k, v, *, mask=None, packed=None, bias=None, thd=None, groups=None):
     module = DotProductAttention(HEADS, SIZE, attn_mask_type="causal", softmax_scale=0.3)
     module.set_context_parallel_group(groups, None, None)
-    borders = thd if packed is None else torch.tensor(packed.cu_seqlens)
-    options = {"cu_seqlens_q": borders, "cu_seqlens_kv": borders, "packed": packed}
+    cu_seqlens = thd if packed is None else torch.tensor(packed.cu_seqlens)
+    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "packed": packed}
     if thd is not None:
         options |= {"qkv_format": "thd"}
     if bias is not None:
@@ -56,10 +56,10 @@ def local(q, k, v, *, mask=None, packed=None, bias=None, thd=None, groups=None):
     )
     params = None
     if packed is not None or thd is not None:
-        borders = thd if packed is None else torch.tensor(packed.cu_seqlens)
+        cu_seqlens = thd if packed is None else torch.tensor(packed.cu_seqlens)
         params = SimpleNamespace(
-            qkv_format="sbhd" if thd is None else "thd", cu_seqlens_q=borders,
-            cu_seqlens_kv=borders, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+            qkv_format="sbhd" if thd is None else "thd", cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
             packed=packed,
         )  # fmt: skip
     return core_attention_forward(

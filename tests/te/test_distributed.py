@@ -105,7 +105,7 @@ def test_distributed_activations_are_refused():
         checkpoint(torch.sin, torch.zeros(2), distribute_saved_activations=True)
 
 
-def test_offloading_moves_the_saved_tensors_of_the_first_layers_and_brings_them_back(monkeypatch):
+def test_offloading_moves_the_saved_tensors_of_the_first_layers_to_the_host_and_back(monkeypatch):
     moved = []
     monkeypatch.setattr(cpu_offload, "worth_moving", lambda x: moved.append(x.numel()) or True)
     context, commit = cpu_offload.get_cpu_offload_context(True, num_layers=2, model_layers=3)

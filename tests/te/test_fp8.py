@@ -92,7 +92,7 @@ def run(module, x, dy, recipe, **more):
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("recipe", STATELESS)
-def test_linear_multiplies_what_the_recipe_keeps(recipe, format_):
+def test_linear_multiplies_quantised_operands(recipe, format_):
     layer = Linear(160, 192, bias=False)
     layer.weight.data = random(192, 160, seed=1)
     x, dy = random(32, 160), random(32, 192, seed=2)

@@ -1,4 +1,4 @@
-"""The multiplication the MoE router asks for, against sums of products in float64."""
+"""The multiplication of the MoE router, against sums of products in float64."""
 
 from __future__ import annotations
 

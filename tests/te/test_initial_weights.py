@@ -1,4 +1,4 @@
-"""``--use-cpu-initialization``: every tensor-parallel size cuts the same master weights.
+"""``--use-cpu-initialization``: every tensor-parallel size shards the same master weights.
 
 Experts of the Transformer Engine spec are left out: Megatron draws each rank's from its own stream.
 """

@@ -173,7 +173,7 @@ def test_autocast_computes_in_the_autocast_dtype():
         (None, "data-parallel-rng", None),
     ],
 )
-def test_weight_is_marked_as_a_slice_unless_it_is_a_duplicate(mode, tracker, dim):
+def test_weight_is_marked_as_a_shard_unless_it_is_a_duplicate(mode, tracker, dim):
     class Tracker:
         def fork(self, name="model-parallel-rng"):
             self.name = name
@@ -230,7 +230,7 @@ def test_column_and_row_parallel_layers_equal_the_whole_layer(ranks, sequence_pa
         torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10, msg=name)
 
 
-def test_the_group_and_not_the_number_beside_it_decides_the_tensor_parallel_size(ranks):
+def test_the_group_overrides_tp_size(ranks):
     whole = ranks(1, tp_ranks.mlp, False, False)[0]
     parts = ranks(2, tp_ranks.mlp, False, False, 1)
     for name, value in tp_ranks.join(parts, False).items():

@@ -82,7 +82,7 @@ def test_core_attention_with_other_head_sizes(window):
     torch.testing.assert_close(out, like("causal", window_size=window)(*qkv()))
 
 
-def test_a_given_mask_decides_alone():
+def test_a_mask_tensor_alone_decides_what_is_masked():
     masked = torch.ones(7, 7, dtype=torch.bool).triu(1)
     masked[5, :3] = True
     out = core_attention_forward(attention(), *qkv(), masked[None, None])
@@ -108,17 +108,17 @@ def test_bias_sink_and_layer_scaling():
 
 
 def test_packed_documents():
-    borders = torch.tensor([0, 3, 7])
+    cu_seqlens = torch.tensor([0, 3, 7])
     packed = SimpleNamespace(
         qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
         cu_seqlens_q_padded=None,
         cu_seqlens_kv_padded=None,
     )
     tensors = tuple(x[:, 0] for x in qkv())
     out = core_attention_forward(attention(), *tensors, None, packed_seq_params=packed)
-    options = {"qkv_format": "thd", "cu_seqlens_q": borders, "cu_seqlens_kv": borders}
+    options = {"qkv_format": "thd", "cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
     torch.testing.assert_close(out, like("padding_causal")(*tensors, **options))
 
 
@@ -144,7 +144,7 @@ def test_head_sizes_are_accepted_and_set_the_default_scale():
     assert seen["scale"] == 0.5
 
 
-def test_a_split_sequence_is_hidden_from_the_constructor_that_refuses_it():
+def test_context_parallel_size_is_hidden_from_the_constructor_that_refuses_it():
     seen, module = {}, Module()
     split = SimpleNamespace(context_parallel_size=4)
     constructor(seen)(module, split, cp_comm_type="a2a")

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 @pytest.mark.parametrize("name", checkpoint_ranks.OPTIONS)
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
-def test_training_goes_on_identically_after_a_restart(ranks, tmp_path, name, sharding):
+def test_training_resumes_identically(ranks, tmp_path, name, sharding):
     results = ranks(
         2,
         checkpoint_ranks.resume,

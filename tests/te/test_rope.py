@@ -65,7 +65,7 @@ def test_positions_of_the_two_chunks_of_a_context_parallel_rank():
     assert ranks == [[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]
 
 
-def test_cosine_and_sine_are_remembered_until_freqs_or_documents_change(monkeypatch):
+def test_cosine_and_sine_are_cached_until_freqs_or_documents_change(monkeypatch):
     seen = []
     rotate = kernels.rotate
     monkeypatch.setattr(
@@ -89,7 +89,7 @@ def test_cosine_and_sine_are_remembered_until_freqs_or_documents_change(monkeypa
     assert not torch.equal(packed(cu_seqlens), seen[0])
 
 
-def test_tokens_behind_the_last_document_are_padding():
+def test_tokens_after_the_last_document_are_padding():
     assert packed_positions(torch.tensor([0, 2, 3]), 5).tolist() == [0, 1, 0, 0, 0]
     assert packed_positions(torch.tensor([0]), 2).tolist() == [0, 0]
     assert packed_positions(torch.tensor([0, 0, 2], dtype=torch.int32), 2).tolist() == [0, 1]
