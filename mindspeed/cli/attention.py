@@ -34,7 +34,7 @@ from mindspeed.cli.attention_picture import draw
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.ranges import MAX_RANKS, MAX_SIZE, whole
 
-HELP = "compare context-parallel algorithms on a mask, and draw who computes what"
+HELP = "compare and draw context-parallel algorithms on an attention mask"
 
 ALGORITHMS = (*get_args(Algorithm), "mesh")
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -1,11 +1,11 @@
-"""``mindspeed chat``: talk with a model.
+"""``mindspeed chat``: chat with a model.
 
     mindspeed chat --load hf:models/qwen3-8b
     mindspeed chat --load out/finetuned --prompt-type alpaca --tp 2 --system "Be brief."
     printf 'Hello!\\nq\\n' | mindspeed chat --load DIR --prompt-type chatml --greedy
 
-One question a line; ``q`` leaves, ``clear`` forgets, ``/save FILE`` writes the conversation, and
-``/help`` lists the rest. Answers go to standard output as they are made.
+One message per line; ``q`` quits, ``clear`` starts a new conversation, ``/save FILE`` writes it,
+``/help`` lists all commands. Answers are streamed to standard output.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from mindspeed.ranges import whole
 if TYPE_CHECKING:
     from mindspeed.inference.text_generator import TextGenerator
 
-HELP = "talk with a model"
+HELP = "chat with a model"
 
 
 def add_template_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a conversation becomes text; ``serve`` has them, too."""
+    """Add the flags of the chat template, shared with ``serve``."""
     group = parser.add_argument_group("conversation")
     group.add_argument(
         "--prompt-type",
         metavar="NAME",
         help="chat template: alpaca, chatml, llama2, llama3, ..., a .yaml or .jinja file; default "
-        "hf, the tokenizer's own",
+        "hf, the tokenizer's template",
     )
     group.add_argument(
-        "--hf-chat-template", action="store_true", help="the tokenizer's own, like --prompt-type hf"
+        "--hf-chat-template",
+        action="store_true",
+        help="the tokenizer's template, like --prompt-type hf",
     )
 
 
 def template_name(args: argparse.Namespace) -> str | None:
-    """The value of :func:`add_template_arguments`.
+    """The chat template that the flags of :func:`add_template_arguments` name.
 
     Raises:
-        ConfigError: Both flags name one.
+        ConfigError: Both flags are given and differ.
     """
     if args.hf_chat_template and args.prompt_type not in (None, "hf"):
-        raise ConfigError(f"--prompt-type {args.prompt_type}: give it or --hf-chat-template")
+        raise ConfigError(f"--prompt-type {args.prompt_type}: give either it or --hf-chat-template")
     return "hf" if args.hf_chat_template else args.prompt_type
 
 
@@ -57,18 +59,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     add_model_arguments(parser)
     add_template_arguments(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
         "--history-turns",
         type=whole(0),
         metavar="N",
-        help="turns to remember, 0: none (default: all that fit; the oldest go first)",
+        help="maximum number of earlier turns in the prompt (default: all that fit)",
     )
     add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat; started by hand with more than one rank, start the ranks first."""
+    """Run the chat; outside a job with more than one rank, launch the ranks first."""
     name = template_name(args)
     options = sampling_options(args)
 

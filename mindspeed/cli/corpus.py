@@ -1,9 +1,9 @@
-"""``mindspeed corpus``: practice material from the documentation of this Python, without internet.
+"""``mindspeed corpus``: small training data from this Python's documentation, without network.
 
     mindspeed corpus --output practice
 
-writes a text to pretrain on (two million characters), instructions to tune on, and a small exam in
-BoolQ's format, with a template that says how a question and its answer become text.
+writes pretraining text (two million characters), instructions for fine-tuning, evaluation questions
+in BoolQ's format, and a chat template for them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-HELP = "write practice data from this Python's documentation"
+HELP = "write small training data from this Python's documentation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="directory to write"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files and say what is in them."""
+    """Write the files and print their sizes."""
     from mindspeed.data import quickstart_corpus
 
     with Console(stderr=True).status("reading the documentation of this Python ..."):
@@ -33,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
         (files.evaluation, "evaluation questions"),
     ):
         print(f"{path}: {len(path.read_text('utf-8').splitlines())} {what}")
-    print(f"{files.template}: how a question and its answer become text")
+    print(f"{files.template}: chat template for questions and answers")
     return 0

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from mindspeed.adaptor.health import Check, examine
 
-HELP = "say what works on this machine, and why not"
+HELP = "check this machine: versions, devices, packages"
 _MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]no[/red]"}
 
 

@@ -5,10 +5,10 @@
         --task-data-path mmlu=data/mmlu ceval=data/ceval --output runs/llama/scores
     mindspeed evaluate --load DIR --engine lm-eval --tasks hellaswag,gsm8k --data-dir data
 
---task below lists the tasks; with --engine lm-eval there are all of lm-evaluation-harness. Data and
-flags are checked before the model is loaded. With --output, an interrupted evaluation goes on where
-it was when the same command is given again. The table goes to standard output, everything else to
-standard error.
+--task below lists the built-in tasks; --engine lm-eval provides those of lm-evaluation-harness.
+Data and flags are checked before the model is loaded. With --output, running the same command again
+continues an interrupted evaluation. The table is printed to standard output, all else to standard
+error.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     add_model_arguments(parser)
     parser.add_argument(
-        "--dp", type=whole(1, MAX_RANKS), default=1, help="copies of the model that share the work"
+        "--dp", type=whole(1, MAX_RANKS), default=1, help="data-parallel replicas of the model"
     )
     parser.add_argument(
-        "--max-length", type=whole(1), help="tokens of prompt and answer (default: the model's)"
+        "--max-length",
+        type=whole(1),
+        help="maximum tokens of prompt and answer (default: the model's)",
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
@@ -73,55 +75,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="[NAME=]PATH",
-        help="directory of each task; without a name, the path that contains the task's, or in the "
-        "order of --task",
+        help="data directory of each task; without NAME=, paths are matched by the task's name in "
+        "them, otherwise by the order of --task",
     )
-    tasks.add_argument("--split", default="", help="ceval: val (default) or test (submission.json)")
     tasks.add_argument(
-        "--num-fewshot", type=whole(0), help="examples per prompt (default: the task's)"
+        "--split", default="", help="ceval: val (default), or test, which writes submission.json"
+    )
+    tasks.add_argument(
+        "--num-fewshot", type=whole(0), help="few-shot examples per prompt (default: the task's)"
     )
     tasks.add_argument("--limit", type=whole(1), help="questions per subject (default: all)")
     tasks.add_argument(
         "--scoring",
         choices=MODES,
         default="auto",
-        help="compare choices by log-likelihood, judge generated text, or compare where there are "
-        "choices (auto)",
+        help="loglikelihood: compare the choices; generate: match generated text; auto (default): "
+        "compare if there are choices",
     )
     tasks.add_argument(
         "--allow-code-execution",
         action="store_true",
-        help="human_eval: run the programs that the model writes, in limited child processes",
+        help="human_eval: allow running the programs that the model writes, in a sandbox",
     )
     harness = parser.add_argument_group("lm-evaluation-harness")
-    harness.add_argument("--engine", choices=("mindspeed", "lm-eval"), default="mindspeed")
-    harness.add_argument("--tasks", metavar="NAMES", help="its tasks and groups, with commas")
-    harness.add_argument("--data-dir", type=Path, metavar="DIR", help="where their data is")
+    harness.add_argument(
+        "--engine",
+        choices=("mindspeed", "lm-eval"),
+        default="mindspeed",
+        help="default: %(default)s",
+    )
+    harness.add_argument(
+        "--tasks", metavar="NAMES", help="tasks and groups of the harness, separated by commas"
+    )
+    harness.add_argument("--data-dir", type=Path, metavar="DIR", help="directory of their data")
     answers = parser.add_argument_group("answers")
-    answers.add_argument("--max-new-tokens", type=whole(1), help="default: the task's")
-    answers.add_argument("--greedy", action="store_true", help="the default without --temperature")
     answers.add_argument(
-        "--temperature", type=number(NOT_NEGATIVE), help="sample, with this temperature"
+        "--max-new-tokens", type=whole(1), help="maximum length of an answer (default: the task's)"
     )
-    answers.add_argument("--top-k", type=whole(0), default=0, help="0: all tokens")
     answers.add_argument(
-        "--top-p", type=number(Range(0, 1, above=True)), default=1.0, help="1: all tokens"
+        "--greedy", action="store_true", help="greedy decoding, the default without --temperature"
     )
-    answers.add_argument("--seed", type=whole(0, 2**32 - 1), default=SamplingOptions.seed)
+    answers.add_argument(
+        "--temperature", type=number(NOT_NEGATIVE), help="sample with this temperature"
+    )
+    answers.add_argument(
+        "--top-k",
+        type=whole(0),
+        default=0,
+        help="sample from the K most likely tokens (default: 0, all)",
+    )
+    answers.add_argument(
+        "--top-p",
+        type=number(Range(0, 1, above=True)),
+        default=1.0,
+        help="nucleus sampling (default: 1, all tokens)",
+    )
+    answers.add_argument(
+        "--seed",
+        type=whole(0, 2**32 - 1),
+        default=SamplingOptions.seed,
+        help="random seed (default: %(default)s)",
+    )
     answers.add_argument(
         "--samples", type=whole(1), default=1, help="human_eval: programs per problem, for pass@k"
     )
-    answers.add_argument("--prompt-type", metavar="NAME", help="chat template to put prompts in")
-    run = parser.add_argument_group("run")
-    run.add_argument("--evaluation-batch-size", type=whole(1), default=16, help="questions at once")
-    run.add_argument(
-        "--tokens-per-batch", type=whole(1), default=4096, help="size of a log-likelihood pass"
+    answers.add_argument(
+        "--prompt-type", metavar="NAME", help="apply this chat template to the prompts"
     )
-    run.add_argument("--output", type=Path, metavar="DIR", help="results.json, samples.jsonl")
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--evaluation-batch-size",
+        type=whole(1),
+        default=16,
+        help="questions per batch (default: %(default)s)",
+    )
+    run.add_argument(
+        "--tokens-per-batch",
+        type=whole(1),
+        default=4096,
+        help="maximum tokens of a log-likelihood pass (default: %(default)s)",
+    )
+    run.add_argument(
+        "--output", type=Path, metavar="DIR", help="directory for results.json and samples.jsonl"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate; started by hand with more than one rank, start the ranks first."""
+    """Run the evaluation; outside a job with more than one rank, launch the ranks first."""
     _check(args)
     from mindspeed.evaluation import code_execution
     from mindspeed.training.launch import inside_a_job
@@ -129,18 +169,18 @@ def run(args: argparse.Namespace) -> int:
     if args.allow_code_execution and not inside_a_job():
         code_execution.warn_about_gaps()
         print(
-            f"mindspeed evaluate: programs run with {code_execution.best_isolation()}",
+            f"mindspeed evaluate: programs run isolated by {code_execution.best_isolation()}",
             file=sys.stderr,
         )
     return (_run_harness if args.engine == "lm-eval" else _run)(args)
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Our own benchmarks."""
+    """Built-in benchmarks."""
     from mindspeed.evaluation import prepared_tasks, samples
     from mindspeed.training.launch import inside_a_job
 
-    planned = prepared_tasks.prepare_tasks(
+    tasks = prepared_tasks.prepare_tasks(
         args.task,
         args.task_data_path,
         options=TaskOptions(args.scoring, args.limit, args.samples, args.max_new_tokens),
@@ -149,14 +189,14 @@ def _run(args: argparse.Namespace) -> int:
         allow_code=args.allow_code_execution,
     )
     if not inside_a_job():
-        _check_choices(args, planned)
+        _check_choices(args, tasks)
         if args.output is not None:
-            samples.check(args.output, _identity(args, planned))
-    return run_model("evaluate", args, lambda generator: _evaluate(args, planned, generator))
+            samples.check(args.output, _identity(args, tasks))
+    return run_model("evaluate", args, lambda generator: _evaluate(args, tasks, generator))
 
 
 def _run_harness(args: argparse.Namespace) -> int:
-    """The harness' tasks."""
+    """Tasks of lm-evaluation-harness."""
     _import_megatron_adaptor()
     try:
         from mindspeed.evaluation import lm_eval_run
@@ -166,7 +206,7 @@ def _run_harness(args: argparse.Namespace) -> int:
             f"--engine lm-eval needs a package that is not installed ({error.name}): "
             'pip install "mindspeed[eval]"'
         ) from error
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about its own tasks
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about its built-in tasks
     names = args.tasks.split(",")
     tasks = LocalTasks(args.data_dir)
     tasks.check(names, args.num_fewshot, args.allow_code_execution)
@@ -210,7 +250,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--greedy and --temperature exclude each other")
     if args.samples > 1 and not sampled:
         raise ConfigError(
-            f"--samples {args.samples}: greedy answers are all the same; give --temperature, "
+            f"--samples {args.samples}: greedy answers are identical; give --temperature, "
             "for example 0.8"
         )
     _sampling(args)
@@ -224,8 +264,8 @@ def _sampling(args: argparse.Namespace) -> SamplingOptions:
     )
 
 
-def _check_choices(args: argparse.Namespace, planned: Sequence[PreparedTask]) -> None:
-    """See that the tokenizer fits the questions, before the model is loaded."""
+def _check_choices(args: argparse.Namespace, tasks: Sequence[PreparedTask]) -> None:
+    """Check that the tokenizer fits the questions, before the model is loaded."""
     _import_megatron_adaptor()
     from mindspeed.data.tokenizer import build_tokenizer
     from mindspeed.data.tokenizer_types import TokenizerOptions
@@ -234,12 +274,12 @@ def _check_choices(args: argparse.Namespace, planned: Sequence[PreparedTask]) ->
 
     source = Source(args.load, args.ckpt_step, args.tp, args.pp, args.tokenizer_model)
     final = resolve_source(source, args.tp * args.pp * args.dp)
-    for note in check_choices(planned, build_tokenizer(TokenizerOptions.from_args(final))):
+    for note in check_choices(tasks, build_tokenizer(TokenizerOptions.from_args(final))):
         print(f"mindspeed evaluate: {note}", file=sys.stderr, flush=True)
 
 
 def _import_megatron_adaptor() -> None:
-    """Before anything of Megatron."""
+    """Must be imported before Megatron."""
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()
@@ -247,9 +287,9 @@ def _import_megatron_adaptor() -> None:
 
 
 def _evaluate(
-    args: argparse.Namespace, planned: Sequence[PreparedTask], generator: TextGenerator
+    args: argparse.Namespace, tasks: Sequence[PreparedTask], generator: TextGenerator
 ) -> None:
-    """Answer and report; rank 0 speaks, all ranks take part."""
+    """Evaluate on all ranks and print the table on rank 0. Collective."""
     from mindspeed.evaluation import evaluate, report
     from mindspeed.evaluation.model_adapter import ModelAdapter
     from mindspeed.evaluation.run import Replica
@@ -266,9 +306,9 @@ def _evaluate(
     data = generator.groups.dp
     replica = Replica(data.rank(), data.size()) if data is not None else Replica()
     results = evaluate.evaluate(
-        planned,
+        tasks,
         model,
-        identity=_identity(args, planned),
+        identity=_identity(args, tasks),
         replica=replica,
         is_writer=generator.groups.mp.rank() == 0,
         output=args.output,
@@ -293,16 +333,16 @@ def _template(name: str | None, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
     return wrap, tuple(template.stop)
 
 
-def _identity(args: argparse.Namespace, planned: Sequence[PreparedTask]) -> dict[str, Any]:
-    """What another command must share to take this run up."""
+def _identity(args: argparse.Namespace, tasks: Sequence[PreparedTask]) -> dict[str, Any]:
+    """Identity that another command must share to continue this run."""
     from mindspeed.evaluation.evaluate import identity_of
 
     settings = {name: getattr(args, name) for name in _SETTINGS}
-    return identity_of(planned, _model(args), settings)
+    return identity_of(tasks, _model(args), settings)
 
 
 def _model(args: argparse.Namespace) -> dict[str, str]:
-    """Which weights these are."""
+    """Identity of the model's weights."""
     from mindspeed.evaluation.evaluate import fingerprint_of_weights
 
     return fingerprint_of_weights(args.load, args.ckpt_step, args.lora_load)

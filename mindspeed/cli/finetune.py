@@ -1,9 +1,9 @@
-"""``mindspeed finetune``: train a model further on conversations, all of it or only adapters.
+"""``mindspeed finetune``: fine-tune a model on conversations, all weights or LoRA adapters.
 
-``mindspeed pretrain`` with other defaults: the weights of ``--load`` (a checkpoint, or ``hf:DIR``)
-are taken and training begins at iteration 0, the data are conversations (``mindspeed preprocess``).
-``--lora-target-modules`` trains low-rank adapters of the frozen model instead. Interrupted runs go
-on with ``--auto-resume``.
+``mindspeed pretrain`` with other defaults: training starts at iteration 0 from the weights of
+``--load`` (a checkpoint, or ``hf:DIR``), the data are conversations (``mindspeed preprocess``).
+``--lora-target-modules`` freezes the model and trains low-rank adapters. ``--auto-resume``
+continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mindspeed.cli.pretrain import train
 
-HELP = "train a model further on conversations: all of it, or adapters (LoRA)"
+HELP = "fine-tune a model on conversations: all weights, or LoRA adapters"
 PASS_THROUGH = True
 
 

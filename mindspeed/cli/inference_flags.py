@@ -1,4 +1,4 @@
-"""Flags and start-up that ``generate``, ``chat`` and ``serve`` share."""
+"""Flags and model loading shared by ``generate``, ``chat``, ``serve`` and ``evaluate``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, on how many ranks."""
+    """Add the flags of the model and its parallel sizes."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--load",
@@ -26,7 +26,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of checkpoints, or hf:DIR for a Hugging Face model",
     )
     group.add_argument("--ckpt-step", type=whole(0), help="iteration to load (default: the latest)")
-    group.add_argument("--lora-load", metavar="DIR", help="adapter to put on the model, or PEFT's")
+    group.add_argument("--lora-load", metavar="DIR", help="LoRA adapter of mindspeed or PEFT")
     group.add_argument(
         "--tp",
         "--tensor-model-parallel-size",
@@ -39,37 +39,60 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--pipeline-model-parallel-size",
         type=whole(1, MAX_RANKS),
         default=1,
-        help="pipeline stages",
+        help="pipeline-parallel size",
     )
     group.add_argument(
-        "--tokenizer-model", metavar="DIR", help="default: the tokenizer of the training"
+        "--tokenizer-model",
+        metavar="DIR",
+        help="tokenizer directory (default: the checkpoint's tokenizer)",
     )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
-    group = parser.add_argument_group("choice of tokens")
-    group.add_argument("--max-new-tokens", type=whole(1), default=SamplingOptions.max_new_tokens)
-    group.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    """Add the sampling flags."""
+    group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--temperature", type=number(NOT_NEGATIVE), default=0.8, help="default: %(default)s"
+        "--max-new-tokens",
+        type=whole(1),
+        default=SamplingOptions.max_new_tokens,
+        help="maximum length of the generated text (default: %(default)s)",
     )
-    group.add_argument("--top-k", type=whole(0), default=0, help="0 (default): all tokens")
+    group.add_argument(
+        "--greedy", action="store_true", help="take the most likely token instead of sampling"
+    )
+    group.add_argument(
+        "--temperature",
+        type=number(NOT_NEGATIVE),
+        default=0.8,
+        help="divides the logits (default: %(default)s)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=whole(0),
+        default=0,
+        help="sample from the K most likely tokens (default: 0, all tokens)",
+    )
     group.add_argument(
         "--top-p",
         type=number(Range(0, 1, above=True)),
         default=0.95,
-        help="1: all; default: %(default)s",
+        help="nucleus sampling: keep the most likely tokens with this total probability "
+        "(default: %(default)s)",
     )
     group.add_argument(
-        "--repetition-penalty", type=number(ABOVE_ZERO), default=1.0, help="1 (default): none"
+        "--repetition-penalty",
+        type=number(ABOVE_ZERO),
+        default=1.0,
+        help="above 1 makes repeated tokens less likely (default: 1, off)",
     )
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the text; repeatable")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="string that ends the text; may be repeated"
+    )
     group.add_argument(
         "--seed",
         type=whole(0, 2**32 - 1),
         default=SamplingOptions.seed,
-        help="default: %(default)s",
+        help="random seed (default: %(default)s)",
     )
 
 
@@ -77,7 +100,7 @@ def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOption
     """The options of :func:`add_sampling_arguments`.
 
     Raises:
-        ConfigError: A value is not allowed.
+        ConfigError: A value is invalid.
     """
     values: dict[str, object] = {
         "max_new_tokens": args.max_new_tokens,
@@ -93,7 +116,7 @@ def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOption
 
 
 def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenerator], None]) -> int:
-    """Load the model and run ``body`` on every rank; started by hand, start the ranks first."""
+    """Load the model and run ``body`` on every rank; outside a job, launch the ranks first."""
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()
@@ -109,11 +132,13 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenera
     source = Source(model, args.ckpt_step, args.tp, args.pp, tokenizer, args.lora_load)
     size = args.tp * args.pp * getattr(args, "dp", 1)
     if not inside_a_job() and size > 1:
-        resolve_source(source, size)  # says what is wrong once, before any rank starts
+        resolve_source(source, size)  # reports errors once, before any rank starts
         check_fits_here(size)
         return run_ranks(command_line(command, args), size)
     with stop_together(command):
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone
+        with contextlib.redirect_stdout(
+            sys.stderr
+        ):  # standard output is only for the generated text
             loaded = load_model(source, int(os.environ.get("WORLD_SIZE", "1")))
         body(TextGenerator.of(loaded))
         if inside_a_job():
@@ -122,7 +147,7 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenera
 
 
 def command_line(command: str, args: argparse.Namespace) -> list[str]:
-    """This command line again, for one rank."""
+    """The command line of one rank."""
     words = [sys.executable, "-m", "mindspeed", command]
     for name, value in vars(args).items():
         option = "--" + name.replace("_", "-")

@@ -1,11 +1,11 @@
-"""Find the sub-command, run it, and print the errors that are meant for the user in one piece.
+"""Entry point of the ``mindspeed`` command: finds and runs the sub-command, reports errors.
 
 A sub-command module has ``HELP`` and either ``add_arguments(parser)`` with ``run(args)``, or
-``PASS_THROUGH = True`` with ``run(argv)`` when it hands Megatron's flags on. It is imported only
-when it is used, so that ``mindspeed --help`` is quick. What follows ``--`` is in ``args.flags``.
+``PASS_THROUGH = True`` with ``run(argv)`` if it takes Megatron's flags. It is imported only when it
+is used, so that ``mindspeed --help`` is fast. Words after ``--`` are in ``args.flags``.
 
-Every error ends here (in a rank of a job: in :mod:`mindspeed.training.fail_together`) as one
-message; ``--debug``, behind any command, adds the traceback.
+Every error is reported here (in a rank of a job: in :mod:`mindspeed.training.fail_together`) as one
+message; ``--debug``, after any command, adds the traceback.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
 from mindspeed.ranges import HelpFormatter, Parser
 
 COMMANDS: dict[str, str] = {
-    "quickstart": "the whole way on this machine: from text to a tuned, evaluated model",
-    "corpus": "write practice data from this Python's documentation",
+    "quickstart": "from raw text to a fine-tuned, evaluated model on this machine, in minutes",
+    "corpus": "write small training data from this Python's documentation",
     "tokenizer": "train a byte-level BPE tokenizer",
-    "preprocess": "turn text into token files",
+    "preprocess": "tokenize texts and conversations into Megatron's data sets",
     "pretrain": "pretrain a model",
-    "finetune": "train a model further on conversations: all of it, or adapters (LoRA)",
-    "models": "list the models that --model knows",
-    "recipes": "list the recipes that --config knows, print one",
+    "finetune": "fine-tune a model on conversations: all weights, or LoRA adapters",
+    "models": "list the models for --model",
+    "recipes": "list the recipes for --config, or print one",
     "convert": "convert weights between Hugging Face and Megatron",
     "export": "write a trained model for transformers",
     "merge-lora": "merge an adapter into its base model, or write it for peft",
     "verify": "compare a checkpoint's files with their digests, or its logits with transformers",
     "generate": "continue a text with a trained model",
-    "chat": "talk with a model",
-    "serve": "answer requests in the form of OpenAI's API",
+    "chat": "chat with a model",
+    "serve": "serve a model with OpenAI's API",
     "evaluate": "score a model on benchmarks from local files",
-    "plot": "draw loss, gradient norm, throughput and memory of one or more runs",
-    "attention": "compare context-parallel algorithms on a mask, and draw who computes what",
+    "plot": "plot loss, gradient norm, throughput and memory of one or more runs",
+    "attention": "compare and draw context-parallel algorithms on an attention mask",
     "features": "list the features: flag, level, devices, conflicts",
-    "ops": "list the fused operators: what runs on this device, and why not something faster",
-    "patches": "list what is changed in Megatron, and check it against a Megatron version",
-    "doctor": "say what works on this machine, and why not",
+    "ops": "list the fused operators: implementation on this device, why not others",
+    "patches": "list the patches of Megatron, and check them against a Megatron version",
+    "doctor": "check this machine: versions, devices, packages",
 }
 
 
 # The order of mindspeed --help.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "begin": ("quickstart", "doctor"),
+    "start": ("quickstart", "doctor"),
     "data": ("corpus", "tokenizer", "preprocess"),
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
-    "use": ("generate", "chat", "serve", "evaluate"),
-    "look inside": ("attention", "features", "ops", "patches"),
+    "inference": ("generate", "chat", "serve", "evaluate"),
+    "inspect": ("attention", "features", "ops", "patches"),
 }
 
 _format_for_developers = warnings.formatwarning
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     warnings.formatwarning = _warning_line
     tighten_umask()
-    if command not in _READ_ONLY and "RANK" not in os.environ:  # once for the job
+    if command not in _READ_ONLY and "RANK" not in os.environ:  # once per job
         warn_if_root()
     rest, debug = _without_debug(rest)
     if debug:
@@ -116,14 +116,14 @@ def dispatch(command: str, rest: list[str]) -> int:
 
 
 def _without_debug(argv: list[str]) -> tuple[list[str], bool]:
-    """The command line without ``--debug``, and whether it was there."""
+    """The command line without ``--debug``, and whether it was given."""
     own = _split_at_dashes(argv)[0]
     kept = [word for word in own if word != "--debug"]
     return kept + argv[len(own) :], len(kept) < len(own)
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """``a b -- c d`` -> ``a b`` for the command and ``c d``, flags that it looks at."""
+    """``a b -- c d`` -> ``a b`` for the command and ``c d``, flags that it inspects."""
     if "--" not in argv:
         return argv, []
     middle = argv.index("--")
@@ -137,7 +137,7 @@ def _warning_line(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """A warning for the user is one line; one for developers says where it comes from."""
+    """Warnings for users are one line; those for developers keep their source location."""
     if issubclass(category, SecurityWarning):
         return f"mindspeed: warning: {message}\n"
     return _format_for_developers(message, category, filename, lineno, line)
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="\n".join(
             [
                 *lines,
-                "mindspeed <command> --help tells more; --debug shows the traceback of an error",
+                "mindspeed <command> --help shows its flags; --debug adds tracebacks to errors",
             ]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,

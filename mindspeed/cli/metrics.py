@@ -1,7 +1,7 @@
-"""Reading what runs recorded: the curves of ``metrics.jsonl`` files.
+"""Reads the curves of ``metrics.jsonl`` files.
 
-A file may end in the middle of a line, when its run was killed, and after a resume it may name an
-iteration twice: the later line counts.
+A file may end with an incomplete line if its run was killed, and may contain an iteration twice
+after a resume: the later line counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspeed.ranges import FINITE
 
 METRICS_FILE = "metrics.jsonl"
 LOSS, VALIDATION_LOSS = "lm_loss", "validation_loss"
-_MOST_ITERATIONS = 2**53  # what a picture can tell apart
+_MOST_ITERATIONS = 2**53  # exact in double precision
 
 Curve = Mapping[int, float]  # iteration -> value
 
@@ -47,7 +47,7 @@ def metrics_file(path: Path) -> Path:
     if not found.is_file():
         below = sorted(path.glob(f"*/{METRICS_FILE}")) if path.is_dir() else []
         hint = f"; there is {below[0]}" if below else ""
-        raise DataError(f"{path} is no run: it has no {METRICS_FILE}{hint}")
+        raise DataError(f"{path} is not a run: it has no {METRICS_FILE}{hint}")
     return found
 
 

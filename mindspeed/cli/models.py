@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-HELP = "list the models that --model knows"
+HELP = "list the models for --model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.ops._registry import DEVICES, Operator
 from mindspeed.ops.catalog import operators
 
-HELP = "list the fused operators: what runs on this device, and why not something faster"
+HELP = "list the fused operators: implementation on this device, why not others"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.versions import megatron_root, read_version
 from mindspeed.errors import ConfigError
 
-HELP = "list what is changed in Megatron, and check it against a Megatron version"
+HELP = "list the patches of Megatron, and check them against a Megatron version"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,12 @@
-"""``mindspeed plot``: draw loss, gradient norm, throughput and memory of one or more runs.
+"""``mindspeed plot``: plot loss, gradient norm, throughput and memory of one or more runs.
 
     mindspeed plot runs/a                      writes runs/a/loss.png
     mindspeed plot runs/a runs/b               compares runs: writes runs/a/compare.png
     mindspeed plot runs/a runs/b -o ab.svg     .png, .svg and .pdf work
 
-A run is a directory with ``metrics.jsonl``, or such a file. Measured values are drawn thin, their
-moving average thick, validation losses as points. Of several runs the first is the reference: the
-relative errors of the others' losses are drawn and printed.
+A run is a directory with ``metrics.jsonl``, or such a file. Values are drawn as thin lines, their
+moving average as a thick line, validation losses as points. With several runs the first is the
+reference: the relative errors of the other losses are plotted and printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mindspeed.cli.metrics import (
 from mindspeed.cli.training_plot import draw
 from mindspeed.ranges import NOT_NEGATIVE, number
 
-HELP = "draw loss, gradient norm, throughput and memory of one or more runs"
+HELP = "plot loss, gradient norm, throughput and memory of one or more runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,20 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="picture to write (default: loss.png or, for several runs, compare.png beside the "
+        help="image to write (default: loss.png or, for several runs, compare.png next to the "
         "first metrics file)",
     )
-    parser.add_argument("--title", help="line above the picture")
+    parser.add_argument("--title", help="title of the plot")
     parser.add_argument(
         "--smooth",
         type=number(NOT_NEGATIVE),
         metavar="POINTS",
-        help="reach of the moving average to both sides (default: a hundredth of the curve)",
+        help="half width of the moving average (default: a hundredth of the curve)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw the picture and say where it is."""
+    """Write the plot and print a summary."""
     files = [metrics_file(path) for path in args.runs]
     output = args.output or files[0].with_name("loss.png" if len(files) == 1 else "compare.png")
     runs = read_runs(files)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(run_: Run) -> str:
-    """First and last losses of a run, and what could not be read."""
+    """First and last losses of a run, and the number of unreadable lines."""
     loss = run_.curve(LOSS)
     values = list(loss.values())
     parts = [f"{run_.name}: loss {values[0]:.3f} -> {values[-1]:.3f} at iteration {max(loss)}"]
@@ -71,7 +71,7 @@ def _describe(run_: Run) -> str:
     if validation:
         parts.append(f"validation {validation[-1]:.3f}")
     if run_.unreadable_lines:
-        parts.append(f"{run_.unreadable_lines} unreadable lines were left out")
+        parts.append(f"{run_.unreadable_lines} unreadable lines were skipped")
     return ", ".join(parts)
 
 

@@ -4,7 +4,7 @@
         --output-prefix data/corpus --workers 4
 
 writes ``data/corpus_text_document.bin`` and ``.idx``, ready for ``--data-path
-data/corpus_text_document``. ``--input python-docs`` needs no file at all: it takes the
+data/corpus_text_document``. ``--input python-docs`` needs no file at all: it is the
 documentation that comes with Python. With ``--handler-name GeneralInstructionHandler`` and the like
 it writes conversations with the labels of their answers, ready for ``--data-path data/corpus
 --is-instruction-dataset``.
@@ -41,7 +41,7 @@ from mindspeed.ranges import MAX_SIZE, whole
 
 LOG_INTERVAL_SECONDS = 15.0  # between lines when there is no terminal for a bar
 
-HELP = "turn texts or conversations into tokenized training data (.bin and .idx)"
+HELP = "tokenize texts and conversations into Megatron's data sets"
 _PADDED = "the trainer pads the vocabulary"
 # Accepted for old scripts -> why it has no effect.
 _IGNORED = {
@@ -67,7 +67,7 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
         required=True,
         metavar="PATH",
         help=f"files ({' '.join(FORMATS)}, also with {' or '.join(COMPRESSIONS)}), folders of them "
-        "or of a Hugging Face data set, patterns such as 'part-*.jsonl'; 'python-docs' takes the "
+        "or of a Hugging Face data set, patterns such as 'part-*.jsonl'; 'python-docs' is the "
         "documentation of the running Python",
     )
     group.add_argument(
@@ -75,7 +75,7 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="more of the same, read behind --input into the same output",
+        help="additional inputs, read after --input into the same output",
     )
     group.add_argument(
         "--json-keys",
@@ -89,13 +89,13 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
         "--handler-name",
         default="",
         metavar="NAME",
-        help=f"what the columns mean: {', '.join(HANDLERS)} (default: the first)",
+        help=f"format of the records: {', '.join(HANDLERS)} (default: the first)",
     )
     group.add_argument(
         "--map-keys",
         default="{}",
         metavar="JSON",
-        help="other columns for the handler, such as "
+        help="column names for the handler, such as "
         """'{"prompt": "question", "response": "answer"}'""",
     )
     group.add_argument(
@@ -105,27 +105,27 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
         help="JSON file with arguments of datasets.load_dataset (path, name, split, ...)",
     )
     group.add_argument(
-        "--streaming", action="store_true", help="let datasets read --input as a stream"
+        "--streaming", action="store_true", help="stream --input with the datasets package"
     )
     group.add_argument(
         "--txt-document",
         choices=TEXT_UNITS,
         default="line",
-        help="what a document is in a .txt file: a line, what blank lines separate, or the file",
+        help="one document of a .txt file: a line, a block between blank lines, or the file",
     )
     group.add_argument(
         "--split-sentences",
         action="store_true",
-        help="every sentence is a sequence of its document; the output is PREFIX_KEY_sentence",
+        help="write one sequence per sentence; the output is PREFIX_KEY_sentence",
     )
     group.add_argument(
-        "--keep-newlines", action="store_true", help="sentences keep the blanks behind them"
+        "--keep-newlines", action="store_true", help="keep the whitespace after each sentence"
     )
+    group.add_argument("--max-samples", type=whole(1), metavar="N", help="read at most N records")
     group.add_argument(
-        "--max-samples", type=whole(1), metavar="N", help="read N records and no more"
-    )
-    group.add_argument(
-        "--strict", action="store_true", help="stop at the first broken line instead of counting it"
+        "--strict",
+        action="store_true",
+        help="stop at the first invalid record instead of skipping it",
     )
 
 
@@ -134,27 +134,27 @@ def _conversation_arguments(group: argparse._ArgumentGroup) -> None:
         "--prompt-type",
         metavar="NAME",
         help="chat template: alpaca, llama2, llama3, chatml, qwen, mistral, baichuan2, deepseek, "
-        "hf (the tokenizer's own), or a .yaml or .jinja file (default: the handler's)",
+        "hf (the tokenizer's template), or a .yaml or .jinja file (default: the handler's)",
     )
     group.add_argument(
         "--train-on",
         choices=("all", "last"),
         default="all",
-        help="answers that are trained (default: all)",
+        help="which answers of a conversation are trained (default: all)",
     )
-    group.add_argument("--train-on-inputs", action="store_true", help="train the prompts, too")
+    group.add_argument("--train-on-inputs", action="store_true", help="also train the prompts")
     group.add_argument(
         "--label-boundary",
         choices=("exact", "legacy"),
         default="exact",
-        help="exact: by the characters of the answers; legacy: as the original, by the length of "
-        "the separately tokenized prompt (default: exact)",
+        help="exact: from the character offsets of the answers; legacy: from the length of the "
+        "separately tokenized prompt, as in the original (default: exact)",
     )
     group.add_argument(
         "--seq-length",
         type=whole(1, MAX_SIZE),
         metavar="N",
-        help="shorten longer conversations: oldest turns first, then the prompt's start",
+        help="truncate longer conversations: oldest turns first, then the start of the prompt",
     )
 
 
@@ -169,13 +169,15 @@ def _output_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--append-eod", action="store_true", help="end every document with the end-of-text token"
     )
-    group.add_argument("--workers", type=whole(1, 1024), default=1, help="processes (default: 1)")
     group.add_argument(
-        "--keep-sequential-samples", action="store_true", help="always so; for old scripts"
+        "--workers", type=whole(1, 1024), default=1, help="worker processes (default: 1)"
+    )
+    group.add_argument(
+        "--keep-sequential-samples", action="store_true", help="always on; accepted for old scripts"
     )
     group.add_argument("--overwrite", action="store_true", help="replace existing output")
     group.add_argument(
-        "--resume", action="store_true", help="go on where an interrupted run of the same stopped"
+        "--resume", action="store_true", help="continue an interrupted run with the same options"
     )
     group.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="file format")
     for flag, why in _IGNORED.items():
@@ -247,7 +249,7 @@ def preprocess_with_bar(options: data.PreprocessOptions, console: Console) -> da
 
 
 def print_report(report: data.PreprocessReport, console: Console) -> None:
-    """Say what was written, how fast, and which lines could not be used."""
+    """Print what was written, the throughput, and the first invalid lines."""
     totals = report.totals
     _say(
         console,
@@ -255,19 +257,17 @@ def print_report(report: data.PreprocessReport, console: Console) -> None:
         f"{report.vocab_size:,} in {totals.seconds:.1f} s ({_rate(totals)})",
     )
     if totals.empty:
-        _say(console, f"{totals.empty:,} empty documents were left out", "yellow")
+        _say(console, f"{totals.empty:,} empty documents were skipped", "yellow")
     if totals.broken:
-        _say(console, f"{totals.broken:,} broken lines were left out, the first:", "yellow")
+        _say(console, f"{totals.broken:,} invalid lines were skipped, the first:", "yellow")
         for line in totals.first_broken:
             _say(console, f"  {line}", "yellow")
     if totals.trained < totals.tokens:
-        _say(console, f"{totals.trained / totals.tokens:.1%} of the tokens are trained")
+        _say(console, f"{totals.trained / totals.tokens:.1%} of the tokens have labels")
     if totals.shortened:
-        _say(console, f"{totals.shortened:,} samples were shortened to --seq-length", "yellow")
+        _say(console, f"{totals.shortened:,} samples were truncated to --seq-length", "yellow")
     if totals.untrained:
-        _say(
-            console, f"{totals.untrained:,} samples without a trained token were left out", "yellow"
-        )
+        _say(console, f"{totals.untrained:,} samples without labels were skipped", "yellow")
     for note in report.notes:
         _say(console, note)
     for output in report.outputs:
@@ -291,10 +291,10 @@ def _rate(totals: data.Progress) -> str:
 
 
 def _inputs(name: str, output_prefix: Path) -> list[Path]:
-    """The files of an input name; ``python-docs`` is written beside the output first."""
+    """The files of an input name; ``python-docs`` is first written next to the output."""
     path = Path(name)
     if path.exists():
         return [path]
     if name == python_docs.SOURCE_NAME:
         return [python_docs.write_python_docs(output_prefix.with_name(f"{name}.jsonl")).path]
-    return sorted(map(Path, glob.glob(name))) or [path]  # what is not there is refused by name
+    return sorted(map(Path, glob.glob(name))) or [path]  # a missing file is refused later, by name

@@ -1,8 +1,7 @@
 """``mindspeed pretrain``: train a GPT-style model on Megatron Core.
 
-Started by torchrun (or Slurm, or Kubernetes) it is one rank of the job. Started by hand it checks
-the flags, then starts the ranks of this machine itself: ``--nproc``, or as many as the parallel
-sizes need.
+Launched by torchrun (or Slurm, or Kubernetes) it is one rank of the job. Otherwise it checks the
+flags, then launches the ranks on this machine: ``--nproc``, or as many as the parallel sizes need.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int:
-    """Train, as a rank of a job or as the one who starts it.
+    """Train, as a rank of a job or as its launcher.
 
     Args:
         argv: Flags.

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-HELP = "list the recipes that --config knows, print one"
+HELP = "list the recipes for --config, or print one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,11 @@
-"""``mindspeed serve``: answer requests in the form of OpenAI's API.
+"""``mindspeed serve``: serve a model with OpenAI's API.
 
     mindspeed serve --load hf:models/qwen3-8b --tp 2
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
 
-It listens on this machine only. For others give --host and a key, in the environment variable
-MINDSPEED_API_KEY or a file. Ctrl-C ends it.
+By default it listens only on this machine. To serve others, give --host and an API key, in the
+environment variable MINDSPEED_API_KEY or a file. Ctrl-C stops it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from mindspeed.data.chat_template import ChatTemplate
     from mindspeed.inference.text_generator import TextGenerator
 
-HELP = "answer requests in the form of OpenAI's API"
+HELP = "serve a model with OpenAI's API"
 _KEY_VARIABLE = "MINDSPEED_API_KEY"
-_OTHER_FILES = 128  # that a serving process has open
+_OTHER_FILES = 128  # open files besides connections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,49 +36,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_template_arguments(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine")
-    group.add_argument("--port", type=whole(0, 65535), default=8000, help="default: %(default)s")
-    group.add_argument("--model-name", help="what clients call it; default: name of --load")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, this machine only)",
+    )
+    group.add_argument(
+        "--port", type=whole(0, 65535), default=8000, help="port (default: %(default)s)"
+    )
+    group.add_argument("--model-name", help="model name for clients (default: name of --load)")
     group.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"clients must send its first line; default: the variable {_KEY_VARIABLE}",
+        help=f"file whose first line is the API key (default: the variable {_KEY_VARIABLE})",
     )
     group.add_argument(
-        "--max-tokens", type=whole(1), default=1024, help="new tokens of a request (default 1024)"
+        "--max-tokens",
+        type=whole(1),
+        default=1024,
+        help="maximum new tokens of a request (default: 1024)",
     )
     group.add_argument(
-        "--max-rows", type=whole(1), default=16, help="prompts x n of a request (default 16)"
+        "--max-rows",
+        type=whole(1),
+        default=16,
+        help="maximum of prompts x n of a request (default: 16)",
     )
     group.add_argument(
         "--max-batch-rows",
         type=whole(1),
         default=16,
-        help="rows of all requests that run together (default 16)",
+        help="maximum sequences in the running batch (default: 16)",
     )
     group.add_argument(
-        "--max-waiting", type=whole(1), default=64, help="requests in the queue (default 64)"
+        "--max-waiting",
+        type=whole(1),
+        default=64,
+        help="maximum requests in the queue (default: 64)",
     )
     group.add_argument(
-        "--max-body-bytes", type=whole(1), default=1 << 20, help="of a request (default 1 MiB)"
+        "--max-body-bytes",
+        type=whole(1),
+        default=1 << 20,
+        help="maximum size of a request (default: 1 MiB)",
     )
     group.add_argument(
-        "--request-timeout", type=number(ABOVE_ZERO), default=600.0, help="seconds (default 600)"
+        "--request-timeout",
+        type=number(ABOVE_ZERO),
+        default=600.0,
+        help="maximum seconds of a request (default: 600)",
     )
     group.add_argument(
-        "--max-connections", type=whole(1), default=512, help="open at once (default 512)"
+        "--max-connections",
+        type=whole(1),
+        default=512,
+        help="maximum open connections (default: 512)",
     )
     group.add_argument(
         "--max-connections-per-address",
         type=whole(1),
         default=128,
-        help="of one IP address (default 128); behind a proxy all clients have the proxy's",
+        help="maximum open connections of one IP address (default: 128); behind a proxy all "
+        "clients share its address",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve; started by hand with more than one rank, start the ranks first."""
+    """Run the server; outside a job with more than one rank, launch the ranks first."""
     name, key = template_name(args), api_key(args)
     _check(args, key)
 
@@ -106,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    """The key that clients must send; a flag would show it to everybody who lists processes.
+    """The API key. It is not a flag, because process listings would show it.
 
     Raises:
         ConfigError: It is empty.
@@ -132,20 +157,20 @@ def _check(args: argparse.Namespace, key: str | None) -> None:
         ) from error
     if key is None and not _is_loopback(args.host):
         raise ConfigError(
-            f"--host {args.host} lets other machines in: set a key in {_KEY_VARIABLE} or with "
-            "--api-key-file, or stay on 127.0.0.1"
+            f"--host {args.host} is reachable from other machines: set a key in {_KEY_VARIABLE} "
+            "or with --api-key-file, or use 127.0.0.1"
         )
     _allow_files(args.max_connections)
 
 
 def _allow_files(connections: int) -> None:
-    """Raise the soft limit of open files as far as these connections need."""
+    """Raise the soft limit of open files to what these connections need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"--max-connections {connections}: this process may open {hard} files, and needs some "
-            f"{_OTHER_FILES} for other things: lower it, or raise the limit (ulimit -n)"
+            f"--max-connections {connections}: this process may open {hard} files, and needs about "
+            f"{_OTHER_FILES} besides connections: lower it, or raise the limit (ulimit -n)"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -159,7 +184,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _template(generator: TextGenerator, name: str | None) -> ChatTemplate | None:
-    """The chat template; a model without one still completes texts."""
+    """The chat template; a model without one still serves completions."""
     from mindspeed.inference.conversation import template_of
 
     try:

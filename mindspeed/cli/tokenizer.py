@@ -2,9 +2,9 @@
 
     mindspeed tokenizer --input corpus.jsonl --vocab-size 2048 --output tokenizer
 
-The directory opens in ``transformers.AutoTokenizer`` and as ``--tokenizer-model`` here and in
-Megatron-LM. Every text can be encoded and decoded without loss. Text is read into memory: tens of
-megabytes are plenty for a vocabulary.
+The directory works with ``transformers.AutoTokenizer`` and as ``--tokenizer-model`` here and in
+Megatron-LM. Every text can be encoded and decoded without loss. The input is read into memory; tens
+of megabytes are enough for a vocabulary.
 """
 
 from __future__ import annotations
@@ -29,27 +29,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input", type=Path, nargs="+", required=True, metavar="FILE", help="jsonl or plain text"
     )
     parser.add_argument("--json-key", default="text", help="field of a jsonl file (default: text)")
-    parser.add_argument("--vocab-size", type=whole(1, MAX_SIZE), required=True, metavar="N")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--vocab-size",
+        type=whole(1, MAX_SIZE),
+        required=True,
+        metavar="N",
+        help="number of entries",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="directory to write"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, write, and show how a sentence is cut."""
+    """Train and write the tokenizer; print how it splits an example."""
     from mindspeed.data.tokenizer import save_tokenizer, train_bpe
 
     if (args.output / "tokenizer.json").exists() and not args.overwrite:
-        raise ConfigError(f"--output {args.output} has a tokenizer: choose another or --overwrite")
+        raise ConfigError(
+            f"--output {args.output} has a tokenizer: choose another directory, or give --overwrite"
+        )
     for path in args.input:
         if not path.is_file():
             raise DataError(f"--input {path}: there is no such file")
     console = Console(stderr=True)
-    with console.status("counting pairs of characters ..."):
+    with console.status("training the tokenizer ..."):
         tokenizer = train_bpe(_texts(args.input, args.json_key), args.vocab_size)
     if tokenizer.get_vocab_size() < args.vocab_size:
-        console.print(
-            f"the text has pairs for {tokenizer.get_vocab_size()} entries only", highlight=False
-        )
+        console.print(f"the text yields only {tokenizer.get_vocab_size()} entries", highlight=False)
     save_tokenizer(tokenizer, args.output)
     pieces = " ".join(tokenizer.encode(EXAMPLE).tokens).replace("\u0120", "_")
     print(f"wrote {args.output} with {tokenizer.get_vocab_size()} entries; for example: {pieces}")
@@ -66,7 +74,7 @@ def _texts(paths: list[Path], key: str) -> Iterator[str]:
                     elif line.strip():
                         yield _text(line, key, f"{path}:{number}")
         except UnicodeDecodeError as error:
-            raise DataError(f"--input {path} is no text in UTF-8") from error
+            raise DataError(f"--input {path} is not UTF-8 text") from error
 
 
 def _text(line: str, key: str, place: str) -> str:

@@ -1,7 +1,7 @@
-"""The picture of ``mindspeed plot``: the loss above, what else was measured below.
+"""The plot of ``mindspeed plot``: loss on top, panels of other metrics below.
 
-With several runs a strip between them shows by how much the losses differ from those of the first
-run. Panels without data are left out. Drawn without pyplot: no display, no global state.
+With several runs a strip between them shows the relative error of the losses against the first run.
+Panels without data are omitted. Drawn without pyplot: no display, no global state.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def smoothed(values: Sequence[float], reach: float) -> np.ndarray:
 def draw(
     runs: Sequence[Run], output: Path, *, title: str | None = None, smooth: float | None = None
 ) -> None:
-    """Draw all runs into one picture.
+    """Plot all runs into one figure.
 
     Args:
-        runs: What to draw.
-        output: File to write; its ending chooses the format.
-        title: Line above the picture.
-        smooth: Reach of the moving average in points; None for a hundredth of the curve.
+        runs: The runs.
+        output: File to write; its suffix selects the format.
+        title: Title of the figure.
+        smooth: Half width of the moving average in points; None for a hundredth of the curve.
 
     Raises:
         ConfigError: The ending is not known, or matplotlib is not installed.

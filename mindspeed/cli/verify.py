@@ -1,16 +1,14 @@
-"""``mindspeed verify``: is a checkpoint as it was written, and does transformers compute the same?
+"""``mindspeed verify``: compare a checkpoint with its digests, or its logits with transformers.
 
     mindspeed verify --checkpoint runs/my
     mindspeed verify --load runs/my --hf exported --input corpus.jsonl
 
 The first form reads every file of a checkpoint, or of all checkpoints in a directory, and compares
-it with the digests that were stored when it was written. The status is 1 when a file differs.
+its digest with the one stored at saving. The exit status is 1 if a file differs.
 
-The second form compares two models.
-
-Both models read the same text in one process, and their logits are compared. The status is 1 when
-they differ by more than ``--tolerance``. The Hugging Face directory is usually one that ``mindspeed
-export`` wrote, or one that ``mindspeed convert`` read.
+The second form runs two models on the same text in one process and compares their logits. The exit
+status is 1 if they differ by more than ``--tolerance``. The Hugging Face directory is usually one
+that ``mindspeed export`` wrote or ``mindspeed convert`` read.
 """
 
 from __future__ import annotations
@@ -31,13 +29,16 @@ if TYPE_CHECKING:
 
 HELP = "compare a checkpoint's files with their digests, or its logits with transformers"
 
-TOLERANCE = {"fp32": 1e-3, "half": 0.25}  # largest difference of a logit
+TOLERANCE = {"fp32": 1e-3, "half": 0.25}  # maximum difference of a logit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="compare its files with their digests"
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint whose files are compared with their digests",
     )
     parser.add_argument("--load", metavar="DIR", help="directory of checkpoints")
     parser.add_argument(
@@ -47,23 +48,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input", type=Path, metavar="FILE", help="text, or jsonl with a text field"
     )
-    parser.add_argument("--samples", type=whole(1), default=8, help="sequences (default: 8)")
+    parser.add_argument(
+        "--samples", type=whole(1), default=8, help="number of sequences (default: 8)"
+    )
     parser.add_argument(
         "--tolerance",
         type=number(NOT_NEGATIVE),
-        help="largest difference of a logit (default: 0.001 in fp32, 0.25 in bf16 and fp16)",
+        help="maximum difference of a logit (default: 0.001 in fp32, 0.25 in bf16 and fp16)",
     )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on the same text.
+    """Comparison of two models on the same text.
 
     Attributes:
-        largest: largest difference of a logit.
-        agreement: share of positions where both find the same token most likely.
-        losses: mean loss of ours and theirs.
-        tokens: positions compared.
+        largest: maximum difference of a logit.
+        agreement: fraction of positions with the same argmax.
+        losses: mean losses of the two models.
+        tokens: number of compared positions.
     """
 
     largest: float
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _examine(args: argparse.Namespace) -> int:
     if args.load or args.hf or args.input:
-        raise ConfigError("--checkpoint looks at files alone: leave out --load, --hf and --input")
+        raise ConfigError("--checkpoint compares files only: leave out --load, --hf and --input")
     from mindspeed.checkpoint.examine import examine
 
     good = True
@@ -98,7 +101,7 @@ def _examine(args: argparse.Namespace) -> int:
 
 def _compare_models(args: argparse.Namespace) -> int:
     if not (args.hf / "config.json").is_file():
-        raise ConfigError(f"--hf {args.hf}: no Hugging Face model, it has no config.json")
+        raise ConfigError(f"--hf {args.hf}: not a Hugging Face model, it has no config.json")
     texts = _texts(args.input)
     from mindspeed.training.warning_filters import filter_warnings
 
@@ -109,45 +112,45 @@ def _compare_models(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the result alone
         loaded = load_model(Source(args.load, args.ckpt_step), 1)
     length = loaded.args.seq_length
-    rows = [ids[:length] for ids in map(loaded.tokenizer.tokenize, texts) if len(ids) > 1]
-    rows = sorted(rows, key=len, reverse=True)[: args.samples]
-    if not rows:
+    sequences = [ids[:length] for ids in map(loaded.tokenizer.tokenize, texts) if len(ids) > 1]
+    sequences = sorted(sequences, key=len, reverse=True)[: args.samples]
+    if not sequences:
         raise DataError(f"--input {args.input}: no text of two tokens or more")
-    result = compare(loaded.stage, _transformers_model(args.hf, loaded), rows)
+    result = compare(loaded.stage, _transformers_model(args.hf, loaded), sequences)
     exact = not (loaded.args.bf16 or loaded.args.fp16)
     tolerance = args.tolerance or TOLERANCE["fp32" if exact else "half"]
     good = result.largest <= tolerance
     print(
         f"{result.tokens} tokens: logits differ by at most {result.largest:.2e} "
-        f"({'within' if good else 'MORE than'} {tolerance:g}), the same token is likeliest at "
-        f"{result.agreement:.2%}, loss {result.losses[0]:.6f} here and {result.losses[1]:.6f} "
-        "in transformers"
+        f"({'within' if good else 'MORE than'} {tolerance:g}), same most likely token at "
+        f"{result.agreement:.2%} of the positions, loss {result.losses[0]:.6f} here and "
+        f"{result.losses[1]:.6f} in transformers"
     )
     return 0 if good else 1
 
 
-def compare(ours: Any, theirs: Any, rows: list[list[int]]) -> Comparison:
-    """Run both models over ``rows`` one by one.
+def compare(ours: Any, theirs: Any, sequences: list[list[int]]) -> Comparison:
+    """Run both models on ``sequences`` one by one.
 
     Args:
         ours: A whole ``GPTModel``, on one rank.
         theirs: A ``PreTrainedModel``.
-        rows: token ids.
+        sequences: token ids.
     """
     import torch
 
     largest, same, count = 0.0, 0, 0
     sums = [0.0, 0.0]
-    for row in rows:
-        here, there = _logits(ours, theirs, torch.tensor([row]))
+    for sequence in sequences:
+        here, there = _logits(ours, theirs, torch.tensor([sequence]))
         largest = max(largest, float((here - there).abs().max()))
         same += int((here.argmax(-1) == there.argmax(-1)).sum())
-        count += len(row)
-        labels = torch.tensor(row[1:])
+        count += len(sequence)
+        labels = torch.tensor(sequence[1:])
         for index, logits in enumerate((here, there)):
             losses = torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
             sums[index] += float(losses)
-    targets = count - len(rows)
+    targets = count - len(sequences)
     return Comparison(largest, same / count, (sums[0] / targets, sums[1] / targets), count)
 
 

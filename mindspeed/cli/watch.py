@@ -1,7 +1,7 @@
-"""Show a training that runs in another process, from the metrics file it writes.
+"""Shows the progress of a training in another process, from its metrics file.
 
-A bar with the current loss, speed and time to go, and above it a line every now and then, so that
-something is left in a log without a terminal too.
+A progress bar with loss, throughput and remaining time, and regular lines above it, which remain in
+a log without a terminal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def follow(
         process: The training.
         metrics: Its metrics file, which need not exist yet; records already in it are not shown.
         done: Iterations done before.
-        total: Iterations in all.
+        total: Total number of iterations.
         console: Where to draw.
     """
     columns = (
@@ -60,7 +60,7 @@ def follow(
 
 
 def new_records(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
-    """Complete lines of a metrics file behind ``position``; a resumed run may have cut the file."""
+    """Complete lines of a metrics file after ``position``; a resumed run may truncate the file."""
     if not path.exists():
         return [], 0
     with open(path, "rb") as file:
@@ -72,7 +72,7 @@ def new_records(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
     for line in complete.splitlines():
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:  # the file was cut behind our position meanwhile
+        except json.JSONDecodeError:  # the file was truncated in the meantime
             continue
     return records, position + len(complete)
 
@@ -84,4 +84,4 @@ def _say(console: Console, iteration: int, text: str) -> None:
 def _describe(record: dict[str, Any]) -> str:
     minutes, seconds = divmod(int(record.get("eta_seconds") or 0), 60)
     speed = f"{record['tokens_per_second']:,.0f} tokens/s"
-    return f"loss {record['lm_loss']:.3f}   {speed}   {minutes}:{seconds:02d} to go"
+    return f"loss {record['lm_loss']:.3f}   {speed}   {minutes}:{seconds:02d} left"

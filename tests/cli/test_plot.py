@@ -90,7 +90,7 @@ def test_the_relative_error_to_the_first_run_is_drawn_and_printed(monkeypatch, t
     assert (a / "compare.png").exists() and not (a / "loss.png").exists()
     printed = capsys.readouterr().out
     mean = (19 * 0.002 + 0.01) / 20
-    assert "b: loss 7.535 -> 6.587 at iteration 20, 1 unreadable lines were left out" in printed
+    assert "b: loss 7.535 -> 6.587 at iteration 20, 1 unreadable lines were skipped" in printed
     assert f"relative error of the loss {mean:.3%} on average over 20 iterations" in printed
     assert "at most 1.000% at iteration 7" in printed
     runs = metrics.read_runs([a / "metrics.jsonl", b / "metrics.jsonl"])

@@ -1,4 +1,4 @@
-"""``mindspeed quickstart``: the plan, what is skipped, how commands run, and the whole story."""
+"""``mindspeed quickstart``: its steps, which are skipped, how commands run, and a whole run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TestPlan:
         console = quiet()
         quickstart._one_device_per_rank(make_plan(), console)
         assert os.environ.get("MINDSPEED_DEVICE") == used
-        assert ("the CPU is used" in console.file.getvalue()) == (used == "cpu")
+        assert ("using the CPU" in console.file.getvalue()) == (used == "cpu")
 
 
 class TestStep:
@@ -135,9 +135,9 @@ class TestRunning:
 
     def test_a_command_of_its_own_process_keeps_its_errors_in_a_log(self, tmp_path):
         log = tmp_path / "log"
-        assert "llama2-7b" in running._apart(["models"], log, quiet())
+        assert "llama2-7b" in running._run_subprocess(["models"], log, quiet())
         with pytest.raises(MindSpeedError, match=rf"(?s)closest.*mindspeed plt failed; see {log}"):
-            running._apart(["plt"], log, quiet())
+            running._run_subprocess(["plt"], log, quiet())
 
     def test_an_outdated_directory_is_removed_before_its_command_makes_it_anew(self, tmp_path):
         source, made = tmp_path / "source", tmp_path / "made"
@@ -150,7 +150,7 @@ class TestRunning:
         running.run_step(step, tmp_path / "log", quiet())
         assert [path.name for path in made.iterdir()] == ["out"]
 
-    def test_a_picture_is_not_worth_failing_for(self, tmp_path, monkeypatch):
+    def test_a_plot_without_its_package_is_skipped(self, tmp_path, monkeypatch):
         (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         step = Step("x", ("plot", str(tmp_path)), tmp_path / "loss.png")
@@ -159,7 +159,7 @@ class TestRunning:
         console = quiet()
         optional = Step("x", step.command, step.output, optional=True)
         running.run_step(optional, tmp_path / "log", console)
-        assert "left out: drawing needs matplotlib" in console.file.getvalue()
+        assert "skipped: drawing needs matplotlib" in console.file.getvalue()
 
     def test_a_training_that_fails_shows_the_end_of_its_log(self, tmp_path):
         step = Step(
@@ -200,7 +200,7 @@ def test_a_training_is_shown_with_losses_and_speed(tmp_path):
     output = io.StringIO()
     watch.follow(process, metrics, 0, 3, Console(file=output, width=100))
     text = output.getvalue()
-    assert "    3  loss 4.500   9,000 tokens/s   1:15 to go" in text
+    assert "    3  loss 4.500   9,000 tokens/s   1:15 left" in text
     assert "    3  validation loss 4.750" in text
 
 
@@ -212,7 +212,7 @@ def test_the_answers_are_shown_behind_their_questions(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_whole_story_in_small_and_again(ranks, tmp_path, capsys, monkeypatch):
+def test_a_short_quickstart_and_its_repetition(ranks, tmp_path, capsys, monkeypatch):
     """Every command really runs, on forked ranks instead of new processes."""
     for module in ("megatron.core", "matplotlib", "transformers"):
         pytest.importorskip(module)
@@ -225,7 +225,7 @@ def test_the_whole_story_in_small_and_again(ranks, tmp_path, capsys, monkeypatch
         assert [status for status, _, _ in results] == [0] * size, results[0][2]
         return results[0][1]
 
-    monkeypatch.setattr(running, "_apart", lambda command, log, console: forked(command))
+    monkeypatch.setattr(running, "_run_subprocess", lambda command, log, console: forked(command))
     monkeypatch.setattr(running, "_train", lambda step, log, console: forked(step.command))
     plan = make_plan("--workdir", tmp_path / "qs", "--iters", 16)
     small = arguments("--workdir", plan.workdir, "--iters", 16)

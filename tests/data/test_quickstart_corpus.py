@@ -99,13 +99,13 @@ class TestTokenizerCommand:
         (tmp_path / "a.txt").write_text("ab ab ab")
         given = ["--input", tmp_path / "a.txt", "--vocab-size", 400, "--output", tmp_path / "tok"]
         assert self.run(*given) == 0
-        assert "the text has pairs for" in capsys.readouterr().err
+        assert "the text yields only" in capsys.readouterr().err
 
     def test_what_exists_is_not_overwritten_unasked(self, tmp_path):
         (tmp_path / "a.txt").write_text("some text " * 30)
         flags = ["--input", str(tmp_path / "a.txt"), "--vocab-size", "260", "--output"]
         assert self.run(*flags, tmp_path / "tok") == 0
-        with pytest.raises(ConfigError, match="has a tokenizer: choose another or --overwrite"):
+        with pytest.raises(ConfigError, match="has a tokenizer: choose another directory"):
             tokenizer.run(_parsed([*flags, str(tmp_path / "tok")]))
         assert self.run(*flags, tmp_path / "tok", "--overwrite") == 0
 

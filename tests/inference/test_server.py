@@ -308,7 +308,7 @@ def test_a_client_that_leaves_ends_its_request(ranks, tiny):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--host", "0.0.0.0"], "lets other machines in: set a key in MINDSPEED_API_KEY"),
+        (["--host", "0.0.0.0"], "is reachable from other machines: set a key in MINDSPEED_API_KEY"),
         (["--port", "70000"], "--port 70000"),
         (["--max-waiting", "0"], "--max-waiting 0"),
         (["--request-timeout", "nan"], "--request-timeout nan"),

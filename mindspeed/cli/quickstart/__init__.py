@@ -1,12 +1,11 @@
-"""``mindspeed quickstart``: the whole way of a language model, on this machine, in minutes.
+"""``mindspeed quickstart``: from raw text to a fine-tuned, evaluated model, in minutes.
 
     text -> tokenizer -> token files -> pretraining (TP 2 x PP 2) -> Hugging Face, same logits
-         -> LoRA on questions and answers -> merged -> answers, exam, pictures
+         -> LoRA on questions and answers -> merged -> answers, evaluation, plots
 
-Nothing is downloaded: text, questions and exam come from the documentation of the running Python.
-Every step is an ordinary command, which is printed before it runs, so this is also the tour of the
-tool. What is finished is skipped when the command is started again, and a training that was
-interrupted goes on from its last checkpoint.
+Nothing is downloaded: text and questions come from the documentation of the running Python. Every
+step is an ordinary mindspeed command, which is printed before it runs. When the command is started
+again, finished steps are skipped and an interrupted training continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mindspeed.errors import ConfigError, TrainingError
 from mindspeed.files import make_dirs, tighten_umask
 from mindspeed.ranges import MAX_RANKS, whole
 
-HELP = "the whole way on this machine: from text to a tuned, evaluated model"
+HELP = "from raw text to a fine-tuned, evaluated model on this machine, in minutes"
 
 ITERATIONS = 400
 FAST_ITERATIONS = 60
@@ -34,26 +33,32 @@ FAST_ITERATIONS = 60
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this sub-command."""
-    parser.add_argument("--workdir", type=Path, default=Path("runs/quickstart"), metavar="DIR")
     parser.add_argument(
-        "--nproc", type=whole(1, MAX_RANKS), help="processes of the pretraining (default: tp x pp)"
+        "--workdir",
+        type=Path,
+        default=Path("runs/quickstart"),
+        metavar="DIR",
+        help="directory of all files (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--nproc", type=whole(1, MAX_RANKS), help="processes for pretraining (default: tp x pp)"
     )
     parser.add_argument(
         "--tp", type=whole(1, MAX_RANKS), default=2, help="tensor-parallel size (default: 2)"
     )
     parser.add_argument(
-        "--pp", type=whole(1, MAX_RANKS), default=2, help="pipeline stages (default: 2)"
+        "--pp", type=whole(1, MAX_RANKS), default=2, help="pipeline-parallel size (default: 2)"
     )
     parser.add_argument(
-        "--iters", type=whole(1), help=f"iterations of the pretraining (default: {ITERATIONS})"
+        "--iters", type=whole(1), help=f"pretraining iterations (default: {ITERATIONS})"
     )
     parser.add_argument(
-        "--fast", action="store_true", help=f"only {FAST_ITERATIONS} iterations, to see it work"
+        "--fast", action="store_true", help=f"only {FAST_ITERATIONS} pretraining iterations"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all steps that are not done yet, then show what came out."""
+    """Run all steps that are not done yet, then print a summary."""
     console = Console()
     plan = make_plan(args)
     tighten_umask()
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             run_step(step, logs / f"{number:02d}-{step.command[0]}.log", console)
         except KeyboardInterrupt:
-            raise TrainingError("interrupted; start the same command again to go on") from None
+            raise TrainingError("interrupted; run the same command again to continue") from None
         console.print(f"{' ' * INDENT}[dim]({time.monotonic() - began:.1f} s)[/]")
     print_summary(plan, console, time.monotonic() - started)
     return 0
@@ -82,7 +87,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """The plan that the flags describe.
 
     Raises:
-        ConfigError: The processes do not fit the layout.
+        ConfigError: The number of processes does not fit the parallel sizes.
     """
     ranks = args.nproc or args.tp * args.pp
     if ranks % (args.tp * args.pp):
@@ -95,9 +100,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def _one_device_per_rank(plan: Plan, console: Console) -> None:
-    """Use the CPU for everything where there are fewer accelerators than processes.
+    """Use the CPU for everything if there are fewer accelerators than processes.
 
-    NCCL and HCCL need a device of its own for each rank. A device chosen by MINDSPEED_DEVICE stays.
+    NCCL and HCCL need one device per rank. A device chosen with MINDSPEED_DEVICE is kept.
     """
     if "MINDSPEED_DEVICE" in os.environ:
         return
@@ -107,6 +112,6 @@ def _one_device_per_rank(plan: Plan, console: Console) -> None:
     if here.name != "cpu" and here.count() < plan.ranks:
         os.environ["MINDSPEED_DEVICE"] = "cpu"
         console.print(
-            f"{plan.ranks} processes need as many devices, this machine has {here.count()} "
-            f"({here.name}): the CPU is used; --tp 1 --pp 1 uses the device"
+            f"{plan.ranks} processes need {plan.ranks} devices, this machine has {here.count()} "
+            f"({here.name}): using the CPU; --tp 1 --pp 1 would use the device"
         )

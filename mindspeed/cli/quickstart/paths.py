@@ -1,4 +1,4 @@
-"""Where the story's files lie, below one directory."""
+"""Files of the quickstart, below one directory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mindspeed.data.quickstart_corpus import Files
 
 
 @dataclass(frozen=True)
-class Places:
+class Paths:
     """Files and directories below ``workdir``."""
 
     workdir: Path
 
     @property
-    def practice(self) -> Files:
+    def corpus_files(self) -> Files:
         return Files(self.workdir / "practice")
 
     @property
@@ -47,11 +47,11 @@ class Places:
         return self.workdir / "merged"
 
     @property
-    def picture(self) -> Path:
+    def loss_plot(self) -> Path:
         return self.workdir / "loss.png"
 
     @property
-    def tuning_picture(self) -> Path:
+    def tuning_plot(self) -> Path:
         return self.workdir / "tuning.png"
 
     @property
@@ -63,5 +63,5 @@ class Places:
         return self.workdir / "answers.txt"
 
     def results(self, model: str) -> Path:
-        """The report of an evaluation; ``model`` is ``pretrained`` or ``tuned``."""
+        """The results of an evaluation; ``model`` is ``pretrained`` or ``tuned``."""
         return self.workdir / "scores" / model / "results.json"

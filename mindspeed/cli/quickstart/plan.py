@@ -1,11 +1,11 @@
-"""The story as data: the commands in their order."""
+"""The steps of the quickstart as data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindspeed.cli.quickstart.paths import Places
+from mindspeed.cli.quickstart.paths import Paths
 from mindspeed.cli.quickstart.step import TRACKER, Step, words
 
 VOCAB_SIZE = 2048
@@ -18,8 +18,8 @@ TUNING_ITERATIONS = 120
 
 
 @dataclass(frozen=True)
-class Plan(Places):
-    """What is done, on which files, and how the models are trained."""
+class Plan(Paths):
+    """All steps with their files, parallel sizes and iterations."""
 
     ranks: int
     tp: int
@@ -28,40 +28,40 @@ class Plan(Places):
 
     @property
     def tuning_iterations(self) -> int:
-        """Fewer where the pretraining is a short one, too."""
+        """Fewer if pretraining is short as well."""
         return min(TUNING_ITERATIONS, max(2, self.iterations // 3))
 
     def steps(self) -> Sequence[Step]:
-        """The whole way."""
-        return [*self._data(), *self._pretraining(), *self._tuning(), *self._judging()]
+        """All steps, in order."""
+        return [*self._data(), *self._pretraining(), *self._tuning(), *self._evaluation()]
 
     def _data(self) -> Sequence[Step]:
-        practice, tokenizer = self.practice, self.tokenizer / "tokenizer_config.json"
+        corpus_files, tokenizer = self.corpus_files, self.tokenizer / "tokenizer_config.json"
         return [
             Step(
-                "collect text, instructions and an exam from this Python's documentation",
-                words("corpus", output=practice.directory),
-                practice.corpus,
+                "collect text, instructions and questions from this Python's documentation",
+                words("corpus", output=corpus_files.directory),
+                corpus_files.corpus,
             ),
             Step(
                 f"train a byte-level BPE tokenizer with {VOCAB_SIZE} entries",
                 words(
                     "tokenizer",
                     "overwrite",
-                    input=practice.corpus,
+                    input=corpus_files.corpus,
                     vocab_size=VOCAB_SIZE,
                     output=self.tokenizer,
                 ),
                 tokenizer,
-                (practice.corpus,),
+                (corpus_files.corpus,),
             ),
             Step(
-                "turn the text into token files",
+                "tokenize the text",
                 words(
                     "preprocess",
                     "append-eod",
                     "overwrite",
-                    input=practice.corpus,
+                    input=corpus_files.corpus,
                     tokenizer_model=self.tokenizer,
                     output_prefix=self.workdir / "data" / "corpus",
                 ),
@@ -102,14 +102,14 @@ class Plan(Places):
                 metrics=self.metrics,
             ),
             Step(
-                "draw how it learned",
-                words("plot", runs=(self.workdir,), output=self.picture),
-                self.picture,
+                "plot the training",
+                words("plot", runs=(self.workdir,), output=self.loss_plot),
+                self.loss_plot,
                 (self.metrics,),
                 optional=True,
             ),
             Step(
-                "let it write",
+                "generate text",
                 words(
                     "generate",
                     load=self.checkpoints,
@@ -120,28 +120,28 @@ class Plan(Places):
                 ),
                 self.sample,
                 (tracker,),
-                how="apart",
+                how="subprocess",
                 keeps_text=True,
             ),
             Step(
-                "write it for transformers",
+                "export for transformers",
                 words("export", "hf", load=self.checkpoints, output=self.exported),
                 self.exported / "config.json",
                 (tracker,),
-                how="apart",
+                how="subprocess",
                 replaces=self.exported,
             ),
             Step(
-                "check that transformers computes the same",
+                "verify the logits against transformers",
                 words(
                     "verify",
                     load=self.checkpoints,
                     hf=self.exported,
-                    input=self.practice.corpus,
+                    input=self.corpus_files.corpus,
                 ),
                 self.workdir / "verify.txt",
                 (self.exported / "config.json",),
-                how="apart",
+                how="subprocess",
                 keeps_text=True,
             ),
         ]
@@ -153,13 +153,13 @@ class Plan(Places):
         iterations = self.tuning_iterations
         return [
             Step(
-                "turn questions and answers into token files with labels",
+                "tokenize questions and answers, with labels",
                 words(
                     "preprocess",
                     "overwrite",
-                    input=self.practice.instructions,
+                    input=self.corpus_files.instructions,
                     handler_name="AlpacaStyleInstructionHandler",
-                    prompt_type=self.practice.template,
+                    prompt_type=self.corpus_files.template,
                     tokenizer_model=self.tokenizer,
                     output_prefix=prefix,
                 ),
@@ -167,7 +167,7 @@ class Plan(Places):
                 (self.tokenizer / "tokenizer_config.json",),
             ),
             Step(
-                f"tune it on them with LoRA for {iterations} iterations "
+                f"fine-tune on them with LoRA for {iterations} iterations "
                 f"({self.tp} processes, TP {self.tp})",
                 words(
                     "finetune",
@@ -200,9 +200,9 @@ class Plan(Places):
                 replaces=self.adapter,
             ),
             Step(
-                "draw how it learned that",
-                words("plot", runs=(self.adapter,), output=self.tuning_picture),
-                self.tuning_picture,
+                "plot the fine-tuning",
+                words("plot", runs=(self.adapter,), output=self.tuning_plot),
+                self.tuning_plot,
                 (self.tuning_metrics,),
                 optional=True,
             ),
@@ -216,36 +216,36 @@ class Plan(Places):
                 ),
                 self.merged / TRACKER,
                 (tracker,),
-                how="apart",
+                how="subprocess",
                 replaces=self.merged,
             ),
         ]
 
-    def _judging(self) -> Sequence[Step]:
+    def _evaluation(self) -> Sequence[Step]:
         models = {
             "pretrained": (self.checkpoints, "yes/no questions about built-in names"),
-            "tuned": (self.merged, "the same; it was tuned on other names"),
+            "tuned": (self.merged, "the same; it was fine-tuned on other names"),
         }
-        exams = [
+        evaluations = [
             Step(
-                f"exam of the {name} model: {about}",
+                f"evaluate the {name} model: {about}",
                 words(
                     "evaluate",
                     load=directory,
                     task="boolq",
-                    task_data_path=self.practice.evaluation.parent,
+                    task_data_path=self.corpus_files.evaluation.parent,
                     output=self.results(name).parent,
                 ),
                 self.results(name),
-                (directory / TRACKER, self.practice.corpus),
-                how="apart",
+                (directory / TRACKER, self.corpus_files.corpus),
+                how="subprocess",
                 replaces=self.results(name).parent,
             )
             for name, (directory, about) in models.items()
         ]
         return [
             Step(
-                "ask the tuned model",
+                "ask the fine-tuned model",
                 words(
                     "generate",
                     "greedy",
@@ -255,8 +255,8 @@ class Plan(Places):
                 ),
                 self.answers,
                 (self.merged / TRACKER,),
-                how="apart",
+                how="subprocess",
                 keeps_text=True,
             ),
-            *exams,
+            *evaluations,
         ]

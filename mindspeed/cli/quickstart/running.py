@@ -1,4 +1,4 @@
-"""How a step runs: in this process, in one of its own, or as a training that is watched."""
+"""Runs a step: in this process, in a subprocess, or as a training whose progress is shown."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def run_step(step: Step, log: Path, console: Console) -> None:
     """Run one step and show what it printed.
 
     Args:
-        step: What to do.
-        log: File for everything else it prints.
-        console: Where to show it.
+        step: The step.
+        log: File for its standard error.
+        console: Where to show its output.
 
     Raises:
         MindSpeedError: It failed.
@@ -43,11 +43,15 @@ def run_step(step: Step, log: Path, console: Console) -> None:
         _train(step, log, console)
         return
     try:
-        text = _here(step.command) if step.how == "here" else _apart(step.command, log, console)
+        text = (
+            _run_in_process(step.command)
+            if step.how == "in_process"
+            else _run_subprocess(step.command, log, console)
+        )
     except ConfigError as error:
         if not step.optional:
             raise
-        show(console, f"left out: {error}", "yellow")
+        show(console, f"skipped: {error}", "yellow")
         return
     if step.keeps_text:
         atomic_write_text(step.output, text)
@@ -62,7 +66,7 @@ def show(console: Console, text: str, style: str = "") -> None:
         console.print(Padding(Text(text, style=style), (0, 0, 0, INDENT)))
 
 
-def _here(command: Sequence[str]) -> str:
+def _run_in_process(command: Sequence[str]) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         status = dispatch(command[0], list(command[1:]))
@@ -71,7 +75,7 @@ def _here(command: Sequence[str]) -> str:
     return output.getvalue()
 
 
-def _apart(command: Sequence[str], log: Path, console: Console) -> str:
+def _run_subprocess(command: Sequence[str], log: Path, console: Console) -> str:
     with secure_open(log) as errors, console.status(f"mindspeed {command[0]} ..."):
         process = _start(command, stdout=subprocess.PIPE, stderr=errors)
         try:
@@ -87,13 +91,13 @@ def _apart(command: Sequence[str], log: Path, console: Console) -> str:
 def _train(step: Step, log: Path, console: Console) -> None:
     assert step.metrics is not None
     if step.trained:
-        show(console, f"going on after iteration {step.trained}")
+        show(console, f"continuing after iteration {step.trained}")
     with secure_open(log, "a") as output:
         process = _start(step.command, stdout=output, stderr=subprocess.STDOUT)
         try:
             follow(process, step.metrics, step.trained, step.iterations, console)
         except KeyboardInterrupt:
-            show(console, "stopping; the training saves a checkpoint first")
+            show(console, "stopping after the training has saved a checkpoint")
             _stop(process)
             raise
     if process.returncode != 0:
@@ -101,13 +105,13 @@ def _train(step: Step, log: Path, console: Console) -> None:
 
 
 def _start(command: Sequence[str], **streams: Any) -> subprocess.Popen[bytes]:
-    """A command as a process of its own, quiet about what users cannot change."""
+    """Start a command as a subprocess, without Python warnings by default."""
     environment = {**os.environ, "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore")}
     return subprocess.Popen(
         [sys.executable, "-m", "mindspeed", *command],
         stdin=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,  # Ctrl-C reaches us; we ask a training to save and stop
+        start_new_session=True,  # Ctrl-C reaches only us; we ask the training to save and stop
         **streams,
     )
 

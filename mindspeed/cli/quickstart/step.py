@@ -1,4 +1,4 @@
-"""A step of the story: a command of ``mindspeed``, what it reads and what it leaves behind.
+"""A step of the quickstart: a ``mindspeed`` command with its input and output files.
 
 A step is done when its output exists and is not older than its inputs; a training is done when its
 latest checkpoint has all iterations.
@@ -14,8 +14,8 @@ from typing import Any, Literal
 # Names the latest checkpoint of a directory; written last, so it also says when it was finished.
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# Where a command runs: in this process, in one of its own, or as a training that is watched.
-How = Literal["here", "apart", "training"]
+# Where a command runs: in this process, in a subprocess, or in one whose progress is shown.
+How = Literal["in_process", "subprocess", "training"]
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,23 @@ class Step:
     """One command.
 
     Attributes:
-        title: What it is for.
-        command: Words behind ``mindspeed``.
-        output: The last file it writes.
-        inputs: Files it depends on.
+        title: Description.
+        command: Arguments of ``mindspeed``.
+        output: The last file that it writes.
+        inputs: Files that it depends on.
         how: Where it runs.
-        iterations: Of a training.
-        metrics: What a training writes.
-        keeps_text: Its standard output is the output file.
-        replaces: Directory that the command wants to make itself; an outdated one is removed.
-        optional: The story goes on when a package for it is missing.
+        iterations: Iterations of a training.
+        metrics: Metrics file of a training.
+        keeps_text: Write its standard output to ``output``.
+        replaces: Directory that the command creates; an outdated one is removed first.
+        optional: Skip the step if a package for it is missing.
     """
 
     title: str
     command: tuple[str, ...]
     output: Path
     inputs: tuple[Path, ...] = ()
-    how: How = "here"
+    how: How = "in_process"
     iterations: int = 0
     metrics: Path | None = None
     keeps_text: bool = False
@@ -53,7 +53,7 @@ class Step:
         return int(text) if text.isdecimal() else 0
 
     def fresh(self) -> bool:
-        """Whether the output exists and no input is younger."""
+        """Whether the output exists and no input is newer."""
         if not self.output.exists():
             return False
         written = self.output.stat().st_mtime_ns
@@ -81,7 +81,7 @@ def words(command: str, *switches: str, **flags: Any) -> tuple[str, ...]:
 
 
 def typed(command: tuple[str, ...], width: int = 96) -> str:
-    """The command as one would type it, over several lines."""
+    """The command as typed in a shell, wrapped over several lines."""
     lines = ["mindspeed"]
     for word in command:
         name, _, value = word.partition("=")
@@ -93,7 +93,7 @@ def typed(command: tuple[str, ...], width: int = 96) -> str:
 
 
 def _quoted(value: str) -> str:
-    """One word of a shell; a line end is written as bash's $'...' has it."""
+    """One shell word; with newlines in bash's $'...' form."""
     if "\n" not in value:
         return shlex.quote(value)
     escaped = value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")

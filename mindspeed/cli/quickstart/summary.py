@@ -1,4 +1,4 @@
-"""What the story ends with: losses, the exam's marks, a sample, pictures, and what comes next."""
+"""The final summary: losses, evaluation scores, a sample, plots, and next commands."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ def print_summary(plan: Plan, console: Console, seconds: float) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("pretraining", _losses(plan.metrics))
-    table.add_row("tuning", _losses(plan.tuning_metrics))
+    table.add_row("fine-tuning", _losses(plan.tuning_metrics))
     table.add_row("transformers", Text(_text(plan.workdir / "verify.txt")))
     before, after = (score(plan.results(name)) for name in ("pretrained", "tuned"))
-    table.add_row("exam", f"{before:.0%} right before tuning, [bold green]{after:.0%}[/] after it")
-    table.add_row("it writes", Text(_text(plan.sample), style="italic"))
-    table.add_row("it answers", Text(answers(plan.answers), style="italic"))
-    for picture in (plan.picture, plan.tuning_picture):
-        if picture.exists():
-            table.add_row("picture", str(picture))
+    table.add_row(
+        "evaluation", f"accuracy {before:.0%} before fine-tuning, [bold green]{after:.0%}[/] after"
+    )
+    table.add_row("generated text", Text(_text(plan.sample), style="italic"))
+    table.add_row("answers", Text(answers(plan.answers), style="italic"))
+    for plot in (plan.loss_plot, plan.tuning_plot):
+        if plot.exists():
+            table.add_row("plot", str(plot))
     table.add_row("checkpoint", str(plan.checkpoints))
     table.add_row("for transformers", str(plan.exported))
     table.add_row("adapter, merged", f"{plan.adapter}, {plan.merged}")
     table.add_row("", "")
     for title, command in (
         (
-            "go on with",
-            f"mindspeed chat --load {plan.merged} --prompt-type {plan.practice.template}",
+            "next commands",
+            f"mindspeed chat --load {plan.merged} --prompt-type {plan.corpus_files.template}",
         ),
         ("", f"mindspeed generate --load {plan.checkpoints} --prompt TEXT"),
         ("", f"tensorboard --logdir {plan.workdir / 'tensorboard'}"),
@@ -44,23 +46,23 @@ def print_summary(plan: Plan, console: Console, seconds: float) -> None:
     ):
         table.add_row(title, Text(command))
     time = f"{int(seconds) // 60}:{int(seconds) % 60:02d} minutes"
-    title = f"[bold]from text to a tuned model in {time}[/]"
+    title = f"[bold]from raw text to a fine-tuned model in {time}[/]"
     console.print(Panel(table, title=title, border_style="green"))
 
 
 def score(results: Path) -> float:
-    """Share of right answers in a report."""
+    """Accuracy in a results file."""
     return float(json.loads(results.read_text("utf-8"))["tasks"]["boolq"]["score"])
 
 
 def answers(path: Path) -> str:
-    """The last words of every answer, behind the question they answer."""
+    """Each question with the first line of its answer."""
     text = _text(path, 2000)
     found = []
     for prompt in QUESTIONS:
         question = prompt.splitlines()[1].removeprefix("Question: ")
-        _, _, behind = text.partition(prompt)
-        answer = (behind.strip().splitlines() or ["..."])[0]
+        _, _, rest = text.partition(prompt)
+        answer = (rest.strip().splitlines() or ["..."])[0]
         found.append(f"{question} {answer}")
     return "\n".join(found)
 
@@ -70,7 +72,7 @@ def _losses(metrics: Path) -> str:
     values = list(run.curve(LOSS).values())
     text = f"loss {values[0]:.2f} -> [bold green]{values[-1]:.2f}[/]"
     held_out = list(run.curve(VALIDATION_LOSS).values())
-    return text + (f", on text it has not seen {held_out[-1]:.2f}" if held_out else "")
+    return text + (f", validation loss {held_out[-1]:.2f}" if held_out else "")
 
 
 def _text(path: Path, characters: int = 400) -> str:
