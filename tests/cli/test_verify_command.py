@@ -74,7 +74,9 @@ def run(*words):
 
 
 def test_what_is_missing_is_said_before_a_model_is_loaded(tmp_path):
-    with pytest.raises(ConfigError, match=r"--hf .*not a Hugging Face model, it has no config\.json"):
+    with pytest.raises(
+        ConfigError, match=r"--hf .*not a Hugging Face model, it has no config\.json"
+    ):
         run("--load", "x", "--hf", tmp_path, "--input", "y")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match=r"--input .*there is no such file"):
