@@ -1,4 +1,4 @@
-"""The house rules that can be read off the source: floors, and who may know Megatron."""
+"""The house rules that can be read off the source: layers, and who may know Megatron."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_nobody_calls_a_global_get_args_below_the_suite() -> None:
     assert found == []
 
 
-def test_the_floors_of_the_import_contracts_hold() -> None:
+def test_the_import_contracts_hold() -> None:
     pytest.importorskip("importlinter")
     program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     command = [sys.executable, "-c", program, "--no-cache"]
