@@ -194,6 +194,8 @@ from mindspeed.training.arguments import parse
 gain = parse(["--acme-gain", "3"]).acme_gain
 import mindspeed
 print([f.name for f in mindspeed.configure(acme_gain=gain).enabled if "acme" in f.name])
+from mindspeed import session
+print([owner for owner, _ in session.current().seams.parallel_groups.functions])
 try:
     mindspeed.configure(acme_bias=2.0)
 except AttributeError as error:
@@ -223,8 +225,9 @@ def run(code: str, *folders: object) -> list[str]:
 def test_trainer_and_configure_take_the_flag_and_undeclared_seams_are_refused(packages, tmp_path):
     entries = {"acme-gain": "acme_gain:FEATURE", "acme-bias": "acme_bias:FEATURE"}
     packages("acme", {**GAIN, **UNDECLARED}, {plugins.FEATURES: entries})
-    on, refused = run(USER, tmp_path / "site-packages")
+    on, compared, refused = run(USER, tmp_path / "site-packages")
     assert on == "['acme-gain']"
+    assert "plugins" in compared, "ranks compare their plug-ins when the groups exist"
     assert "feature 'acme-bias' uses the seam 'step', which its Feature.seams" in refused
 
 

@@ -33,11 +33,10 @@ def in_bf16(dispatcher):
 def _attach(seams, options, megatron):
     def change(model, config, vp_stage):
         """``model``: a finished model chunk, layers of multi-token prediction included."""
-        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from mindspeed.adaptor.moe import moe_layers
 
-        for layer in model.modules():
-            if isinstance(layer, MoELayer):
-                in_bf16(layer.token_dispatcher)
+        for layer in moe_layers(model):
+            in_bf16(layer.token_dispatcher)
 
     seams.chunk.add(change, owner=FEATURE.name)
 
