@@ -1,14 +1,14 @@
-"""One accelerator API for NPU, GPU and CPU, and Megatron's torch.cuda-shaped world on each of them.
+"""One accelerator API for NPU, GPU and CPU, and what ``torch.cuda`` means to Megatron on each.
 
     from mindspeed import device
     here = device.current()                   # MINDSPEED_DEVICE=cpu|cuda|npu, or detected
     x = torch.empty(8, device=here.torch_device())
 
-Library code asks ``current()``; it never names torch.cuda. Megatron does name it, so
-:func:`install` makes those names mean the chosen device: nothing on CUDA, torch_npu's own transfer
-layer on NPU, :mod:`mindspeed.device.cuda_world` on the CPU.
+Library code uses ``current()``, never ``torch.cuda``. Megatron does use ``torch.cuda``, so
+:func:`install` maps it to the chosen device: nothing to do on CUDA, torch_npu's transfer layer
+(:mod:`mindspeed.device.npu_shim`) on NPU, :mod:`mindspeed.device.torch_cuda_shim` on the CPU.
 
-Another kind of device is a class that an installed package names under the entry point group
+An installed package adds another kind of device as a class in the entry point group
 ``mindspeed.devices``; ``MINDSPEED_DEVICE`` selects it by the name of the entry point.
 """
 
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from mindspeed.device.accelerator import Accelerator
 from mindspeed.device.base import CAPABILITIES, Device, MemoryStats, Properties
-from mindspeed.device.cuda_world.callers import treat_as_megatron
 from mindspeed.device.detect import current, named
 from mindspeed.device.determinism import make_deterministic
+from mindspeed.device.torch_cuda_shim.callers import treat_as_megatron
 from mindspeed.device.tracker import MemoryTracker, track_memory
 from mindspeed.journal import Journal
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def install(journal: Journal, device: Device | None = None) -> Device:
-    """Make Megatron's torch.cuda calls work on ``device`` (default: :func:`current`).
+    """Make Megatron's ``torch.cuda`` calls work on ``device`` (default: :func:`current`).
 
     Args:
         journal: records every change; ``journal.undo()`` restores the original objects.

@@ -1,4 +1,4 @@
-"""A device with memory and streams of its own, through a module that mirrors ``torch.cuda``.
+"""A device with its own memory and streams, through a module that mirrors ``torch.cuda``.
 
 torch has one such module per kind of device (``torch.cuda``, ``torch.xpu``; torch_npu brings
 ``torch.npu``), with the same names in each. A device of another kind is a short subclass: its
@@ -85,10 +85,10 @@ class Accelerator(Device):
         self.module.empty_cache()
 
     def properties(self) -> Properties:
-        """Name, memory and cores; drivers do not tell the peak rate."""
+        """Name, memory and cores; drivers do not report the peak rate."""
         known = self.module.get_device_properties(self.index())
         cores = next(filter(None, (getattr(known, n, 0) for n in self._core_counts)), 0)
         return Properties(known.name, known.total_memory, int(cores))
 
     _core_counts: tuple[str, ...] = ("multi_processor_count",)
-    """Names of the property that counts cores; the first that is not 0 counts."""
+    """Properties with the number of cores; the first non-zero one is used."""

@@ -1,4 +1,4 @@
-"""The accelerator API: what library code asks a device, whatever the device is.
+"""The accelerator API that library code uses on every device.
 
 ``mindspeed.device.current()`` returns the one :class:`Device` of this process. Algorithms use it
 instead of ``torch.cuda`` or ``torch.npu``.
@@ -22,14 +22,14 @@ CAPABILITIES = frozenset(
         "triton",  # Triton kernels run here
         "fp64_collectives",  # all_reduce of float64
         "fp8",  # float8 matrix multiplication
-        "compile",  # torch.compile is worth its time
+        "compile",  # torch.compile pays off
     }
 )
 
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Bytes; on the CPU those of the process, or of live tensors while they are tracked."""
+    """Memory in bytes; on the CPU of the process, or of live tensors while they are tracked."""
 
     allocated: int
     peak: int
@@ -40,7 +40,7 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class Properties:
-    """What is known about a device; ``peak_flops`` is None where nobody can tell."""
+    """Properties of a device; ``peak_flops`` is None where it is unknown."""
 
     name: str
     total_memory: int
@@ -49,7 +49,7 @@ class Properties:
 
 
 class Device(ABC):
-    """One kind of device, as seen by this process."""
+    """One kind of device, as used by this process."""
 
     name: str
     """The type of its ``torch.device``: ``"cpu"``, ``"cuda"``, ``"npu"`` or a plug-in's."""

@@ -1,4 +1,4 @@
-"""The CPU as a device: gloo, one stream, memory figures of the process."""
+"""The CPU as a device: gloo, one stream, memory of the process."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import platform
 
 import torch
 
-from mindspeed.device import cuda_world, host_memory, tracker
+from mindspeed.device import host_memory, torch_cuda_shim, tracker
 from mindspeed.device.base import Device, MemoryStats, Properties
-from mindspeed.device.cuda_world import namespace, streams
+from mindspeed.device.torch_cuda_shim import namespace, streams
 from mindspeed.journal import Journal
 
 
 class CpuDevice(Device):
-    """This host's CPU; every local process is a "device" of its own."""
+    """The CPU of this host; every local process counts as one device."""
 
     name = "cpu"
     backend = "gloo"
     _capabilities = frozenset({"fp64_collectives"})
 
     def install(self, journal: Journal) -> None:
-        """Make the names of torch.cuda that Megatron uses mean the CPU."""
-        cuda_world.install(journal)
+        """Map the names of torch.cuda that Megatron uses to the CPU."""
+        torch_cuda_shim.install(journal)
 
     def torch_device(self, index: int | None = None) -> torch.device:
-        """Always ``cpu``: tensors of a CPU carry no index."""
+        """Always ``cpu``, without an index."""
         return torch.device("cpu")
 
     def index(self) -> int:
@@ -41,7 +41,7 @@ class CpuDevice(Device):
         return namespace.local_devices()
 
     def stream(self, priority: int = 0) -> streams.Stream:
-        """A new name for the one queue there is."""
+        """A new stream object; all share one queue."""
         return streams.Stream(priority=priority)
 
     def current_stream(self) -> streams.Stream:
@@ -61,7 +61,7 @@ class CpuDevice(Device):
         return torch.default_generator
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """No-op: operators are synchronous."""
 
     def memory_stats(self) -> MemoryStats:
         """Live tensors inside ``track_memory()``, else the resident set of the process."""
@@ -82,7 +82,7 @@ class CpuDevice(Device):
         host_memory.reset_peak()
 
     def empty_cache(self) -> None:
-        """There is no cache."""
+        """No-op: there is no cache."""
 
     def properties(self) -> Properties:
         """The host's processor; its peak rate is unknown."""

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: torch.cuda as it is. Nothing is ever replaced on this device."""
+"""An NVIDIA GPU: ``torch.cuda``, of which nothing is replaced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which device is this process on? ``MINDSPEED_DEVICE``, else NPU, else CUDA, else CPU.
+"""Selects the device of this process: ``MINDSPEED_DEVICE``, else NPU, else CUDA, else CPU.
 
-torch_npu is imported only when it is asked for, or when it is installed and the Ascend driver has
-made a device node: importing it costs seconds, and without CANN it fails.
+torch_npu is imported only if NPU is selected, or if it is installed and the Ascend driver has
+created a device node: the import takes seconds, and fails without CANN.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _npu_present() -> bool:
 
 
 def import_torch_npu() -> ModuleType:
-    """torch_npu, or an error that says what is missing.
+    """Import torch_npu, or raise an error that names what is missing.
 
     Raises:
         ConfigError: torch_npu is not installed, or CANN (the Ascend toolkit) is not set up.
@@ -93,10 +93,9 @@ def import_torch_npu() -> ModuleType:
 
 
 def explain_npu_failure(error: BaseException) -> str | None:
-    """What a failed import of torch_npu means for the user, if it is the well-known reason.
+    """The message for a failed import of torch_npu if CANN is the reason, else None.
 
-    torch itself loads torch_npu when it is installed, so the same failure can come out of
-    ``import torch``.
+    torch itself loads torch_npu when it is installed, so ``import torch`` can fail the same way.
     """
     seen: BaseException | None = error
     while seen is not None:

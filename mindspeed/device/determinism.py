@@ -1,15 +1,15 @@
-"""Two runs of one program give the same bits.
+"""Deterministic computing: two runs of a program give bitwise equal results.
 
     undo = make_deterministic(True)          # before the first kernel and the first collective
     ...
     undo()
 
-What it takes differs per device: torch must choose deterministic kernels everywhere; cuBLAS needs a
-fixed workspace and NCCL a fixed order of summation; HCCL and the Ascend matrix kernels are told by
-environment variables, which they read when they are first used. That is why the call must come
-early, and why it refuses to come after the first collective.
+Requirements differ per device. torch must select deterministic kernels on all of them; cuBLAS needs
+a fixed workspace and NCCL a fixed order of reduction; HCCL and the Ascend matrix kernels are
+configured by environment variables, which they read at first use. Hence the call must come early,
+and raises after the first collective.
 
-Nothing is reseeded: seeds are the business of whoever sets them, and differ per pipeline stage.
+Random generators are not reseeded: seeds differ per pipeline stage and belong to the caller.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
 
 
 def make_deterministic(enabled: bool, device: Device | None = None) -> Callable[[], None]:
-    """Switch deterministic computing on; return the function that switches it back.
+    """Enable deterministic computing; return the function that restores the former state.
 
     Args:
-        enabled: False changes nothing.
+        enabled: If false, nothing changes.
         device: the device that computes (default: the one of this process).
 
     Returns:
@@ -85,7 +85,7 @@ def _check(device: str, variables: Mapping[str, str]) -> None:
 
 
 def _accepted(name: str, value: str) -> tuple[str, ...]:
-    """Other values of the environment that are deterministic as well."""
+    """All accepted values of a variable: ours, and others that are deterministic as well."""
     others = {
         "CUBLAS_WORKSPACE_CONFIG": (":16:8",),
         "NCCL_ALGO": ("Tree", "CollnetChain", "CollnetDirect", "^NVLS"),

@@ -1,8 +1,8 @@
-"""How much host memory this process uses: a CPU's counterpart of an allocator's counters.
+"""Host memory of this process: the CPU counterpart of the counters of a caching allocator.
 
-Linux tells the resident set (``/proc/self/statm``) and its peak (``VmHWM``), and lets a process
-reset its peak. These figures cover the whole process, including Python and the libraries, and move
-in pages. For exact bytes of live tensors use :func:`mindspeed.device.track_memory`.
+Linux reports the resident set (``/proc/self/statm``) and its peak (``VmHWM``), and lets a process
+reset the peak. Both cover the whole process, Python and libraries included, in units of
+pages. For exact bytes of live tensors use :func:`mindspeed.device.track_memory`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def peak_resident() -> int:
 
 
 def reset_peak() -> bool:
-    """Start a new peak; False where the kernel does not allow it."""
+    """Reset the peak; False where the kernel does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -50,7 +50,7 @@ def _meminfo(field: str) -> int:
 
 
 def total() -> int:
-    """Bytes this process may use at most: physical memory or the limit of its control group."""
+    """Most bytes that this process may use: physical memory or the limit of its cgroup."""
     physical = _meminfo("MemTotal")
     for path in _CGROUP_LIMITS:
         try:

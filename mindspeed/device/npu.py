@@ -1,6 +1,6 @@
 """An Ascend NPU through torch_npu.
 
-The torch_npu module is a parameter, so that tests can pass a stand-in object; the names used are
+The torch_npu module is a parameter, so that tests can pass a mock; the names used are
 those of ``torch_npu.npu``, which mirror ``torch.cuda``. :mod:`mindspeed.device.detect` imports
 torch_npu and explains why that fails without CANN.
 """
@@ -26,7 +26,7 @@ class NpuDevice(Accelerator):
         self.torch_npu = torch_npu
 
     def install(self, journal: Journal) -> None:
-        """torch_npu's own transfer of torch.cuda's names, and what Megatron needs beside it."""
-        from mindspeed.device import npu_world
+        """Install torch_npu's transfer layer and :mod:`mindspeed.device.npu_shim`."""
+        from mindspeed.device import npu_shim
 
-        npu_world.install(journal, self)
+        npu_shim.install(journal, self)

@@ -4,10 +4,10 @@
         loss = model(batch); loss.backward()
     print(memory.peak, memory.current)
 
-Every operator's results are looked at; a storage counts once, however many tensors view it, from
-the moment it is first seen until it is freed; ``resize_`` changes its size at once. Tensors that
-existed before count from the first operator that touches them, or at once when they are passed to
-:func:`track_memory`.
+A dispatch mode sees the arguments and results of every operator. A storage counts once, however
+many tensors view it, from the moment it is first seen until it is freed; ``resize_`` changes its
+size at once. Earlier tensors count from the first operator that uses them, or from the beginning if
+they are passed to :func:`track_memory`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _active: list[MemoryTracker] = []
 
 
 def active() -> MemoryTracker | None:
-    """The innermost tracker in force, if any."""
+    """The innermost active tracker, or None."""
     return _active[-1] if _active else None
 
 
@@ -45,7 +45,7 @@ class MemoryTracker(TorchDispatchMode):
         self.reset_peak()
 
     def reset_peak(self) -> None:
-        """Start new peaks at the present figures."""
+        """Reset the peaks to the current values."""
         self.peak, self.peak_storages = self.current, self.storages
 
     def __enter__(self) -> MemoryTracker:
@@ -82,7 +82,7 @@ class MemoryTracker(TorchDispatchMode):
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            return  # sparse tensors and wrapper subclasses have no storage of their own
+            return  # sparse tensors and wrapper subclasses have no storage
         self._count(storage)
 
     def _count(self, storage: torch.UntypedStorage) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed import device
-from mindspeed.device.cuda_world.collectives import AS_BYTES
+from mindspeed.device.torch_cuda_shim.collectives import AS_BYTES
 from mindspeed.journal import Journal
 
 REDUCIBLE = (

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mindspeed import device
-from mindspeed.device.cuda_world import callers, namespace
+from mindspeed.device.torch_cuda_shim import callers, namespace
 from mindspeed.journal import Journal
 
 KEPT = {

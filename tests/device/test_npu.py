@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed import device
-from mindspeed.device import detect, npu_world
+from mindspeed.device import detect, npu_shim
 from mindspeed.device.npu import NpuDevice
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
@@ -94,7 +94,7 @@ def test_install_completes_the_transfer_layer_and_is_taken_back(torch_npu):
 
 
 def test_type_strings_are_those_of_cuda_for_megatron_only(torch_npu):
-    asked = npu_world._type(lambda tensor, dtype=None: dtype or "torch.npu.HalfTensor")
+    asked = npu_shim._type(lambda tensor, dtype=None: dtype or "torch.npu.HalfTensor")
     megatron = {"__name__": "megatron.core.optimizer", "asked": asked}
     assert eval("asked(None)", megatron) == "torch.cuda.HalfTensor"
     assert eval("asked(None)", {"__name__": "peft.utils", "asked": asked}) == "torch.npu.HalfTensor"
@@ -102,9 +102,9 @@ def test_type_strings_are_those_of_cuda_for_megatron_only(torch_npu):
 
 
 def test_process_group_options_carry_name_and_buffer(torch_npu):
-    options = npu_world.process_group_options(torch_npu, "tp", 200)
+    options = npu_shim.process_group_options(torch_npu, "tp", 200)
     assert options.hccl_config == {"group_name": "tp", "hccl_buffer_size": 200}
-    assert npu_world.process_group_options(torch_npu).hccl_config == {}
+    assert npu_shim.process_group_options(torch_npu).hccl_config == {}
 
 
 def test_float64_sums_travel_as_float32():
@@ -125,7 +125,7 @@ def test_float64_sums_travel_as_float32():
             self.value.copy_(other)
 
     tensor = Npu64(value=torch.tensor([1.5], dtype=torch.float64))
-    work = npu_world._all_reduce(reduce)(tensor, async_op=True)
+    work = npu_shim._all_reduce(reduce)(tensor, async_op=True)
     assert tensor.value.item() == 1.5
     assert work.wait() is True
     assert tensor.value.item() == 3.0

@@ -86,12 +86,12 @@ def sums_in_float64() -> list[Any]:
 def options_of_groups() -> tuple[dict[str, Any], list[Any]]:
     """A group with our options, and Megatron's way of making groups."""
     from mindspeed import device
-    from mindspeed.device import npu_world
+    from mindspeed.device import npu_shim
     from mindspeed.journal import Journal
 
     here = device.install(Journal())
     dist.init_process_group("nccl")
-    options = npu_world.process_group_options(here.torch_npu, "tp", 200)
+    options = npu_shim.process_group_options(here.torch_npu, "tp", 200)
     group = dist.new_group([0, 1], backend="nccl", pg_options=options)
     x = torch.ones(2, device="cuda")
     dist.all_reduce(x, group=group)

@@ -1,21 +1,21 @@
-"""Who is asking? Megatron gets a device, everybody else gets the truth.
+"""Which modules see a CUDA device on the CPU: Megatron does, all others do not.
 
-Megatron decides by ``torch.cuda.is_available()``, ``Tensor.is_cuda`` and friends whether it may run
-at all. Other libraries in the same process (transformers, peft, accelerate, safetensors, torch
-itself) decide by the same names where to put their tensors, and must not be told that a machine
-without a GPU has one. So the answer depends on the module that asks: the ``__name__`` in the global
-namespace of the calling frame.
+Megatron refuses to run unless ``torch.cuda.is_available()``, ``Tensor.is_cuda`` and the like are
+true. Other libraries in the same process (transformers, peft, accelerate, safetensors, torch
+itself) use the same names to decide where to put their tensors, and must see that there is no GPU.
+So the result depends on the calling module: the ``__name__`` in the global namespace of the calling
+frame.
 
 A module is Megatron's when
 
 * the root package of its name is registered: ``megatron``, and what :func:`treat_as_megatron` adds
   (an embedding framework, a test-suite);
 * it is a top-level file in the root of a Megatron-LM checkout (``pretrain_gpt.py``,
-  ``gpt_builders.py``), recognised by ``megatron/core`` and ``pretrain_gpt.py`` beside it;
+  ``gpt_builders.py``), recognised by ``megatron/core`` and ``pretrain_gpt.py`` next to it;
 * it is ``__main__`` and holds something imported from a registered package, so that a user's own
   script on megatron-core counts as soon as its imports have run.
 
-The answer is remembered per module name; a question costs a dictionary look-up.
+The result is cached per module name, so a call costs a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _known: dict[str, bool] = {}
 
 
 def treat_as_megatron(*packages: str) -> None:
-    """Give modules of these root packages the same answers that Megatron gets.
+    """Treat modules of these root packages as Megatron's.
 
     Args:
         packages: names of top-level packages, for example ``"tests"``, or ``"__main__"``.
@@ -38,7 +38,7 @@ def treat_as_megatron(*packages: str) -> None:
     _known.clear()
 
 
-def asked_by_megatron(namespace: dict[str, Any]) -> bool:
+def called_by_megatron(namespace: dict[str, Any]) -> bool:
     """Whether ``namespace``, the globals of the calling frame, is a Megatron-like module's."""
     name = namespace.get("__name__")
     answer = _known.get(name)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def _classify(name: Any, namespace: dict[str, Any]) -> bool:
     if not answer and name == "__main__":
         answer = _uses_megatron(namespace)
         if not answer:
-            return False  # its imports may still be running: ask again next time
+            return False  # not cached: its imports may still be running
     _known[name] = answer
     return answer
 

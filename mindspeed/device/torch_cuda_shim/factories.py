@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.device.cuda_world import rng
-from mindspeed.device.cuda_world.callers import asked_by_megatron
+from mindspeed.device.torch_cuda_shim import rng
+from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.journal import Journal
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def _move(method: Callable[..., Any]) -> Callable[..., Any]:
         else:
             return method(self, *args, **kwargs)
         moved = method(self, *args, **kwargs)
-        if moved is self and _is_host(target) and asked_by_megatron(sys._getframe(1).f_globals):
+        if moved is self and _is_host(target) and called_by_megatron(sys._getframe(1).f_globals):
             return self.clone()
         return moved
 
@@ -131,7 +131,7 @@ def _load(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if map_location is None and asked_by_megatron(sys._getframe(1).f_globals):
+        if map_location is None and called_by_megatron(sys._getframe(1).f_globals):
             map_location = CPU
         return function(f, on_host(map_location), *args, **kwargs)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from mindspeed.device.cuda_world.callers import asked_by_megatron
+from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.journal import Journal
 
 _HostGenerator = torch.Generator
@@ -115,7 +115,7 @@ FUNCTIONS = {
 def _own_generator(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("generator") is None and asked_by_megatron(sys._getframe(1).f_globals):
+        if kwargs.get("generator") is None and called_by_megatron(sys._getframe(1).f_globals):
             kwargs["generator"] = _HostGenerator().manual_seed(torch.initial_seed())
         original(self, *args, **kwargs)
 

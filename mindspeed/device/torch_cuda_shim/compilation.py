@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-from mindspeed.device.cuda_world.callers import asked_by_megatron
+from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.journal import Journal
 
 
 def _by_megatron(depth: int = 2) -> bool:
-    return asked_by_megatron(sys._getframe(depth).f_globals)
+    return called_by_megatron(sys._getframe(depth).f_globals)
 
 
 def compile_eagerly(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.device.cuda_world.callers import asked_by_megatron
+from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.journal import Journal
 
 _DTYPES = {
@@ -40,7 +40,7 @@ class _CudaTensorType(type):
         return (
             isinstance(instance, torch.Tensor)
             and instance.dtype == cls.dtype
-            and asked_by_megatron(sys._getframe(1).f_globals)
+            and called_by_megatron(sys._getframe(1).f_globals)
         )
 
     def __call__(cls, *args: Any, **_: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ def _type(method: Callable[..., Any]) -> Callable[..., Any]:
         if dtype is not None:
             return method(self, dtype, *args, **kwargs)
         name = method(self)
-        if asked_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu":
+        if called_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu":
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
@@ -67,13 +67,13 @@ def _type(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_cuda(self: torch.Tensor) -> bool:
-    return asked_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu"
+    return called_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu"
 
 
 def _get_device(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def get_device(self: torch.Tensor) -> int:
-        if asked_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu":
+        if called_by_megatron(sys._getframe(1).f_globals) and self.device.type == "cpu":
             return torch.cuda.current_device()
         return method(self)
 
@@ -84,7 +84,7 @@ def _cpu(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         moved = method(self, *args, **kwargs)
-        if moved is self and asked_by_megatron(sys._getframe(1).f_globals):
+        if moved is self and called_by_megatron(sys._getframe(1).f_globals):
             return self.clone()
         return moved
 

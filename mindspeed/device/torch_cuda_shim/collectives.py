@@ -1,19 +1,19 @@
-"""The collectives that gloo refuses or gets wrong, made of those it has.
+"""Collectives that gloo lacks or gets wrong, built from those that it has.
 
-* dtypes that gloo cannot name (float8, int16, unsigned 16/32/64 bit) move as bytes; reducing them
-  is refused with a message, as no byte-wise sum means anything;
-* ``PREMUL_SUM`` (sum of the inputs times a factor) multiplies first and sums then;
+* dtypes that gloo does not support (float8, int16, unsigned 16/32/64 bit) are sent as bytes;
+  reducing them raises an error, because a byte-wise sum is meaningless;
+* ``PREMUL_SUM`` (sum of the inputs times a factor) multiplies first, then sums;
 * ``all_gather`` and ``all_gather_into_tensor`` take outputs of another shape with as many elements,
   as NCCL does;
 * ``all_gather`` and ``reduce_scatter`` take parts of different sizes, as NCCL does (expert tensor
-  parallelism needs it): one ``all_to_all_single`` moves the same bytes;
-* ``gather`` of complex numbers moves pairs of reals;
-* ``isend`` keeps the memory alive that it sends. Megatron's interleaved pipeline frees a tensor
-  (``tensor.data = ...``) while it is being sent. NCCL has the copy enqueued by then; gloo holds
-  only the tensor object and would send whatever has taken the freed memory's place, which ends in
-  wrong gradients. A detached alias shares the storage and is not swapped.
+  parallelism needs it): one ``all_to_all_single`` sends the same bytes;
+* ``gather`` of complex numbers sends pairs of reals;
+* ``isend`` keeps the sent memory alive. Megatron's interleaved pipeline frees a tensor
+  (``tensor.data = ...``) while it is being sent. NCCL has enqueued the copy by then; gloo holds
+  only the tensor object and would send whatever reuses the freed memory, which gives wrong
+  gradients. A detached alias shares the storage and is not swapped.
 
-Everything else goes to torch unchanged; the wrappers cost one set look-up of the dtype.
+Everything else is passed to torch unchanged; the wrappers cost one set look-up of the dtype.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _all_bytes(value: Any) -> Any:
 
 
 def _moved(original: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """A collective that only moves; its first ``tensors`` arguments are tensors or lists."""
+    """A collective without reduction; its first ``tensors`` arguments are tensors or lists."""
 
     @functools.wraps(original)
     def move(*args: Any, **kwargs: Any) -> Any:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from mindspeed.device import host_memory
-from mindspeed.device.cuda_world import memory, rng, streams
-from mindspeed.device.cuda_world.callers import asked_by_megatron
+from mindspeed.device.torch_cuda_shim import memory, rng, streams
+from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.journal import Journal
 
 CAPABILITY = (8, 0)
@@ -159,7 +159,7 @@ def _answering_megatron(
     truth: Callable[..., Any], answer: Callable[..., Any]
 ) -> Callable[..., Any]:
     def asked(*args: Any, **kwargs: Any) -> Any:
-        if asked_by_megatron(sys._getframe(1).f_globals):
+        if called_by_megatron(sys._getframe(1).f_globals):
             return answer(*args, **kwargs)
         return truth(*args, **kwargs)
 

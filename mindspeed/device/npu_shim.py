@@ -1,17 +1,17 @@
-"""Megatron's torch.cuda-shaped world on an NPU: torch_npu's own transfer layer, and what it lacks.
+"""A shim for ``torch.cuda`` on an NPU: torch_npu's transfer layer, completed.
 
 ``torch_npu.contrib.transfer_to_npu`` maps torch.cuda, device arguments, process groups and more to
-the NPU, and is maintained with torch_npu. On top of it come only
+the NPU, and is maintained with torch_npu. This module adds only
 
 * the type strings that Megatron compares (``torch.npu.HalfTensor`` -> ``torch.cuda.HalfTensor``);
-* nvtx ranges, which become mstx ranges;
-* the names of torch.cuda that torch_npu has not (``cudart``, ``check_error``, clocks and sensors);
-* the compute capability, without which torch's broadcast fails (torch_npu says None);
-* options of NCCL groups (``--high-priority-stream-groups``): HCCL's own defaults serve;
-* all_reduce of float64, which HCCL has not: summed in float32;
-* Megatron's torch.compile, which returns the function itself (``MINDSPEED_COMPILE=1`` keeps it).
+* nvtx ranges, mapped to mstx ranges;
+* names of torch.cuda that torch_npu lacks (``cudart``, ``check_error``, clocks and sensors);
+* a compute capability, without which torch's broadcast fails (torch_npu returns None);
+* options of NCCL groups (``--high-priority-stream-groups``), replaced by the defaults of HCCL;
+* all_reduce of float64, which HCCL lacks: reduced in float32;
+* Megatron's torch.compile, which returns the function unchanged (``MINDSPEED_COMPILE=1`` keeps it).
 
-torch_npu's own transfer layer cannot be undone; the journal takes back what is added here.
+torch_npu's transfer layer cannot be undone; the journal undoes what is added here.
 
 Verified with torch_npu 2.13.0 on the emulated NPU of ``tests/npu_emulator``.
 """
@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mindspeed.device.cuda_world.callers import asked_by_megatron
-from mindspeed.device.cuda_world.compiling import compile_eagerly
-from mindspeed.device.cuda_world.namespace import CAPABILITY
 from mindspeed.device.npu import NpuDevice
+from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
+from mindspeed.device.torch_cuda_shim.compilation import compile_eagerly
+from mindspeed.device.torch_cuda_shim.namespace import CAPABILITY
 from mindspeed.journal import Journal
 
 
@@ -88,7 +88,7 @@ def _type(method: Callable[..., Any]) -> Callable[..., Any]:
         if dtype is not None:
             return method(self, dtype, *args, **kwargs)
         name = method(self)
-        if asked_by_megatron(sys._getframe(1).f_globals):
+        if called_by_megatron(sys._getframe(1).f_globals):
             return name.replace("torch.npu.", "torch.cuda.", 1)
         return name
 
@@ -132,7 +132,7 @@ def _missing_names(torch_npu: ModuleType) -> dict[str, Any]:
 
 
 def _nvtx(torch_npu: ModuleType) -> dict[str, Any]:
-    """nvtx by way of mstx, which does nothing itself while no profiler listens."""
+    """nvtx by mstx, which is a no-op while no profiler runs."""
     mstx = torch_npu.npu.mstx
 
     def range_push(message: str, *_: Any, **__: Any) -> Any:
@@ -172,7 +172,7 @@ def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CopyBack:
-    """A work handle whose ``wait`` also copies the narrow result to where it belongs."""
+    """A work handle whose ``wait`` also copies the float32 result into the float64 tensor."""
 
     def __init__(self, work: Any, narrow: torch.Tensor, tensor: torch.Tensor) -> None:
         self._work, self._narrow, self._tensor = work, narrow, tensor

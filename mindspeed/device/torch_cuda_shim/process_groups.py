@@ -1,10 +1,10 @@
-"""Process groups and device meshes as Megatron asks for them, on gloo.
+"""Process groups and device meshes for CUDA, created on gloo.
 
-Process groups asked for with ``nccl`` or ``hccl`` (or ``cpu:gloo,cuda:nccl``) become gloo groups;
-what only means something for an accelerator (``device_id``, ``pg_options``, ``device_ids``) is
-dropped; ``split_group`` makes new groups. ``get_backend`` stays honest. Options of NCCL can be
-described (``ProcessGroupNCCL.Options``, for ``--high-priority-stream-groups`` and
-``--nccl-communicator-config-path``) and are dropped in the same way.
+Process groups requested with ``nccl`` or ``hccl`` (or ``cpu:gloo,cuda:nccl``) become gloo groups;
+arguments that only concern accelerators (``device_id``, ``pg_options``, ``device_ids``) are
+dropped; ``split_group`` creates new groups. ``get_backend`` returns gloo. Options of NCCL can be
+constructed (``ProcessGroupNCCL.Options``, for ``--high-priority-stream-groups`` and
+``--nccl-communicator-config-path``) and are dropped as well.
 
 gloo connects lazily (``TORCH_GLOO_LAZY_INIT=1``, unless the variable is set): a model-parallel
 layout has dozens of groups, most of which never communicate with most of their members.
@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from mindspeed.device.cuda_world.factories import on_host
+from mindspeed.device.torch_cuda_shim.factories import on_host
 from mindspeed.journal import Journal
 
 _ACCELERATOR_BACKENDS = ("nccl", "hccl", "ucc", "xccl")
 
 
 class ProcessGroupNCCL:
-    """The name that a torch without CUDA lacks; there is no such group here, only its options."""
+    """Stands for the class that a torch without CUDA lacks; only its options are used."""
 
     class Options:
         """Accepts every option of NCCL; the groups are gloo's, which have none of them."""
