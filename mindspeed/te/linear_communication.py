@@ -166,8 +166,7 @@ class _Linear(torch.autograd.Function):
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         keep = weight.requires_grad and not kernels.recompute_all_gather()
         if casts is None:
-            options = {"bias": bias, "keep": keep}
-            out, gathered = multiply(x, weight.to(dtype), communication, **options)
+            out, gathered = multiply(x, weight.to(dtype), communication, bias=bias, keep=keep)
         else:
             out, gathered = _cast_multiply(x, weight, bias, communication, casts)
         ctx.gathered = keep and gathered is not None
@@ -197,8 +196,9 @@ class _Linear(torch.autograd.Function):
             gathering.wait()
         dw = None
         if needs_weight:
-            operands = (x, grad) if casts is None else casts.wgrad_operands(x, grad)
-            dw = weight_gradient(weight, *operands, ctx.wgrad)
+            if casts is not None:
+                x, grad = casts.wgrad_operands(x, grad)
+            dw = weight_gradient(weight, x, grad, ctx.wgrad)
         db = None
         if needs_bias:
             db = local_grad.reshape(-1, local_grad.shape[-1]).sum(0).to(ctx.bias_dtype)

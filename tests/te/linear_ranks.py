@@ -18,7 +18,9 @@ SEQUENCE, BATCH, IN, OUT, R, SCALE = 8, 3, 12, 20, 3, 2.5
 
 
 class Case(NamedTuple):
-    """A layer: ``te``, ``local`` (Megatron's), ``converted`` (Megatron's, computed by ours)."""
+    """A layer: ``te``, ``ops`` (a sequence of operations of Transformer Engine), ``local``
+    (Megatron's), ``converted`` (Megatron's, computed by ours).
+    """
 
     kind: str
     mode: str
@@ -36,9 +38,9 @@ def cases(size: int) -> list[Case]:
     """All combinations that exist on ``size`` ranks."""
     found = []
     for kind, mode, sp, bias, frozen, lora in product(
-        ("te", "local", "converted"), ("column", "row"), *[(False, True)] * 4
+        ("te", "ops", "local", "converted"), ("column", "row"), *[(False, True)] * 4
     ):
-        if (sp and size == 1) or (lora and not frozen):
+        if (sp and size == 1) or (lora and not frozen) or (kind == "ops" and (bias or lora)):
             continue
         found.append(Case(kind, mode, sp, bias, frozen, lora))
     return found
@@ -61,7 +63,7 @@ def build(case: Case, dtype: torch.dtype) -> torch.nn.Module:
     """The layer of this rank."""
     size, rank, tensors = dist.get_world_size(), dist.get_rank(), whole(dtype)
     shard = {"column": 0, "row": 1}[case.mode]
-    module = _te(case, dtype) if case.kind == "te" else _megatron(case, dtype)
+    module = {"te": _te, "ops": _ops}.get(case.kind, _megatron)(case, dtype)
     with torch.no_grad():
         module.weight.copy_(tensors["weight"].chunk(size, shard)[rank])
         if case.bias:
@@ -89,6 +91,21 @@ def _te(case: Case, dtype: torch.dtype) -> torch.nn.Module:
     )  # fmt: skip
 
 
+def _ops(case: Case, dtype: torch.dtype) -> torch.nn.Module:
+    from mindspeed.te import ops
+
+    group = dist.group.WORLD
+    product = ops.BasicLinear(
+        IN, OUT, device="cpu", dtype=dtype, tensor_parallel_mode=case.mode,
+        tensor_parallel_group=group, sequence_parallel=case.sp,
+    )  # fmt: skip
+    layer = ops.Sequential(product)
+    if case.mode == "row":
+        layer.append((ops.ReduceScatter if case.sp else ops.AllReduce)(group))
+    layer.weight, layer.bias = product.weight, None
+    return layer
+
+
 def _megatron(case: Case, dtype: torch.dtype) -> torch.nn.Module:
     from megatron.core import tensor_parallel
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -106,12 +123,12 @@ def _megatron(case: Case, dtype: torch.dtype) -> torch.nn.Module:
 
 def _adapt(module: Any, case: Case, tensors: dict[str, torch.Tensor]) -> None:
     from mindspeed.lora import LoraConfig
-    from mindspeed.lora.linear import cut_of, give_adapter
+    from mindspeed.lora.linear import give_adapter, tp_shard_of
 
     size, rank, dtype = dist.get_world_size(), dist.get_rank(), module.weight.dtype
     config = LoraConfig(("dense",), r=R, alpha=SCALE * R)
     rows = module.weight.shape[0]
-    give_adapter(module, config, cut_of(module), {"all"}, {"all": rows}, None)
+    give_adapter(module, config, tp_shard_of(module), {"all"}, {"all": rows}, None)
     a, b = tensors["A"], tensors["B"]
     if case.mode == "column":
         b = b.chunk(size, 0)[rank]
@@ -148,7 +165,9 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return x.detach().requires_grad_(), grad
 
 
-def steps(dtype: torch.dtype, kinds: tuple[str, ...] = ("te", "converted")) -> dict[str, Any]:
+def steps(
+    dtype: torch.dtype, kinds: tuple[str, ...] = ("te", "ops", "converted")
+) -> dict[str, Any]:
     """Output and gradients of all cases."""
     gpt_ranks.start(dist.get_world_size())
     chosen = [case for case in cases(dist.get_world_size()) if case.kind in kinds]
