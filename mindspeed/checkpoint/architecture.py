@@ -41,7 +41,7 @@ ARCHITECTURE = (
     "moe_shared_expert_intermediate_size",
 )
 # Also taken from a checkpoint with --use-checkpoint-args. Of these, some change which weights there
-# are or how large (SHAPES); with the others the weights can be trained further.
+# are or how large (SHAPES); the others only change how training continues.
 SHAPES = (
     "q_lora_rank",
     "kv_lora_rank",

@@ -1,7 +1,7 @@
-"""Read a directory of checkpoints from begin to end and say which files are not what was written.
+"""Read every file of a directory of checkpoints and report the damaged ones.
 
-Checkpoints of ours have digests. In others the entries of tensor files are archives with checksums
-of their own (CRC-32, which loading does not look at); their index has none.
+Our checkpoints have digests. In others the entries of tensor files are archives with CRC-32
+checksums, which loading does not verify; their index has none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Finding:
     """One checkpoint, or the tracker.
 
     Attributes:
-        path: What was looked at.
-        problem: What is wrong, with the name of the file; None if nothing is.
+        path: The checkpoint or tracker.
+        problem: The damage, with the name of the file; None if there is none.
         extent: How much was compared, and with what.
     """
 
@@ -35,7 +35,7 @@ class Finding:
 
 
 def examine(path: Path) -> Iterator[Finding]:
-    """Look at one checkpoint, or at all of a directory and at its tracker.
+    """Examine one checkpoint, or all of a directory and its tracker.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -80,7 +80,7 @@ def _examined(checkpoint: Path) -> Finding:
 
 
 def _archives(checkpoint: Path) -> Iterator[tuple[str, Any]]:
-    """What ``torch.save`` wrote: whole files, and entries of the files that an index describes."""
+    """Archives of ``torch.save``: whole files, and entries of the files in an index."""
     for path in sorted(checkpoint.rglob("*.pt")):
         if zipfile.is_zipfile(path):
             yield path.name, zipfile.ZipFile(path)

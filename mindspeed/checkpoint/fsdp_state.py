@@ -1,18 +1,17 @@
-"""What a rank keeps of its stage under ZeRO 2 and 3, as parts of the tensors of a checkpoint.
+"""Sharded state of parameters that Megatron-FSDP shards (ZeRO 2 and 3).
 
-Megatron-FSDP lays the parameters of a group end to end and cuts the line into equal shares, one
-per rank, each of whole rows:
+Megatron-FSDP flattens and concatenates the parameters of a group and gives each rank an equal
+shard of whole rows:
 
     rank 0  |  qkv, all rows    |  proj, rows 0..11   |
     rank 1  |  proj, rows 12..  |  fc1, all rows  |pad|
 
-A checkpoint holds whole tensors under the names every layout uses, and each rank writes its rows of
-them. These are the names of Megatron's distributed optimizer with ``fully_reshardable`` states, so
-another number of ranks, another stage, tensor or pipeline size, and every tool that reads
-``torch_dist`` checkpoints can go on from there. Nothing is gathered: neither saving nor loading
-moves a byte between ranks.
+A checkpoint holds unsharded tensors under the usual names, and each rank writes its rows of them.
+These are the names of Megatron's distributed optimizer with ``fully_reshardable`` states, so
+another number of ranks, another ZeRO stage, other tensor or pipeline parallel sizes, and every tool
+that reads ``torch_dist`` checkpoints can load it. Saving and loading do not communicate weights.
 
-Megatron-LM writes a format of its own here (``fsdp_dtensor``), which only Megatron-FSDP reads.
+Megatron-LM writes another format here (``fsdp_dtensor``), which only Megatron-FSDP reads.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the checkpoint, or this tensor-parallel rank's piece of it.
+    """A tensor of the checkpoint, or this tensor-parallel rank's shard of it.
 
     Attributes:
-        parameter: Name in the stage of the parameter it lies in.
-        start: Where it begins there, in elements of the flattened parameter.
-        tensor: Its place in the whole tensor.
+        parameter: Name in the stage of the parameter that contains it.
+        start: First element in the flattened parameter.
+        tensor: Its position in the unsharded tensor.
     """
 
     parameter: str
@@ -51,11 +50,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds of one stage.
+    """The tensors of one stage in a checkpoint.
 
     Attributes:
-        parts: What lies in parameters.
-        others: Buffers and extra state by their names in the stage; every rank has them whole.
+        parts: Tensors in parameters.
+        others: Buffers and extra state by their names in the stage; not sharded.
     """
 
     parts: tuple[Part, ...]
@@ -63,14 +62,14 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What this rank has of a parameter: its elements ``start`` to ``stop``, flattened.
+class FSDPShard:
+    """This rank's shard of a parameter: elements ``start`` to ``stop`` of the flattened one.
 
     Attributes:
         start: First element.
         stop: The one after the last.
-        weights: These elements, as the model computes with them.
-        main: The same for the optimizer, a distributed tensor; fp32 in 16-bit training.
+        weights: These elements, ``[stop - start]``, in the dtype of the model.
+        main: The same for the optimizer, a DTensor; fp32 in 16-bit training.
     """
 
     start: int
@@ -80,10 +79,10 @@ class Share:
 
 
 def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
-    """Note what a checkpoint holds of a stage while its parameters are whole.
+    """List the tensors of a stage in a checkpoint, before FSDP shards its parameters.
 
     Args:
-        stage: What is going to be cut up.
+        stage: One pipeline stage, not wrapped yet.
         state: Its sharded state, of the whole model or of an adapter only.
 
     Raises:
@@ -107,21 +106,21 @@ def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
 
 
 def is_sharded(chunk: Any) -> bool:
-    """Whether ranks keep shares of the parameters of a stage."""
+    """Whether FSDP has sharded the parameters of a stage."""
     return isinstance(getattr(chunk, "contents", None), Contents)
 
 
 def tensors(chunks: Sequence[Any]) -> list[ShardedTensor]:
-    """Names and places, without data, of what a checkpoint holds of stages that are cut up."""
+    """Sharded tensors without data of the stages that FSDP has sharded."""
     return [part.tensor for chunk in chunks for part in chunk.contents.parts]
 
 
 def model_state(chunk: Any) -> dict[str, Any]:
     """The sharded state of one stage: this rank's rows of its parameters, and its buffers."""
-    shares = _shares(chunk)
+    shards = _fsdp_shards(chunk)
     state = {
-        label: _rows(part, share, share.weights)
-        for label, part, share in _held(chunk.contents.parts, shares)
+        label: _rows(part, shard, shard.weights)
+        for label, part, shard in _held(chunk.contents.parts, shards)
     }
     buffers = dict(unwrap([chunk])[0].named_buffers())
     for name, entry in chunk.contents.others.items():
@@ -163,8 +162,8 @@ def load_model_state(chunk: Any, state: Mapping[str, Any]) -> None:
     """Take what was loaded for :func:`model_state`."""
     others = {name: state[name] for name in chunk.contents.others if name in state}
     unwrap([chunk])[0].load_state_dict(others, strict=False)
-    for label, part, share in _held(chunk.contents.parts, _shares(chunk)):
-        _rows(part, share, share.weights).data.copy_(state[label])
+    for label, part, shard in _held(chunk.contents.parts, _fsdp_shards(chunk)):
+        _rows(part, shard, shard.weights).data.copy_(state[label])
 
 
 @torch.no_grad()
@@ -219,42 +218,44 @@ def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> 
     return Part(name, start, tensor.without_data())
 
 
-def _shares(chunk: Any) -> dict[str, Share]:
+def _fsdp_shards(chunk: Any) -> dict[str, FSDPShard]:
     """What this rank has of each parameter, by its name in the stage."""
     buffer = chunk.param_and_grad_buffer
-    shares = {}
+    shards = {}
     for name, main in buffer.optimizer_named_parameters:
         here = main.megatron_fsdp_slice
         weights = buffer.parameter_groups[buffer.param_to_param_group[main.orig_param]]
         weights = weights.model_weight_buffer
         item = weights.get_item(weights.param_idx[main.orig_param], only_shard=True)
-        shares[name] = Share(here.start, here.stop, item, main)
-    return shares
+        shards[name] = FSDPShard(here.start, here.stop, item, main)
+    return shards
 
 
-def _held(parts: Sequence[Part], shares: Mapping[str, Share]) -> Iterator[tuple[str, Part, Share]]:
+def _held(
+    parts: Sequence[Part], shards: Mapping[str, FSDPShard]
+) -> Iterator[tuple[str, Part, FSDPShard]]:
     """The parts of which this rank has rows, with labels that are the same in every run."""
     for index, part in enumerate(parts):
-        share = shares[part.parameter]
-        if _overlap(part, share)[0] < _overlap(part, share)[1]:
-            yield f"part {index}", part, share
+        shard = shards[part.parameter]
+        if _overlap(part, shard)[0] < _overlap(part, shard)[1]:
+            yield f"part {index}", part, shard
 
 
-def _overlap(part: Part, share: Share) -> tuple[int, int]:
+def _overlap(part: Part, shard: FSDPShard) -> tuple[int, int]:
     stop = part.start + math.prod(part.tensor.local_shape)
-    return max(part.start, share.start), min(stop, share.stop)
+    return max(part.start, shard.start), min(stop, shard.stop)
 
 
-def _rows(part: Part, share: Share, data: torch.Tensor, prefix: str = "") -> ShardedTensor:
+def _rows(part: Part, shard: FSDPShard, data: torch.Tensor, prefix: str = "") -> ShardedTensor:
     """The rows of a part that are here, of the weights or of something of the same shape.
 
     Args:
         part: The part.
-        share: What this rank has of its parameter.
-        data: The elements of the share, flattened.
+        shard: What this rank has of its parameter.
+        data: The elements of the shard, flattened.
         prefix: Goes before the tensor's name.
     """
-    first, stop = _overlap(part, share)
+    first, stop = _overlap(part, shard)
     whole, stacked = part.tensor, part.tensor.prepend_axis_num
     row = math.prod(whole.local_shape[1:])
     shape = (*(1,) * stacked, (stop - first) // row, *whole.local_shape[1:])
@@ -262,7 +263,7 @@ def _rows(part: Part, share: Share, data: torch.Tensor, prefix: str = "") -> Sha
     offset[stacked] += (first - part.start) // row
     return ShardedTensor(
         key=prefix + whole.key,
-        data=data[first - share.start : stop - share.start].view(shape),
+        data=data[first - shard.start : stop - shard.start].view(shape),
         dtype=data.dtype,
         local_shape=shape,
         global_shape=whole.global_shape,
@@ -276,14 +277,14 @@ def _rows(part: Part, share: Share, data: torch.Tensor, prefix: str = "") -> Sha
 def _moments(chunk: Any, optimizer: Any) -> dict[str, ShardedTensor]:
     """Main weights and moments of what this rank has of a stage's trained parameters."""
     state = {}
-    for label, part, share in _held(chunk.contents.parts, _shares(chunk)):
-        own = optimizer.state.get(share.main)
+    for label, part, shard in _held(chunk.contents.parts, _fsdp_shards(chunk)):
+        own = optimizer.state.get(shard.main)
         if not own:  # frozen, or no step yet
             continue
-        tensors = {"param": share.main, **{name: own[name] for name in MOMENTS}}
+        tensors = {"param": shard.main, **{name: own[name] for name in MOMENTS}}
         for name, tensor in tensors.items():
             local = tensor.detach().to_local().view(-1)  # type: ignore[attr-defined]
-            state[f"{name} of {label}"] = _rows(part, share, local, f"optimizer.state.{name}.")
+            state[f"{name} of {label}"] = _rows(part, shard, local, f"optimizer.state.{name}.")
     return state
 
 

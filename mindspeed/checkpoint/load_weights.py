@@ -19,7 +19,7 @@ from mindspeed.checkpoint.weights.convert import (
     open_weights,
 )
 from mindspeed.errors import CheckpointError
-from mindspeed.models.hf_load import folder_of, is_hf, load_hf, parts
+from mindspeed.models.hf_load import folder_of, is_hf, load_hf, local_shards
 from mindspeed.models.shape import shape_of
 from mindspeed.models.weight_source import TransformedWeights
 
@@ -71,7 +71,7 @@ def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint:
     check_architecture(args, source.args, str(checkpoint))
     weights = TransformedWeights(source, padded_vocab=args.padded_vocab_size)
     table = {parameter.name: parameter for parameter in weights.table}
-    for part in parts(model.modules, source.family, shape_of(args)):
+    for part in local_shards(model.modules, source.family, shape_of(args)):
         if part.parameter.name not in table:  # of multi-token prediction
             raise CheckpointError(
                 f"{checkpoint} has no {part.parameter.name}; leave out --mtp-num-layers"

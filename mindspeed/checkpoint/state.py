@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in the names and types Megatron-LM uses.
+"""The contents of a checkpoint, with the names and types of Megatron-LM.
 
 ``model`` (``model0`` ... with virtual stages), ``optimizer``, ``opt_param_scheduler``,
 ``rng_state``, ``args`` (a namespace), ``iteration``, ``checkpoint_version`` and the operations so
@@ -26,7 +26,7 @@ from mindspeed.lora.state import sharded_state as adapter_state
 
 
 def sharding_metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """How the optimizer is cut up; stored in the checkpoint."""
+    """How the optimizer state is sharded; stored in the checkpoint."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.use_distributed_optimizer:
         whole = args.dist_ckpt_optim_fully_reshardable or args.use_megatron_fsdp
@@ -47,7 +47,7 @@ def state_dict(
     is_loading: bool = False,
     adapter: bool = False,
 ) -> dict[str, Any]:
-    """The sharded state of this rank, with the parts asked for.
+    """The sharded state dict of this rank.
 
     ``optimizer`` includes the schedule and needs a :class:`TrainedModel`; with ``adapter`` only
     what is trained beside a frozen base model counts as the model.

@@ -1,6 +1,6 @@
-"""``--vocab-extra-ids N``: marks ``<extra_id_0>`` ... behind the end of any vocabulary.
+"""``--vocab-extra-ids N``: tokens ``<extra_id_0>`` ... after the end of any vocabulary.
 
-T5 writes them in place of hidden spans; others use them as marks of their own. In a text each is
+T5 writes them in place of masked spans; others use them as custom tokens. In a text each is
 one token, whatever the tokenizer below makes of the rest:
 
     The <extra_id_0> sat     tokenizer(The ), V + 0, tokenizer( sat)
@@ -24,10 +24,10 @@ class ExtraIds:
 
     Args:
         inner: the tokenizer.
-        count: of further ids, from its ``vocab_size`` on.
+        count: number of additional ids, from its ``vocab_size`` on.
 
     Raises:
-        ConfigError: ``count`` is negative, or the tokenizer has such tokens of its own.
+        ConfigError: ``count`` is negative, or the tokenizer has such tokens already.
     """
 
     def __init__(self, inner: TextTokenizer, count: int) -> None:

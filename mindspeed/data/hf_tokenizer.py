@@ -214,7 +214,7 @@ class _TransformersBackend:
             raise DataError(
                 f"transformers cannot read the tokenizer in {directory}: {error}"
             ) from error
-        self._fast: Any = None  # made when offsets are asked for
+        self._fast: Any = None  # made when offsets are needed
 
     def vocabulary(self) -> Mapping[str, int]:
         return self._tokenizer.get_vocab()

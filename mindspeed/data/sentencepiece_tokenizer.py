@@ -2,7 +2,7 @@
 
 Without a configuration the ids are those of Megatron's ``SentencePieceTokenizer``. With one, of a
 Hugging Face directory, its special tokens are found in the text and bos and eos are added as it
-says. Text behind a special token is tokenized as a continuation, without the blank that
+says. Text after a special token is tokenized as a continuation, without the blank that
 SentencePiece puts before the first word, as the tokenizers of these model families do.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 from mindspeed.data.tokenizer_types import Tokens
 from mindspeed.errors import DataError
 
-# A protobuf message and another one behind it are read as the former changed by the latter; this
-# one says normalizer_spec.add_dummy_prefix = false.
+# Concatenated protobuf messages are merged, the last value wins; this one sets
+# normalizer_spec.add_dummy_prefix = false.
 _NO_LEADING_BLANK = b"\x1a\x02\x18\x00"
 
 

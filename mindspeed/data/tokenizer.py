@@ -1,4 +1,4 @@
-"""Tokenizers: train a small one, load any, give Megatron's data sets what they ask for.
+"""Tokenizers: train a small one, load any, with the interface of Megatron's data sets.
 
 :func:`train_bpe` learns a byte-level BPE vocabulary with the ``tokenizers`` library and
 :func:`save_tokenizer` writes it as a directory that ``transformers.AutoTokenizer`` and
@@ -13,7 +13,8 @@ directory whose ``tokenizer.json`` says everything is read without importing tra
 saves seconds per process; all others go through ``AutoTokenizer`` (:mod:`~.hf_tokenizer`).
 SentencePiece models are read with that library (:mod:`~.sentencepiece_tokenizer`), the files of
 GPT-2 and BERT with ``tokenizers``, and the remaining types through Megatron's own wrappers
-(:mod:`~.megatron_tokenizer`). Nothing is ever downloaded and no remote code runs unless asked for.
+(:mod:`~.megatron_tokenizer`). Nothing is ever downloaded and remote code runs only with
+``--trust-remote-code``.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(0, MAX_SIZE),
         default=0,
         metavar="N",
-        help="tokens <extra_id_0> ... behind the vocabulary (default: none)",
+        help="tokens <extra_id_0> ... after the vocabulary (default: none)",
     )
     group.add_argument("--vocab-file", metavar="FILE", help="for GPT2BPE and BertWordPiece types")
     group.add_argument("--merge-file", metavar="FILE", help="for GPT2BPETokenizer")

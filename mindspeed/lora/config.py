@@ -2,7 +2,7 @@
 
 A Megatron linear layer is often several layers of other libraries in one: ``linear_qkv`` holds
 queries, keys and values, ``linear_fc1`` holds gate and up. Such a layer has *parts*, and a name
-means the whole layer (one A for all parts) or one part (an A of its own):
+means the whole layer (one A for all parts) or one part (a separate A):
 
 ==================================  ================================================
 ``query_key_value, linear_qkv``     queries, keys and values with one A
@@ -12,7 +12,7 @@ means the whole layer (one A for all parts) or one part (an A of its own):
 ``all-linear``                      every linear layer but those of experts and the
                                     output layer, by parts
 ``experts.down_proj`` and so on     the same of all experts that tokens are routed to,
-                                    each with matrices of its own
+                                    each with its own matrices
 ==================================  ================================================
 """
 
@@ -101,12 +101,12 @@ class LoraConfig:
         return self.alpha / (self.r**0.5 if self.use_rslora else self.r)
 
     def to_json(self) -> str:
-        """The description that lies beside an adapter's weights."""
+        """The description next to an adapter's weights."""
         return json.dumps({"type": "lora", **asdict(self)}, indent=1)
 
     @classmethod
     def from_args(cls, args: Any) -> LoraConfig | None:
-        """The adapters that ``--lora-*`` flags ask for; None if they ask for none.
+        """The adapters of ``--lora-*`` flags; None without such flags.
 
         Args:
             args: A namespace of flags.

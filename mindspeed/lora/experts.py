@@ -1,4 +1,4 @@
-"""Adapters of experts: every expert has matrices of its own.
+"""Adapters of experts: every expert has its own A and B.
 
 Experts one by one are linear layers like others. Grouped experts (``--moe-grouped-gemm``) are one
 module with a weight for each; their adapters are two grouped products,
@@ -8,7 +8,7 @@ module with a weight for each; their adapters are two grouped products,
 Tokens come and go with the dispatcher, so an expert's layer communicates nothing itself. With
 expert tensor parallelism the matrices are sharded, and their partial gradients summed,
 over its ranks.
-Saved for backward beside what the frozen layer saves: the input and u.
+Saved for backward in addition to the frozen layer: the input and u.
 """
 
 from __future__ import annotations

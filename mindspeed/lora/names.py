@@ -72,7 +72,7 @@ def short_name(name: str) -> str:
 
 
 def targeted(name: str, parts: dict[str, int], targets: tuple[str, ...]) -> set[str]:
-    """Which parts of a layer a list of names asks for; ``all`` for one A for all parts."""
+    """The parts of a layer that a list of targets names; ``all`` for one A for all parts."""
     asked = set[str]()
     for target in targets:
         if is_expert(name) != (_EXPERTS in f".mlp.{target.removeprefix('mlp.')}"):

@@ -79,7 +79,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """``adapter_config.json`` of a plain LoRA adapter.
 
     Raises:
-        CheckpointError: It is damaged, or asks for more than a plain adapter.
+        CheckpointError: It is damaged, or uses more than plain LoRA.
     """
     path = Path(folder) / CONFIG
     values = read_json(path, str(path), CheckpointError)

@@ -6,7 +6,7 @@ all experts in one. A layer whose n parts have an A of rank r each is, exactly, 
     A = [A_q; A_k; A_v]        B = diag(B_q, B_k, B_v)        alpha / r = (n alpha) / (n r)
 
 ``rank_pattern`` and ``alpha_pattern`` say so to the peft package. Reading, such a B is divided into
-its blocks again. Experts of one layer are stored behind each other, see :func:`fused`.
+its blocks again. Experts of one layer are concatenated, see :func:`fused`.
 """
 
 from __future__ import annotations

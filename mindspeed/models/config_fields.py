@@ -212,7 +212,7 @@ FIELDS: Mapping[str, Fields] = {
         "qk_nope_head_dim": used(_SIZE),
         "qk_rope_head_dim": used(_SIZE),
         "v_head_dim": used(_SIZE),
-        # Layers behind the last one: read where --mtp-num-layers asks for them.
+        # Layers of multi-token prediction: read with --mtp-num-layers.
         "num_mtp_layers": Field(or_null(Whole(0, 64)), "no effect"),
         "num_nextn_predict_layers": Field(or_null(Whole(0, 64)), "no effect"),
         # Of the class beside the weights, which has the same model under more names.

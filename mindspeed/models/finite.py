@@ -1,4 +1,4 @@
-"""Weights are finite numbers: the door through which all of them enter.
+"""All weights that are read are checked to be finite.
 
 One pass over the memory, a small part of the time that a copy of it takes (smallest and largest
 value; ``nan`` wins both).
@@ -14,10 +14,10 @@ from mindspeed.errors import CheckpointError
 
 
 def check_finite(tensor: torch.Tensor, name: str, where: str | Path) -> None:
-    """See that a tensor that was read from a file holds finite numbers only.
+    """Check that a tensor that was read from a file holds finite numbers only.
 
     Args:
-        tensor: Of any shape, with floating-point numbers; others are left alone.
+        tensor: Any shape, any floating-point dtype; other dtypes are not checked.
         name: Its name, for messages.
         where: The file or directory it comes from.
 

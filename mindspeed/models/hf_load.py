@@ -1,9 +1,8 @@
-"""Hugging Face weights straight into a model that is cut in any way (``--load hf:DIR``).
+"""Load Hugging Face weights into a sharded model (``--load hf:DIR``).
 
-Megatron's sharded state dict says of each local tensor which part of which whole tensor it is. The
-mapping table says of which Hugging Face rows that part is made. So a rank reads its own rows from
-the files, whatever the layout, and nothing else: 1 / (tensor x pipeline x expert) of the bytes,
-norms and other replicated vectors apart.
+Megatron's sharded state dict gives the position of each local tensor in an unsharded parameter, the
+mapping table the Hugging Face rows of that parameter. So a rank reads only the rows and columns of
+its shards: 1 / (tensor x pipeline x expert) of the bytes, plus norms and other replicated vectors.
 """
 
 from __future__ import annotations
@@ -40,16 +39,22 @@ def folder_of(load: str) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A local tensor: rows and columns of one parameter of the whole model."""
+class LocalShard:
+    """A local tensor: a shard of one parameter of the whole model.
+
+    Attributes:
+        parameter: The unsharded parameter.
+        start: First row, and first column of a matrix.
+        data: The tensor of the model, ``[rows]`` or ``[rows, columns]``, that is written.
+    """
 
     parameter: Parameter
     start: tuple[int, ...]
     data: torch.Tensor
 
 
-def parts(modules: list[Any], family: Family, shape: Shape) -> Iterator[Part]:
-    """The local tensors of this rank's stages, each as a part of the whole model.
+def local_shards(modules: list[Any], family: Family, shape: Shape) -> Iterator[LocalShard]:
+    """The local tensors of this rank's stages, with their positions in the whole model.
 
     Args:
         modules: This rank's stages, without wrappers.
@@ -68,7 +73,7 @@ def parts(modules: list[Any], family: Family, shape: Shape) -> Iterator[Part]:
         for parameter in parameters(family.rules, shape)
         for place in addresses(parameter, shape.num_layers, shape["experts"])
     }
-    # Megatron asks for it only where a pipeline's last stage has the embedding once more.
+    # Only the last pipeline stage has it, as a copy of the tied embedding.
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for module in modules:
         held = module.state_dict().values()
@@ -91,7 +96,7 @@ def parts(modules: list[Any], family: Family, shape: Shape) -> Iterator[Part]:
                     f"{tensor.key}: --moe-grouped-gemm with --transformer-impl local keeps its "
                     "weights in another order; use --transformer-impl transformer_engine"
                 )
-            yield Part(parameter, offset[stacked:], tensor.data)
+            yield LocalShard(parameter, offset[stacked:], tensor.data)
 
 
 @torch.no_grad()
@@ -117,16 +122,16 @@ def load_hf(args: argparse.Namespace, modules: list[Any], folder: str) -> list[s
     shape = shape_of(args)
     reader = HFReader(folder, family.prefixes)
     unused = reader.unused_tensors(parameters(family.rules, shape), family.mtp_layers(config))
-    for part in parts(modules, family, shape):
-        size = part.data.shape
-        columns = slice(part.start[1], part.start[1] + size[1]) if len(size) > 1 else slice(None)
-        rows = reader.read(part.parameter, part.start[0], size[0], columns, part.data.dtype)
-        part.data.copy_(rows)
+    for shard in local_shards(modules, family, shape):
+        size = shard.data.shape
+        columns = slice(shard.start[1], shard.start[1] + size[1]) if len(size) > 1 else slice(None)
+        rows = reader.read(shard.parameter, shard.start[0], size[0], columns, shard.data.dtype)
+        shard.data.copy_(rows)
     return unused
 
 
 def check_flags(args: argparse.Namespace, flags: dict[str, Any], folder: str) -> None:
-    """Compare the flags with what ``config.json`` asks for.
+    """Compare the flags with those that ``config.json`` means.
 
     Raises:
         CheckpointError: Lists every flag that differs.

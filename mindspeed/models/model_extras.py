@@ -1,8 +1,8 @@
-"""What some families have and Megatron Core has not.
+"""Parts of some model families that Megatron Core lacks.
 
 ========================  ==========================================  ==========================
 ``--add-dense-bias``      a bias on the attention's output projection  InternLM
-``--embed-layernorm``     a norm behind the word embeddings            BLOOM
+``--embed-layernorm``     a norm after the word embeddings             BLOOM
 ``--lm-norm-weight``      output layer with rows of length one         Baichuan 2
 ``--z-loss-weight``       a loss on the largest logit                  Baichuan 2
 ``--mask-padded-vocab``   logits of padding entries are -infinity      every family
@@ -29,7 +29,7 @@ def with_bias(linear: type) -> type:
     """A linear layer that has a bias whatever the configuration says."""
 
     class BiasedLinear(linear):  # type: ignore[misc]
-        """A projection with a bias of its own."""
+        """A projection with a bias."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "bias": True})
@@ -47,7 +47,7 @@ def change_spec(args: argparse.Namespace, spec: Any) -> Any:
 
 
 def change_model(args: argparse.Namespace, model: Any) -> None:
-    """Add to a built stage what its flags ask for beyond the layer spec."""
+    """Add the extras of a built stage that no layer spec has."""
     if args.embed_layernorm and model.pre_process:
         _normalize_embeddings(model)
     if not model.post_process:
@@ -78,7 +78,7 @@ def _add_z_loss(weight: float, model: Any) -> None:
 
 
 def largest_logit(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The largest logit of each token, over the vocabulary of all ranks.
+    """The largest logit of each token over the vocabulary of all ranks.
 
     Its gradient goes to the first largest entry. Moves two numbers per token.
 

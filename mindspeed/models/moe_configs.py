@@ -28,7 +28,7 @@ class SoftmaxExperts:
 
     Attributes:
         count_key: Which spelling of the number of experts the family's files have.
-        own_size: Experts have a feed-forward size of their own.
+        own_size: Experts have a separate feed-forward size.
         renormalize: The family always renormalises the chosen probabilities; None: a key says.
     """
 
@@ -256,13 +256,13 @@ def _inverse_mscale(factor: float, value: float) -> float:
 
 @dataclass(frozen=True)
 class MultiTokenPrediction:
-    """Layers that predict further tokens (multi-token prediction), behind the last one.
+    """Layers of multi-token prediction, after the last one.
 
-    A model is read without them; ``--mtp-num-layers`` asks for them.
+    A model is read without them unless ``--mtp-num-layers`` is given.
     """
 
     def read(self, config: Config) -> Flags:
-        """Nothing: transformers leaves them out, too."""
+        """No flags: transformers ignores these layers, too."""
         return {}
 
     def write(self, args: Any) -> Flags:

@@ -1,8 +1,8 @@
 """Megatron's names of one parameter: two layer specs, and checkpoints of both.
 
-With the Transformer Engine spec a norm lives in the linear layer behind it, and grouped experts in
-one module. A ``torch_dist`` checkpoint stacks the layers of a model that are all alike, and stacks
-experts, so it needs a key and a position:
+With the Transformer Engine spec a norm is part of the linear layer after it, and grouped experts
+are one module. A ``torch_dist`` checkpoint stacks identical layers, and experts, so it needs a key
+and a position:
 
     local    decoder.layers.3.pre_mlp_layernorm.weight
     engine   decoder.layers.3.mlp.linear_fc1.layer_norm_weight
@@ -47,12 +47,12 @@ class Address:
 
 
 def module_name(parameter: Parameter, scheme: Scheme, *, grouped: bool = False) -> str:
-    """Name in the state dict of a model that is not cut.
+    """Name in the state dict of an unsharded model.
 
     Args:
         parameter: Which one.
         scheme: The layer spec.
-        grouped: Experts are computed together (``--moe-grouped-gemm``).
+        grouped: With ``--moe-grouped-gemm``.
     """
     name = parameter.name
     if scheme == "transformer_engine":
@@ -78,7 +78,7 @@ def local_name(
         scheme: The layer spec.
         layer: Number of its layer in the stage.
         expert: Number of its expert on the rank.
-        grouped: Experts are computed together.
+        grouped: With ``--moe-grouped-gemm``.
     """
     name = parameter.name.replace(f".layers.{parameter.layer}.", f".layers.{layer}.", 1)
     name = name.replace(f".local_experts.{parameter.expert}.", f".local_experts.{expert}.", 1)
@@ -115,7 +115,7 @@ def address(
 
 
 def addresses(parameter: Parameter, num_layers: int, num_experts: int) -> Iterator[Address]:
-    """Every place where a checkpoint may have a parameter, likely ones first."""
+    """Every key under which a checkpoint may have a parameter, likely ones first."""
     for stacked in (True, False):
         for scheme in SCHEMES:
             yield address(parameter, scheme, num_layers, num_experts, stacked=stacked)

@@ -149,7 +149,7 @@ def locations(
     yield RankLocation(pipeline, virtual, expert, None, local)
     if parameter.name == _WORDS and sizes.pipeline > 1:
         last = RankLocation(sizes.pipeline - 1, sizes.virtual - 1, None, None, None)
-        if shape["mtp"]:  # it embeds further tokens
+        if shape["mtp"]:  # multi-token prediction embeds tokens there
             yield last
         if "untied" not in shape.has:
             yield replace(last, copied=True)

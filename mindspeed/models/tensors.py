@@ -149,10 +149,10 @@ def _latent() -> tuple[Rule, ...]:
 
 
 def _multi_token_prediction(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Layers behind the last one that predict further tokens, each a layer of the model.
+    """Layers of multi-token prediction after the last one, each like a layer of the model.
 
     Depth k predicts from the concatenation of the embedding of the k-th next token and the output
-    of the layer before it, in this order, each behind a norm of its own. Source: DeepSeek-V3
+    of the layer before it, in this order, each after its own norm. Source: DeepSeek-V3
     (arXiv 2412.19437, section 2.2), and the layer ``num_hidden_layers`` of its files.
     """
 

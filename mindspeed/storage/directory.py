@@ -230,7 +230,7 @@ def add_digests(folder: Path, written: Mapping[str, digests.FileDigest] | None =
 
 
 def remove_leftovers(root: str | Path) -> None:
-    """Delete what interrupted saves and deletions left behind. On one rank."""
+    """Delete the remains of interrupted saves and deletions. On one rank."""
     for path in Path(root).glob("iter_*"):
         if not _LEFT_OVER.fullmatch(path.name):
             continue

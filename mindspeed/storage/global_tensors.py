@@ -2,7 +2,7 @@
 
 :class:`GlobalTensors` reads any rectangle of a tensor from the pieces that a checkpoint has of it,
 whatever layout wrote them. :func:`write_tensors` writes a checkpoint that any layout can load,
-asking for each tensor when its turn comes. Both hold one tensor, or one file, in memory.
+reading each tensor when it is written. Both hold one tensor, or one file, in memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GlobalTensors:
         return dtype
 
     def read(self, key: str, position: tuple[int, ...]) -> torch.Tensor:
-        """One layer's (and expert's) part of a tensor, whole.
+        """One layer (and expert) of a tensor, unsharded, without the stacked dimensions.
 
         Args:
             key: Name in the checkpoint.
@@ -149,7 +149,7 @@ class StoredTensor:
         counts: Sizes of those.
         shape: Shape without them.
         dtype: Type.
-        read: Makes the tensor.
+        read: Returns the tensor, ``shape`` in ``dtype``.
     """
 
     key: str
@@ -205,7 +205,7 @@ def write_tensors(
 
 
 class _Planner(SavePlanner):
-    """Lists what is written, and makes each tensor when it is asked for."""
+    """Lists the tensors to write, and reads each one when it is written."""
 
     def __init__(self, tensors: Sequence[StoredTensor], objects: Sequence[str]) -> None:
         self._tensors = {tensor.write_item.index: tensor for tensor in tensors}
@@ -262,7 +262,7 @@ def _files(items: Sequence[WriteItem], limit: int) -> Iterator[list[WriteItem]]:
 
 
 def _empty() -> bytes:
-    """Extra state without content, as modules outside of fp8 have it, in Megatron's list of one."""
+    """Empty extra state, as modules without fp8 have it, in Megatron's list of one."""
     buffer = io.BytesIO()
     torch.save([torch.empty(0, dtype=torch.uint8)], buffer)
     return buffer.getvalue()

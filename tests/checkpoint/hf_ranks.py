@@ -19,7 +19,7 @@ def weights(folder: str, load: str, flags: Sequence[str] = ()) -> list[tuple[Any
 
     from mindspeed.checkpoint.load import load as load_checkpoint
     from mindspeed.models.families import family_of_args
-    from mindspeed.models.hf_load import parts
+    from mindspeed.models.hf_load import local_shards
     from mindspeed.models.shape import shape_of
     from mindspeed.training import setup
     from mindspeed.training.model import build
@@ -30,7 +30,7 @@ def weights(folder: str, load: str, flags: Sequence[str] = ()) -> list[tuple[Any
     model = build(args)
     loaded = load_checkpoint(args, model)
     assert loaded is not None and loaded.iteration == 0
-    table = parts(model.modules, family_of_args(args), shape_of(args))
+    table = local_shards(model.modules, family_of_args(args), shape_of(args))
     return [(part.parameter.name, part.start, part.data.clone()) for part in table]
 
 

@@ -74,7 +74,7 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from mindspeed.models.families import family_of_args
-    from mindspeed.models.hf_load import parts
+    from mindspeed.models.hf_load import local_shards
     from mindspeed.models.shape import shape_of
     from mindspeed.training.forward_step import forward_step
 
@@ -111,7 +111,7 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
                 parameter.copy_(parameter.main_grad)
     found = [
         (part.parameter.name, part.start, part.data.clone())
-        for part in parts(model.modules, family_of_args(args), shape_of(args))
+        for part in local_shards(model.modules, family_of_args(args), shape_of(args))
         if id(part.data) not in buffers
     ]
     total, count = reports[0]["lm loss"] if reports else (None, None)

@@ -1,10 +1,10 @@
-"""Any format to any other: open, adapt, write, look once more, publish.
+"""Any format to any other: open, transform, write, verify, publish.
 
     source = open_weights("Qwen3-8B")
     convert(source, "checkpoints", Target("torch", ParallelSizes(tensor=4, pipeline=2)))
 
-What is wrong with the source is said before anything is written; the output appears under its name
-when all its bytes are on the disk.
+The source is checked before anything is written; the output is renamed to its final name when all
+its bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Target:
         format: Of the files.
         parallel: Parallel sizes that a legacy checkpoint has files for.
         transformer_impl: Layer spec of the Megatron model; None keeps the source's.
-        grouped: Experts are computed together, in a legacy checkpoint.
-        vocab_multiple: Each rank's rows of the vocabulary are a multiple of this; None keeps the
-            source's padding where it fits.
+        grouped: For ``--moe-grouped-gemm``, in a legacy checkpoint.
+        vocab_multiple: The vocabulary of each tensor-parallel rank is padded to a multiple of this;
+            None keeps the source's padding if it fits.
         dtype: Type of the weights; None keeps theirs.
         added_tokens: Number of tokens to add; their embeddings are the mean of the others.
         like: Hugging Face directory whose other keys and tokenizer go with a Hugging Face model.
@@ -152,11 +152,11 @@ def convert(source: WeightSource, output: str | Path, target: Target) -> WeightS
     """Write a model in another format.
 
     Returns:
-        What was written, as it was asked for: the source with all changes.
+        The source with all changes, as it was written.
 
     Raises:
         CheckpointError: ``output`` exists, or the source is incomplete.
-        ConfigError: The model cannot be spread over the layout.
+        ConfigError: The model cannot be divided like this.
     """
     total = sum(source.nbytes(parameter) for parameter in source.table)
     with tqdm(
@@ -169,7 +169,7 @@ def convert(source: WeightSource, output: str | Path, target: Target) -> WeightS
 
 
 def verify(written: WeightSource, output: str | Path, *, like: str | None = None) -> int:
-    """Read an output again and compare every parameter with what it was made of, byte for byte.
+    """Read an output and compare every parameter with its source, byte for byte.
 
     Args:
         written: As :func:`convert` returns it.

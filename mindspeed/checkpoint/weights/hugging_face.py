@@ -31,7 +31,7 @@ from mindspeed.models.table import Parameter
 from mindspeed.models.weight_shards import split
 from mindspeed.models.weight_source import WeightSource
 
-# What belongs to a model beside its weights; copied as it is.
+# Files copied unchanged with a model.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -81,12 +81,12 @@ def model_config(
 
 
 class HFWeights(WeightSource):
-    """The model of a directory; everything that is wrong with its files is said at once.
+    """The model of a directory; its files are checked when it is opened.
 
     Args:
         folder: The directory.
         transformer_impl: Layer spec of the Megatron model that it becomes.
-        mtp_num_layers: Take so many of its layers of multi-token prediction.
+        mtp_num_layers: Number of its multi-token prediction layers to take.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape than ``config.json`` says.
@@ -113,14 +113,14 @@ class HFWeights(WeightSource):
         return self._reader.dtype(parameter)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The parameter, put together from its sources."""
+        """The parameter, put together from its Hugging Face tensors."""
         return self._reader.read(parameter)
 
 
 def write_hf(
     weights: WeightSource, folder: Path, *, like: str | None = None, max_shard_bytes: int
 ) -> Family:
-    """Write a directory that transformers loads.
+    """Write a directory that transformers can load.
 
     Args:
         weights: The model.
@@ -215,7 +215,7 @@ def _copy_companions(source: str | None, target: Path) -> None:
 
 
 def _keep_ids(folder: Path) -> None:
-    """See to it that transformers opens a tokenizer that is all in its ``tokenizer.json`` as such.
+    """Make transformers open a tokenizer that is complete in its ``tokenizer.json`` from that file.
 
     For some kinds of models (Qwen2) transformers takes the family's own class whatever the files
     name, and that class cuts texts its own way: other ids, without a word. The one thing that it

@@ -2,7 +2,7 @@
 
 A parameter of the whole model is in the files of some ranks under a name that depends on the layer
 spec, the stage's own count of layers and the rank's own count of experts. Readers find all of this
-in the files; the optimizer's state stays behind.
+in the files; the optimizer state is not read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mindspeed.models.weight_source import WeightSource
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _OUTPUT = "output_layer.weight"
-_STATE = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")  # nothing that is learned
+_STATE = ("._extra_state", ".local_tokens_per_expert", ".inv_freq")  # not learned
 
 
 class LegacyWeights(WeightSource):
@@ -43,7 +43,7 @@ class LegacyWeights(WeightSource):
 
     Args:
         folder: Directory of one iteration, or ``release``.
-        args: The values of the run, for files that do not have them.
+        args: Arguments of the run, for files that lack them.
         family: The family of a model with such values.
 
     Raises:
@@ -167,11 +167,11 @@ def write_legacy(
         weights: The model; ``transformer_impl`` of its values says for which layer spec.
         folder: An existing directory.
         sizes: Parallel sizes of the run that will load it.
-        grouped: For experts that are computed together (``--moe-grouped-gemm``).
+        grouped: For ``--moe-grouped-gemm``.
         deepspeed: Files as DeepSpeed names them.
 
     Raises:
-        ConfigError: The model cannot be spread like this.
+        ConfigError: The model cannot be divided like this.
     """
     args, shape = weights.args, weights.shape
     sizes.check(shape, args.num_attention_heads)

@@ -97,7 +97,7 @@ def write_torch_dist(weights: WeightSource, folder: Path, *, max_file_bytes: int
 
 
 def _extra_states(tensors: Sequence[StoredTensor]) -> Iterator[str]:
-    """Keys of the (empty) extra state of every module with a weight of its own."""
+    """Keys of the (empty) extra state of every module with a weight."""
     for tensor in tensors:
         module, _, kind = tensor.key.rpartition(".")
         if kind == "weight" and module.startswith(_LAYERS) and not module.endswith("router"):
@@ -105,7 +105,7 @@ def _extra_states(tensors: Sequence[StoredTensor]) -> Iterator[str]:
             counts = ".".join(map(str, tensor.counts or (1,)))
             yield f"{module}._extra_state/shard_{position}_{counts}"
             if module.startswith("mtp.") and module.endswith(".linear_proj"):
-                # Here alone Megatron also asks for that of a module without weights.
+                # Only here Megatron also loads the extra state of a module without weights.
                 attention = module.removesuffix(".linear_proj")
                 yield f"{attention}.core_attention._extra_state/shard_{position}_{counts}"
 
