@@ -49,6 +49,19 @@ def test_muon_equals_megatrons_own_function(run, mode):
     assert ours[0]["lm_loss"] == adam[0]["lm_loss"] and ours[1]["lm_loss"] != adam[1]["lm_loss"]
 
 
+def test_muon_by_layers_equals_muon_and_resumes(run, tmp_path):
+    flags = f"{MUON} --train-iters 4 --bf16"
+    plain, _ = run(2, f"{flags} --optimizer muon")
+    save = f"--save {tmp_path / 'save'} --save-interval 2"
+    by_layers, first = run(2, f"{flags} --optimizer dist_muon {save}")
+    for name in ("lm_loss", "grad_norm"):
+        expected = pytest.approx([record[name] for record in plain], rel=1e-3)
+        assert [record[name] for record in by_layers] == expected
+    rest, second = run(2, f"{flags} --optimizer dist_muon --load {tmp_path / 'save'} --ckpt-step 2")
+    assert curve(rest) == curve(by_layers)[2:]
+    assert [r["digest"] for r in second] == [r["digest"] for r in first]
+
+
 DTYPES = {
     "fp16-master": "--main-params-dtype fp16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
     "bf16-gradients": "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
