@@ -1,11 +1,7 @@
 """``FusedAdam`` with the conventions Megatron's optimizers rely on.
 
-* ``step`` is a number in the param group, not a tensor per parameter.
-* The state of a parameter holds exactly ``exp_avg``, ``exp_avg_sq``, the other states of the update
-  rule and, with ``master_weights``, ``master_param``; every key is written to checkpoints.
-* ``get_unscaled_state`` / ``set_scaled_state`` read and write states as fp32 whatever they are
-  stored in, so a checkpoint does not depend on the storage; ``load_state_dict`` keeps the storage
-  dtypes that torch's own would turn into the parameter's.
+``step`` is a number in the param group, not a tensor per parameter. States and checkpoints are
+those of :mod:`mindspeed.te.stored_states`.
 
 All arithmetic is fp32 (or wider, for wider parameters) and belongs to the update rule
 (:mod:`mindspeed.te.update_rules`). fp32 states are updated in place by one call per group; other
@@ -21,13 +17,11 @@ from typing import Any
 import torch
 
 from mindspeed.te import optimizer_policy
-from mindspeed.te.state_codec import Absent, Codec, Full, Remainder
+from mindspeed.te.stored_states import MASTER, StoredStates, wide_dtype
 from mindspeed.te.update_rules import StepOptions
 
-MASTER = "master_param"
 
-
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(StoredStates):
     """Adam or AdamW, or another update rule, one call per param group.
 
     A moment that the rule does not have is read as zeros: Megatron's checkpoints hold both.
@@ -78,27 +72,16 @@ class FusedAdam(torch.optim.Optimizer):
             raise RuntimeError(
                 f"FusedAdam: master weights can be fp32 or fp16, not {master_weight_dtype}"
             )
-        self._rule = optimizer_policy.update_rule()
+        rule = optimizer_policy.update_rule()
         dtypes = {
-            **dict.fromkeys(self._rule.states, torch.float32),
+            **dict.fromkeys(rule.states, torch.float32),
             "exp_avg": exp_avg_dtype,
             "exp_avg_sq": exp_avg_sq_dtype,
             MASTER: master_weight_dtype,
         }
-        self._codecs: dict[str, Codec] = {
-            name: optimizer_policy.state_codec(name, dtype)
-            if name in (*self._rule.states, MASTER)
-            else Absent()
-            for name, dtype in dtypes.items()
-        }
-        self._remainder = Remainder()
-        exact = master_weights and master_weight_dtype == torch.float32
-        self.store_param_remainders = store_param_remainders and exact
         self.adam_w_mode, self.capturable = adam_w_mode, capturable
-        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
-        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._allocated: set[torch.Tensor] = set()
-        self._in_place = all(type(self._codecs[name]) is Full for name in self._rule.states)
+        self.use_decoupled_grad = use_decoupled_grad
+        exact = master_weights and master_weight_dtype == torch.float32
         defaults = {
             "lr": torch.tensor(lr, dtype=torch.float32) if capturable else lr,
             "bias_correction": bias_correction,
@@ -106,7 +89,14 @@ class FusedAdam(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            defaults,
+            rule,
+            dtypes,
+            master_weights=master_weights,
+            store_param_remainders=store_param_remainders and exact,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients this optimizer reads."""
@@ -119,107 +109,6 @@ class FusedAdam(torch.optim.Optimizer):
                     p.decoupled_grad = None
                 elif getattr(p, "decoupled_grad", None) is not None:
                     p.decoupled_grad.zero_()
-
-    def initialize_state(
-        self, param: torch.Tensor, store_param_remainders: bool | None = None
-    ) -> None:
-        """Create the states of ``param``: those of the rule, master equal to the parameter."""
-        for name in self._names(param):
-            self.set_scaled_state(param, name, self._initial(param, name))
-
-    def _initial(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        weight = param.detach().to(_wide(param.dtype))
-        make = self._rule.states.get(state_name)
-        return weight if make is None else make(weight)
-
-    def _allocate(self, param: torch.Tensor, state_name: str) -> None:
-        """Create the storage of one state."""
-        self._allocated.add(param)
-        codec = self._codec(param, state_name)
-        self.state[param][state_name] = codec.allocate(param)
-        scale = codec.allocate_scale(param)
-        if scale is not None:
-            self._scales.setdefault(param, {})[state_name] = scale
-
-    def _adopt(self, param: torch.Tensor) -> None:
-        """Make states that Megatron has created itself (moments in fp32) those of the rule."""
-        states = self.state[param]
-        if not states or param in self._allocated:
-            return
-        self._allocated.add(param)
-        names = self._names(param)
-        if set(states) == set(names) and all(type(self._codec(param, n)) is Full for n in names):
-            return
-        given = dict(states)
-        states.clear()
-        self.initialize_state(param)
-        for name in given.keys() & set(names):
-            self.set_scaled_state(param, name, given[name])
-
-    def get_unscaled_state(
-        self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
-    ) -> torch.Tensor:
-        """Return a state in fp32: the state itself when it is stored so, else a decoded copy."""
-        stored = self.state[param][state_name]
-        if not isinstance(stored, torch.Tensor) or state_name not in self._codecs:
-            return stored
-        scale = self._scales.get(param, {}).get(state_name)
-        return self._codec(param, state_name).decode(stored, scale, param)
-
-    def set_scaled_state(
-        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
-    ) -> None:
-        """Store a state given in fp32 (or a remainder given in int16); ignore unknown names."""
-        if state_name not in self._codecs:
-            return
-        if state_name not in self.state[param]:
-            self._allocate(param, state_name)
-        codec, stored = self._codec(param, state_name), self.state[param][state_name]
-        if unscaled_state.dtype == torch.int16 and codec is not self._remainder:
-            unscaled_state = self._remainder.decode(unscaled_state, None, param)
-        scale = self._scales.get(param, {}).get(state_name)
-        codec.encode(unscaled_state, stored, scale, param)
-
-    def _codec(self, param: torch.Tensor, state_name: str) -> Codec:
-        if state_name == MASTER and self._keeps_remainder(param):
-            return self._remainder
-        return self._codecs[state_name]
-
-    def _keeps_remainder(self, param: torch.Tensor) -> bool:
-        return self.store_param_remainders and param.dtype == torch.bfloat16
-
-    def _names(self, param: torch.Tensor) -> tuple[str, ...]:
-        own_copy = self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
-        return tuple(name for name in self._codecs if name != MASTER or own_copy)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state with every tensor in fp32."""
-        for param in self.state:
-            self._adopt(param)
-        state = super().state_dict()
-        for number, param in self._numbered(state["param_groups"]).items():
-            if number in state["state"]:
-                names = state["state"][number]
-                state["state"][number] = {n: self.get_unscaled_state(param, n) for n in names}
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load options and states; states are converted to their storage dtypes."""
-        states = state_dict["state"]
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for number, param in self._numbered(state_dict["param_groups"]).items():
-            for name, value in (states.get(number) or {}).items():
-                if isinstance(value, torch.Tensor):
-                    wide = torch.promote_types(value.dtype, torch.float32)
-                    dtype = torch.int16 if value.dtype == torch.int16 else wide
-                    self.set_scaled_state(param, name, value.to(param.device, dtype))
-            for name in set(self._names(param)) - set(self.state[param]) if states else ():
-                self.set_scaled_state(param, name, self._initial(param, name))
-
-    def _numbered(self, groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
-        numbers = [n for group in groups for n in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        return dict(zip(numbers, params, strict=True))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -289,7 +178,7 @@ class FusedAdam(torch.optim.Optimizer):
         found_inf: torch.Tensor | None,
     ) -> None:
         """Decode the states of one parameter, update, encode."""
-        wide = _wide(p.dtype)
+        wide = wide_dtype(p.dtype)
         names = [name for name in self.state[p] if name in self._codecs]
         decoded = {name: self.get_unscaled_state(p, name).to(wide) for name in names}
         weight = decoded[MASTER] if MASTER in decoded else p.detach().to(wide)
@@ -326,8 +215,3 @@ class FusedAdam(torch.optim.Optimizer):
             found_inf=found_inf,
         )
         self._rule.update(weights, grads, states, options)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic for parameters of ``dtype``."""
-    return torch.promote_types(dtype, torch.float32)
