@@ -1,4 +1,4 @@
-"""Bytes that a layer keeps for its backward pass, per token, by what its modules save.
+"""Bytes per token that a layer saves for its backward pass.
 
 Elements of one token on one rank (h hidden, q and k widths of all query and key heads, f of the
 MLP, g 2 with a gate, K experts a token visits, F their width; t tensor parallel ranks):
@@ -32,7 +32,7 @@ from mindspeed.training.adapter_size import EXPERT, parts_kept
 
 @dataclass(frozen=True)
 class _Widths:
-    """What the formulas are made of; ``hidden`` is divided where sequences are."""
+    """Terms of the formulas; ``hidden`` is divided by TP with sequence parallelism."""
 
     hidden: float
     element: int
@@ -56,7 +56,7 @@ def layer_bytes(args: argparse.Namespace, *, experts: bool) -> float:
 
 
 def input_bytes(args: argparse.Namespace) -> float:
-    """Bytes of one token at the input of a layer: all that full recomputation keeps of it."""
+    """Bytes of one token at the input of a layer: the only tensor that full recomputation keeps."""
     widths = _widths(args)
     return widths.hidden * widths.element
 
@@ -131,7 +131,7 @@ def _experts(args: argparse.Namespace, widths: _Widths) -> float:
 
 
 def _input(args: argparse.Namespace, name: str, width: float, widths: _Widths) -> float:
-    """What a linear layer keeps: its input, and its adapter's intermediate result."""
+    """What a linear layer saves: its input, and the output of its adapter's first matrix."""
     if not args.lora_target_modules:
         return width * widths.element
     parts = parts_kept(args, name)

@@ -1,4 +1,4 @@
-"""Sizes of low-rank adapters, from flags alone: what ``--lora-target-modules`` means in a layer.
+"""Sizes of low-rank adapters, computed from flags alone.
 
 An adapter of a linear layer with several parts (query, key and value; gate and up) has one A for
 all of them or one for each part, as its targets say (:mod:`mindspeed.lora.names`).
@@ -19,9 +19,9 @@ class Linear:
 
     Attributes:
         columns: Its input.
-        rows: Of each part of its output.
+        rows: Output features of each part.
         by_rows: Tensor parallelism cuts the output (else the input).
-        copies: Experts that have such a layer, each with an adapter of its own.
+        copies: Experts that have such a layer, each with its own adapter.
     """
 
     columns: int
@@ -71,7 +71,7 @@ def _mlp(args: argparse.Namespace, name: str, width: int, copies: int = 1) -> di
 
 
 def parts_kept(args: argparse.Namespace, name: str) -> int:
-    """How many A matrices the adapter of a linear layer has; 0 without one."""
+    """Number of A matrices in the adapter of a linear layer; 0 without one."""
     for experts in (False, True):
         layers = linear_layers(args, experts=experts)
         if name in layers:

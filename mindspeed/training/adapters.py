@@ -1,4 +1,4 @@
-"""Adapters in a training run: what is loaded, and where the run continues.
+"""Adapters in a training run: loading the base model and the adapters, and resuming.
 
 --load BASE                      weights of the frozen model, of any format --load takes
 --lora-target-modules ...        new adapters

@@ -199,7 +199,7 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
 
 
 def set_by(tokens: Sequence[str], parser: Parser) -> set[str]:
-    """Names that these words set: parsed over a namespace where nothing has a value yet."""
+    """Names that these command line words set, found by parsing over an empty namespace."""
     nothing = object()
     names = {action.dest for action in parser._actions}
     empty = argparse.Namespace(**dict.fromkeys(names, nothing))
@@ -208,7 +208,7 @@ def set_by(tokens: Sequence[str], parser: Parser) -> set[str]:
 
 
 def _out_of_range(parser: Parser, args: argparse.Namespace) -> Iterable[str]:
-    """What is wrong with values that did not come as words: defaults that Python code gave."""
+    """Problems of values that argparse did not convert: defaults set by Python code."""
     for action in parser._actions:
         limits = range_of(action)
         if limits is not None and (problem := limits.problem(getattr(args, action.dest, None))):

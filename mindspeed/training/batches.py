@@ -7,7 +7,7 @@ and an s x s mask), after one of 16 bytes with the shape where lengths vary:
     last stage    labels, loss mask                 b * s * 16 bytes
     all stages    where documents begin, if packed  b * s * 8 bytes
 
-Where lengths vary, every stage reads, and knows the lengths of all micro-batches of a step before
+Where lengths vary, every stage reads and has the lengths of all micro-batches of a step before
 it starts: stages exchange no shapes (:mod:`mindspeed.pipeline.lengths`).
 
 Where context-parallel ranks share packed documents, every micro-batch has its own sharding and
@@ -51,7 +51,7 @@ class MicroBatches(Iterator[Batch]):
     Args:
         args: final values.
         loader: yields collated samples on tensor-parallel rank 0; None on other ranks.
-        tokenizer: knows which token ends a document.
+        tokenizer: names the token that ends a document.
         pre_process: the stage embeds tokens.
         post_process: the stage computes the loss.
         trained: called for each micro-batch when it is requested.

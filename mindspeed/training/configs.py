@@ -49,7 +49,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Let Megatron Core's classes look at final values, before any process group exists.
+    """Check final values with Megatron Core's classes, before any process group exists.
 
     Raises:
         ConfigError: one of them refuses the values.
@@ -69,7 +69,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def ddp_config(args: argparse.Namespace, num_parameters: int) -> DistributedDataParallelConfig:
-    """How gradients are reduced. Buckets matter only when the reduction is overlapped."""
+    """Gradient reduction. Buckets matter only when the reduction is overlapped."""
     values = _fields_of(DistributedDataParallelConfig, args)
     values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32
     if args.ddp_num_buckets is not None:
@@ -83,7 +83,7 @@ def ddp_config(args: argparse.Namespace, num_parameters: int) -> DistributedData
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    """The optimizer's configuration; Muon's also holds that of the Adam next to it."""
+    """The optimizer's configuration; for Muon also that of the Adam that it is chained with."""
     config_class = SGDOptimizerConfig if args.optimizer == "sgd" else AdamOptimizerConfig
     return config_class(**_fields_of(config_class, args))
 

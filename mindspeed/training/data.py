@@ -1,8 +1,8 @@
 """Data sets and micro-batches.
 
 Data sets are Megatron Core's: ``.bin``/``.idx`` files, blended, split and shuffled, with index
-files built once by rank 0 and cached. They exist on the ranks that lead their tensor-parallel group
-in a first or last pipeline stage, and in all where documents are packed or lengths vary;
+files built once by rank 0 and cached. They exist on tensor-parallel rank 0
+of first and last pipeline stages, and in all where documents are packed or lengths vary;
 :mod:`mindspeed.training.batches` broadcasts each micro-batch. Conversations
 (``--is-instruction-dataset``) are collated by :mod:`mindspeed.training.instruction`.
 """
@@ -166,7 +166,7 @@ def _kind(args: argparse.Namespace) -> type:
 
 
 def _sources(args: argparse.Namespace) -> dict[str, Any]:
-    """What both kinds of data sets are configured with."""
+    """Configuration shared by both kinds of data sets."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     blends = [get_blend_from_list(list(paths)) if paths else None for paths in per_split]
     return {
@@ -243,7 +243,7 @@ def sample_counts(args: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def has_test(args: argparse.Namespace) -> bool:
-    """Whether a part of the data is left for the final test."""
+    """Whether the split leaves data for the final test."""
     if args.train_data_path or not args.split:
         return bool(args.test_data_path)
     return parse_and_normalize_split(args.split)[2] > 0
@@ -339,5 +339,5 @@ def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
 
 
 def _read_everywhere(args: argparse.Namespace) -> bool:
-    """Whether every stage must know where documents begin, or how long micro-batches are."""
+    """Whether every stage needs document boundaries or the lengths of micro-batches."""
     return args.variable_seq_lengths or bool(session.install().seams.documents.functions)

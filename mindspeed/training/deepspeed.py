@@ -1,8 +1,8 @@
 """``--deepspeed_config FILE.json``: DeepSpeed's settings as flags of this trainer.
 
-The package is not needed: micro-batch, accumulation, precision, clipping and ZeRO stage are things
-that the trainer has itself. Values ``"auto"`` leave the choice to the command line. A value that
-contradicts the command line is an error, as in DeepSpeed; so is a key that nothing here does.
+The package is not needed: the trainer has micro-batches, accumulation, precision, clipping and ZeRO
+stages itself. Values ``"auto"`` leave the choice to the command line. A value that contradicts the
+command line is an error, as in DeepSpeed; so is a key that the trainer does not support.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _TUNING = {
         )
     ),
 }
-# What would change the training and is said by flags.
+# Keys that would change the training and have flags here.
 _INSTEAD = {
     "optimizer": "set --optimizer, --lr, --weight-decay and --adam-... instead",
     "scheduler": "set --lr-decay-style and --lr-warmup-iters instead",
@@ -109,7 +109,7 @@ def not_done(path: str) -> list[str]:
 
 
 def check_agreement(path: str, flags: Mapping[str, Any], args: argparse.Namespace) -> None:
-    """Check that nothing on the command line or in the recipe says otherwise.
+    """Check that neither the command line nor the recipe contradicts the file.
 
     Raises:
         ConfigError: names both values.
@@ -136,7 +136,7 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def _problems(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys that nothing here does, and values of the wrong kind."""
+    """Unsupported keys, and values of the wrong type."""
     known = {*_SAME, *_ALSO_READ, *_TUNING}
     sections = {key.split(".")[0] for key in known if "." in key}
     for key, value in config.items():

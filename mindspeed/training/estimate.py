@@ -1,4 +1,4 @@
-"""``--dry-run``: what would run, how large it is, and how much of the pipeline idles.
+"""``--dry-run``: the resolved job, its memory per rank, FLOPs and pipeline bubble.
 
 Memory per rank, in bytes (b micro-batch, s sequence, h hidden, p parameters on the rank, d ranks
 that share an optimizer):
@@ -40,7 +40,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Estimate:
-    """Figures of one layout; memory in bytes on the fullest rank."""
+    """Estimate for one layout; memory in bytes of the rank that needs most."""
 
     parameters: int
     parameters_per_rank: int
@@ -54,7 +54,7 @@ class Estimate:
 
     @property
     def memory(self) -> float:
-        """Bytes of everything on the fullest rank."""
+        """Total bytes on the rank that needs most."""
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
 
 
@@ -187,7 +187,7 @@ def _activations(args: argparse.Namespace) -> float:
 
 
 def _stage(args: argparse.Namespace, kinds: Sequence[bool]) -> tuple[float, float]:
-    """Bytes of a token that every micro-batch in flight keeps, and of the one in the backward."""
+    """Bytes per token: kept by every micro-batch in flight, and by the one in backward."""
     whole = [layer_bytes(args, experts=kind) for kind in kinds]
     if args.recompute_granularity != "full":
         return sum(whole), 0.0

@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from mindspeed.errors import DEBUG, MindSpeedError, describe
 from mindspeed.files import atomic_write_text
-from mindspeed.training.parent import end_with, is_gone, launcher_of
+from mindspeed.training.launcher_watch import end_with, is_gone, launcher_of
 
 _KEY = "mindspeed/first_failure"
-_SECONDS_BETWEEN_LOOKS = 1.0
-_BEAT = "mindspeed/beat/{}"
-_LOOKS_BETWEEN_BEATS = 2
-_SECONDS_TO_SEE_BEATS = 6.0
+_POLL_SECONDS = 1.0
+_HEARTBEAT = "mindspeed/beat/{}"
+_POLLS_PER_HEARTBEAT = 2
+_SECONDS_TO_SEE_HEARTBEATS = 6.0
 _MARKS_OF_A_TIMEOUT = ("timed out", "timeout", "timed_out")
 _MARKS_OF_A_LOST_PEER = ("gloo", "Connection", "NCCL", "HCCL", "Socket", "recv", "store")
 
@@ -65,7 +65,7 @@ def stop_together(command: str) -> Iterator[None]:
         _leave(1)
     except BaseException as error:
         silent = _silent_ranks(rank) if _is_timeout(error) else []
-        first = watch.tell()
+        first = watch.report()
         if first == rank:
             _say(_describe(command, rank, error, silent))
         else:
@@ -76,7 +76,7 @@ def stop_together(command: str) -> Iterator[None]:
 
 
 class _Watch:
-    """The store key that names the rank that failed first, looked at once a second."""
+    """Polls once a second the store key with the rank that failed first."""
 
     def __init__(self, rank: int, launcher: int | None) -> None:
         self._rank = rank
@@ -85,7 +85,7 @@ class _Watch:
         self._thread = threading.Thread(target=self._run, name="failure-watch", daemon=True)
         self._thread.start()
 
-    def tell(self) -> int:
+    def report(self) -> int:
         """Report a failure of this rank; returns the rank that failed first."""
         self._over.set()
         try:
@@ -94,20 +94,20 @@ class _Watch:
             return self._rank
 
     def end(self) -> None:
-        """The body is over; from now on the end of other ranks is no failure."""
+        """The body has ended: other ranks that end now have not failed."""
         self._over.set()
-        self._thread.join(timeout=_SECONDS_BETWEEN_LOOKS)
+        self._thread.join(timeout=_POLL_SECONDS)
 
     def _run(self) -> None:
         try:
             store = _connect(seconds=600)  # rank 0 may open the store only when it joins
-            looks = 0
-            while not self._over.wait(_SECONDS_BETWEEN_LOOKS):
+            polls = 0
+            while not self._over.wait(_POLL_SECONDS):
                 if self._launcher is not None and is_gone(self._launcher):
                     _leave(1)
-                if looks % _LOOKS_BETWEEN_BEATS == 0:
-                    store.add(_BEAT.format(self._rank), 1)
-                looks += 1
+                if polls % _POLLS_PER_HEARTBEAT == 0:
+                    store.add(_HEARTBEAT.format(self._rank), 1)
+                polls += 1
                 if store.check([_KEY]) and not self._over.is_set():
                     first = store.get(_KEY).decode()
                     _note_for_torchrun(f"rank {first} failed first", later=True)
@@ -116,8 +116,8 @@ class _Watch:
             return
 
 
-def tell_ranks(store: dist.Store, rank: int) -> None:
-    """Let all ranks leave silently, because ``rank`` ended without telling them itself.
+def report_failure(store: dist.Store, rank: int) -> None:
+    """Report a failed ``rank`` that could not report itself, so that all ranks leave.
 
     Args:
         store: The job's store, in the process of the launcher.
@@ -127,16 +127,18 @@ def tell_ranks(store: dist.Store, rank: int) -> None:
 
 
 def _silent_ranks(rank: int) -> list[int]:
-    """The ranks that did not count while this one watched: stopped, or on a machine that hangs."""
+    """Ranks without heartbeat while this one watched: stopped, or on a machine that hangs."""
 
-    def beats() -> list[int]:
-        return [store.add(_BEAT.format(other), 0) for other in range(int(os.environ["WORLD_SIZE"]))]
+    def heartbeats() -> list[int]:
+        return [
+            store.add(_HEARTBEAT.format(other), 0) for other in range(int(os.environ["WORLD_SIZE"]))
+        ]
 
     try:
         store = _connect(seconds=5)
-        before = beats()
-        time.sleep(_SECONDS_TO_SEE_BEATS)
-        after = beats()
+        before = heartbeats()
+        time.sleep(_SECONDS_TO_SEE_HEARTBEATS)
+        after = heartbeats()
     except (dist.DistError, RuntimeError):
         return []
     pairs = enumerate(zip(before, after, strict=True))
@@ -144,7 +146,7 @@ def _silent_ranks(rank: int) -> list[int]:
 
 
 def _connect(seconds: float) -> dist.Store:
-    """A connection of our own: the process group's may be busy in a blocking call."""
+    """A separate connection: the process group's may be busy in a blocking call."""
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -194,7 +196,7 @@ def _say(line: str) -> None:
 
 
 def _note_for_torchrun(line: str, *, later: bool = False) -> None:
-    """Put a message where torchrun's report quotes it from.
+    """Write a message to the file that torchrun's report quotes.
 
     The report calls the failure with the smallest time, in whole seconds, the root cause: that of a
     rank that leaves because of another one must be ``later``.

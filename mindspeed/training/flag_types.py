@@ -45,7 +45,7 @@ class Switch(argparse.Action):
 
 
 class Ignored(argparse.Action):
-    """A flag of old scripts without a meaning today."""
+    """A flag of older scripts that has no effect."""
 
     def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
         namespace.ignored_flags = [*getattr(namespace, "ignored_flags", []), option_string]

@@ -1,4 +1,4 @@
-"""From a command line to a job: :func:`prepare`, and Megatron-LM's way in for scripts of its style.
+"""From a command line to a job: :func:`prepare`, and ``initialize_megatron`` for scripts.
 
     initialize_megatron(args_defaults={"no_load_rng": True, "no_load_optim": True})
     config = core_transformer_config_from_args(get_args())
@@ -42,7 +42,7 @@ def prepare(
     parser: Parser | None = None,
     training: bool = True,
 ) -> Settings:
-    """From a command line to final values; everything that can be wrong is said here.
+    """From a command line to final values; reports everything that is wrong with them.
 
     Args:
         argv: flags; ``--config`` and ``--model`` are looked up.
@@ -77,7 +77,7 @@ def prepare(
 
 
 def _make_directory(save: str | None) -> None:
-    """Create the directory of checkpoints now, rather than find out after hours that it cannot."""
+    """Create the checkpoint directory now, not hours later."""
     try:
         if save is not None:
             make_dirs(save)

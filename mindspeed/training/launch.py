@@ -20,8 +20,8 @@ from typing import cast
 
 import torch.distributed as dist
 
-from mindspeed.training.fail_together import tell_ranks
-from mindspeed.training.parent import LAUNCHER
+from mindspeed.training.fail_together import report_failure
+from mindspeed.training.launcher_watch import LAUNCHER
 
 _POLL_SECONDS = 0.05
 _SECONDS_TO_STOP = 10.0
@@ -59,7 +59,7 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     processes = [
         subprocess.Popen(command, env=_environment(rank, ranks, port)) for rank in range(ranks)
     ]
-    with _SignalsHandedOn(processes):
+    with _ForwardedSignals(processes):
         status = _wait(processes, store)
     del store
     return status
@@ -100,12 +100,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> in
             state = cast(int, states[rank])
             if state < 0:
                 _say(f"rank {rank} was ended by {_signal_name(-state)}")
-            tell_ranks(store, rank)
+            report_failure(store, rank)
             _stop(processes)
             return state if state > 0 else 128 - state
         if all(state == 0 for state in states):
             return 0
-        stopped = _say_stopped(processes, stopped)
+        stopped = _report_stopped(processes, stopped)
         time.sleep(_POLL_SECONDS)
 
 
@@ -117,7 +117,7 @@ def _signal_name(number: int) -> str:
     return f"{name} (killed, for example for want of memory)" if name == "SIGKILL" else name
 
 
-def _say_stopped(processes: Sequence[subprocess.Popen[bytes]], known: set[int]) -> set[int]:
+def _report_stopped(processes: Sequence[subprocess.Popen[bytes]], known: set[int]) -> set[int]:
     """Name the ranks that were stopped since the last look; returns all that are stopped."""
     now = {rank for rank, process in enumerate(processes) if _is_stopped(process.pid)}
     for rank in sorted(now - known):
@@ -150,8 +150,8 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-class _SignalsHandedOn:
-    """While inside, SIGTERM and SIGINT go to the ranks instead of ending the launcher."""
+class _ForwardedSignals:
+    """Context manager: forwards SIGTERM and SIGINT to the ranks instead of ending the launcher."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self._processes = processes

@@ -148,7 +148,7 @@ class _ParameterGathering:
             self._on = False
 
     def paused(self) -> Any:
-        """Context manager: off inside, as before afterwards."""
+        """Context manager: off inside, restored afterwards."""
         return _Paused(self)
 
     def _start(self) -> None:

@@ -1,6 +1,6 @@
 """The ranges of Megatron's own numbers, which its configuration classes do not declare.
 
-Name in the namespace -> range. ``tests/training/test_ranges.py`` asks for an entry for every number
+Name in the namespace -> range. ``tests/training/test_ranges.py`` requires an entry for every number
 that the trainer's parser takes from Megatron Core.
 """
 

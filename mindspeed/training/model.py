@@ -60,7 +60,7 @@ def gpt_options(
     post_process: bool,
     vp_stage: int | None,
 ) -> dict[str, Any]:
-    """What Megatron's ``GPTModel`` is built with."""
+    """Arguments of Megatron's ``GPTModel``."""
     spec = model_extras.change_spec(args, layer_spec(args, config, vp_stage))
     alibi = args.position_embedding_type == "alibi"  # belongs to the attention
     return dict(
@@ -85,7 +85,7 @@ def gpt_options(
 
 
 def layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Which module plays which part; features change it (seam ``layer_spec``)."""
+    """Megatron's layer spec; features change it (seam ``layer_spec``)."""
     engine = args.transformer_impl == "transformer_engine"
     if args.num_experts:
         return get_gpt_decoder_block_spec(
@@ -131,7 +131,7 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     num_parameters = sum(p.numel() for module in modules for p in module.parameters())
     ddp = ddp_config(args, num_parameters)
     if args.use_megatron_fsdp:
-        _load_whole(args, config, modules)
+        _load_unsharded(args, config, modules)
     chunks = [
         zero.shard(config, ddp, module)
         if args.use_megatron_fsdp
@@ -152,8 +152,10 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     return TrainedModel(config, chunks, optimizer, learning_rate_schedule(args, optimizer))
 
 
-def _load_whole(args: argparse.Namespace, config: TransformerConfig, modules: list[Any]) -> None:
-    """Load what can only be loaded while every rank has its stages whole."""
+def _load_unsharded(
+    args: argparse.Namespace, config: TransformerConfig, modules: list[Any]
+) -> None:
+    """Load formats that need unsharded stages, before Megatron-FSDP shards them."""
     if adapted(modules):
         load_base(args, BuiltModel(config, modules))
     elif args.load and needs_whole_stages(args):

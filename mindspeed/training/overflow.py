@@ -2,8 +2,8 @@
 
 Dynamic loss scaling skips a step whose gradients overflow and lowers the scale: some steps at the
 start of a run, one now and then later. Two problems remain: a loss that is itself not finite
-(the scale is applied after it), and gradients that overflow at the smallest scale. Either, many
-times in a row, or in every step of a run, ends the run with a sentence.
+(the scale is applied after it), and gradients that overflow at the smallest scale. Either one,
+many times in a row or in every step, ends the run with an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IN_A_ROW = 8
 
 
 class SkippedSteps:
-    """Looks at every step of a run with dynamic loss scaling.
+    """Counts skipped steps of a run with dynamic loss scaling.
 
     Args:
         args: final values: ``fp16``, ``loss_scale`` and ``min_loss_scale``.

@@ -1,6 +1,6 @@
 """Pretraining from final values to the last checkpoint.
 
-Every joint of the run is one visible call here or in :mod:`mindspeed.training.loop`: parallel
+Every seam of the run is one visible call here or in :mod:`mindspeed.training.loop`: parallel
 groups (``initialize``), layer spec, optimizer (``model.build``), batch (``data``), schedule and
 step (``loop.train``), checkpoint (``load``, ``save``).
 """

@@ -122,7 +122,7 @@ def flag_words(flags: Mapping[str, Any], parser: Parser) -> list[str]:
 
 
 def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe") -> list[str]:
-    """The command line that says the same as ``recipe``.
+    """The command line that is equal to ``recipe``.
 
     Raises:
         ConfigError: names every section and key that is unknown or misplaced.
@@ -188,7 +188,7 @@ def _always_shown(key: str) -> bool:
 
 
 def _wrong_kind(action: argparse.Action, value: Any) -> str | None:
-    """Why a value of YAML cannot be this flag's; what it means is checked by the parser."""
+    """Why a YAML value has the wrong type for this flag; the parser checks its meaning."""
     switch = isinstance(action, Switch | argparse.BooleanOptionalAction) or action.nargs == 0
     if switch and not isinstance(value, bool | None):
         return f"true or false is expected, not {_kind(value)}"
@@ -206,7 +206,7 @@ def _wrong_kind(action: argparse.Action, value: Any) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """What a value of YAML is, for people."""
+    """The type of a YAML value, in words."""
     names = {dict: "a mapping", list: "a list", type(None): "nothing", bool: str(value).lower()}
     return names.get(type(value), repr(value)[:60])
 

@@ -1,8 +1,8 @@
 """``--auto-recompute-device-size``: recompute as few layers as fit into a device.
 
 The original watched the memory of the first steps and then chose. Here the choice is made before
-the first step, by the estimate of ``--dry-run`` (:mod:`mindspeed.training.estimate`): every rank
-finds the same, and a run that continues finds the same again.
+the first step, by the estimate of ``--dry-run`` (:mod:`mindspeed.training.estimate`): all ranks
+and resumed runs make the same choice.
 
     0, 1, 2, ... layers of every stage  (--recompute-method block), then all of them, one at a time
 """

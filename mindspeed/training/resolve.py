@@ -25,7 +25,7 @@ OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon")
 
 @dataclass(frozen=True)
 class Settings:
-    """A job: what it was told to do.
+    """Resolved settings of a job.
 
     Attributes:
         args: final values under Megatron-LM's names; a checkpoint stores this namespace.
@@ -37,7 +37,7 @@ class Settings:
 
 
 def assume_inputs(args: argparse.Namespace) -> bool:
-    """Name inputs that a dry run leaves out; returns whether its data are only a name.
+    """Fill in inputs that a dry run may omit; returns whether its data are only a name.
 
     The vocabulary is the model's where there is no tokenizer.
     """
@@ -89,7 +89,7 @@ def _required(args: argparse.Namespace, training: bool) -> Iterator[str]:
 
 
 def _shape(args: argparse.Namespace) -> None:
-    """Sizes that follow from others; Megatron-LM's rules."""
+    """Derived sizes, by Megatron-LM's rules."""
     if args.num_query_groups is not None:
         args.group_query_attention = True
     args.num_query_groups = args.num_query_groups or 1
@@ -218,7 +218,7 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _experts(args: argparse.Namespace) -> Iterator[str]:
-    """Megatron says so too, but only in the first step, as a traceback of every rank."""
+    """Megatron checks these too, but only in the first step, with a traceback per rank."""
     tp = args.tensor_model_parallel_size
     if args.num_experts and args.moe_router_topk > args.num_experts:
         count = args.num_experts
@@ -242,7 +242,7 @@ def _optimizer(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _muon(args: argparse.Namespace) -> Iterator[str]:
-    """Combinations that Megatron's Muon does not know."""
+    """Combinations that Megatron's Muon does not support."""
     for name in (
         "use_distributed_optimizer",
         "overlap_grad_reduce",

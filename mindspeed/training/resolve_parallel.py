@@ -25,7 +25,7 @@ def model_parallel_size(args: argparse.Namespace) -> int:
 
 
 def default_ranks(args: argparse.Namespace) -> int:
-    """Ranks where neither a launcher nor ``--nproc`` says how many.
+    """Number of ranks where neither a launcher nor ``--nproc`` gives it.
 
     Those of ``--devices`` for ``--dry-run`` and where this machine has as many, else as few as can
     hold the model.
@@ -37,7 +37,7 @@ def default_ranks(args: argparse.Namespace) -> int:
 
 
 def check_fits_here(ranks: int) -> None:
-    """Look whether this machine can hold the processes of a job that a command starts itself.
+    """Check that this machine has memory for the processes that a command starts itself.
 
     Raises:
         ConfigError: it cannot: its memory is less than the interpreters and libraries alone need.

@@ -37,7 +37,7 @@ def duration(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _schedule(args: argparse.Namespace) -> Iterator[str]:
-    """Warm-up and last phase must fit into the decay."""
+    """Check that warm-up and the last phase fit into the decay."""
     unit = "iters" if args.train_iters is not None else "samples"
     duration, given, warmup, last = (
         getattr(args, f"{name}_{unit}")

@@ -1,7 +1,7 @@
 """Which sample each data-parallel rank reads when, in Megatron-LM's exact order.
 
-Both samplers start after ``consumed`` samples, so a run that resumes continues with the very sample
-the stopped one would have read next.
+Both samplers start after ``consumed`` samples, so a resumed run continues with the next
+sample of the stopped one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SequentialSampler:
 
 
 class CyclicSampler:
-    """Samples shuffled anew in every epoch, epoch after epoch without end.
+    """Samples reshuffled in every epoch, without end.
 
     With ``sharding`` every rank shuffles its own contiguous part; without, all ranks draw from one
     shuffled list.

@@ -56,7 +56,7 @@ def pretrain(
         return trainer.pretrain(settings, forward_step=forward)
     if settings.args.virtual_pipeline_model_parallel_size:
         raise ConfigError(
-            "a script's model_provider knows nothing of virtual pipeline stages: leave out "
+            "a script's model_provider has no argument for virtual pipeline stages: leave out "
             "--num-layers-per-virtual-pipeline-stage, or the model_provider"
         )
 

@@ -1,11 +1,11 @@
-"""Where the metrics of a run go: terminal, JSON lines, TensorBoard, Weights & Biases.
+"""Destinations of metrics: terminal, JSON lines, TensorBoard, Weights & Biases.
 
 :class:`mindspeed.training.log.Log` makes one stream of records, and each sink shows or keeps it in
-its own way. Only one rank opens sinks. A run that resumes goes on in the same files: what was
+its own way. Only one rank opens sinks. A resumed run continues in the same files: what was
 recorded after the loaded checkpoint is dropped (JSON lines), hidden (TensorBoard), or not
 recorded a second time (W&B), so that no iteration appears twice.
 
-Curves have Megatron-LM's names, so that runs of both lie over each other in one dashboard.
+Curves have Megatron-LM's names, so that runs of both are comparable in one dashboard.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Sink(Protocol):
     """One destination of the metrics."""
 
     def record(self, iteration: int, metrics: Metrics, line: str) -> None:
-        """Take the metrics up to ``iteration``; ``line`` is the same for people."""
+        """Take the metrics up to ``iteration``; ``line`` is the text form."""
 
     def message(self, text: str) -> None:
         """Show a line that is no metric."""
@@ -186,7 +186,7 @@ class OptionalSink:
             yield
         except OSError as error:
             self._sink = None
-            self._say(f" WARNING {self._name}: {describe(error)}; training goes on without it")
+            self._say(f" WARNING {self._name}: {describe(error)}; training continues without it")
 
 
 class JsonLines(RecordingSink):
@@ -248,7 +248,7 @@ class WeightsAndBiases(RecordingSink):
     """One curve per metric at Weights & Biases; without key or network in files, for later.
 
     ``wandb sync DIR/wandb/offline-run-*`` uploads what was recorded offline. The variable
-    WANDB_MODE overrules our choice. A resumed run keeps its identity, which lies in
+    WANDB_MODE overrides our choice. A resumed run keeps its identity, stored in
     ``DIR/wandb/run_id.txt``, and leaves out what a lost run has recorded already: nothing can be
     taken back there.
     """
@@ -310,7 +310,7 @@ def _run_id(file: Path, done: int) -> str:
 
 
 def _last_step(file: Path) -> int:
-    """The largest step of a file with one a line; a killed run may have left half of the last."""
+    """The largest step of a file with one step per line; the last line may be half-written."""
     lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
     return max((int(line) for line in lines if line.endswith("\n")), default=0)
 
@@ -339,13 +339,13 @@ def _netrc_knows(host: str) -> bool:
 
 
 def _plain(values: Metrics) -> dict[str, Any]:
-    """Values that JSON can hold; data types, functions and the like as text."""
+    """Values for JSON; data types, functions and other objects as text."""
     simple = (str, int, float, bool, type(None), list, tuple)
     return {k: v if isinstance(v, simple) else str(v) for k, v in values.items()}
 
 
 def _iteration_of(line: str) -> float:
-    """Iteration of a record; infinite for what a killed run left half-written."""
+    """Iteration of a record; infinite for half-written lines of a killed run."""
     try:
         iteration = json.loads(line)["iteration"]
     except (ValueError, KeyError, TypeError):

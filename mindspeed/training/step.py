@@ -3,7 +3,7 @@
     zero gradients -> schedule(forward_step) -> optimizer.step -> learning rate
 
 Losses stay on their device, one per micro-batch; nothing is reduced or copied to the host here
-except one look whether they are finite (``--no-check-for-nan-in-loss-and-grad`` drops it).
+except one check that they are finite (``--no-check-for-nan-in-loss-and-grad`` drops it).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mindspeed.training.overflow import SkippedSteps
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step leaves for the log.
+    """Results of one step, for the log.
 
     Attributes:
         losses: one per micro-batch; empty on all stages but the last.

@@ -1,8 +1,8 @@
-"""When to stop early: SIGTERM, time is up. All ranks decide for the same iteration.
+"""Early stops: SIGTERM and time limits. All ranks stop after the same iteration.
 
 Each rank may have its own reason, so they vote: one all-reduce of three numbers (reason, time, how
-long a step takes). The slowest step also fixes when the next vote is, about once a second, so that
-short steps do not pay for it and every rank knows the date without asking.
+long a step takes). The slowest step also determines the iteration of the next vote, about once a
+second, so that short steps have no overhead and all ranks agree on it.
 """
 
 from __future__ import annotations

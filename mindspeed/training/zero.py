@@ -1,4 +1,4 @@
-"""``--zero-stage``: what data-parallel ranks share of a model's memory.
+"""``--zero-stage``: what data-parallel ranks shard.
 
 =====  ===================================  =====================================
 stage  each rank keeps a part of            made of
@@ -76,7 +76,7 @@ def _has_mixed_precision_adapters(args: argparse.Namespace) -> bool:
 
 
 def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:
-    """What Megatron-FSDP needs, and what cannot go with it here."""
+    """Requirements of Megatron-FSDP and flags that exclude it."""
     strategy = args.data_parallel_sharding_strategy
     if strategy not in STRATEGIES.values():
         yield (
@@ -105,7 +105,7 @@ def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:
 
 
 def shard(config: Any, ddp: Any, module: Any) -> Any:
-    """Wrap a stage so that ranks keep parts of its gradients, and of its parameters in stage 3.
+    """Wrap a stage so that ranks keep shards of its gradients, and of its parameters in stage 3.
 
     Args:
         config: Megatron's configuration of the model.
@@ -129,7 +129,7 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
     # Shards are reduced and gathered as layers go by; there is no other way to run.
     ddp = replace(ddp, overlap_grad_reduce=True, overlap_param_gather=parameters)
     frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-    for parameter in frozen:  # Megatron wants to hear of gradients that torch knows won't come
+    for parameter in frozen:  # Megatron registers hooks on them, which torch refuses
         parameter.register_post_accumulate_grad_hook = _never
     try:
         chunk = FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)
@@ -156,7 +156,7 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
 
 
 def gradients(chunk: Any) -> list[torch.Tensor]:
-    """What this rank keeps of a stage's gradients, in any ZeRO stage."""
+    """This rank's shards of a stage's gradients, in any ZeRO stage."""
     if is_sharded(chunk):  # not the buffers: their padding is what memory happened to hold
         named = chunk.param_and_grad_buffer.optimizer_named_parameters
         return [kept for _, parameter in named if (kept := gradient(parameter)) is not None]
@@ -164,11 +164,11 @@ def gradients(chunk: Any) -> list[torch.Tensor]:
 
 
 def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What this rank keeps of a parameter's gradient, in any ZeRO stage."""
+    """This rank's shard of a parameter's gradient, in any ZeRO stage."""
     found = getattr(parameter, "main_grad", parameter.grad)
     kept: torch.Tensor | None = getattr(found, "_local_tensor", found)
     return kept
 
 
 def _never(hook: Any) -> None:
-    """Stands in for registering a hook on a gradient that does not come."""
+    """Replaces the registration of a gradient hook on a frozen parameter."""

@@ -1,8 +1,8 @@
 """A rank ends when its launcher is gone, also after kill -9 of the launcher.
 
 On Linux the kernel ends the rank (``PR_SET_PDEATHSIG``); elsewhere, and where the kernel was asked
-too late, a thread notices that the parent is another one. Only launchers that stay for the whole
-job count: ours, and torchrun. A shell that starts ranks in the background may go.
+too late, a thread notices that the parent has changed. This holds for launchers that run as long
+as the job: ours, and torchrun. A shell that starts ranks in the background may end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def launcher_of(environment: Mapping[str, str]) -> int | None:
-    """Process id of the launcher of this rank; None if there is none that stays."""
+    """Process id of the launcher of this rank; None if none runs as long as the job."""
     given = environment.get(LAUNCHER, "")
     if given.isdigit() and (int(given) == os.getppid() or not _exists(int(given))):
         return int(given)  # of a parent, not of an ancestor: a rank may start programs
@@ -44,5 +44,5 @@ def _exists(process: int) -> bool:
 
 
 def is_gone(launcher: int) -> bool:
-    """Whether ``launcher`` is the parent of this process no more."""
+    """Whether ``launcher`` is no longer the parent of this process."""
     return os.getppid() != launcher
