@@ -101,3 +101,22 @@ def resume(
         for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)
     ]
     return {"expected": expected, "actual": actual, "steps": steps, "equal": equal}
+
+
+def resume_with_signs(options: dict[str, Any], folder: str, sharding: str) -> dict[str, list[Any]]:
+    """:func:`resume` with an update rule of one moment and its storage in bf16."""
+    from mindspeed import session
+    from mindspeed.te.state_codec import BFloat16, Full
+    from mindspeed.te.update_rules import UpdateRule
+
+    def update(weights: Any, grads: Any, states: Any, step: Any) -> None:
+        for w, g, m in zip(weights, grads, states["exp_avg"], strict=True):
+            w.sub_(m.lerp_(g, 0.1).sign(), alpha=step.lr)
+
+    rule = UpdateRule({"exp_avg": torch.zeros_like}, update)
+    session.install().seams.use_kernels(
+        owner="test",
+        update_rule=lambda: rule,
+        state_codec=lambda name, dtype: BFloat16() if name == "exp_avg" else Full(),
+    )
+    return resume(options, folder, sharding)

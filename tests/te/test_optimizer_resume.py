@@ -28,6 +28,23 @@ def test_training_resumes_identically(ranks, tmp_path, name, sharding):
         assert all(result["equal"])
 
 
+@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
+def test_a_rule_of_ones_own_goes_on_identically(ranks, tmp_path, sharding):
+    options = checkpoint_ranks.OPTIONS["bf16-precision-aware"]
+    results = ranks(
+        2,
+        checkpoint_ranks.resume_with_signs,
+        options,
+        str(tmp_path),
+        sharding,
+        setup="mindspeed.megatron_adaptor",
+        timeout=240,
+    )
+    for result in results:
+        assert result["actual"] == result["expected"] and all(result["equal"])
+        assert set(result["steps"]) == {5}
+
+
 def test_without_the_repair_fp32_does_not_load_its_own_layout(ranks, tmp_path):
     with pytest.raises(RankError, match="a view of a leaf Variable that requires grad"):
         ranks(
