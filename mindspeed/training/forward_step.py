@@ -28,6 +28,18 @@ import torch
 
 from mindspeed.errors import ConfigError, TrainingError
 
+# Flags whose schedules call the forward step with one more argument.
+_PARAMETERS = {
+    "overlap_moe_expert_parallel_comm": (
+        "return_schedule_plan",
+        "for which it returns model.build_schedule_plan(...) as output",
+    ),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "checkpoint_activations_microbatch",
+        "which says whether the model recomputes this micro-batch",
+    ),
+}
+
 ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
 Reports = dict[str, torch.Tensor]
 
@@ -105,14 +117,17 @@ def checked(forward_step: ForwardStep, args: Any, reserved: Collection[str]) -> 
     Raises:
         ConfigError: the function lacks a parameter that the flags need.
     """
-    if args.overlap_moe_expert_parallel_comm and not _takes(forward_step, "return_schedule_plan"):
-        raise ConfigError(
-            "--overlap-moe-expert-parallel-comm needs a forward_step with the parameter "
-            "return_schedule_plan, for which it returns model.build_schedule_plan(...) as output"
-        )
+    for flag, (parameter, use) in _PARAMETERS.items():
+        if getattr(args, flag) and not _takes(forward_step, parameter):
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} needs a forward_step with the parameter {parameter}, "
+                f"{use}"
+            )
 
-    def step(data_iterator: Any, model: Any, **options: Any) -> tuple[Any, Callable[..., Any]]:
-        returned = forward_step(data_iterator, model, **options)
+    per_token = args.calculate_per_token_loss
+
+    def step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        returned = forward_step(data_iterator, model, *args, **kwargs)
         if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
             raise TrainingError(
                 "forward_step must return a pair (output tensor, loss function), not "
@@ -122,7 +137,7 @@ def checked(forward_step: ForwardStep, args: Any, reserved: Collection[str]) -> 
 
         def compute_loss(output: Any) -> tuple[Any, ...]:
             returned = loss_function(output)
-            if problem := _problem(returned, args.calculate_per_token_loss, reserved):
+            if problem := _problem(returned, per_token, reserved):
                 raise TrainingError(f"the loss function of forward_step {problem}")
             loss, *num_tokens, reports = returned
             # A copy: the schedule divides the loss in place.

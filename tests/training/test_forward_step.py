@@ -107,7 +107,11 @@ WRONG = {
     "report-of-the-log": ((LOSS, COUNT, {"grad_norm": ONE}), "'grad_norm': the log has"),
     "unnamed-report": ((LOSS, COUNT, {1: ONE}), "reports by str, not int"),
 }
-FLAGS = {"overlap_moe_expert_parallel_comm": False, "calculate_per_token_loss": False}
+NEEDS = {
+    "overlap_moe_expert_parallel_comm": "return_schedule_plan",
+    "num_microbatches_with_partial_activation_checkpoints": "checkpoint_activations_microbatch",
+}
+FLAGS = {**dict.fromkeys(NEEDS, False), "calculate_per_token_loss": False}
 
 
 def loss_of(returned, **flags):
@@ -130,11 +134,16 @@ def test_a_mean_is_refused_where_gradients_are_divided_by_tokens():
         loss_of((LOSS, {}), calculate_per_token_loss=True)
 
 
-def test_a_schedule_plan_needs_a_step_that_makes_one():
-    args = Namespace(**FLAGS | {"overlap_moe_expert_parallel_comm": True})
-    checked(forward_step, args, ())
-    with pytest.raises(ConfigError, match="return_schedule_plan"):
+@pytest.mark.parametrize("flag", NEEDS)
+def test_a_schedule_with_one_more_argument_needs_a_step_that_takes_it(flag):
+    args = Namespace(**FLAGS | {flag: True})
+    checked(lambda data, model, **more: None, args, ())
+    with pytest.raises(ConfigError, match=rf"--{flag.replace('_', '-')} needs .* {NEEDS[flag]}"):
         checked(lambda data, model: None, args, ())
+
+
+def test_the_default_step_makes_schedule_plans():
+    checked(forward_step, Namespace(**FLAGS | {"overlap_moe_expert_parallel_comm": True}), ())
 
 
 def test_what_is_collected_does_not_change_with_the_loss():
