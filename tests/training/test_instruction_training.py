@@ -164,7 +164,7 @@ def test_every_rank_of_a_group_gets_what_its_stage_needs(prefix, ranks):
     ("flags", "said"),
     [
         ("--no-is-instruction-dataset --pack-sequences", "only with --is-instruction-dataset"),
-        ("--pack-sequences --length-grouped", "packed rows are full already"),
+        ("--pack-sequences --length-grouped", "packed sequences are full already"),
         ("--length-grouped --dataloader-type cyclic", "cyclic shuffles the groups apart"),
         ("--reset-position-ids", "are for plain text"),
         (
