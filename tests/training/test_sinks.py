@@ -280,4 +280,4 @@ def test_training_begins_without_a_metrics_file_that_cannot_be_made(tmp_path, ca
     kept.record(1, {"iteration": 1}, "one")
     assert kept.close() is None
     (line,) = capsys.readouterr().out.splitlines()
-    assert "WARNING metrics file" in line and "goes on without it" in line
+    assert "WARNING metrics file" in line and "continues without it" in line
