@@ -1,5 +1,5 @@
 """The bridge to Megatron: the only place that knows Megatron's inner names.
 
-``session`` installs everything, ``patch`` changes names under a contract, ``seams`` are the joints
-that features use, ``repairs`` mend upstream defects, ``versions`` says which Megatron is here.
+``patch`` changes names under a contract, ``seams`` are the joints
+that features use, ``repairs`` fix upstream defects, ``versions`` says which Megatron is here.
 """

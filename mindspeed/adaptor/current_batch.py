@@ -1,4 +1,4 @@
-"""The micro-batch that this thread has sharded last: the original's functions that scripts call.
+"""The last micro-batch that this thread has sharded: the original's functions that scripts call.
 
     generate_actual_seq_len(batch)              # or set_actual_seq_len([5, 12, 16])
     batch = get_batch_on_this_cp_rank(batch)
@@ -132,7 +132,7 @@ def set_position_ids(position_ids: torch.Tensor) -> None:
         position_ids: ``[tokens of this rank, b]``.
 
     Raises:
-        ConfigError: No micro-batch was cut, or it has another shape.
+        ConfigError: No micro-batch was sharded, or it has another shape.
     """
     current, before = _CURRENT.get(), get_position_ids()
     if before is None or position_ids.shape != before.shape:

@@ -1,6 +1,6 @@
 """The joints of Megatron that features attach to.
 
-A feature never patches Megatron. It hands a function to a seam; the seam patches Megatron once,
+A feature never patches Megatron. It attaches a function to a seam; the seam patches Megatron once,
 when the first function arrives, and calls all functions in the order in which they came.
 
 | seam            | a function gets                         | and returns                     |

@@ -1,4 +1,4 @@
-"""Masks of the user's own for adaptive context parallelism, as the original asks for them.
+"""A user's mask for adaptive context parallelism, by the original's functions.
 
     from mindspeed.core.context_parallel import utils
     utils.generate_adaptive_cp_grid_mask_by_user = lambda ranks: torch.ones(ranks, ranks).tril()
@@ -36,7 +36,7 @@ def generate_adaptive_cp_mask_list_by_user(
         seq_order: The order of tokens: as they are.
         scheduling: ``scheduling[i][r]``: tile ``r * P + i`` of rank r's queries with the i-th part
             of the keys, or -1 where they see nothing of it.
-        cp_rank: Whose tiles are asked for.
+        cp_rank: The rank whose tiles are returned.
         cp_size: P.
 
     Returns:
@@ -46,7 +46,7 @@ def generate_adaptive_cp_mask_list_by_user(
 
 
 def mask_by_user(size: int, ranks: int) -> Mask:
-    """What the two functions say of a sequence.
+    """The mask of a sequence by the two functions.
 
     Args:
         size: Tokens.

@@ -1,1 +1,1 @@
-"""One module per feature: its flags, its level, its checks, and what it hands to which seam."""
+"""One module per feature: its flags, its level, its checks, and what it attaches to which seam."""

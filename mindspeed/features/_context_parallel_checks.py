@@ -1,4 +1,4 @@
-"""What cannot be in the flags of context parallelism, said before any rank starts to work."""
+"""Checks of the flags of context parallelism, before any rank starts to work."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def problems(
 def uneven_heads(
     options: ContextParallelOptions, megatron: Megatron, comm_types: list[str] | None
 ) -> Iterator[str]:
-    """A warning where an exchange of heads gives some ranks more of them than others."""
+    """Warnings where an all-to-all gives some ranks more heads than others."""
     heads, _ = _heads_of_rank(megatron)
-    for kind, ranks in _exchanges(options, comm_types, megatron):
+    for kind, ranks in _all_to_alls(options, comm_types, megatron):
         if not heads % ranks:
             continue
         balance = heads / (ranks * -(-heads // ranks))
@@ -100,13 +100,13 @@ def _of_comm_types(comm_types: list[str], megatron: Megatron) -> Iterator[Proble
     ):
         yield Problem(
             "--cp-comm-type a2a+p2p",
-            "needs two numbers, ranks that exchange heads and ranks of a ring",
+            "needs two numbers, ranks of an all-to-all and ranks of a ring",
             "add --hierarchical-context-parallel-sizes",
         )
 
 
 def indivisible(length: int, ranks: int) -> str:
-    """Why a length cannot be cut; also what the executor's layout says."""
+    """Why a length cannot be sharded; the executor's error, too."""
     return str(
         Problem(
             "context parallel",
@@ -186,10 +186,10 @@ def _heads_of_rank(megatron: Megatron) -> tuple[int, int]:
     return heads // (tensor or 1), max(1, (groups or heads) // (tensor or 1))
 
 
-def _exchanges(
+def _all_to_alls(
     options: ContextParallelOptions, comm_types: list[str] | None, megatron: Megatron
 ) -> Iterator[tuple[str, int]]:
-    """Exchanges of rows for heads: what they are called, and among how many ranks."""
+    """All-to-alls (sequence <-> head): name of the algorithm, number of ranks."""
     ranks = megatron.get("context_parallel_size") or 1
     names = _algorithms(options, comm_types)
     if "a2a" in names:
@@ -204,7 +204,7 @@ def _heads(
     options: ContextParallelOptions, comm_types: list[str] | None, megatron: Megatron, ranks: int
 ) -> Iterator[Problem]:
     heads, groups = _heads_of_rank(megatron)
-    for kind, sharing in _exchanges(options, comm_types, megatron):
+    for kind, sharing in _all_to_alls(options, comm_types, megatron):
         if kind == "hybrid" and heads and heads < sharing:
             tensor = megatron.get("tensor_model_parallel_size") or 1
             yield Problem(

@@ -6,9 +6,9 @@ with tensor, pipeline and context parallelism by every algorithm, with packed do
 recomputation. Kernels make the bias from the slopes, 4 bytes per head instead of a matrix.
 
 ``--alibi-fusion-attn-type`` is the original's: 2 is the above with ``--use-flash-attn`` on, 0 makes
-the bias a tensor, 3 takes the square root of distances (also a tensor). The forms of the bias that
-``--square-alibi-mask``, ``--fill-neg-inf`` and ``--alibi-diagonal-opposite`` ask for are the same
-under a causal mask, and there is no other in a decoder.
+the bias a tensor, 3 takes the square root of distances (also a tensor). ``--square-alibi-mask``,
+``--fill-neg-inf`` and ``--alibi-diagonal-opposite`` change nothing under a causal mask, and a
+decoder has no other.
 """
 
 from __future__ import annotations

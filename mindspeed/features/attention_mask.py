@@ -4,9 +4,9 @@
 one, so the loader does not make it (``b * s * s`` bytes per micro-batch, which are broadcast over
 tensor-parallel ranks).
 
-``general``: a mask of the user's own, set once with
+``general``: a user's mask, set once with
 ``mindspeed.model.transformer.set_attention_mask`` as regions, intervals of keys, a bool tensor or a
-callable. It becomes regions on the host, which every algorithm of context parallelism can cut.
+callable. It becomes regions on the host, which every algorithm of context parallelism can shard.
 Without one, a mask tensor of the data loader is read, as Megatron does.
 """
 

@@ -1,18 +1,18 @@
 """Context parallelism by the original's flags: ``--context-parallel-algo`` and what refines it.
 
-    ulysses_cp_algo          rows for heads (default)
-    megatron_cp_algo         a ring; --cp-window-size w: two rings, windows of w neighbours
-    hybrid_cp_algo           rows for heads among --ulysses-degree-in-cp neighbours, a ring between
+    ulysses_cp_algo          all-to-all, sequence <-> head (default)
+    megatron_cp_algo         ring; --cp-window-size w: double ring, windows of w ranks
+    hybrid_cp_algo           all-to-all among --ulysses-degree-in-cp ranks, ring between them
     kvallgather_cp_algo      every rank gets all keys and values, in --kvallgather-head-groups parts
     adaptive_cp_algo         a layout made for the mask, only keys that somebody sees travel
-    hybrid_adaptive_cp_algo  rows for heads among neighbours, adaptive between
+    hybrid_adaptive_cp_algo  all-to-all among --ulysses-degree-in-cp ranks, adaptive between them
 
 Megatron's ``--cp-comm-type`` wins where it is given, also per layer. Losses are those of one rank,
 at any tensor and pipeline parallel size. Which one to choose: docs/context-parallel.md.
 
-Keys travel behind the work and gradients with them in any case; on NVIDIA and Ascend devices
-``--use-cp-send-recv-overlap`` gives gradients a communicator of their own, so that they do not wait
-for keys. What the original needs further flags for is always so here: partial outputs are merged in
+kv and dkv are always sent while attention is computed; on NVIDIA and Ascend devices
+``--use-cp-send-recv-overlap`` sends dkv in a separate process group, so that they do not wait for
+kv. What the original has more flags for is always on here: partial outputs are merged in
 place in fp32 (``--use-fused-ring-attention-update``), tensors are taken in the order that they have
 (``--megatron-cp-in-bnsd``), every mask has its own plan (``--adaptive-cp-dynamic-attn-mask``).
 """
@@ -48,32 +48,32 @@ class ContextParallelOptions:
         "hybrid_adaptive_cp_algo",
     ] = flag("ulysses_cp_algo", "how ranks attend over a sequence; --cp-comm-type wins over it")
     ulysses_degree_in_cp: int | None = flag(
-        None, "neighbours that exchange rows for heads, of the hybrid algorithms", range=RANKS
+        None, "ranks of an all-to-all (sequence <-> head), of the hybrid algorithms", range=RANKS
     )
     cp_window_size: int = flag(
-        1, "ring: neighbours in a window of the inner ring; 1: one ring", range=RANKS
+        1, "ranks in a window of the inner ring of a double ring; 1: one ring", range=RANKS
     )
     use_cp_send_recv_overlap: bool = flag(
-        False, "gradients have a communicator of their own (NVIDIA, Ascend; else no effect)"
+        False, "dkv have a separate process group (NVIDIA, Ascend; else no effect)"
     )
     use_fused_ring_attention_update: bool = flag(
         False, "partial outputs are merged by one operator, npu_ring_attention_update"
     )
     megatron_cp_in_bnsd: bool = flag(
-        False, "no further effect: tensors are taken in the order that they have"
+        False, "no effect: kernels take tensors in the layout that they have"
     )
     context_parallel_kv_cache_policy: Literal["full", "half"] | None = flag(
         None, "keep received keys and values (half: keys) until the backward pass"
     )
     context_parallel_cache_interval: int = flag(
-        0, "layers without that cache behind each that has one", range=Range(0, 100_000)
+        0, "number of layers without that cache after each layer with it", range=Range(0, 100_000)
     )
     use_ulysses_allgather_kv: bool = flag(
         False, "Ulysses with one key head per tensor rank: every rank gets it from all"
     )
     kvallgather_head_groups: int = flag(
         1,
-        "KV all-gather: key heads in so many parts, one behind the other; less memory",
+        "KV all-gather: gather key heads in N parts, one after the other; less memory",
         range=SIZE,
     )
     adaptive_cp_granularity: int = flag(
@@ -81,13 +81,11 @@ class ContextParallelOptions:
     )
     adaptive_cp_overlap_degree: int = flag(
         2,
-        "adaptive: steps in which keys arrive, each behind the work of the one before",
+        "adaptive: number of steps; kv of a step are sent during the attention of the one before",
         range=SIZE,
     )
     adaptive_cp_without_coarse: bool = flag(False, "adaptive: granularity of one token")
-    adaptive_cp_dynamic_attn_mask: bool = flag(
-        False, "no further effect: every mask has its own plan"
-    )
+    adaptive_cp_dynamic_attn_mask: bool = flag(False, "no effect: every mask has its own plan")
     adaptive_cp_only_reschedule: bool = flag(
         False, "adaptive: ranks keep the tokens of Megatron's batches"
     )
@@ -129,7 +127,7 @@ def strategy_of(
     Args:
         options: The flags.
         comm_type: Megatron's word for the layer, where it decides.
-        ulysses_degree: Neighbours that exchange heads, of ``a2a+p2p``.
+        ulysses_degree: Ranks of an all-to-all, of ``a2a+p2p``.
     """
     from mindspeed.attention.strategy import Strategy
 
@@ -172,7 +170,7 @@ def _validate(options: ContextParallelOptions, megatron: Megatron) -> list[Probl
 
 
 def _corrects(options: ContextParallelOptions, megatron: Megatron) -> dict[str, Any]:
-    """Megatron's words for the algorithm, and what does not go with a split sequence."""
+    """``cp_comm_type`` of the algorithm; options that a sharded sequence excludes."""
     values: dict[str, Any] = {}
     if comm_types(megatron) is None:
         name, words = _ALGORITHMS[options.context_parallel_algo]

@@ -1,7 +1,7 @@
 """What a feature declares.
 
 A feature is one short module in this package with a ``FEATURE`` constant: its flags, its level,
-when it is on, what it needs and what it hands to which seam. The algorithm lives elsewhere.
+when it is on, what it needs and what it attaches to which seam. The algorithm lives elsewhere.
 
     FEATURE = Feature(
         name="profiling",
@@ -57,7 +57,7 @@ class Feature:
         options: frozen dataclass of flags (:mod:`mindspeed.features.flags`).
         enabled: ``(options, megatron) -> bool``; ``megatron`` is a read-only mapping of Megatron's
             arguments.
-        attach: ``(seams, options, megatron) -> None`` hands objects to seams; it imports the
+        attach: ``(seams, options, megatron) -> None`` attaches functions to seams; it imports the
             algorithm.
         validate: ``(options, megatron) -> list[Problem]``, asked only when enabled.
         corrects: ``(options, megatron) -> {name: value}``: arguments of Megatron's that must have

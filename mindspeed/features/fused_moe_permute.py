@@ -1,7 +1,7 @@
 """Fused token permutation: ``--use-fused-moe-token-permute-and-unpermute``.
 
 The tokens of a mixture-of-experts layer are sorted by expert, summed back and reordered between
-ranks by one kernel each way, with every token dispatcher of Megatron and behind both layer specs.
+ranks by one kernel each way, with every token dispatcher of Megatron and in both layer specs.
 Per element of the tokens, with two experts each, in bf16: 6 bytes moved instead of 6 to go, 6
 instead of 14 for its gradient; and no wait for the host to read how many tokens an expert has.
 Megatron's own ``--moe-permute-fusion`` means the same.

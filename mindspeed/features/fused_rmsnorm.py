@@ -1,6 +1,6 @@
 """Fused RMSNorm: ``--use-fused-rmsnorm``.
 
-One kernel for the forward and one for the backward, behind both layer specs, with sequence
+One kernel for the forward and one for the backward, in both layer specs, with sequence
 parallelism and zero-centred gamma. A norm keeps its input and 4 bytes per row for the backward: 2
 bytes per element in bf16, where ``F.rms_norm`` keeps 8. Same losses. Worth it in every model with
 ``--normalization RMSNorm``.

@@ -1,6 +1,6 @@
 """Fused rotary position embedding: ``--use-fused-rotary-pos-emb``.
 
-One kernel for the forward and one for the backward, behind both layer specs, for batches of whole
+One kernel for the forward and one for the backward, in both layer specs, for batches of whole
 sequences and of packed documents, partial and interleaved rotation. Cosine and sine are computed
 once for all layers and applied in fp32. Worth it in every model with rotary embedding.
 """
@@ -36,7 +36,7 @@ def _validate(options: FusedRopeOptions, megatron: Megatron) -> list[Problem]:
             Problem(name, f"the position embedding is {kind}", "add --position-embedding-type rope")
         ]
     if megatron.get("multi_latent_attention"):
-        return [Problem(name, "multi-latent attention has an embedding of its own", "remove it")]
+        return [Problem(name, "multi-latent attention has its own rotary embedding", "remove it")]
     if not megatron.get("apply_rope_fusion", True):
         return [Problem(name, "cannot be combined with --no-rope-fusion", "remove one")]
     return []

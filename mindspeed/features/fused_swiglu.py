@@ -1,7 +1,7 @@
 """Fused SwiGLU: ``--use-fused-swiglu``.
 
 One kernel for the forward and one for the backward, in dense layers, shared experts and experts
-weighted with the router's probability, behind both layer specs. Kept for the backward: the output
+weighted with the router's probability, in both layer specs. Kept for the backward: the output
 of the first linear layer, 4 bytes per activation in bf16, where Megatron's unfused formula keeps 8.
 Computed in fp32 and rounded once. Worth it in every model with ``--swiglu``.
 """

@@ -1,7 +1,7 @@
 """Grouped experts: Megatron's ``--moe-grouped-gemm``.
 
 The linear layers of all experts of a rank in three launches (forward, two gradients) instead of
-three per expert, behind both layer specs; with gradient accumulation fusion the weight gradients of
+three per expert, in both layer specs; with gradient accumulation fusion the weight gradients of
 all experts are added to ``main_grad`` in fp32 by one kernel. Needs no ``grouped_gemm`` package.
 """
 

@@ -1,14 +1,14 @@
 """Packed documents: ``--reset-attention-mask``, ``--reset-position-ids``.
 
-A row of training data holds several documents, each ended by the tokenizer's end-of-document token.
+A sample holds several documents, each ended by the tokenizer's end-of-document token.
 With ``--reset-attention-mask`` tokens see their own document only, with ``--reset-position-ids``
 positions start again with each. Attention costs the pairs inside documents and no more; there is
-no s x s mask, no padding, and documents of different rows of a micro-batch may differ. Works with
+no s x s mask, no padding, and samples of a micro-batch may have different documents. Works with
 tensor, pipeline and context parallelism of every algorithm and with recomputation.
 
 ``--fix-sub-seq-length N`` takes documents of N tokens instead, whatever the tokens are.
 
-Conversations that Megatron-LM packs (``--sft``) are cut over context-parallel ranks the same way.
+Conversations that Megatron-LM packs (``--sft``) are sharded the same way.
 An adaptive algorithm of context parallelism, which gives ranks other tokens than Megatron's batches
 do, attaches the same way: each sample is one document.
 """
@@ -32,7 +32,7 @@ class PackedDocumentsOptions:
 
     fix_sub_seq_length: int = flag(
         -1,
-        "documents of so many tokens instead of the data's own",
+        "documents of N tokens instead of those of the data",
         range=Range(1, MAX_SIZE, also=(-1,), shown=False),
     )
 
@@ -59,7 +59,7 @@ def resets(megatron: Megatron) -> bool:
 
 
 def _splits_conversations(megatron: Megatron) -> bool:
-    """``--sft`` packs by itself, but Megatron cannot cut its rows without Transformer Engine."""
+    """``--sft`` packs by itself, but Megatron needs Transformer Engine to shard its samples."""
     return bool(megatron.get("sft")) and (megatron.get("context_parallel_size") or 1) > 1
 
 
@@ -122,12 +122,12 @@ def _attach(seams: Seams, options: PackedDocumentsOptions, megatron: Megatron) -
 
     length, ended = options.fix_sub_seq_length, resets(megatron)
 
-    def documents(borders: CuSeqlens, tokens: Any, tokenizer: Any) -> CuSeqlens:
+    def documents(cu_seqlens: CuSeqlens, tokens: Any, tokenizer: Any) -> CuSeqlens:
         if length > 0:
             samples, size = tokens.shape
             return cu_seqlens_of_length(samples, size, length)
         if not ended:
-            return borders
+            return cu_seqlens
         eod = getattr(tokenizer, "eod", None)
         if eod is None:
             raise ConfigError(

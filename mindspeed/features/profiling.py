@@ -2,7 +2,7 @@
 
 Writes a trace per chosen rank into ``--profile-save-path`` and prints a table of the most expensive
 operators. On NPU torch_npu.profiler records, elsewhere torch.profiler. Megatron-LM's own profiling
-behind the same flag is off meanwhile. Under Nsight Systems, which needs it, ours is off instead.
+of the same flag is off meanwhile. Under Nsight Systems, which needs it, ours is off instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sliding window: a query sees some keys before its own and some behind.
+"""Sliding window: a query attends to some keys before its own and some after.
 
 ``--window-size L,R`` is Megatron's, with ``--window-attn-skip-freq`` for layers that see all keys;
 ``--sparse-mode 4 --pre-tockens L --next-tockens R`` is the same window in every causal layer. It
@@ -6,7 +6,7 @@ goes with both layer specs and every algorithm of context parallelism: a window 
 plan's mask, so only keys inside it are multiplied, and where an algorithm fetches what is needed,
 only those travel. Layers with and without a window share the batch's layout.
 
-Keys behind a query's own (R > 0) are seen with ``--attention-mask-type general`` only.
+Keys after a query's own (R > 0) are attended to with ``--attention-mask-type general`` only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class SlidingWindowOptions:
         range=Range(0, MAX_SIZE, shown=False),
     )
     next_tockens: int = flag(
-        0, "keys behind its own that a query sees (mode 4)", range=Range(0, MAX_SIZE, shown=False)
+        0,
+        "keys after its own for a query (mode 4)",
+        range=Range(0, MAX_SIZE, shown=False),
     )
 
 
@@ -76,12 +78,12 @@ def _validate(options: SlidingWindowOptions, megatron: Megatron) -> list[Problem
         problems.append(
             Problem("--window-size", f"{tuple(size)} is negative", "use -1 for no limit")
         )
-    behind = options.next_tockens if options.sparse_mode == _BAND else size[1] if size else 0
-    if behind > 0 and megatron.get("attention_mask_type", "causal") != "general":
+    after = options.next_tockens if options.sparse_mode == _BAND else size[1] if size else 0
+    if after > 0 and megatron.get("attention_mask_type", "causal") != "general":
         problems.append(
             Problem(
                 "--window-size" if size else "--next-tockens",
-                f"{behind} keys behind a query's own, in causal layers",
+                f"{after} keys after a query's own, in causal layers",
                 "use 0, or add --attention-mask-type general",
             )
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TriangleAttentionOptions:
     """Whether core attention goes block by block, and their size."""
 
-    triangle_attn: bool = flag(False, "causal attention in blocks that skip the keys behind them")
+    triangle_attn: bool = flag(False, "causal attention in blocks that skip later keys")
     triangle_block_size: int = flag(512, "queries of a block", range=SIZE)
 
 
@@ -50,7 +50,7 @@ def _attach(seams: Seams, options: TriangleAttentionOptions, megatron: Megatron)
 
 FEATURE = Feature(
     name="triangle-attention",
-    summary="causal attention in blocks that skip the keys behind them",
+    summary="causal attention in blocks that skip later keys",
     level=1,
     options=TriangleAttentionOptions,
     enabled=lambda options, megatron: options.triangle_attn,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnsupportedOptions:
-    """No flags of its own."""
+    """This feature has no flags."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rule:
     """One combination.
 
     Attributes:
-        applies: is the combination asked for?
+        applies: whether the arguments have the combination.
         problem: what is wrong with it.
     """
 

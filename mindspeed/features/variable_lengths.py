@@ -1,7 +1,7 @@
 """Micro-batches of different lengths: ``--variable-seq-lengths``.
 
-A micro-batch is as long as its longest row, not ``--seq-length``: rows are cut behind the last
-token that is trained in one of them, which a causal model's losses and gradients do not notice.
+A micro-batch is as long as its longest sample, not ``--seq-length``: samples are cut after the last
+token that is trained in one of them. Losses and gradients of a causal model stay the same.
 Between pipeline stages a micro-batch costs 3 messages, its shape, activations and gradients, and 2
 where every stage reads the data, as in our own trainer; Megatron's communicator takes 4.
 """
@@ -28,12 +28,12 @@ class VariableLengthsOptions:
     """Whether micro-batches may be shorter than ``--seq-length``."""
 
     variable_seq_lengths: bool = flag(
-        False, "a micro-batch is as long as its longest row, not --seq-length"
+        False, "a micro-batch is as long as its longest sample, not --seq-length"
     )
 
 
 def multiple_of(megatron: Megatron) -> int:
-    """Lengths must be a multiple of this, to be cut over ranks."""
+    """Lengths must be a multiple of this to be sharded."""
     tensor = megatron.get("tensor_model_parallel_size") or 1
     context = megatron.get("context_parallel_size") or 1
     return math.lcm(
@@ -77,7 +77,7 @@ def _attach(seams: Seams, options: VariableLengthsOptions, megatron: Megatron) -
     if stages == 1 and os.environ.get("RANK", "0") == "0":
         logger.warning(
             "--variable-seq-lengths: there is one pipeline stage, so no lengths are exchanged; "
-            "micro-batches are only cut behind their last trained token"
+            "micro-batches are only cut after their last trained token"
         )
     multiple = multiple_of(megatron)
 
@@ -97,7 +97,7 @@ def _attach(seams: Seams, options: VariableLengthsOptions, megatron: Megatron) -
 
 FEATURE = Feature(
     name="variable-lengths",
-    summary="micro-batches as long as their longest row, through the pipeline",
+    summary="micro-batches as long as their longest sample, through the pipeline",
     level=2,
     options=VariableLengthsOptions,
     enabled=lambda options, megatron: options.variable_seq_lengths,

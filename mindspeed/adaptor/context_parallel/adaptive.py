@@ -33,7 +33,7 @@ def adaptive_attn_context_parallel(
         n: Query heads.
         cp_para: See :data:`mindspeed.adaptor.context_parallel.arguments.KEYS`.
         softmax_scale: Factor on the scores; default ``1 / sqrt(d)``.
-        attn_mask: True is hidden: ``[S, S]``, or this rank's rows as a list of tiles.
+        attn_mask: True is hidden: ``[S, S]``, or this rank's queries as a list of tiles.
         dropout_p: Probability of dropping a probability.
 
     Returns:

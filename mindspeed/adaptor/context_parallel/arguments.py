@@ -78,8 +78,8 @@ def attend_flat(
         cp_para: The original's dictionary.
         strategy: The algorithm.
         softmax_scale: Factor on the scores; default ``1 / sqrt(d)``.
-        attn_mask: True is hidden: ``[S, S]``, or this rank's rows cut by key ranks; None for the
-            rule of ``cp_para["causal"]``.
+        attn_mask: True is hidden: ``[S, S]``, or this rank's queries, a list of tiles by key rank;
+            None for the rule of ``cp_para["causal"]``.
         dropout_p: Probability of dropping a probability.
         packed_seq_params: ``cu_seqlens_q`` with or without a leading 0.
         lengths: Tokens of each rank where they differ.
@@ -97,9 +97,9 @@ def attend_flat(
         "slopes": _slopes(cp_para),
     }
     strategy = replace(strategy, cache=cp_para.get("cache_policy"))
-    borders = _borders(packed_seq_params, rows * samples, group.size())
-    if zigzag and borders is not None:
-        documents = Documents(borders, borders)
+    cu_seqlens = _cu_seqlens(packed_seq_params, rows * samples, group.size())
+    if zigzag and cu_seqlens is not None:
+        documents = Documents(cu_seqlens, cu_seqlens)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in heads)
         options |= {"causal": True, "window": None}
         out = attend_thd(q, k, v, documents, group, strategy, **options)
@@ -107,8 +107,8 @@ def attend_flat(
     if zigzag:
         return attend(*heads, group, strategy, causal=True, **options)
     batch = contiguous_parts(lengths or [rows] * group.size(), samples)
-    if borders is not None:
-        mask = Mask.documents(tuple(borders.tolist()))
+    if cu_seqlens is not None:
+        mask = Mask.documents(tuple(cu_seqlens.tolist()))
     else:
         one = whole_mask(attn_mask, batch.size, causal, group)
         mask = Mask.batch([one] * samples)
@@ -116,7 +116,7 @@ def attend_flat(
 
 
 def contiguous_parts(lengths: Sequence[int], samples: int) -> PackedBatch:
-    """Every sample in parts of these lengths, one behind the other."""
+    """Every sample sharded into consecutive parts of these lengths."""
     ends = [0, *itertools.accumulate(lengths)]
     size = ends[-1]
     own = tuple(
@@ -130,7 +130,7 @@ def contiguous_parts(lengths: Sequence[int], samples: int) -> PackedBatch:
 
 
 def whole_mask(given: Any, size: int, causal: bool, group: dist.ProcessGroup) -> Mask:
-    """The mask of a sample. Collective where every rank has its own rows of it."""
+    """The mask of a sample. Collective where every rank has the rows of its queries."""
     if given is None or (causal and isinstance(given, torch.Tensor) and given.shape[-1] != size):
         # The original's compressed causal mask is 2048 x 2048 for any size.
         return Mask.causal(size) if causal else Mask.full(size)
@@ -154,14 +154,14 @@ def _slopes(cp_para: Mapping[str, Any]) -> torch.Tensor | None:
     return pse.float().flatten()  # type: ignore[no-any-return]
 
 
-def _borders(packed: Any, rows: int, ranks: int) -> torch.Tensor | None:
-    """Borders of documents over all ranks, from 0."""
+def _cu_seqlens(packed: Any, rows: int, ranks: int) -> torch.Tensor | None:
+    """int64 ``cu_seqlens`` over all ranks, from 0; None without documents."""
     if packed is None or packed.cu_seqlens_q is None:
         return None
-    borders = torch.as_tensor(packed.cu_seqlens_q, dtype=torch.int64).cpu()
-    if not len(borders) or borders[0] != 0:
-        borders = torch.cat([borders.new_zeros(1), borders])
-    total = int(borders[-1])
+    cu_seqlens = torch.as_tensor(packed.cu_seqlens_q, dtype=torch.int64).cpu()
+    if not len(cu_seqlens) or cu_seqlens[0] != 0:
+        cu_seqlens = torch.cat([cu_seqlens.new_zeros(1), cu_seqlens])
+    total = int(cu_seqlens[-1])
     if total not in (rows, rows * ranks):
         raise ConfigError(f"cu_seqlens_q ends at {total}; {ranks} ranks have {rows} rows each")
-    return borders if total == rows * ranks else borders * ranks
+    return cu_seqlens if total == rows * ranks else cu_seqlens * ranks

@@ -35,9 +35,9 @@ def ringattn_context_parallel(
         n: Query heads.
         cp_para: See :data:`mindspeed.adaptor.context_parallel.arguments.KEYS`.
         softmax_scale: Factor on the scores; default ``1 / sqrt(d)``.
-        attn_mask: True is hidden: ``[S, S]``, or this rank's rows as a list of tiles.
+        attn_mask: True is hidden: ``[S, S]``, or this rank's queries as a list of tiles.
         dropout_p: Probability of dropping a probability.
-        packed_seq_params: Borders of documents in ``cu_seqlens_q``, with or without a leading 0.
+        packed_seq_params: ``cu_seqlens_q`` of documents, with or without a leading 0.
         shapes: Tokens of each rank where they differ (not with ``causal``).
 
     Returns:

@@ -1,4 +1,4 @@
-"""Ulysses by the original's function and classes: rows for heads, attend, and back."""
+"""Ulysses by the original's function and classes: all-to-all, attend, all-to-all back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DefaultGatherSizeCalculator(GatherSizeCalculator):
 
 
 class DynamicGatherSizeCalculator(GatherSizeCalculator):
-    """As many tokens as the attention mask, the first further argument, has keys."""
+    """The number of keys of the attention mask, the first positional argument after q, k, v."""
 
     def calculate(self, *args: Any, **kwargs: Any) -> int | None:
         """The last dimension of the mask; None without one."""
@@ -44,14 +44,14 @@ class DynamicGatherSizeCalculator(GatherSizeCalculator):
 
 
 class UlyssesContextAttention(torch.nn.Module):
-    """An attention module whose sequence is split over ranks: it gets all rows of some heads.
+    """Wraps an attention module, which then gets the whole sequence of some heads.
 
     Args:
         local_attention: Called with ``[S, b, n / P, d]`` queries, keys, values and what else
             ``forward`` gets; returns ``[S, b, n / P * d]`` or ``[S, b, n / P, d]``.
         sequence_process_group: Ranks that share the sequence.
         scatter_idx: Dimension of heads: 2.
-        gather_idx: Dimension of rows: 0.
+        gather_idx: Dimension of the sequence: 0.
         gather_size_calculator: For lengths that do not divide.
 
     Raises:
@@ -114,7 +114,7 @@ def ulyssesattn_context_parallel(
     attn_para: Mapping[str, Any],
     ulysses_comm_para: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Attend with rows exchanged for heads. Collective.
+    """Attend after an all-to-all from sequence to head shards. Collective.
 
     Args:
         query: ``[s, b, n, d]``: rank r has the r-th part of the sequence.

@@ -1,6 +1,6 @@
-"""Upstream defects that keep Megatron from running right on this device, mended one a module.
+"""Upstream defects that keep Megatron from running right on this device, one module per fix.
 
-Each module says which defect it mends, and holds ``PATCHES``; the tables below say where they are
+Each module says which defect it fixes, and holds ``PATCHES``; the tables below say where they are
 needed. A repair goes when upstream has fixed the defect: its ``versions`` range says so.
 """
 

@@ -21,7 +21,7 @@ MODULE = "megatron.core.safe_globals"
 
 
 def install(hooks: PostImportHooks, journal: Journal) -> None:
-    """Lengthen the list when Megatron makes it, which is before it is handed to torch."""
+    """Lengthen the list when Megatron makes it, before it is passed to torch."""
     hooks.around_import(MODULE, partial(_lengthened, journal))
 
 

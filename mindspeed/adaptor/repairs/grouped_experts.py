@@ -1,6 +1,6 @@
 """Grouped experts of the local layer spec compute in bf16 only.
 
-``GroupedMLP`` asserts bf16, has a branch of its own for ranks without tokens, and computes weight
+``GroupedMLP`` asserts bf16, has a separate branch for ranks without tokens, and computes weight
 gradients apart from ``main_grad`` even with gradient accumulation fusion. It is served by
 :mod:`mindspeed.te.local_experts` instead.
 """
@@ -20,6 +20,6 @@ PATCHES = (
         "grouped experts in any dtype, with fused weight gradients, on ranks without tokens too",
         kind="replace",
         expects="(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)",
-        versions="<0.17",  # afterwards the local spec has no grouped experts of its own
+        versions="<0.17",  # later versions have no grouped experts in the local spec
     ),
 )

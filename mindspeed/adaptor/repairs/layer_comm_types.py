@@ -30,9 +30,9 @@ def read_from_one(original: Callable[..., None]) -> Callable[..., None]:
         types = config.cp_comm_type
         if not isinstance(types, list):
             return original(self, *args, **kwargs)
-        # Layers that predict further tokens are numbered behind the last one.
-        further = [types[-1]] * (config.mtp_num_layers or 0)
-        config.cp_comm_type = [types[0], *types, *further]
+        # Layers of multi-token prediction are numbered after the last one.
+        prediction = [types[-1]] * (config.mtp_num_layers or 0)
+        config.cp_comm_type = [types[0], *types, *prediction]
         try:
             return original(self, *args, **kwargs)
         finally:

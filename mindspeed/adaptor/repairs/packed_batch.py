@@ -2,7 +2,7 @@
 
 Tensor-parallel rank 0 broadcasts ``max_seqlen``, the other ranks do not receive it, so the next
 broadcast reads a length from garbage and allocates petabytes. The repair lets Megatron broadcast an
-ordinary batch and sends the packing, ``cu_seqlens`` and ``max_seqlen``, in a message of its own:
+ordinary batch and sends the packing, ``cu_seqlens`` and ``max_seqlen``, in a separate message:
 8 + 4 * (documents + 2) bytes per micro-batch to each rank of the tensor-parallel group.
 """
 

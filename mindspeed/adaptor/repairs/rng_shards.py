@@ -2,7 +2,7 @@
 
 Megatron stores the states of the random number generators in pieces: one for every tensor and
 pipeline position, and with expert parallelism one for every data-parallel rank too. It leaves the
-pieces out after a change of tensor or pipeline parallelism, but asks for pieces that do not exist
+pieces out after a change of tensor or pipeline parallelism, but requires pieces that do not exist
 when only the expert- or data-parallel size has changed, and cannot load anything. The repair keeps
 the generators as they are seeded, as Megatron does in the other cases.
 """
