@@ -163,7 +163,7 @@ def test_an_adaptive_layout_suits_the_mask_of_the_user(attached):
         # The documents decide what is seen.
         assert attention_policy.sharding_mask((0, 20, 32, 64), 2) is None
         packed = pack((0, 20, 32, 64), 2, strategy=Strategy("adaptive"), ranks=2)
-        with pytest.raises(ConfigError, match="both say what tokens see"):
+        with pytest.raises(ConfigError, match="both decide which tokens are masked"):
             user_mask(32, 2, packed)
         attached(use_flash_attn=True)
         with pytest.raises(ConfigError, match="needs --attention-mask-type general"):
