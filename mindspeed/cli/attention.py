@@ -1,15 +1,15 @@
-"""Look at context parallelism before it is used: who computes what, and what it costs.
+"""Compare context-parallel algorithms on an attention mask: work per rank, communication, memory.
 
     mindspeed attention plan --mask causal --seq-length 128K --cp 8
     mindspeed attention plan --mask packed:lengths.txt --cp 8 --algo adaptive --plot plan.png
     mindspeed attention plan --mask window:4096 --seq-length 128K --cp 8 --heads 32 --kv-heads 8
 
-Prints for each algorithm: balance of work, bytes that the busiest rank receives for one layer,
-messages, parts of the mask it computes, and the most memory it needs. ``--plot`` draws which rank
-computes which part of the mask. Nothing is run and no device is needed.
+Prints for each algorithm the balance of work, and the maximum over the ranks of received bytes per
+layer, messages, attention calls and memory. ``--plot`` draws which rank computes which part of the
+mask. Nothing is executed and no device is needed.
 
-Masks: causal, full, window:N (N keys before a query), prefix:N (causal, but everybody sees the
-first N keys), packed:FILE (lengths of documents, one on a line), lengths:N,N,...
+Masks: causal, full, window:N (N keys before a query), prefix:N (causal, but all queries see the
+first N keys), packed:FILE (lengths of documents, one per line), lengths:N,N,...
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MOST_LENGTHS = 1 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed attention``."""
     add = parser.add_argument
-    add("action", choices=["plan"], help="plan: make the plans, price them, draw them")
+    add("action", choices=["plan"], help="plan: build the plans, compute their costs, plot them")
     add("--mask", default="causal", metavar="MASK", help="see above (default: causal)")
     add("--seq-length", type=tokens, metavar="N", help="tokens of the sequence; 128K is 131072")
     add(
@@ -76,21 +76,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-dim",
         type=whole(1, MAX_SIZE),
         default=128,
-        help="of queries, keys and values (default: 128)",
+        help="size of a head (default: 128)",
     )
-    add("--dtype", choices=sorted(ITEMSIZE), default="bf16", help="of tensors (default: bf16)")
+    add(
+        "--dtype",
+        choices=sorted(ITEMSIZE),
+        default="bf16",
+        help="dtype of the tensors (default: bf16)",
+    )
     add(
         "--ulysses-degree-in-cp",
         type=whole(1, MAX_RANKS),
         metavar="U",
-        help="of hybrids (default: 2)",
+        help="Ulysses size of the hybrids (default: 2)",
     )
     add(
         "--cp-window-size",
         type=whole(1, MAX_RANKS),
         default=1,
         metavar="W",
-        help="of the ring: double ring",
+        help="inner ring size of a double ring (default: 1, a single ring)",
     )
     add(
         "--adaptive-cp-granularity",
@@ -107,12 +112,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="(default: 2)",
     )
     add("--context-parallel-kv-cache-policy", choices=["full", "half"], help="default: none")
-    add("--plot", type=Path, metavar="FILE", help="draw the plans: .png, .svg or .pdf")
+    add("--plot", type=Path, metavar="FILE", help="plot the plans to a .png, .svg or .pdf file")
     add("--json", action="store_true", help="print JSON, with the numbers of every rank")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the plans and show them."""
+    """Build the plans and print their costs."""
     mask = mask_of(args.mask, args.seq_length)
     sizes = _sizes(args)
     if args.cp > mask.size:
@@ -132,7 +137,7 @@ def tokens(text: str) -> int:
     """A number of tokens, with K or M for 1024 and 1024 squared."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
     if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens such as 8192 or 128K")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 8192 or 128K")
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
@@ -140,7 +145,7 @@ def mask_of(description: str, size: int | None) -> Mask:
     """The mask of ``--mask`` and ``--seq-length``.
 
     Raises:
-        ConfigError: It is none of the forms, or the length is missing or another.
+        ConfigError: The mask is unknown, or the length is missing or inconsistent.
         DataError: The file of lengths cannot be read.
     """
     kind, _, value = description.partition(":")

@@ -1,8 +1,8 @@
-"""The picture of ``mindspeed attention plan --plot``: which rank computes which part of the mask.
+"""The plot of ``mindspeed attention plan --plot``: which rank computes which part of the mask.
 
-For each algorithm, from above: the mask, queries downwards and keys to the right, in the colour of
-the rank that computes a part; who owns which tokens; and for every rank its work and what it
-receives, both as a part of the largest of all algorithms. Drawn without pyplot.
+For each algorithm, from top to bottom: the mask (queries downwards, keys to the right), each part
+in the colour of the rank that computes it; the owner of each token; work and received bytes of
+every rank, relative to the maximum over all algorithms. Drawn without pyplot.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_bytes
 
 _SIDE = 3.4
-_LETTERS = 34  # of the title, above each
-_ACROSS = 4
+_TITLE_CHARACTERS = 34  # per line
+_PLOTS_PER_ROW = 4
 Point = tuple[float, float]
 
 
@@ -38,7 +38,7 @@ def draw(found: Sequence[AlgorithmCosts], output: Path, title: str) -> None:
     """
     if output.suffix not in FORMATS:
         raise ConfigError(f"--plot {output}: the file must end in {', '.join(FORMATS)}")
-    across = min(len(found), _ACROSS)
+    across = min(len(found), _PLOTS_PER_ROW)
     rows = -(-len(found) // across)
     figure = figure_class()(
         figsize=(_SIDE * across + 0.6, (_SIDE + 2.6) * rows + 0.5), layout="constrained"
@@ -57,7 +57,7 @@ def draw(found: Sequence[AlgorithmCosts], output: Path, title: str) -> None:
             axes[2:], (one.work, _received(one)), most, names, strict=True
         ):
             _draw_bars(place, values, top, colors, name)
-    title = textwrap.fill(title, _LETTERS * across)
+    title = textwrap.fill(title, _TITLE_CHARACTERS * across)
     figure.suptitle(title, fontsize=12, fontweight="bold", color="#0f172a")
     buffer = io.BytesIO()
     figure.savefig(buffer, format=output.suffix[1:], dpi=110)
@@ -101,18 +101,18 @@ def _draw_map(axes: Any, one: AlgorithmCosts, colors: list[Any]) -> None:
 
 
 def corners(region: Region) -> list[Point]:
-    """The outline of a part of the mask, key before query: a rectangle cut by two diagonals."""
+    """Outline of a mask region in (key, query) points: a rectangle clipped by two diagonals."""
     q0, q1, k0, k1, lo, hi = region
     outline: list[Point] = [(k0, q0), (k1, q0), (k1, q1), (k0, q1)]
     if lo != -INF:
-        outline = _cut(outline, 1, lo)
-    if hi != INF:  # a token is a square: its far corner still belongs to it
-        outline = _cut(outline, -1, -(hi + 1))
+        outline = _clip(outline, 1, lo)
+    if hi != INF:  # a token is a unit square, including its far corner
+        outline = _clip(outline, -1, -(hi + 1))
     return outline
 
 
-def _cut(outline: list[Point], sign: int, least: int) -> list[Point]:
-    """The part of a convex outline with ``sign (key - query) >= least``."""
+def _clip(outline: list[Point], sign: int, least: int) -> list[Point]:
+    """Clip a convex outline to ``sign (key - query) >= least``."""
     kept: list[Point] = []
     for here, there in zip(outline, outline[1:] + outline[:1], strict=True):
         inside, after = (sign * (key - query) - least for key, query in (here, there))

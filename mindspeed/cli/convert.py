@@ -1,13 +1,13 @@
 """Convert weights between Hugging Face and Megatron, and between Megatron's formats and layouts.
 
-mindspeed convert --input Qwen3-8B --output CHECKPOINTS                     for every layout
-mindspeed convert --input Qwen3-8B --output LEGACY --format torch --tp 2    a file for each rank
+mindspeed convert --input Qwen3-8B --output CHECKPOINTS                     for any layout
+mindspeed convert --input Qwen3-8B --output LEGACY --format torch --tp 2    one file per rank
 mindspeed convert --input LEGACY --output NEW --format torch --tp 4 --pp 2  another layout
 mindspeed convert --input CHECKPOINTS --output NEW_DIR --to hf              for transformers
 
-What --input holds is seen from its files: a Hugging Face directory, or the latest checkpoint in
-torch_dist, legacy (mp_rank_XX, also DeepSpeed's) or safetensors format. One tensor is in memory at
-a time, of a torch_dist checkpoint one file; nothing appears before everything is written.
+The format of --input is detected from its files: a Hugging Face directory, or the latest checkpoint
+in torch_dist, legacy (mp_rank_XX, also DeepSpeed's) or safetensors format. One tensor is in memory
+at a time (one file of a torch_dist checkpoint); the output appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MEGATRON = ("torch_dist", "torch", "deepspeed", "safetensors")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed convert``."""
-    parser.add_argument("--input", required=True, metavar="DIR", help="what to convert")
-    parser.add_argument("--output", required=True, metavar="DIR", help="where to write")
+    parser.add_argument("--input", required=True, metavar="DIR", help="directory to convert")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory to write")
     parser.add_argument(
         "--to",
         choices=("hf", "megatron"),
@@ -41,30 +41,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that ``mindspeed export`` has, too."""
-    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: as read)")
+    """Options shared with ``mindspeed export``."""
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: as read)")
     parser.add_argument(
-        "--verify", action="store_true", help="read the output again and compare every byte"
+        "--verify", action="store_true", help="read the output back and compare every byte"
     )
     parser.add_argument(
         "--added-token-num",
         type=whole(0, 10_000_000),
         default=0,
         metavar="N",
-        help="grow the vocabulary by N tokens, each the mean of the others (default 0)",
+        help="extend the vocabulary by N tokens, set to the mean of the others (default: 0)",
     )
     parser.add_argument("--ckpt-step", type=whole(0), help="iteration (default: the latest)")
     parser.add_argument(
         "--hf-config-dir",
         metavar="DIR",
-        help="Hugging Face directory that says which model a checkpoint is, and whose further "
-        "config keys, tokenizer and generation settings go with an exported model",
+        help="Hugging Face directory that identifies the model of a checkpoint; its other config "
+        "keys, tokenizer and generation settings are copied to an exported model",
     )
     parser.add_argument(
         "--max-shard-size",
         type=number(ABOVE_ZERO),
         metavar="GB",
-        help="size of a file (default 5, of torch_dist 1)",
+        help="maximum size of a file (default: 5; torch_dist: 1)",
     )
 
 
@@ -73,20 +73,20 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
         "--format",
         "--ckpt-format",
         choices=_MEGATRON,
-        help="torch: legacy, a file for each rank; deepspeed: the same under DeepSpeed's names; "
-        "safetensors: whole tensors under Megatron's names (default: torch_dist)",
+        help="torch: legacy, one file per rank; deepspeed: the same with DeepSpeed's file names; "
+        "safetensors: full tensors with Megatron's names (default: torch_dist)",
     )
     group.add_argument(
         "--mtp-num-layers",
         type=whole(0, 100_000),
         metavar="N",
-        help="take N layers of multi-token prediction from a Hugging Face model (default: none)",
+        help="convert N multi-token prediction layers of a Hugging Face model (default: none)",
     )
     layout = (
-        ("--tp", "--tensor-model-parallel-size", "tensor parallel size"),
-        ("--pp", "--pipeline-model-parallel-size", "pipeline parallel size"),
-        ("--vpp", "--num-virtual-stages-per-pipeline-rank", "virtual stages of a pipeline rank"),
-        ("--ep", "--expert-model-parallel-size", "expert parallel size"),
+        ("--tp", "--tensor-model-parallel-size", "tensor-parallel size"),
+        ("--pp", "--pipeline-model-parallel-size", "pipeline-parallel size"),
+        ("--vpp", "--num-virtual-stages-per-pipeline-rank", "virtual pipeline stages per rank"),
+        ("--ep", "--expert-model-parallel-size", "expert-parallel size"),
     )
     for short, long, text in layout:
         group.add_argument(
@@ -101,17 +101,17 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
         "--layers-per-stage",
         type=_numbers,
         metavar="N,N,...",
-        help="layers of each stage, where they are not equal; legacy formats",
+        help="layers of each pipeline stage, if not equal; legacy formats",
     )
     group.add_argument(
         "--moe-grouped-gemm",
         action="store_true",
-        help="experts are computed together; legacy formats for transformer_engine",
+        help="weights for grouped experts; legacy formats with transformer_engine",
     )
     group.add_argument(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
-        help="layer spec (default: as read; of a Hugging Face model transformer_engine)",
+        help="layer spec (default: as read; transformer_engine for a Hugging Face model)",
     )
     group.add_argument(
         "--make-vocab-size-divisible-by",
@@ -126,7 +126,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert."""
+    """Run the conversion."""
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     if layout != ParallelSizes() and form not in ("torch", "deepspeed"):
         raise ConfigError(
             "--tp, --pp, --vpp, --ep and --layers-per-stage are for --format torch and deepspeed; "
-            f"{form} fits every layout, so leave them out"
+            f"{form} loads into any layout, so leave them out"
         )
     target = Target(
         form,
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def common_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The common options as fields of a target."""
+    """The shared options as fields of a target."""
     from mindspeed.errors import ConfigError
     from mindspeed.training.flag_types import DTYPES
 
@@ -172,7 +172,7 @@ def common_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def convert(args: argparse.Namespace, target: Target) -> int:
-    """Open, convert, and say what was done."""
+    """Convert and print what was written."""
     from mindspeed.checkpoint.weights import convert as formats
 
     source = formats.open_weights(

@@ -1,4 +1,4 @@
-"""Say what works on this machine, and why not: versions, device, Transformer Engine, gloo, files.
+"""Check this machine: versions, device, Transformer Engine, gloo, files.
 
 mindspeed doctor
 mindspeed doctor --security DIR     modes, owners and umask against the recommended table
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; the exit code is 1 when something needed does not work."""
+    """Print the findings; the exit code is 1 if a required check fails."""
     if args.security:
         from mindspeed.security import audit
 

@@ -14,16 +14,18 @@ HELP = "write a trained model for transformers"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed export``."""
-    parser.add_argument("--hf", action="store_true", required=True, help="as Hugging Face has it")
+    parser.add_argument("--hf", action="store_true", required=True, help="in Hugging Face format")
     parser.add_argument(
         "--load", required=True, metavar="DIR", dest="input", help="directory of checkpoints"
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="new directory")
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="directory to write; must not exist"
+    )
     add_common_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export."""
+    """Run the export."""
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()

@@ -1,4 +1,4 @@
-"""List the features: what each does, its flags, its level, where it runs, what it excludes.
+"""List the features: purpose, flags, level, devices, conflicts.
 
 mindspeed features                          all
 mindspeed features --explain profiling      one, with all its flags
@@ -28,13 +28,15 @@ HELP = "list the features: flag, level, devices, conflicts"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed features``."""
     parser.add_argument("--level", type=int, choices=(0, 1, 2), help="only features of this level")
-    parser.add_argument("--stage", choices=("stable", "prototype"), help="only this stage")
-    parser.add_argument("--explain", metavar="NAME", help="everything about one feature")
+    parser.add_argument(
+        "--stage", choices=("stable", "prototype"), help="only features of this stage"
+    )
+    parser.add_argument("--explain", metavar="NAME", help="describe one feature in full")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--enabled",
         action="store_true",
-        help="which features the flags after -- switch on, or what is wrong with them",
+        help="list the features that the flags after -- enable, or report errors in the flags",
     )
 
 

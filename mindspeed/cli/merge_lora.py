@@ -4,10 +4,10 @@ mindspeed merge-lora --load CHECKPOINTS --lora-load ADAPTER --save MERGED
 mindspeed merge-lora --load hf:Qwen3-8B --lora-load PEFT_DIR --save MERGED --format hf
 mindspeed merge-lora --lora-load ADAPTER --save PEFT_DIR --format peft
 
---load takes what mindspeed convert does, and hf:DIR; --lora-load takes adapters of mindspeed
-finetune and of the peft package. The result is a plain model: --load it, convert it, generate with
-it. With --format peft nothing is merged: the adapter is written for the peft package. One tensor is
-in memory at a time; nothing appears before everything is written.
+--load accepts the formats of mindspeed convert, and hf:DIR; --lora-load accepts adapters of
+mindspeed finetune and of the peft package. The result is an ordinary checkpoint. With --format peft
+nothing is merged: the adapter is written for the peft package. One tensor is in memory at a time;
+the output appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ _FORMATS = ("torch_dist", "hf", "torch", "safetensors", "peft")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed merge-lora``."""
     parser.add_argument("--load", metavar="DIR", help="base model: checkpoints, or hf:DIR")
-    parser.add_argument("--lora-load", required=True, metavar="DIR", help="adapter, ours or PEFT's")
-    parser.add_argument("--save", required=True, metavar="DIR", help="where to write; a new one")
     parser.add_argument(
-        "--format", choices=_FORMATS, default="torch_dist", help="what to write (torch_dist)"
+        "--lora-load", required=True, metavar="DIR", help="adapter of mindspeed or PEFT"
+    )
+    parser.add_argument(
+        "--save", required=True, metavar="DIR", help="directory to write; must not exist"
+    )
+    parser.add_argument(
+        "--format",
+        choices=_FORMATS,
+        default="torch_dist",
+        help="output format (default: torch_dist)",
     )
     parser.add_argument(
         "--ckpt-step", type=whole(0), help="iteration of --load (default: the latest)"
@@ -36,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf-config-dir",
         metavar="DIR",
-        help="Hugging Face directory that says which model --load is, and whose tokenizer goes "
+        help="Hugging Face directory that identifies the model of --load; its tokenizer is copied "
         "with the result",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge."""
+    """Merge the adapter."""
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.checkpoint.weights.convert import Target, convert, open_weights
     from mindspeed.errors import ConfigError

@@ -1,4 +1,4 @@
-"""List the models that --model knows, with their sizes and flags.
+"""List the models for --model, with their sizes and flags.
 
 mindspeed models                      all presets
 mindspeed models --family qwen3       of one family
@@ -20,8 +20,10 @@ HELP = "list the models for --model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed models``."""
-    parser.add_argument("model", nargs="?", help="preset or directory: print its flags")
-    parser.add_argument("--family", help="only this family")
+    parser.add_argument(
+        "model", nargs="?", help="preset or Hugging Face directory: print its flags"
+    )
+    parser.add_argument("--family", help="only models of this family")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

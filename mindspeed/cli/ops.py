@@ -1,4 +1,4 @@
-"""List the fused operators: which implementation each device runs here, and why others do not.
+"""List the fused operators: the implementation for each device, and why others are refused.
 
 mindspeed ops                        all, for the device of this machine
 mindspeed ops --device npu           all, as this process would run them on an NPU
@@ -24,8 +24,8 @@ HELP = "list the fused operators: implementation on this device, why not others"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed ops``."""
-    parser.add_argument("--device", choices=DEVICES, help="default: the device of this machine")
-    parser.add_argument("--explain", metavar="NAME", help="everything about one operator")
+    parser.add_argument("--device", choices=DEVICES, help="device (default: that of this machine)")
+    parser.add_argument("--explain", metavar="NAME", help="describe one operator in full")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -1,4 +1,4 @@
-"""List what is changed in Megatron: target, kind, owner, reason.
+"""List the patches of Megatron: target, kind, owner, reason.
 
 mindspeed patches                    with no feature on
 mindspeed patches -- --profile       with these flags
@@ -24,11 +24,11 @@ HELP = "list the patches of Megatron, and check them against a Megatron version"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed patches``."""
     parser.add_argument("--check", action="store_true", help="check all targets and signatures")
-    parser.add_argument("--megatron", type=Path, help="directory that holds megatron/core")
+    parser.add_argument("--megatron", type=Path, help="directory that contains megatron/core")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the patches; with ``--check`` the exit code says whether every contract holds."""
+    """Print the patches; with ``--check`` the exit code is 1 if a contract is violated."""
     return _check(args.megatron) if args.check else _list(args.flags)
 
 

@@ -1,4 +1,4 @@
-"""List the recipes that --config knows by name, or print one to copy and edit.
+"""List the recipes for --config, or print one to copy and edit.
 
 mindspeed recipes                                 all
 mindspeed recipes --family qwen3                  of one model family
@@ -17,7 +17,7 @@ HELP = "list the recipes for --config, or print one"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed recipes``."""
     parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
-    parser.add_argument("name", nargs="?", help="with show: which recipe")
+    parser.add_argument("name", nargs="?", help="name of the recipe to show")
     parser.add_argument("--family", help="only recipes of this model family")
 
 
