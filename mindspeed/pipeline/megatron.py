@@ -20,14 +20,14 @@ from mindspeed.pipeline.noop_layers import problem_of, without_noop
 
 
 class NoopTransformerLayer(MegatronModule, BaseTransformerLayer):
-    """Returns its input; no parameters, nothing in a checkpoint.
+    """Returns its input; has no parameters and no checkpoint entries.
 
     Args:
         config: of the model.
-        global_layer_number: number in the whole model, from 1, as other layers have it too.
-        copies: the output is a copy. The last layer of a model chunk needs that: the schedule
-            frees outputs after sending them and refuses views, and an activation checkpoint makes
-            a view of an output that is its input.
+        global_layer_number: number in the whole model, 1-based, as of other layers.
+        copies: return a copy. The last layer of a model chunk must: the schedule frees outputs
+            after sending them and refuses views, and an activation checkpoint returns a view of an
+            output that is its input.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class NoopTransformerLayer(MegatronModule, BaseTransformerLayer):
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, context: Any = None, **__: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Hidden states ``[s, b, h]`` and cross-attention context, as they came."""
+        """Returns the hidden states ``[s, b, h]`` and the cross-attention context unchanged."""
         return (hidden_states.clone() if self._copies else hidden_states), context
 
     def extra_repr(self) -> str:
@@ -56,9 +56,9 @@ def with_noop_layers(
 ) -> TransformerBlockSubmodules:
     """Replace the specs of no-op layers in one model chunk.
 
-    The other layers compute what they did and are numbered in checkpoints as if no-op layers did
-    not exist. The standard deviation of Megatron's default initialisation of output projections, in
-    ``config``, is adjusted to the layers that compute.
+    The other layers are unchanged and are numbered in checkpoints as if no-op layers did not
+    exist. The standard deviation of Megatron's default initialisation of output projections, in
+    ``config``, is adjusted to the number of computing layers.
 
     Args:
         block: the specs of the chunk's layers.
@@ -85,8 +85,8 @@ def stored_as(index: int, num_layers: int, layer: type) -> type:
     """A layer class whose checkpoint entries are those of layer ``index`` of ``num_layers``.
 
     Megatron stacks the parameters of equal layers in tensors ``[num_layers, ...]`` and passes each
-    layer its offset in them. Where layers differ it gives them names with numbers instead; those
-    the ``layer_spec`` seam takes from the attribute ``stored_as``.
+    layer its offset. Where layers differ it uses names with layer numbers instead; the
+    ``layer_spec`` seam takes these from the attribute ``stored_as``.
     """
 
     class StoredAs(layer):  # type: ignore[misc,valid-type]

@@ -1,8 +1,8 @@
-"""Layers that do nothing, to balance the stages of a pipeline.
+"""No-op layers, which balance the stages of a pipeline.
 
-Megatron gives every stage the same number of layers. Where that number doesn't divide, or where the
-embedding or the output layer makes a stage slow, some layers are declared no-op: they keep their
-place in the numbering and compute nothing.
+Megatron gives every stage the same number of layers. If the number of layers is not a multiple of
+the stages, or if the embedding or the output layer makes a stage slow, some layers are declared
+no-op: they are numbered like other layers and compute nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def problem_of(noop_layers: Collection[int], num_layers: int) -> str:
-    """What is wrong with these indices, or an empty text."""
+    """The error message for invalid indices; empty if they are valid."""
     wrong = sorted(index for index in noop_layers if not 0 <= index < num_layers)
     if wrong:
         return f"names layer {wrong[0]}; the {num_layers} layers are 0 to {num_layers - 1}"
@@ -27,12 +27,12 @@ def problem_of(noop_layers: Collection[int], num_layers: int) -> str:
 
 
 def without_noop(layers: Sequence[T], noop_layers: Collection[int]) -> list[T]:
-    """The entries of a list over all layers that belong to layers which compute."""
+    """The entries of a per-layer list that belong to computing layers."""
     return [layer for index, layer in enumerate(layers) if index not in noop_layers]
 
 
 def with_noop(layers: Sequence[int], noop_layers: Collection[int]) -> list[int]:
-    """The inverse of :func:`without_noop`, with 0 for layers that compute nothing."""
+    """The inverse of :func:`without_noop`, with 0 for no-op layers."""
     entries = iter(layers)
-    places = range(len(layers) + len(noop_layers))
-    return [0 if index in noop_layers else next(entries) for index in places]
+    indices = range(len(layers) + len(noop_layers))
+    return [0 if index in noop_layers else next(entries) for index in indices]

@@ -1,8 +1,8 @@
-"""Where time and floating point operations go: traces, executed FLOPs, model FLOPs.
+"""Profiling: traces, executed FLOPs, model FLOPs.
 
 * :func:`profile`: a Chrome trace and a table of a window of steps, on chosen ranks.
-* :class:`FlopCounter`: what a block of code really executes, with and without recomputation.
-* :func:`model_flops`: what the model needs by formula.
+* :class:`FlopCounter`: FLOPs that a block of code executes, with and without recomputation.
+* :func:`model_flops`: FLOPs of the model by formula.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The two profilers behind one small interface: torch.profiler and torch_npu.profiler.
+"""torch.profiler and torch_npu.profiler behind one interface.
 
-Both follow the same schedule: maybe one step of warming up, then the window, then the result.
+Both follow the same schedule: at most one warm-up step, the window, the result.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Recorder(Protocol):
     """Records one window on one rank."""
 
     def start(self, step: int, first: int) -> None:
-        """Begin at ``step``, record from step ``first`` on."""
+        """Start at ``step``; record from step ``first``."""
 
     def step(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
 
     def stop(self) -> None:
-        """The window is over: write the result."""
+        """End the window and write the result."""
 
     def summary(self) -> str:
-        """Where the result is, and the table of the most expensive operators."""
+        """Path of the result, and the table of the most expensive operators."""
 
 
 def recorder_for(device_name: str, options: ProfileOptions, rank: int) -> Recorder:
@@ -52,7 +52,7 @@ class TorchRecorder:
         self._table = ""
 
     def start(self, step: int, first: int) -> None:
-        """Begin at ``step``, record from step ``first`` on."""
+        """Start at ``step``; record from step ``first``."""
         import torch.profiler as torch_profiler
 
         options = self._options
@@ -86,15 +86,15 @@ class TorchRecorder:
         return [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if host else [])]
 
     def step(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self._profiler.step()
 
     def stop(self) -> None:
-        """The window is over: write the result."""
+        """End the window and write the result."""
         self._profiler.stop()
 
     def summary(self) -> str:
-        """Where the result is, and the table of the most expensive operators."""
+        """Path of the result, and the table of the most expensive operators."""
         return f"profile written to {self.path}\n{self._table}"
 
     def _write(self, profiler: Any) -> None:
@@ -112,7 +112,7 @@ class TorchRecorder:
 
 
 class NpuRecorder:
-    """torch_npu.profiler; it names its result directory itself and may analyse it at once."""
+    """torch_npu.profiler, which names its result directory and may analyse it at once."""
 
     def __init__(self, device_name: str, options: ProfileOptions, rank: int) -> None:
         self._options = options
@@ -122,7 +122,7 @@ class NpuRecorder:
         self._profiler: Any = None
 
     def start(self, step: int, first: int) -> None:
-        """Begin at ``step``, record from step ``first`` on."""
+        """Start at ``step``; record from step ``first``."""
         from torch_npu import profiler as npu_profiler
 
         options = self._options
@@ -160,17 +160,17 @@ class NpuRecorder:
         )
 
     def step(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self._profiler.step()
 
     def stop(self) -> None:
-        """The window is over: write the result."""
+        """End the window and write the result."""
         self._profiler.stop()
         for result in self._results() - self._before:
             files.harden_tree(result)
 
     def summary(self) -> str:
-        """Where the result is, and the table of the most expensive operators."""
+        """Path of the result, and the table of the most expensive operators."""
         new = sorted(self._results() - self._before)
         tables = [table for result in new for table in result.glob("**/op_statistic.csv")]
         where = ", ".join(map(str, new)) or str(self._path)

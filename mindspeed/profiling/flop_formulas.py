@@ -1,14 +1,14 @@
 """FLOPs of one operator call from the shapes of its arguments, where torch has no formula.
 
-torch.utils.flop_counter knows the ordinary matrix products, convolutions and the attention kernels
-of CUDA. The formulas here complete it: products with an accumulator written in place (weight
+torch.utils.flop_counter has formulas of matrix products, convolutions and the attention kernels of
+CUDA. The formulas here complete it: products with an accumulator written in place (weight
 gradients), grouped products of MoE experts, vector products, and the attention kernels of the CPU
 and of devices outside torch.
 
-A multiplication and an addition count as two operations. torch's attention counts the whole score
-matrix, whatever the mask hides, and its backward five products, because the kernels compute the
-scores anew (:func:`repeated_in`). An operator of our own registers its formula where it is defined,
-with ``torch.utils.flop_counter.register_flop_formula``; our attention counts the pairs that meet.
+A multiplication and an addition count as two operations. torch's attention counts the full score
+matrix, masked or not, and its backward five products, because the kernels recompute the scores
+(:func:`repeated_in`). Operators of mindspeed register their formula where they are defined, with
+``torch.utils.flop_counter.register_flop_formula``; their attention counts unmasked pairs only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Formula = Callable[..., int]
 
 
 def formula_of(operator: Any) -> Formula | None:
-    """The formula of an operator (``torch.ops.aten.mm``), ``None`` if it computes no products."""
+    """The formula of an operator such as ``torch.ops.aten.mm``; None if it has no FLOPs."""
     return flop_registry.get(operator) or _FORMULAS.get(operator)
 
 
@@ -56,7 +56,7 @@ def _added(_: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *__: Any, *
 
 
 def _grouped(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Rows of ``left`` multiply one of several matrices, or columns are summed in groups.
+    """Grouped matrix product: rows multiply one of several matrices, or groups of columns are summed.
 
     ``[t, k] x [g, k, n]``, ``[g, m, k] x [k, t]``, ``[m, t] x [t, n]`` (weight gradients) and the
     batched ``[g, m, k] x [g, k, n]`` all cost two operations per row, column and summand.

@@ -1,4 +1,4 @@
-"""Counts the FLOPs a block of code really executes, with and without recomputation.
+"""Counts the FLOPs that a block of code executes, with and without recomputation.
 
     with FlopCounter() as counter:
         loss = model(batch)
@@ -6,13 +6,12 @@
     counter.count.total                  # everything: numerator of the hardware utilisation (HFU)
     counter.count.without_recompute      # numerator of the model utilisation (MFU)
 
-A ``TorchDispatchMode`` sees every operator of forward and backward, whoever calls it, and adds its
-formula. Nothing of Megatron is touched: :mod:`mindspeed.profiling.phase` recognises recomputation,
-so every kind of activation checkpoint counts right, and the backward of recomputed layers stays
-what it is, backward. The scores that a fused attention kernel computes again in its backward count
-as recomputation too.
+A ``TorchDispatchMode`` sees every operator of forward and backward and adds its formula.
+:mod:`mindspeed.profiling.phase` recognises recomputation of any activation checkpoint; the backward
+of recomputed layers still counts as backward. The scores that a fused attention kernel recomputes
+in its backward count as recomputation.
 
-Not seen: kernels that are launched without an operator (they call :func:`add`) and replayed graphs.
+Not seen: kernels launched without an operator (they call :func:`add`), and replayed graphs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class FlopCount:
 
     @property
     def without_recompute(self) -> int:
-        """What the model needs: forward once and backward."""
+        """Forward and backward once, without recomputation."""
         return self.total - self.recompute
 
     def __add__(self, other: FlopCount) -> FlopCount:
@@ -66,7 +65,7 @@ class FlopCounter(Instrument):
 
 
 def add(flops: int) -> None:
-    """Tell all running counters of work that no operator shows, such as a raw Triton launch."""
+    """Add FLOPs of work without an operator, such as a raw Triton launch, to all counters."""
     for counter in _active:
         counter._add(flops, 0)
 

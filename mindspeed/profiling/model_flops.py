@@ -3,8 +3,8 @@
     3 (forward, two in backward) x 2 (multiply, add) x weights used by a token
     + attention scores and weighted sum, halved for the causal mask
 
-Embedding look-ups, norms and the optimizer are left out. With ``causal=False`` the attention terms
-count whole, which is what :class:`mindspeed.profiling.flops.FlopCounter` measures on kernels that
+Embedding look-ups, norms and the optimizer are excluded. With ``causal=False`` the attention terms
+count the full score matrix, as :class:`mindspeed.profiling.flops.FlopCounter` does for kernels that
 compute masked blocks too.
 """
 
@@ -19,7 +19,7 @@ _PASSES_TIMES_FMA = 6
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Sizes of multi-latent attention (MLA); without ``q_rank`` queries aren't compressed."""
+    """Sizes of multi-latent attention (MLA); without ``q_rank`` queries are not compressed."""
 
     q_rank: int | None
     kv_rank: int
@@ -30,15 +30,15 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the FLOPs of a transformer depend on.
+    """The sizes that determine the FLOPs of a transformer.
 
     Attributes:
         moe_layers: for each layer whether its MLP is a mixture of experts; its length is the
             number of layers that compute.
         vocab_size: rows of the output layer, padding included.
-        gated: SwiGLU and the like: three matrices in an MLP instead of two.
+        gated: the MLP has a gate (SwiGLU and the like): three matrices instead of two.
         output_gate: the attention has a gate of the size of the queries.
-        mtp_layers: multi-token prediction layers; each is one more layer of the last kind.
+        mtp_layers: multi-token prediction layers; each adds a layer like the last one.
     """
 
     moe_layers: tuple[bool, ...]
@@ -61,11 +61,11 @@ class ModelShape:
     def from_megatron(
         cls, args: Mapping[str, Any], moe_layers: Sequence[bool] | None = None
     ) -> ModelShape | None:
-        """The shape described by Megatron's arguments; None for models that aren't plain GPTs.
+        """The shape given by Megatron's arguments; None for models other than GPT.
 
         Args:
             args: Megatron's arguments by name.
-            moe_layers: the layers that compute, by default all that ``args`` describe.
+            moe_layers: the computing layers, by default all of ``args``.
         """
         unknown = ("is_hybrid_model", "experimental_attention_variant", "moe_latent_size")
         if any(args.get(name) for name in (*unknown, "heterogeneous_layers_config_path")):
@@ -133,7 +133,7 @@ def _mlp(shape: ModelShape, ffn_hidden_size: int) -> int:
 
 
 def _attention(shape: ModelShape, keys: float) -> float:
-    """Multiplications of one token in one attention, which looks at ``keys`` keys."""
+    """Multiplications of one token in one attention over ``keys`` keys."""
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     if shape.latent is not None:
         return _latent_attention(shape.latent, hidden, heads, keys)

@@ -1,15 +1,15 @@
-"""Tells which part of a training step the running code belongs to: forward, backward, recompute.
+"""Tells the phase of a training step that code belongs to: forward, backward or recompute.
 
-Recomputation is recognised by what it is, a forward pass under ``enable_grad`` inside a backward
-pass, so every kind of activation checkpoint counts, whoever wrote it. Two cases make the grad mode
-alone a bad witness, in both directions:
+Recomputation is a forward pass under ``enable_grad`` inside a backward pass, so every
+implementation of activation checkpoints is recognised. The grad mode alone is not sufficient, for
+two reasons:
 
 * The forward of a ``torch.autograd.Function`` runs with gradients switched off, also when an
   activation checkpoint repeats it.
 * A backward may call the forward of an autograd function (the backward of an all-to-all is an
   all-to-all), and with ``create_graph=True`` all of it runs with gradients switched on.
 
-So the regions of ``enable_grad`` that are entered within a backward pass are followed.
+So regions of ``enable_grad`` that are entered within a backward pass are tracked.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _NO_BACKWARD = -1
 
 
 class PhaseTracker:
-    """Context manager; :meth:`current` answers while it is active, for the calling thread.
+    """Context manager; :meth:`current` gives the phase of the calling thread.
 
-    A checkpoint that was already being repeated when the tracker was entered is not recognised.
+    A recomputation that was already running when the tracker was entered is not recognised.
     Trackers nest like other context managers: the last one entered leaves first.
     """
 
     def __init__(self) -> None:
         self._journal = Journal()
-        self._local = threading.local()  # the backward of a GPU runs in a thread of its own
+        self._local = threading.local()  # the backward of a GPU runs in its own thread
 
     def __enter__(self) -> PhaseTracker:
         for region in (torch.enable_grad, torch.set_grad_enabled):
@@ -58,7 +58,7 @@ class PhaseTracker:
         return "recompute" if regions and regions[-1] == running else "backward"
 
     def _follow(self, region: type) -> None:
-        """Note the backward pass in which each region with gradients is entered."""
+        """Record the backward pass in which each region of enabled gradients is entered."""
         enter, leave = region.__enter__, region.__exit__  # type: ignore[attr-defined]
 
         def __enter__(context: Any) -> None:
@@ -81,5 +81,5 @@ class PhaseTracker:
 
 
 def _backward_pass() -> int:
-    """Number of the innermost backward pass this thread works for."""
+    """Id of the innermost backward pass of this thread."""
     return torch._C._current_graph_task_id()

@@ -7,10 +7,10 @@
             p.step()
 
 Steps count from 1 and the window is ``[step_start, step_end)``. torch.profiler records on CPU and
-CUDA and gives a Chrome trace (chrome://tracing, https://ui.perfetto.dev, TensorBoard);
-torch_npu.profiler records on NPU and gives what MindStudio Insight and Perfetto open. After the
-window a table of the most expensive operators is printed. Outside the window nothing is recorded
-and nothing costs time; ranks that were not chosen never load a profiler.
+CUDA and writes a Chrome trace (chrome://tracing, https://ui.perfetto.dev, TensorBoard);
+torch_npu.profiler records on NPU and writes traces for MindStudio Insight and Perfetto. After the
+window a table of the most expensive operators is printed. There is no overhead outside
+the window, and ranks that were not chosen never load a profiler.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ logger = logging.getLogger("mindspeed")
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to profile and how much of it.
+    """Steps, ranks and details to profile.
 
     Attributes:
         step_start: first profiled step, counted from 1.
-        step_end: first step that isn't profiled any more.
+        step_end: end of the window, exclusive.
         ranks: global ranks to profile; -1 stands for all.
         level: level0 device work (on the CPU: operators), level1 also the host side with
             collectives and their groups (NPU: pipe utilisation), level2 also FLOPs and modules
-            (NPU: all the profiler has).
+            (NPU: everything).
         with_cpu: record operators on the host.
         with_stack: record Python stacks.
         with_memory: record allocations; needs with_cpu.
         record_shapes: record the shapes of operator inputs.
         save_path: directory of the traces.
         export_type: ``text`` or, NPU only, ``db``.
-        data_simplification: NPU only: delete raw data after it was analysed.
+        data_simplification: NPU only: delete raw data after analysis.
     """
 
     step_start: int = 10
@@ -65,7 +65,7 @@ class ProfileOptions:
     data_simplification: bool = False
 
     def problems(self, device_name: str, world_size: int) -> Iterator[tuple[str, str]]:
-        """Everything that is wrong with these options: (field, message)."""
+        """All errors in these options, as (field, message)."""
         if self.step_start < 1:
             yield "step_start", f"is {self.step_start}, but the first step is 1"
         if self.step_end <= self.step_start:
@@ -111,7 +111,7 @@ class StepProfiler:
         if self._recorder is not None:
             self._recorder.step()
             return
-        # One step earlier the recorder can warm up; the first step of a run has none before it.
+        # The recorder warms up one step earlier, unless the window starts at the first step.
         due = options.step_start - 1 <= step < options.step_end
         if due and options.covers(self.rank):
             files.make_dirs(options.save_path)
@@ -157,7 +157,7 @@ class StepProfiler:
 
     @contextmanager
     def around_training(self) -> Iterator[None]:
-        """Leaves no recorder running when training ends, however it ends."""
+        """Stops the recorder however training ends."""
         try:
             yield
         finally:
@@ -165,14 +165,14 @@ class StepProfiler:
 
 
 class Steps:
-    """What :func:`profile` gives to the training loop."""
+    """The handle that :func:`profile` yields to the training loop."""
 
     def __init__(self, profiler: StepProfiler) -> None:
         self._profiler = profiler
         self._step = 1
 
     def step(self) -> None:
-        """A step is complete, the next one begins."""
+        """End a step and begin the next one."""
         self._profiler.end(self._step)
         self._step += 1
         self._profiler.begin(self._step)
@@ -180,10 +180,10 @@ class Steps:
 
 @contextmanager
 def profile(options: ProfileOptions) -> Iterator[Steps]:
-    """Profile a training loop of your own; call ``step()`` on the result after each step.
+    """Profile any training loop; call ``step()`` on the result after each step.
 
     Raises:
-        ValueError: options that cannot work, all of them named.
+        ValueError: invalid options; the message names all of them.
     """
     initialized = dist.is_available() and dist.is_initialized()
     world_size = dist.get_world_size() if initialized else int(os.environ.get("WORLD_SIZE", "1"))
@@ -197,7 +197,7 @@ def profile(options: ProfileOptions) -> Iterator[Steps]:
 
 
 def options_from(values: Mapping[str, Any]) -> ProfileOptions:
-    """Options from flags by name, ``profile_with_cpu`` for ``with_cpu``."""
+    """Options from flags: ``profile_with_cpu`` sets ``with_cpu``, and so on."""
     names = ProfileOptions.__dataclass_fields__
     return ProfileOptions(**{name: values[f"profile_{name}"] for name in names})
 

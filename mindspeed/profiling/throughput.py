@@ -1,8 +1,8 @@
 """Executed FLOPs per second of the whole job, measured between two lines of the log.
 
-The FLOPs of a step depend on shapes only, so a step is counted when its signature (batch size and
-whatever else the caller puts in) is new; every other step of that signature costs nothing but two
-clock readings. One all_reduce of two numbers per log line gives the mean over ranks.
+The FLOPs of a step depend on shapes only, so a step is counted only if its signature (batch size
+and anything else that the caller adds) is new; other steps cost two clock readings. One all_reduce
+of two numbers per log line gives the mean over ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed.profiling.model_flops import ModelShape, model_flops
 
 @dataclass(frozen=True)
 class Throughput:
-    """FLOPs of one device (mean over all ranks) and sequences of all, in some seconds."""
+    """FLOPs of one device (mean over ranks) and sequences of all ranks in a period."""
 
     without_recompute: float
     with_recompute: float
@@ -35,7 +35,7 @@ class ThroughputMeter:
 
     Args:
         signature: called before each step; steps with equal values execute equal FLOPs (summed
-            over ranks). None as its value means that the step must be counted in any case.
+            over ranks). None: always count the step.
     """
 
     def __init__(self, signature: Callable[[], Hashable]) -> None:
@@ -51,7 +51,7 @@ class ThroughputMeter:
 
     @contextmanager
     def step(self, sequences: int) -> Iterator[None]:
-        """Around one training step of ``sequences`` sequences on all ranks together."""
+        """Context of one training step with ``sequences`` sequences on all ranks together."""
         signature = self._signature()
         known = self._counted.get(signature) if signature is not None else None
         begin = time.perf_counter()
@@ -67,10 +67,10 @@ class ThroughputMeter:
         self._sequences += sequences
 
     def read(self) -> Throughput:
-        """The mean since the last reading; all ranks call it together.
+        """The mean since the last reading. Collective.
 
-        Time between steps (evaluation, checkpoints) doesn't count, but what the device still had to
-        do after the last step does, as far as the caller has waited for it.
+        Time between steps (evaluation, checkpoints) does not count. Device work that is still
+        running after the last step counts if the caller has waited for it.
         """
         seconds = self._seconds
         if self._last_step_ended is not None:
@@ -82,7 +82,7 @@ class ThroughputMeter:
 
 
 def describe(measured: Throughput, shape: ModelShape | None) -> str:
-    """The part of a log line about throughput; without ``shape`` only what was executed."""
+    """The part of a log line about throughput; without ``shape`` only executed FLOPs."""
     name = device.current().name
     name = _NAMES.get(name, name.upper())
     seconds = max(measured.seconds, 1e-9)

@@ -23,7 +23,7 @@ class LengthCommunicator(P2PCommunicator):  # type: ignore[misc]
         pp_group: Stages of the pipeline.
         config: Megatron's configuration of the model.
         num_microbatches: Micro-batches of the step.
-        shapes: Of the activations of each micro-batch; None where they are not known before.
+        shapes: Of the activations of each micro-batch; None if they are not known in advance.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class LengthCommunicator(P2PCommunicator):  # type: ignore[misc]
         group = config.microbatch_group_size_per_vp_stage or num_microbatches
         order = get_schedule_table(num_microbatches, chunks, group)
         every = [number for number, _ in order]
-        # From the last stage to the first goes what is not the end of the model.
-        around = [number for number, chunk in order if chunk < chunks - 1]
+        # The last stage sends the outputs of all chunks but the last one to the first stage.
+        wrapping = [number for number, chunk in order if chunk < chunks - 1]
         first, last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
-        self._arriving: Iterator[int] = iter(around if first else every)
-        self._leaving = iter(around if last else every)
-        self._returning = iter(around if last else every)
+        self._received: Iterator[int] = iter(wrapping if first else every)
+        self._sent_order = iter(wrapping if last else every)
+        self._gradient_order = iter(wrapping if last else every)
         self._known = shapes
         self._sent: dict[int, Shape] = {}
 
@@ -50,22 +50,22 @@ class LengthCommunicator(P2PCommunicator):  # type: ignore[misc]
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape, Shape]:
-        """Shapes of what comes from the previous and from the next stage."""
+        """Shapes of the tensors from the previous and from the next stage."""
         from_previous, from_next = (0, 0, 0), (0, 0, 0)
         if tensor_send_next is not None:
-            self._sent[next(self._leaving)] = tuple(tensor_send_next.shape)
+            self._sent[next(self._sent_order)] = tuple(tensor_send_next.shape)
         if recv_next:
-            from_next = self._sent[next(self._returning)]  # type: ignore[assignment]
+            from_next = self._sent[next(self._gradient_order)]  # type: ignore[assignment]
         if self._known is not None:
             if recv_prev:
-                from_previous = self._known[next(self._arriving)]  # type: ignore[assignment]
+                from_previous = self._known[next(self._received)]  # type: ignore[assignment]
         elif recv_prev or tensor_send_next is not None:
             from_previous, _ = super()._communicate_shapes(tensor_send_next, None, recv_prev, False)
         return from_previous, from_next
 
 
 def with_lengths(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """A pipeline schedule whose micro-batches have different lengths."""
+    """Wraps a pipeline schedule for micro-batches of different lengths."""
 
     def forward_backward(
         *,
@@ -98,7 +98,7 @@ def with_lengths(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shapes(readers: Any, count: int, samples: int, config: Any) -> list[Shape] | None:
-    """What stages exchange for each micro-batch, where the reader looks ahead."""
+    """Activation shapes ``(s, b, h)`` of every micro-batch, if the reader knows lengths ahead."""
     reader = readers[0] if isinstance(readers, list) else readers
     if not hasattr(reader, "lengths_ahead"):
         return None
