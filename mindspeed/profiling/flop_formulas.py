@@ -56,7 +56,7 @@ def _added(_: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *__: Any, *
 
 
 def _grouped(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Grouped matrix product: rows multiply one of several matrices, or groups of columns are summed.
+    """Grouped matrix product: rows multiply one of several matrices, or groups of columns sum.
 
     ``[t, k] x [g, k, n]``, ``[g, m, k] x [k, t]``, ``[m, t] x [t, n]`` (weight gradients) and the
     batched ``[g, m, k] x [g, k, n]`` all cost two operations per row, column and summand.

@@ -1,4 +1,4 @@
-"""Instruments every other room is tested and measured with.
+"""Instruments for tests and measurements of all packages.
 
 * :class:`RankPool`, :func:`run_ranks`: run a function on N gloo ranks.
 * :class:`CommLedger`: count collectives and their bytes.

@@ -1,4 +1,4 @@
-"""How much communication a schedule hides: a step executed on a clock that only counts.
+"""Virtual clock: how much communication a schedule hides, by a model of time.
 
     with VirtualClock(flops_per_second=300e12, link=Link(200e9, latency=10e-6)) as clock:
         work = dist.all_reduce(x, async_op=True)
@@ -6,20 +6,19 @@
         work.wait()
     clock.exposed        # max(0, time of the all-reduce - time of the product)
 
-The code runs as always and its results are right; beside it a clock advances by a model, so the
-figures are the same on every machine and in every run:
+The code runs normally with correct results, while a clock advances by a model, so the figures are
+equal on every machine and in every run:
 
 * An operator with a FLOP formula (:mod:`mindspeed.profiling.flop_formulas`) takes
   ``flops / flops_per_second``; all others take no time.
 * A communication takes ``latency + bytes on the wire / bytes_per_second`` (the bytes of
-  :mod:`mindspeed.testing.ledger`). It starts when it is called, or when the one before it on the
-  same process group has ended: groups have links of their own.
+  :mod:`mindspeed.testing.ledger`). It starts when it is called, or when the previous one on the
+  same process group has ended: each group has its own link.
 * ``Work.wait()``, and ``wait_tensor`` of functional collectives, move the clock to the end of
-  that communication. What it skips is exposed time. A call that returns nothing to wait for is
-  waited for at once.
+  that communication. The time skipped is exposed. A call without a handle is waited for at once.
 
-A receive is timed like a send, as if its sender called at the same moment: waiting for a slower
-rank is not modelled. Calls from Python threads started elsewhere are not seen.
+A receive is timed like a send, as if its sender called at the same moment; waiting for a slower
+rank is not modelled. Calls from other Python threads are not seen.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from mindspeed.testing.ledger import Communication, CommunicationMode
 
 @dataclass(frozen=True)
 class Link:
-    """What a process group communicates over.
+    """Link model of a process group.
 
     Attributes:
         bytes_per_second: that one rank sends.
-        latency: seconds that every call takes besides.
+        latency: seconds added to every call.
     """
 
     bytes_per_second: float
@@ -61,7 +60,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that took time, in seconds from the clock's start."""
+    """A computation, communication or wait, in seconds from the start of the clock."""
 
     kind: Literal["compute", "communication", "wait"]
     name: str  # of the operator
@@ -72,7 +71,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end - self.start
 
 
@@ -81,7 +80,7 @@ class VirtualClock(Instrument):
 
     Args:
         flops_per_second: of this rank.
-        link: of all process groups, or a function that says which link a communication takes.
+        link: of all process groups, or a function that returns the link of a communication.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class VirtualClock(Instrument):
 
     @property
     def exposed(self) -> float:
-        """Seconds in which this rank only waited for communication."""
+        """Seconds in which this rank waited for communication."""
         return sum(interval.seconds for interval in self.select("wait"))
 
     @property
@@ -169,7 +168,7 @@ class VirtualClock(Instrument):
 
 
 class _Mode(CommunicationMode):
-    """Times what runs and remembers what can be waited for."""
+    """Times operators and records the handles of communications."""
 
     def __init__(self, clock: VirtualClock, phase: PhaseTracker) -> None:
         super().__init__(phase, lambda event: None)
@@ -177,7 +176,7 @@ class _Mode(CommunicationMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if AsyncCollectiveTensor in types:
-            return NotImplemented  # unwraps itself: wait_tensor and func come here again
+            return NotImplemented  # it unwraps itself: wait_tensor and func are dispatched again
         kwargs = kwargs or {}
         name = func._schema.name
         if name == "_c10d_functional::wait_tensor":
@@ -187,7 +186,7 @@ class _Mode(CommunicationMode):
         operator = _registry.find(func)
         formula = formula_of(func._overloadpacket)
         if formula is not None and not (operator is not None and operator.communicates):
-            # The kernel of an operator that communicates ran in this mode: it is timed already.
+            # The kernel of an operator that communicates ran in this mode, so it is timed already.
             self._clock._compute(name, formula(*args, **kwargs, out_val=result))
         self._started(name, self.communications(func, args, kwargs), result)
         return result

@@ -25,7 +25,7 @@ def assert_close_with_grads(
     """Asserts equal outputs and equal gradients of two functions or modules.
 
     Both are called with their own copies of `inputs`; floating-point tensors among them require
-    gradients. The backward starts from the same random cotangents, so that no error can cancel.
+    gradients. The backward starts from the same random cotangents, so that errors do not cancel.
     If both are modules, the gradients of their parameters are compared by name too.
 
     Raises:

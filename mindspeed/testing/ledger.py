@@ -10,9 +10,9 @@ It watches the ``c10d`` and functional-collective operators through a ``TorchDis
 ``torch.distributed``'s Python functions: names bound at import time, async and coalesced calls,
 sends and receives, and calls made by autograd in the backward pass all arrive there, and so do
 those inside the kernels of `mindspeed.ops`; kernels of other packages that fuse a matrix product
-with a collective count as that collective. Not seen: calls from Python threads started elsewhere,
-and process groups written in Python, which never reach the operators. When a rank waits, and for
-how long, says :mod:`mindspeed.testing.clock`.
+with a collective count as that collective. Not seen: calls from other Python threads, and
+process groups written in Python, which do not call the operators. :mod:`mindspeed.testing.clock`
+measures waits.
 
 Two byte figures per call, for a group of p ranks and a tensor of t bytes:
 
@@ -61,7 +61,7 @@ class Communication:
 
     op: str
     group: str  # unique name of the process group
-    description: str  # what its creator called it
+    description: str  # given by its creator
     ranks: tuple[int, ...]  # global ranks
     phase: str  # "forward", "backward" or "recompute"
     payload: int
@@ -167,7 +167,7 @@ class CommunicationMode(TorchDispatchMode):
     def communications(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Communication]:
-        """What the operator ``func`` communicates itself, not what its kernel calls."""
+        """The communications of the operator ``func`` itself, without those of its kernel."""
         name = func._schema.name.split("::")[1]
         if func.namespace not in NAMESPACES or name not in _OPERATORS:
             return []
@@ -176,8 +176,8 @@ class CommunicationMode(TorchDispatchMode):
         return list(_communications(name, given, self._phase.current()))
 
     def _inside(self, operator: _registry.Operator, args: tuple[Any, ...]) -> Any:
-        # Autograd is done with at this depth, so its kernel is all that is left of the operator;
-        # called directly, with this mode switched on again, it shows what it sends.
+        # Below autograd only the kernel of the operator is left; calling it directly with this mode
+        # enabled shows its communication.
         device: Any = next(x.device.type for x in tree_leaves(args) if isinstance(x, torch.Tensor))
         with self:
             return operator.kernel(device)(*args)
@@ -235,7 +235,7 @@ def _reduce_scatter(argument: str) -> Reading:
 
 
 def _fused(collective: Callable[[str], Reading], left: str, right: str) -> Reading:
-    """The collective of a product that only the fused kernel sees; 16-bit, also when quantised."""
+    """The collective of a matrix product inside a fused kernel; 16-bit, also when quantised."""
 
     def read(given: Mapping[str, Any], size: int, rank: int) -> Figures:
         a, b = given[left], given[right]
@@ -281,7 +281,7 @@ def _barrier(given: Mapping[str, Any], size: int, rank: int) -> Figures:
 
 
 _OPERATORS: dict[str, Reading] = {
-    # the operators behind torch.distributed's functions
+    # the operators of torch.distributed's functions
     "allreduce_": _all_reduce("tensors"),
     "allreduce_coalesced_": _all_reduce("tensors"),
     "allgather_": _all_gather("input_tensors"),
@@ -302,7 +302,7 @@ _OPERATORS: dict[str, Reading] = {
     "recv_any_source_": _recv("tensors"),
     "barrier": _barrier,
     "monitored_barrier_": _barrier,
-    # those behind torch.distributed._functional_collectives
+    # those of torch.distributed._functional_collectives
     "all_reduce": _all_reduce("input"),
     "all_reduce_": _all_reduce("input"),
     "all_reduce_coalesced": _all_reduce("inputs"),

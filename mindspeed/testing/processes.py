@@ -1,4 +1,4 @@
-"""What a forked test process needs: an own process group, an output file, stacks on demand."""
+"""Setup of a forked test process: own process group, output file, stack dumps on a signal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 STACK_DUMP_SIGNAL = signal.SIGUSR1
 PR_SET_PDEATHSIG = 1
-_FIRST_HANDED_OUT = 32_768  # by Linux, to who asks for any port
+_FIRST_EPHEMERAL = 32_768  # port of Linux
 
 
 def settle_child(output: Path, stacks: Path) -> None:
-    """Makes a freshly forked child killable, quiet and able to say where it is.
+    """Set up a forked child: it can be killed, writes to a file, and dumps its stacks.
 
     The child leads its own process group, dies with its parent, writes its output to
     `output`, and on STACK_DUMP_SIGNAL writes the stacks of all its threads to `stacks`.
@@ -32,7 +32,7 @@ def settle_child(output: Path, stacks: Path) -> None:
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent goes, however it goes."""
+    """Let Linux kill this process when its parent dies."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -49,7 +49,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def kill_child(pid: int) -> None:
-    """Kills a child and everything it has started, and waits for its end."""
+    """Kill a child and its child processes, and wait for its end."""
     for kill in (os.killpg, os.kill):  # it may not lead its group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -58,7 +58,7 @@ def kill_child(pid: int) -> None:
 
 
 def exit_text(status: int) -> str:
-    """Words for a wait status."""
+    """A wait status as text."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
@@ -75,13 +75,13 @@ def tail(path: Path, size: int) -> str:
 
 
 def free_port() -> int:
-    """A TCP port nobody uses, to listen on later.
+    """A free TCP port to listen on later.
 
-    Not one that the system hands out: a connection of another process could get it meanwhile.
+    Outside the ephemeral range, from which another process could get it in the meantime.
     """
-    draw = random.SystemRandom()  # ranks and test workers have seeded the others alike
+    draw = random.SystemRandom()  # other generators have equal seeds in ranks and test workers
     while True:
-        port = draw.randrange(10_000, _FIRST_HANDED_OUT)
+        port = draw.randrange(10_000, _FIRST_EPHEMERAL)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port

@@ -1,16 +1,16 @@
-"""The process that gives birth to ranks: imports torch once, then forks one fresh process per rank.
+"""Fork server for test ranks: imports torch once, then forks one fresh process per rank.
 
     caller (pytest) --request--> server --fork--> rank 0 .. rank n-1
            <----- results or the first failure -----
 
 Importing torch and Megatron costs seconds, forking a process that has already done so costs
-milliseconds and shares its memory. The server therefore stays alive for a whole test session
-while every call gets processes nobody has used before: no Megatron global, RNG state, environment
-variable, patched function or half-finished collective can leak from one test into the next, and a
-crashed or hanging rank is simply killed.
+milliseconds and shares its memory. The server therefore lives for a whole test session, while
+every call gets new processes: no Megatron global, RNG state, environment variable, patched function
+or unfinished collective can leak from one test into the next, and a crashed or hanging rank is
+killed.
 
-The server never opens the arguments or results it carries, and runs no thread, so that forking
-stays safe. It ends, with every rank, when its caller closes the connection or dies. Only
+The server does not unpickle arguments or results and runs no thread, so forking is safe. It exits,
+with all ranks, when its caller closes the connection or dies. Only
 :mod:`mindspeed.testing.ranks` starts it.
 """
 
@@ -50,7 +50,7 @@ WARM_MODULES = ("torch.distributed", "torch._dynamo", "mindspeed.testing")
 
 @dataclass(frozen=True)
 class Request:
-    """One call: which function, on how many ranks, under which limits."""
+    """One call: the function, the number of ranks, the limits."""
 
     world_size: int
     module: str
@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank did not return a result."""
+    """The reason why a rank did not return a result."""
 
     rank: int
     kind: str  # "raised", "died" or "hung"
@@ -76,7 +76,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the caller gets: one pickled result per rank, or failures with the root cause first."""
+    """Sent to the caller: a pickled result per rank, or failures with the root cause first."""
 
     results: list[bytes] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Reply:
 
 @dataclass
 class _Rank:
-    """A forked process as its server sees it."""
+    """The server's record of a forked process."""
 
     rank: int
     pid: int
@@ -253,7 +253,7 @@ class _Supervisor:
             rank.failure = Failure(rank.rank, "raised", text, self._output(rank), exception)
 
     def _note_hang(self) -> None:
-        """Asks every rank that has not answered where it is."""
+        """Request a stack dump of every rank that has not answered."""
         pending = self._pending()
         for rank in pending:
             os.kill(rank.pid, STACK_DUMP_SIGNAL)
@@ -264,7 +264,7 @@ class _Supervisor:
 
     def _reply(self) -> Reply:
         failed = [rank for rank in self.ranks if rank.failure is not None]
-        # A dead process explains its peers' broken connections, so it comes before them.
+        # A dead process is the cause of broken connections of other ranks, so it comes first.
         failed.sort(key=lambda rank: (rank.failed_at, rank.rank))
         if failed:
             return Reply(failures=[rank.failure for rank in failed if rank.failure is not None])
@@ -277,7 +277,7 @@ class _Supervisor:
         return tail(self.folder / f"output{rank.rank}", OUTPUT_TAIL_BYTES)
 
     def _end_all(self) -> None:
-        """Kills each rank with everything it has started."""
+        """Kill each rank with all its child processes."""
         for rank in self.ranks:
             kill_child(rank.pid)
             rank.connection.close()

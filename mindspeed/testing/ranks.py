@@ -48,7 +48,7 @@ class RankError(RuntimeError):
     Attributes:
         rank: the rank that failed first.
         kind: "raised", "died" or "hung".
-        original: the exception that rank raised, when it could be transported.
+        original: the exception of that rank, if it can be pickled.
     """
 
     def __init__(self, function: str, world_size: int, failures: list[Failure]):
@@ -71,11 +71,12 @@ def _headline(failure: Failure, function: str, world_size: int) -> str:
 
 
 class RankPool:
-    """Servers that fork ranks, started when first needed, ended by :meth:`close`.
+    """Fork servers, started at first use and ended by :meth:`close`.
 
     Args:
-        environment: variables every rank starts with, beside the ones that make gloo quiet and
-            single-threaded on the loopback interface.
+        environment: variables of every rank, besides those that make gloo quiet and single-threaded
+        on
+            the loopback interface.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None):
@@ -143,7 +144,7 @@ class RankPool:
         return server
 
     def close(self) -> None:
-        """Ends every server and every rank."""
+        """End all servers and ranks."""
         while self._servers:
             self._servers.popitem()[1].close()
 
@@ -205,6 +206,6 @@ class _Server:
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, **options: Any
 ) -> list[Any]:
-    """:meth:`RankPool.run` in a pool of its own, for scripts and benchmarks that call it once."""
+    """:meth:`RankPool.run` in a temporary pool, for scripts that call it once."""
     with RankPool() as pool:
         return pool.run(world_size, function, *args, **options)
