@@ -15,18 +15,18 @@ from mindspeed.lora.names import targeted
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of the whole model.
+    """A linear layer, not sharded.
 
     Attributes:
-        columns: Its input.
-        rows: Output features of each part.
-        by_rows: Tensor parallelism cuts the output (else the input).
-        copies: Experts that have such a layer, each with its own adapter.
+        in_features: Size of its input.
+        out_features: Size of each part of its output.
+        column_parallel: Tensor parallelism shards the output (else the input).
+        copies: Number of experts with such a layer, each with its own adapter.
     """
 
-    columns: int
-    rows: dict[str, int]
-    by_rows: bool = True
+    in_features: int
+    out_features: dict[str, int]
+    column_parallel: bool = True
     copies: int = 1
 
 
@@ -47,13 +47,13 @@ def linear_layers(args: argparse.Namespace, *, experts: bool) -> dict[str, Linea
             found["linear_q_down_proj"] = Linear(hidden, {WHOLE: rank})
             found["linear_q_up_proj"] = Linear(rank, {WHOLE: query})
         found["linear_kv_down_proj"] = Linear(hidden, {WHOLE: latent + args.qk_pos_emb_head_dim})
-        rows = heads * (args.qk_head_dim + args.v_head_dim)
-        found["linear_kv_up_proj"] = Linear(latent, {WHOLE: rows})
+        keys_and_values = heads * (args.qk_head_dim + args.v_head_dim)
+        found["linear_kv_up_proj"] = Linear(latent, {WHOLE: keys_and_values})
     else:
         groups = args.num_query_groups if args.group_query_attention else heads
         out, key = heads * args.kv_channels, groups * args.kv_channels
         found["linear_qkv"] = Linear(hidden, {"q": out, "k": key, "v": key})
-    found["linear_proj"] = Linear(out, {WHOLE: hidden}, by_rows=False)
+    found["linear_proj"] = Linear(out, {WHOLE: hidden}, column_parallel=False)
     if not experts:
         return found | _mlp(args, "mlp", args.ffn_hidden_size)
     found |= _mlp(args, EXPERT, args.moe_ffn_hidden_size, args.num_experts)
@@ -88,13 +88,14 @@ def adapter_weights(args: argparse.Namespace, *, experts: bool) -> tuple[int, in
             tensor = args.expert_tensor_parallel_size
             copies //= args.expert_model_parallel_size
         for part in _segments(args, name, layer):
-            rows = sum(layer.rows.values()) if part == WHOLE else layer.rows[part]
-            a, b = args.lora_r * layer.columns, args.lora_r * rows
+            parts = layer.out_features
+            outputs = sum(parts.values()) if part == WHOLE else parts[part]
+            a, b = args.lora_r * layer.in_features, args.lora_r * outputs
             whole += layer.copies * (a + b)
-            here += copies * (a + b // tensor if layer.by_rows else a // tensor + b)
+            here += copies * (a + b // tensor if layer.column_parallel else a // tensor + b)
     return whole, here
 
 
 def _segments(args: argparse.Namespace, name: str, layer: Linear) -> set[str]:
     path = f"decoder.layers.0.{name if '.' in name else f'self_attention.{name}'}"
-    return targeted(path, layer.rows, args.lora_target_modules)
+    return targeted(path, layer.out_features, args.lora_target_modules)

@@ -109,7 +109,7 @@ def bubble_fraction(args: argparse.Namespace) -> float:
 def describe(settings: Settings) -> str:
     """The text of ``--dry-run``."""
     args, e = settings.args, estimate(settings.args)
-    rows: list[tuple[str, Any]] = [
+    lines: list[tuple[str, Any]] = [
         ("ranks", _layout(args)),
         ("micro-batches", f"{_micro_batches(args)} per step and rank"),
         ("parameters", f"{e.parameters:,} ({e.parameters_per_rank:,} on the fullest rank)"),
@@ -122,7 +122,7 @@ def describe(settings: Settings) -> str:
         ("pipeline bubble", f"{100 * e.bubble:.1f} %"),
         ("model FLOPs", f"{e.flops_per_step:.3e} per step"),
     ]
-    figures = "\n".join(f"  {name:<16} {value}" for name, value in rows)
+    figures = "\n".join(f"  {name:<16} {value}" for name, value in lines)
     return f"# resolved configuration\n{settings.recipe}\n# figures\n{figures}"
 
 
@@ -192,7 +192,7 @@ def _stage(args: argparse.Namespace, kinds: Sequence[bool]) -> tuple[float, floa
     if args.recompute_granularity != "full":
         return sum(whole), 0.0
     every = args.recompute_num_layers or 1
-    if args.recompute_method == "block":  # so many layers of a stage are computed again
+    if args.recompute_method == "block":  # this many layers of a stage are computed again
         chunks = args.virtual_pipeline_model_parallel_size or 1
         again = min(len(whole), every * chunks)
         return sum(whole[again:]) + again * input_bytes(args), max(whole[:again], default=0.0)

@@ -201,7 +201,7 @@ def _wrong_kind(action: argparse.Action, value: Any) -> str | None:
         if isinstance(part, list) and not all(isinstance(one, int) for one in part):
             return "a value is expected, not a list in a list"
         if isinstance(part, str) and part.startswith("--"):
-            return f"{part[:40]!r} would be a flag of its own: values do not begin with --"
+            return f"{part[:40]!r} would be a separate flag: values do not begin with --"
     return None
 
 

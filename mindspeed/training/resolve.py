@@ -60,7 +60,7 @@ def resolve(
     Args:
         args: parsed flags (:func:`mindspeed.training.arguments.parse`).
         world_size: number of ranks.
-        recipe: the same values as a recipe, kept beside checkpoints.
+        recipe: the same values as a recipe, kept next to checkpoints.
         training: a model is trained; otherwise it only runs forward, and duration, schedule and
             data are neither required nor checked.
 

@@ -18,7 +18,7 @@ _NOT_APPLICABLE = (
     # The norms of both layer specs are mindspeed.te's, optimizers and gradient clipping too.
     ("Apex is not installed", r"megatron\.core\."),
     ("Transformer Engine and Apex are not installed", r"megatron\.core\."),
-    # Samples are cut from concatenated documents: nothing is padded.
+    # Samples are slices of concatenated documents: nothing is padded.
     ("The pad token id in the tokenizer collides", r"megatron\.core\.datasets\."),
     # The distributed optimizer looks for gradients at its own shards, which are views.
     (r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\."),

@@ -110,7 +110,7 @@ WRONG_RECIPES = {
     "switch": ("model: {swiglu: 1}", "model.swiglu: true or false is expected, not 1"),
     "mapping": ("model: {num_layers: {a: 1}}", "model.num_layers: a value is expected, not a map"),
     "gap": ("lora: {lora_target_modules: [q, null]}", "a value is expected, not nothing"),
-    "flag as a value": ("data: {data_path: [x, --save]}", "'--save' would be a flag of its own"),
+    "flag as a value": ("data: {data_path: [x, --save]}", "'--save' would be a separate flag"),
     "section of a list": ("model: [1, 2]", "model: keys with values are expected, not a list"),
     "section of a text": ("model: x", "model: keys with values are expected, not 'x'"),
     "key twice": ("model: {num_layers: 2, num_layers: 4}", "line 1: num_layers is given twice"),
