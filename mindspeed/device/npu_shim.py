@@ -25,17 +25,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mindspeed.device.npu import NpuDevice
 from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.device.torch_cuda_shim.compilation import compile_eagerly
 from mindspeed.device.torch_cuda_shim.namespace import CAPABILITY
 from mindspeed.journal import Journal
+
+if TYPE_CHECKING:
+    from mindspeed.device.npu import NpuDevice
 
 
 def install(journal: Journal, device: NpuDevice) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,28 @@ def test_rooms_form_no_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"rooms import each other: {' -> '.join(error.args[1])}")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_modules_form_no_circle() -> None:
+    """Inside of rooms, too: no import in a function only because one at the top would fail."""
+    names = {module_of(path) for path in sources()}
+    graph = {
+        module_of(path): {
+            next((m for m in (name, name.rpartition(".")[0]) if m in names), "")
+            for _, name, _ in imports_of(path)
+            if not module_of(path).startswith(f"{name}.")  # import_module of a module beside it
+        }
+        - {"", module_of(path), "mindspeed"}  # mindspeed calls the session lazily
+        for path in sources()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
 
 
 def test_nobody_imports_the_import_paths_of_the_original_library() -> None:
