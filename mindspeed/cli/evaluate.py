@@ -62,15 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         help="maximum tokens of prompt and answer (default: the model's)",
     )
-    tasks = parser.add_argument_group("tasks")
-    tasks.add_argument(
+    _add_task_arguments(parser.add_argument_group("tasks"))
+    _add_harness_arguments(parser.add_argument_group("lm-evaluation-harness"))
+    _add_answer_arguments(parser.add_argument_group("answers"))
+    _add_run_arguments(parser.add_argument_group("run"))
+
+
+def _add_task_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--task",
         nargs="+",
         action="extend",
         metavar="NAME",
         help=f"one or more of: {task_names().replace('%', '%%')}",
     )
-    tasks.add_argument(
+    group.add_argument(
         "--task-data-path",
         nargs="+",
         action="extend",
@@ -78,84 +84,90 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="data directory of each task; without NAME=, paths are matched by the task's name in "
         "them, otherwise by the order of --task",
     )
-    tasks.add_argument(
+    group.add_argument(
         "--split", default="", help="ceval: val (default), or test, which writes submission.json"
     )
-    tasks.add_argument(
+    group.add_argument(
         "--num-fewshot", type=whole(0), help="few-shot examples per prompt (default: the task's)"
     )
-    tasks.add_argument("--limit", type=whole(1), help="questions per subject (default: all)")
-    tasks.add_argument(
+    group.add_argument("--limit", type=whole(1), help="questions per subject (default: all)")
+    group.add_argument(
         "--scoring",
         choices=MODES,
         default="auto",
         help="loglikelihood: compare the choices; generate: match generated text; auto (default): "
         "compare if there are choices",
     )
-    tasks.add_argument(
+    group.add_argument(
         "--allow-code-execution",
         action="store_true",
         help="human_eval: allow running the programs that the model writes, in a sandbox",
     )
-    harness = parser.add_argument_group("lm-evaluation-harness")
-    harness.add_argument(
+
+
+def _add_harness_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--engine",
         choices=("mindspeed", "lm-eval"),
         default="mindspeed",
         help="default: %(default)s",
     )
-    harness.add_argument(
+    group.add_argument(
         "--tasks", metavar="NAMES", help="tasks and groups of the harness, separated by commas"
     )
-    harness.add_argument("--data-dir", type=Path, metavar="DIR", help="directory of their data")
-    answers = parser.add_argument_group("answers")
-    answers.add_argument(
+    group.add_argument("--data-dir", type=Path, metavar="DIR", help="directory of their data")
+
+
+def _add_answer_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--max-new-tokens", type=whole(1), help="maximum length of an answer (default: the task's)"
     )
-    answers.add_argument(
+    group.add_argument(
         "--greedy", action="store_true", help="greedy decoding, the default without --temperature"
     )
-    answers.add_argument(
+    group.add_argument(
         "--temperature", type=number(NOT_NEGATIVE), help="sample with this temperature"
     )
-    answers.add_argument(
+    group.add_argument(
         "--top-k",
         type=whole(0),
         default=0,
         help="sample from the K most likely tokens (default: 0, all)",
     )
-    answers.add_argument(
+    group.add_argument(
         "--top-p",
         type=number(Range(0, 1, above=True)),
         default=1.0,
         help="nucleus sampling (default: 1, all tokens)",
     )
-    answers.add_argument(
+    group.add_argument(
         "--seed",
         type=whole(0, 2**32 - 1),
         default=SamplingOptions.seed,
         help="random seed (default: %(default)s)",
     )
-    answers.add_argument(
+    group.add_argument(
         "--samples", type=whole(1), default=1, help="human_eval: programs per problem, for pass@k"
     )
-    answers.add_argument(
+    group.add_argument(
         "--prompt-type", metavar="NAME", help="apply this chat template to the prompts"
     )
-    run = parser.add_argument_group("run")
-    run.add_argument(
+
+
+def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--evaluation-batch-size",
         type=whole(1),
         default=16,
         help="questions per batch (default: %(default)s)",
     )
-    run.add_argument(
+    group.add_argument(
         "--tokens-per-batch",
         type=whole(1),
         default=4096,
         help="maximum tokens of a log-likelihood pass (default: %(default)s)",
     )
-    run.add_argument(
+    group.add_argument(
         "--output", type=Path, metavar="DIR", help="directory for results.json and samples.jsonl"
     )
 
