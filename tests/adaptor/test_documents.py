@@ -8,7 +8,7 @@ import torch
 from mindspeed.testing import RankError
 from tests.adaptor import documents_ranks
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 NAMES = list(documents_ranks.MODELS)
 
 

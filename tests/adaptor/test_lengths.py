@@ -7,7 +7,7 @@ import torch
 
 from tests.adaptor import lengths_ranks
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 
 
 @pytest.mark.parametrize(

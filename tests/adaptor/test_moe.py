@@ -39,7 +39,7 @@ def test_experts_of_both_specs_and_of_multi_token_prediction(ranks, spec):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from tests.adaptor import moe_ranks
 
-    setup = "mindspeed.megatron_adaptor"
+    setup = "tests.support.warm"
     for found in ranks(2, moe_ranks.doubled_by_a_feature, spec, setup=setup, timeout=240):
         assert len(found["seen"]) == 3
         assert sum(name.startswith("mtp.") for name in found["seen"]) == 1

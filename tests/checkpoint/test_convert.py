@@ -26,7 +26,7 @@ from mindspeed.models.parallel_sizes import ParallelSizes
 from tests.checkpoint import hf_ranks
 from tests.support.tiny import CASES
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 
 
 @pytest.fixture(scope="module")

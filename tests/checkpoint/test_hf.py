@@ -27,7 +27,7 @@ from mindspeed.models.hf_reader import HFReader
 from tests.checkpoint import hf_ranks
 from tests.support.tiny import CASES, batch
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 TP = "--tensor-model-parallel-size=2"
 PP = "--pipeline-model-parallel-size=2"
 EP = "--expert-model-parallel-size=2"

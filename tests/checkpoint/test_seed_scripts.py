@@ -19,7 +19,7 @@ from mindspeed.checkpoint.weights.convert import Target, convert, open_weights
 from tests.checkpoint import hf_ranks
 from tests.support.tiny import CASES
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 SCRIPTS = Path(__file__).parents[2] / "tools" / "ckpt_convert"
 
 

@@ -75,7 +75,7 @@ def test_two_replicas_write_one_report(folder, ranks):
     flags = ["--load", f"hf:{folder / 'model'}", "--dp", "2", "--output", str(folder / "out")]
     flags += ["--task", "boolq", "mmlu", "--num-fewshot", "1", "--max-length", "200"]
     flags += ["--task-data-path", str(folder / "boolq"), str(folder / "mmlu")]
-    setup = "mindspeed.megatron_adaptor"
+    setup = "tests.support.warm"
     done = ranks(2, lm_eval_ranks.command, flags, setup=setup, backend=None, timeout=200)
     assert done == [0, 0]
     results = json.loads((folder / "out" / "results.json").read_text())
@@ -92,7 +92,7 @@ def test_a_directory_of_another_run_is_refused_before_the_model_is_loaded(folder
     (folder / "taken" / "run.json").write_text('{"model": {}}')
     words = ["--load", f"hf:{folder / 'model'}", "--output", str(folder / "taken")]
     words += ["--task", "boolq", "--task-data-path", str(folder / "boolq")]
-    setup = "mindspeed.megatron_adaptor"
+    setup = "tests.support.warm"
     [message] = ranks(1, lm_eval_ranks.refused, words, setup=setup, backend=None)
     assert "holds another run, which differs in model and settings and tasks" in message
 
@@ -101,7 +101,7 @@ def test_a_chat_template_goes_around_every_prompt(folder, ranks):
     """Compared choices and generated texts both, in one process."""
     flags = ["--load", f"hf:{folder / 'model'}", "--prompt-type", "alpaca", "--limit", "2"]
     flags += ["--task", "boolq", "--task-data-path", str(folder / "boolq"), "--max-length", "250"]
-    setup = "mindspeed.megatron_adaptor"
+    setup = "tests.support.warm"
     for scoring in ("loglikelihood", "generate"):
         out = folder / f"chat-{scoring}"
         words = [*flags, "--scoring", scoring, "--output", str(out)]
@@ -130,7 +130,7 @@ HARNESS = ["--load", "hf:nowhere", "--engine", "lm-eval", "--tasks", "boolq", "-
 
 
 def test_without_the_extra_the_way_to_install_it_is_said(ranks):
-    setup = "mindspeed.megatron_adaptor"
+    setup = "tests.support.warm"
     [message] = ranks(1, lm_eval_ranks.without_the_harness, HARNESS, setup=setup, backend=None)
     assert message.endswith('(lm_eval): pip install "mindspeed[eval]"')
 
@@ -144,7 +144,7 @@ def test_the_harness_on_local_files_from_the_command_line(folder, ranks):
     words = ["--load", f"hf:{folder / 'model'}", "--engine", "lm-eval", "--limit", "3"]
     words += ["--tasks", "boolq,humaneval", "--data-dir", str(folder / "harness")]
     words += ["--allow-code-execution", "--max-length", "1100", "--output", str(out)]
-    setup = "mindspeed.megatron_adaptor"
+    setup = "tests.support.warm"
     [status] = ranks(1, lm_eval_ranks.command, words, setup=setup, backend=None, timeout=500)
     assert status == 0
     results = json.loads((out / "results.json").read_text())

@@ -157,7 +157,7 @@ def blended(folder: str) -> tuple[int, list[int], list[int]]:
 def test_blending_and_splitting_are_megatron_cores(tmp_path, ranks):
     write(str(tmp_path / "a"), [20] * 30)
     write(str(tmp_path / "b"), [20] * 50)
-    ((count, train, valid),) = ranks(1, blended, str(tmp_path), setup="mindspeed.megatron_adaptor")
+    ((count, train, valid),) = ranks(1, blended, str(tmp_path), setup="tests.support.warm")
     # Samples of 20 ids lose the first three; 80 % of each data set is for training.
     samples = [{first - 3 for first in firsts} for firsts in (train, valid)]
     assert count == 100 and samples[0] == set(range(40))

@@ -61,7 +61,7 @@ def both(folder: str) -> list[list[list[int]]]:
 
 def test_every_data_set_gives_its_share_of_its_part(tmp_path, ranks):
     (((train, valid), (shorter, _)),) = ranks(
-        1, both, str(tmp_path), setup="mindspeed.megatron_adaptor", timeout=120
+        1, both, str(tmp_path), setup="tests.support.warm", timeout=120
     )
     assert sum(number < 500 for number in train) == 75
     assert {n for n in train if n < 500} == set(range(20))

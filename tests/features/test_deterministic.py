@@ -7,7 +7,7 @@ import pytest
 from mindspeed.features.registry import resolve
 from tests.features.deterministic_ranks import train
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 
 
 def test_two_runs_have_the_same_gradients_and_weights_and_another_seed_has_others(ranks):

@@ -97,7 +97,7 @@ def test_all_ranks_refuse_when_the_arguments_are_final(ranks):
     wrong = "--bf16 --vocab-size 8 --cuda-graph-impl local --fp4-format e2m1"
     values = {"cuda_graph_impl": "local", "fp4": "e2m1"}
     flags = f"{model} {data} {wrong}".split()
-    messages = ranks(2, _refused_by_both_doors, values, flags, setup="mindspeed.megatron_adaptor")
+    messages = ranks(2, _refused_by_both_doors, values, flags, setup="tests.support.warm")
     (message,) = {message for both in messages for message in both}
     assert {"--fp4-format:", "--cuda-graph-impl"} <= {
         line.split()[0] for line in message.splitlines()

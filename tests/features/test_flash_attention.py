@@ -12,7 +12,7 @@ from tests.features import flash_ranks, fused_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 ON = {"use_flash_attn": True}
 MODELS = {
     "gqa": ("rmsnorm-swiglu-gqa", {}),

@@ -10,7 +10,7 @@ from tests.features import fused_ranks, moe_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 ON = {"use_fused_moe_token_permute_and_unpermute": True}
 DISPATCHERS = {
     "allgather": {"moe_token_dispatcher_type": "allgather"},

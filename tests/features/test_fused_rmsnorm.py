@@ -11,7 +11,7 @@ from tests.features import fused_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 ON = {"use_fused_rmsnorm": True}
 MODELS = {
     "blocks": ("rmsnorm-swiglu-gqa", {}, 5),

@@ -10,7 +10,7 @@ from tests.features import fused_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 ON = {"use_fused_rotary_pos_emb": True}
 MODEL = "rmsnorm-swiglu-gqa"
 FUSION, UNFUSED = {"apply_rope_fusion": True}, {"apply_rope_fusion": False}

@@ -11,7 +11,7 @@ from tests.features import fused_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 ON = {"use_fused_swiglu": True}
 SWIGLU = {
     "gated_linear_unit": True,

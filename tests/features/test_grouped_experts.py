@@ -12,7 +12,7 @@ from tests.features import fused_ranks, moe_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 ON = {"moe_grouped_gemm": True}
 FUSION = {"gradient_accumulation_fusion": True}
 SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}

@@ -12,7 +12,7 @@ from tests.features import softmax_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 
 
 @pytest.mark.parametrize("kind", ["causal", "padding", "no mask"])

@@ -15,7 +15,7 @@ def test_output_and_gradients_are_those_of_one_rank(ranks):
 
 
 def test_overlap_groups_are_made_once_and_destroyed(ranks):
-    function, setup = context_ranks.overlap_groups, "mindspeed.megatron_adaptor"
+    function, setup = context_ranks.overlap_groups, "tests.support.warm"
     for rank, (members, more, left) in enumerate(ranks(4, function, setup=setup, timeout=240)):
         assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert (more, left) == (1, 0)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from tests.inference import chat_ranks, tiny_chat
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from tests.inference import continuous_batching_ranks
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.inference import family_ranks
 from tests.inference.family_ranks import GREEDY
 from tests.support.tiny import CASES, VOCAB
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 # Longer than the sliding window; of different lengths, so that a batch is ragged.
 PROMPTS = [[5, 17, 8, 33, 61, 9, 70], [11, 2, 90]]
 BEAMS = replace(GREEDY, num_beams=4, num_return_sequences=3)

@@ -12,7 +12,7 @@ from mindspeed.inference.generate import ModelParallelGroups, generate, stream
 from mindspeed.inference.sampling import SamplingOptions
 from tests.inference import tiny_gpt
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
 NEW_TOKENS = 12
 

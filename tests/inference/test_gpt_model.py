@@ -13,7 +13,7 @@ import transformers
 from mindspeed.testing.ranks import RankError
 from tests.inference import gpt_model_ranks, tiny_chat
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 TEXTS = ["the cat sat", "user: hello there, how are you", "猫"]
 NEW = 8
 

@@ -146,7 +146,7 @@ def test_texts_begin_and_end_as_the_files_of_the_model_say(ranks, tmp_path):
     tokenizer.save(path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 9, 10**6]}))
     run = beginnings_and_ends
-    ((start, eos, encoded),) = ranks(1, run, str(tmp_path), setup="mindspeed.megatron_adaptor")
+    ((start, eos, encoded),) = ranks(1, run, str(tmp_path), setup="tests.support.warm")
     assert start == (1,) and eos == {0, 9}
     assert encoded == [[1, *plain], [1], [1, *plain]]  # a text that says it gets no second one
 
@@ -185,7 +185,7 @@ def test_the_model_counts_rows_of_its_vocabulary_that_the_tokenizer_lacks(ranks,
     with torch.no_grad():
         logprobs = model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0].double().log_softmax(-1)
     run = rows_without_a_token
-    ((eos, score, first, text),) = ranks(1, run, str(tmp_path), setup="mindspeed.megatron_adaptor")
+    ((eos, score, first, text),) = ranks(1, run, str(tmp_path), setup="tests.support.warm")
     assert eos == {0, 4, 11}
     assert score[0] == pytest.approx(float(logprobs[2, 8] + logprobs[3, 9]), abs=1e-4)
     best = logprobs[2].topk(3)

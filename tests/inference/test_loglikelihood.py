@@ -11,7 +11,7 @@ from mindspeed.inference.generate import ModelParallelGroups
 from mindspeed.inference.loglikelihood import loglikelihood
 from tests.inference import tiny_gpt
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 PAIRS = [
     ([5, 6, 7, 8, 9], [10]),
     ([5, 6, 7, 8, 9], [11]),  # shares its row with the one above

@@ -21,7 +21,7 @@ import transformers
 from mindspeed.cli.main import main
 from tests.inference import server_ranks, tiny_chat
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.lora import lora_ranks, oracle
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 TP2, SP = "--tensor-model-parallel-size=2", "--sequence-parallel"
 LOCAL = "--transformer-impl=local"
 R, TARGETS = 4, ("query_key_value", "dense", "linear_fc1", "dense_4h_to_h")

@@ -15,7 +15,7 @@ from mindspeed.lora import LoraConfig, is_adapter
 from mindspeed.lora.load import config_of
 from tests.lora import lora_ranks, oracle
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 SEED_NAMES = ("query_key_value", "dense", "gate_proj", "dense_h_to_4h", "dense_4h_to_h")
 TRAIN = (
     "--train-iters=4",

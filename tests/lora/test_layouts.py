@@ -15,7 +15,7 @@ from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import shape_of
 from tests.lora import lora_ranks, oracle
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 TARGETS = f"--lora-target-modules {' '.join(oracle.TARGETS)} --lora-r 4 --lora-alpha 8".split()
 TP2, TP4 = "--tensor-model-parallel-size=2", "--tensor-model-parallel-size=4"
 SP, PP2 = "--sequence-parallel", "--pipeline-model-parallel-size=2"

@@ -22,7 +22,7 @@ from tests.support.tiny import CASES
 pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
 
 Batch = list[tuple[torch.Tensor, torch.Tensor]]
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 LOAD = "--use-checkpoint-args --use-mp-args-from-checkpoint-args --finetune --no-load-optim"
 LAYOUTS = {
     "tp2": ("llama2-gqa", ParallelSizes(tensor=2), None, ""),

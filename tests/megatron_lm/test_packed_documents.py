@@ -37,7 +37,7 @@ def run(rank_pool, tmp_path_factory):
     """``run(ranks, flags)``: four iterations from one set of weights."""
     folder = tmp_path_factory.mktemp("packed")
     data, weights = folder / "documents", folder / "weights"
-    setup = "mindspeed.megatron_adaptor"
+    setup = "tests.support.warm"
     rank_pool.run(1, documents_job.write_documents, str(data), setup=setup, backend=None)
     common = f"{MODEL} {TRAINING} --data-path {data}"
     first = f"--save {weights} --save-interval 1 --train-iters 1 --lr 0 --min-lr 0"

@@ -21,7 +21,7 @@ from mindspeed.models.presets import model_flags
 from tests.models import model_ranks
 from tests.support.tiny import _YARN, CASES, SIZES, Case, batch
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 MISSING = object()
 

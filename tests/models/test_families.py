@@ -18,7 +18,7 @@ from mindspeed.models.weight_shards import split
 from tests.models import model_ranks
 from tests.support.tiny import CASES, VOCAB
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 

@@ -21,7 +21,7 @@ from tests.models.further_tokens import CASE, COPIES, FACTOR
 from tests.models.test_families import TOLERANCE, assembled
 from tests.support.tiny import VOCAB
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 MTP = ("--mtp-num-layers=1", f"--mtp-loss-scaling-factor={FACTOR}")
 TP_SP = ("--tensor-model-parallel-size=2", "--sequence-parallel")
 PP = ("--pipeline-model-parallel-size=2", "--decoder-first-pipeline-num-layers=1")

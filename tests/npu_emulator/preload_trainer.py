@@ -1,8 +1,4 @@
-"""Imported once by the server of ranks that train: the emulated NPU first, then the trainer."""
+"""Imported once by the server of ranks that train: the emulated NPU first, then the suite."""
 
-import tests.npu_emulator.preload  # noqa: F401, I001 (before anything of mindspeed or Megatron)
-import mindspeed.megatron_adaptor
-import mindspeed.training.arguments
-import mindspeed.training.pretrain
-
-mindspeed.training.arguments.build_parser()
+import tests.npu_emulator.preload
+import tests.support.warm  # noqa: F401

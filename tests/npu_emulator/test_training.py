@@ -78,7 +78,7 @@ LAYOUTS = {
         2, flags=f"{CP} adaptive_cp_algo {DOCUMENTS}", calls=ATTENTION_CALLS
     ),
 }
-CPU_SETUP, NPU_SETUP = "mindspeed.megatron_adaptor", "tests.npu_emulator.preload_trainer"
+CPU_SETUP, NPU_SETUP = "tests.support.warm", "tests.npu_emulator.preload_trainer"
 OPTIONS = {"backend": None, "timeout": 400}
 
 

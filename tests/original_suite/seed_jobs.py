@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SETUP = "tests.support.trainer_warm"
+SETUP = "tests.support.warm"
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -18,7 +18,7 @@ from mindspeed.features.registry import resolve
 from mindspeed.pipeline.noop_layers import problem_of, with_noop, without_noop
 from tests.pipeline.noop_ranks import MOE, Case, run_all
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

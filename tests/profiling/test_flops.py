@@ -12,7 +12,7 @@ from mindspeed.profiling.flops import add
 from mindspeed.profiling.model_flops import LatentAttention
 from tests.profiling import flop_ranks as gpt
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 TOKENS = gpt.BATCH * gpt.SEQUENCE
 LAYER = (
     2 * gpt.HIDDEN * gpt.HIDDEN  # query and output projection

@@ -14,7 +14,7 @@ BACKWARD = [("backward", "backward"), ("call", "backward")]
 
 @pytest.fixture(scope="module")
 def found(rank_pool):
-    (result,) = rank_pool.run(1, all_phases, setup="mindspeed.megatron_adaptor", timeout=240)
+    (result,) = rank_pool.run(1, all_phases, setup="tests.support.warm", timeout=240)
     return result
 
 

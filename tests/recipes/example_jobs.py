@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SETUP = "tests.support.trainer_warm"
+SETUP = "tests.support.warm"
 
 SMALL = [
     *["--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "176"],

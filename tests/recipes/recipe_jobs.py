@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SETUP = "tests.support.trainer_warm"
+SETUP = "tests.support.warm"
 
 
 def resolve_recipes(names: Sequence[str]) -> dict[str, dict[str, Any]]:

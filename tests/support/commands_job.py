@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Sequence
 
-SETUP = "tests.support.commands_warm"
+SETUP = "tests.support.warm"
 
 
 def run(command: Sequence[str], directory: str = ".") -> tuple[int, str, str]:

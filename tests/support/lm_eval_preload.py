@@ -1,5 +1,5 @@
 """What every rank of the harness tests has imported: the adaptor first."""
 
-import mindspeed.megatron_adaptor  # noqa: I001
 import lm_eval.models.huggingface  # noqa: F401
+
 import mindspeed.evaluation.lm_eval_adapter  # noqa: F401

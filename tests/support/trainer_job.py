@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SETUP = "tests.support.trainer_warm"
+SETUP = "tests.support.warm"
 
 # A LLaMA with 0.3 million parameters on invented tokens.
 TINY = shlex.split("""

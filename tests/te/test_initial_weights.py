@@ -10,7 +10,7 @@ import torch
 
 from tests.te import initial_ranks
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 CASES = {
     "te-gated": ("rmsnorm-swiglu-gqa", "te", 2),
     "te-biases": ("layernorm-gelu-bias", "te", 4),

@@ -11,7 +11,7 @@ from tests.te.linear_ranks import SCALE, Case
 
 pytest.importorskip("megatron.core")
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 KERNELS = {
     ("column", True): ("gather_matmul", "matmul_scatter"),
     ("column", False): ("matmul", "matmul_reduce"),

@@ -9,7 +9,7 @@ from tests.support import gpt_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 
 
 def assert_equal(actual, expected, tolerance):

@@ -19,7 +19,7 @@ def test_training_resumes_identically(ranks, tmp_path, name, sharding):
         checkpoint_ranks.OPTIONS[name],
         str(tmp_path),
         sharding,
-        setup="mindspeed.megatron_adaptor",
+        setup="tests.support.warm",
         timeout=240,
     )
     for result in results:
@@ -37,7 +37,7 @@ def test_a_rule_of_ones_own_goes_on_identically(ranks, tmp_path, sharding):
         options,
         str(tmp_path),
         sharding,
-        setup="mindspeed.megatron_adaptor",
+        setup="tests.support.warm",
         timeout=240,
     )
     for result in results:
@@ -54,6 +54,6 @@ def test_without_the_repair_fp32_does_not_load_its_own_layout(ranks, tmp_path):
             str(tmp_path),
             "dp_reshardable",
             False,
-            setup="mindspeed.megatron_adaptor",
+            setup="tests.support.warm",
             timeout=240,
         )

@@ -24,9 +24,7 @@ CASES = {  # channels of q and k, which are freed, of every layer
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_output_of_the_qkv_projection_is_freed(ranks, name, spec):
-    (found,) = ranks(
-        1, saved_ranks.kept, name, spec, setup="mindspeed.megatron_adaptor", timeout=240
-    )
+    (found,) = ranks(1, saved_ranks.kept, name, spec, setup="tests.support.warm", timeout=240)
     assert found["view"] - found["own"] == LAYERS * ROW * CASES[name]
     assert found["equal"]
 

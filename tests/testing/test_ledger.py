@@ -193,7 +193,7 @@ def checkpointed_exchange(megatron: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("megatron", [True, False], ids=["megatron", "torch"])
 def test_an_exchange_in_a_backward_is_no_recomputation(ranks, megatron):
-    setup = "mindspeed.megatron_adaptor"
+    setup = "tests.support.warm"
     expected = {"forward": 1, "recompute": 1, "backward": 1}
     found = ranks(2, checkpointed_exchange, megatron, setup=setup, timeout=240)
     assert found == [expected, expected]

@@ -289,7 +289,7 @@ def test_hooks_pushed_before_the_block_work_as_before():
 
 
 def test_megatrons_checkpoint_without_output_drops_its_output(ranks):
-    (found,) = ranks(1, saved_ranks.without_output, setup="mindspeed.megatron_adaptor")
+    (found,) = ranks(1, saved_ranks.without_output, setup="tests.support.warm")
     statistics = 2 * 4 * B  # of the norm
     assert found == {
         "plain": (5 * X + statistics, 0),
@@ -300,7 +300,7 @@ def test_megatrons_checkpoint_without_output_drops_its_output(ranks):
 
 def test_megatrons_fine_grained_offload_counts_on_the_host(ranks):
     """Megatron's own summary says how many bytes it copies; who saves them elsewhere is by hand."""
-    (found,) = ranks(1, saved_ranks.fine_grained_offload, setup="mindspeed.megatron_adaptor")
+    (found,) = ranks(1, saved_ranks.fine_grained_offload, setup="tests.support.warm")
     layers, sbh, heads = 2, 4 * 16 * 2 * 32, 4
     lse = 4 * heads * 16 * 2
     offloaded = layers * (3 * sbh + lse)  # query, key and value of half as many heads, output

@@ -9,7 +9,7 @@ import pytest
 from mindspeed.errors import ConfigError
 from tests.lora import lora_ranks, oracle
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 RANKS = 2
 ADAPTERS = ("--lora-target-modules", "dense")
 
