@@ -1,8 +1,8 @@
 """The original suite's conversion scripts (``tools/ckpt_convert/...``) as ``mindspeed convert``.
 
-Those scripts were told the architecture by flags. Here it comes from ``config.json``; a flag that
-says something else is an error, one that says the same is welcome. What they wrote, legacy files
-for each rank, is still what comes out: ``--load`` takes them as they are.
+Those scripts take the architecture from flags. Here it comes from ``config.json``; a flag that
+contradicts it is an error, one that agrees is accepted. The output is the same: legacy files for
+each rank, which ``--load`` reads.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def check_architecture(args: argparse.Namespace, model: argparse.Namespace) -> N
         model: Values of the model.
 
     Raises:
-        ConfigError: Names the flag, what it says and what the model has.
+        ConfigError: A flag contradicts the model; the message names both values.
     """
     for flag, name in _SIZES.items():
         _compare(f"--{flag}", getattr(args, flag), getattr(model, name))
@@ -87,7 +87,7 @@ def check_architecture(args: argparse.Namespace, model: argparse.Namespace) -> N
         heads = model.num_query_groups if grouped else model.num_attention_heads
         _compare("--num_kv_heads", args.num_kv_heads, heads)
     if args.bias and not (model.add_qkv_bias or model.add_bias_linear):
-        raise ConfigError("--bias: the model has no bias in its attention")
+        raise ConfigError("--bias: the model's attention has no bias")
     alibi = model.position_embedding_type == "alibi"
     if args.pse and not alibi:
         raise ConfigError("--pse: the model has no linear biases on positions (ALiBi)")
@@ -113,13 +113,13 @@ def _check_type(name: str, model: argparse.Namespace) -> None:
         expected = " or ".join(f"{layers} layers of {hidden}" for layers, hidden in sorted(sizes))
         raise ConfigError(
             f"--type {name} has {expected}, but the model has {model.num_layers} layers of "
-            f"{model.hidden_size}; leave --type out, the size is known from the model"
+            f"{model.hidden_size}; leave out --type, the model defines its size"
         )
 
 
 def _compare(flag: str, given: int | None, found: int) -> None:
     if given is not None and given != found:
-        raise ConfigError(f"{flag} {given}, but the model has {found}; leave the flag out")
+        raise ConfigError(f"{flag} {given}, but the model has {found}; leave out the flag")
 
 
 def _parser(description: str) -> argparse.ArgumentParser:

@@ -1,16 +1,15 @@
-"""The original suite's ``tasks/inference/inference_*.py`` and ``tasks/evaluation/evaluation_*.py``.
+"""Entry points of the original suite's scripts in ``tasks/inference`` and ``tasks/evaluation``.
 
-Their command lines describe the model (``--num-layers 32 --hidden-size 4096 ...``). Here a
-checkpoint knows its model, so these flags are checked for their spelling and otherwise not needed;
-what says how to cut it, what to read and how to choose tokens means what it means in
-``mindspeed generate`` and ``mindspeed evaluate``, which do the work.
+Their command lines describe the model (``--num-layers 32 --hidden-size 4096 ...``). Here the
+checkpoint does, so only the spelling of these flags is checked. Flags of parallel sizes, paths and
+sampling are those of ``mindspeed generate`` and ``mindspeed evaluate``, which do the work.
 
-    --task of inference     1  the most likely token, always
+    --task of inference     1  greedy decoding
                             2  sampling with top-k and top-p
                             3  beam search
                             4  beam search with sampling
                             5  several prompts of different length in one batch
-                            6  a conversation (mindspeed chat)
+                            6  chat (mindspeed chat)
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ def run_evaluation(argv: Sequence[str] | None = None) -> int:
     """``tasks/evaluation/evaluation_*.py``; returns the exit code."""
     parser = argparse.ArgumentParser("evaluation", allow_abbrev=False)
     evaluate.add_arguments(parser)
-    return _answered(lambda: evaluate.run(_parse(parser, argv)))
+    return _exit_code_of(lambda: evaluate.run(_parse(parser, argv)))
 
 
 def run_inference(script: str, argv: Sequence[str] | None = None) -> int:
     """``tasks/inference/inference_*.py``; returns the exit code.
 
     Args:
-        script: the file of the script, to start further ranks with.
+        script: path of the script, to launch additional ranks.
         argv: its command line; default that of the process.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    return _answered(lambda: _infer(script, given))
+    return _exit_code_of(lambda: _infer(script, given))
 
 
 def _infer(script: str, argv: Sequence[str]) -> int:
@@ -83,7 +82,7 @@ def _infer(script: str, argv: Sequence[str]) -> int:
 
 
 def _continue(generator: TextGenerator, number: int, args: argparse.Namespace) -> None:
-    """Tasks 1 to 5: all ranks generate, rank 0 prints."""
+    """Tasks 1 to 5: generate on all ranks, print on rank 0."""
     import torch.distributed as dist
 
     prompts = PROMPTS if number == 5 else (args.prompt,)
@@ -94,7 +93,7 @@ def _continue(generator: TextGenerator, number: int, args: argparse.Namespace) -
 
 
 def _talk(generator: TextGenerator, args: argparse.Namespace) -> None:
-    """Task 6."""
+    """Task 6: chat."""
     from mindspeed.inference.chat import run_chat
     from mindspeed.inference.conversation import Conversation, template_of, with_stops
 
@@ -107,7 +106,7 @@ def _talk(generator: TextGenerator, args: argparse.Namespace) -> None:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse flags; those that ``parser`` does not have must be flags of the model.
+    """Parse flags; flags unknown to ``parser`` must be flags of the model.
 
     Raises:
         ConfigError: a flag is unknown; the closest ones are suggested.
@@ -124,8 +123,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     return args
 
 
-def _answered(work: Callable[[], int]) -> int:
-    """Run a command; what is wrong with it is one message."""
+def _exit_code_of(work: Callable[[], int]) -> int:
+    """Run a command and print an error as one message."""
     try:
         return work()
     except MindSpeedError as error:

@@ -64,7 +64,7 @@ def checked(message: Any, index: int) -> tuple[str, str]:
     """Role and content of a message.
 
     Raises:
-        DataError: names the message and what is wrong with it.
+        DataError: the message is invalid; the error names it and the reason.
     """
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ROLES:

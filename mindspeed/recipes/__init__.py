@@ -1,8 +1,8 @@
 """Recipes that come with the package, by name: ``mindspeed pretrain --config llama2-7b``.
 
 ``table.yaml`` holds one entry per model and purpose, flat and with shared parts, because most
-differ in a handful of values. A file beside it, such as ``quickstart.yaml``, is a recipe of its own
-in the form that users write. ``mindspeed recipes show NAME`` turns both into that form.
+differ in a handful of values. A file next to it, such as ``quickstart.yaml``, is a complete
+recipe in the form that users write. ``mindspeed recipes show NAME`` turns both into that form.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def path(name: str) -> Path:
 
 
 def unknown(name: str) -> str:
-    """What to say when ``name`` is neither a recipe nor a file: the closest names."""
+    """Error message for a ``name`` that is neither a recipe nor a file, with the closest names."""
     near = difflib.get_close_matches(name, names(), n=3, cutoff=0.4)
     hint = f"; closest: {', '.join(near)}" if near else ""
     return f"there is no such file and no recipe of that name{hint} (mindspeed recipes lists them)"
