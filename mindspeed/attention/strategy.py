@@ -63,7 +63,7 @@ class Strategy:
         ulysses_degree: Ranks of an all-to-all, of the two hybrids.
         ring_window: Ranks of an inner ring (double ring); 1 for a single ring.
         granularity: Adaptive shardings move multiples of this many tokens.
-        overlap: Steps in which needed rows arrive, each behind the work of the one before.
+        overlap: Stages in which needed rows arrive, each during the work of the previous one.
         reshard: Adaptive algorithms may shard otherwise than Megatron's batches.
         head_groups: Of ``all_gather``: gather and compute key heads in this many chunks.
         fused_merge: Merge partial outputs with one fused operator.

@@ -49,7 +49,7 @@ def make_deterministic(enabled: bool, device: Device | None = None) -> Callable[
 
     Raises:
         ConfigError: a communication backend has already read its environment, or the environment
-            asks for the opposite.
+            requires the opposite.
     """
     journal = Journal()
     if not enabled:

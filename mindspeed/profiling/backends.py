@@ -1,4 +1,4 @@
-"""torch.profiler and torch_npu.profiler behind one interface.
+"""torch.profiler and torch_npu.profiler with one interface.
 
 Both follow the same schedule: at most one warm-up step, the window, the result.
 """

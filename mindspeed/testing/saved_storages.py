@@ -75,7 +75,7 @@ class Saved:
 
     @property
     def needed(self) -> bool:
-        """Whether a backward will ask for it."""
+        """Whether the backward needs it."""
         return bool(self.holders or self.packs)
 
     def bytes_by_place(self) -> dict[Place, int]:

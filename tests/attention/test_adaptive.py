@@ -59,7 +59,7 @@ def test_any_mask_and_number_of_ranks(mask, ranks, granularity, overlap) -> None
 
 @given(mask=masks(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_arrays_price_layouts_as_regions_do(mask: Mask, data: st.DataObject) -> None:
+def test_arrays_price_shardings_as_regions_do(mask: Mask, data: st.DataObject) -> None:
     cuts = sorted({0, mask.size, *data.draw(st.lists(st.integers(0, mask.size), max_size=9))})
     own: list[list[tuple[int, int]]] = [[], [], []]
     for part in itertools.pairwise(cuts):
@@ -99,13 +99,13 @@ EXACT = {
 
 
 @pytest.mark.parametrize(("name", "ranks"), EXACT)
-def test_figures_of_the_vectors(name: str, ranks: int) -> None:
+def test_metrics_of_the_vectors(name: str, ranks: int) -> None:
     found = adaptive(VECTORS[name], ranks)
     assert [round(value, 4) for value in found] == list(EXACT[name, ranks])
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_no_balanced_layout_of_others_has_less_traffic(name: str) -> None:
+def test_no_balanced_sharding_of_other_planners_has_less_traffic(name: str) -> None:
     mask, ranks = mask_of(VECTORS[name]), 8
     balance, worst, _ = adaptive(VECTORS[name], ranks)
     assert balance >= 0.995

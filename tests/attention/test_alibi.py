@@ -56,7 +56,7 @@ def test_attention_with_slopes(kernels, packed):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
 
 
-def test_a_query_behind_cached_keys_stands_at_the_last():
+def test_a_query_with_cached_keys_is_at_the_position_of_the_last():
     *qkv, dout = truth.tensors(9, heads=4)
     slopes = torch.tensor(alibi_slopes(4))
     q, k, v = (x.transpose(0, 1)[None] for x in qkv)

@@ -103,7 +103,7 @@ class TestWrongPlansAreRefused:
         with pytest.raises(PlanError, match="lacks"):
             check(self.broken(forward=self.stage(2, kv=moves)))
 
-    def test_a_gradient_that_stays_behind(self) -> None:
+    def test_a_gradient_that_does_not_reach_its_owner(self) -> None:
         stages = list(self.plan.backward)
         stages[-2] = replace(stages[-2], dkv=())
         with pytest.raises(PlanError, match="gradients of 8 keys do not leave rank"):
@@ -152,7 +152,7 @@ class TestFigures:
         assert self.sizes.row == 2 * 2 * 16 * 2
 
     @pytest.mark.parametrize(("ranks", "expected"), [(4, 4 / 7), (8, 8 / 15), (16, 16 / 31)])
-    def test_contiguous_layouts_are_not_balanced(self, ranks: int, expected: float) -> None:
+    def test_contiguous_shardings_are_not_balanced(self, ranks: int, expected: float) -> None:
         price = cost_metrics(planners.ring(Mask.causal(1 << 14), contiguous(1 << 14, ranks)))
         assert price.balance == pytest.approx(expected, rel=2e-3)
 

@@ -46,7 +46,7 @@ def test_equals_dense_attention_of_two_lengths_in_turn(mask):
         assert_equal(attention, size, causal(size) if mask == "given" else None)
 
 
-def test_a_mask_may_hide_more_than_what_is_behind():
+def test_a_mask_may_hide_more_than_later_keys():
     size = 40
     hidden = causal(size).clone()
     hidden[..., 20:, :5] = True

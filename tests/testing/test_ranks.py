@@ -69,7 +69,7 @@ def test_every_rank_returns_its_result_in_order(ranks, world_size):
     assert ranks(world_size, all_sum, 2.0) == expected
 
 
-def test_tensors_travel_both_ways_and_output_is_labelled(ranks, capsys):
+def test_tensors_are_sent_both_ways_and_output_is_labelled(ranks, capsys):
     results = ranks(2, scaled, torch.ones(3))
     assert torch.equal(results[1], torch.ones(3)) and torch.equal(results[0], torch.zeros(3))
     assert "[rank 1] scaling on 1" in capsys.readouterr().out

@@ -1,8 +1,8 @@
-"""Autocast and torch.compile as Megatron asks for them, meant for the CPU.
+"""Megatron's autocast and torch.compile, mapped to the CPU.
 
-``torch.autocast("cuda")``, the ``custom_fwd`` / ``custom_bwd`` pair and the autocast queries
-concern the CPU when Megatron uses them. ``torch.compile`` returns Megatron's small fused functions
-as they are: compiling dozens of them for a CPU costs more than it saves, importing the compiler
+``torch.autocast("cuda")``, the ``custom_fwd`` / ``custom_bwd`` pair and the autocast queries apply
+to the CPU when Megatron calls them. ``torch.compile`` returns Megatron's small fused functions
+unchanged: compiling dozens of them for a CPU costs more than it saves, and importing the compiler
 alone takes seconds. Other libraries keep their autocast and their compiler.
 ``MINDSPEED_COMPILE=1`` keeps Megatron's too.
 """

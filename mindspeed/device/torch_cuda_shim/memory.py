@@ -1,4 +1,4 @@
-"""torch.cuda's memory statistics from real host figures.
+"""torch.cuda's memory statistics from host memory.
 
 Without a tracker: resident set and its peak of the whole process. Inside
 :func:`mindspeed.device.track_memory`: exact bytes of live tensor storages.

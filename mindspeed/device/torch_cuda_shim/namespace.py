@@ -1,12 +1,13 @@
-"""The functions of ``torch.cuda`` that Megatron calls, answered by the CPU.
+"""The functions of ``torch.cuda`` that Megatron calls, implemented for the CPU.
 
 Three kinds:
 
-* questions that other libraries branch on (``is_available``, ``device_count``, ``is_initialized``,
-  ``is_bf16_supported``) answer "yes" to Megatron only;
+* predicates that other libraries branch on (``is_available``, ``device_count``, ``is_initialized``,
+  ``is_bf16_supported``) are true for Megatron only;
 * everything that raises or is empty without a GPU (streams, events, memory statistics, random
-  states, nvtx, properties) answers everybody;
-* what a CPU cannot do (capturing graphs, memory pools) raises and says which flag to remove.
+  states, nvtx, properties) works for all callers;
+* what a CPU cannot do (capturing graphs, memory pools) raises an error that names the flag to
+  remove.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device's random number generator: a CPU generator of its own.
+"""The random number generator of the device: a CPU generator apart from torch's default one.
 
 torch.cuda's RNG functions act on the generator of the device, never on torch's default (host)
 generator. Mapping them to the host generator breaks callers that rely on the separation: seeding

@@ -1,9 +1,9 @@
 """Streams, events and graphs of a device that runs everything in program order.
 
 On the CPU an operation has finished when its call returns, so a stream is only a name and waiting
-is a no-op. What must still be true is what callers can observe: ``current_stream()`` is the stream
+is a no-op. Callers still observe the usual behaviour: ``current_stream()`` is the stream
 of the innermost ``with stream(s)``, per thread; events measure time; capturing a graph fails with
-a message that says what to switch off.
+a message that names the option to disable.
 """
 
 from __future__ import annotations

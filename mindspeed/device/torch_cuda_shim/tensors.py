@@ -1,8 +1,8 @@
-"""What a tensor says about itself, and the tensor types of ``torch.cuda``.
+"""``is_cuda``, ``type()`` and the like of tensors, and the tensor types of ``torch.cuda``.
 
 Megatron compares ``parameter.type()`` with ``"torch.cuda.HalfTensor"`` and asserts ``is_cuda``; it
-is answered as on a GPU. Everybody else gets the truth. ``Tensor.cpu()`` asked by Megatron is a
-copy: checkpoint staging and buffer offload go on to change or free the "device" tensor.
+gets the results of a GPU, other callers those of the CPU. ``Tensor.cpu()`` called by Megatron
+copies, because checkpoint staging and buffer offload then change or free the "device" tensor.
 """
 
 from __future__ import annotations
