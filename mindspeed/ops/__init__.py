@@ -1,4 +1,4 @@
-"""Fused operators: one file per operator, one implementation per device behind it.
+"""Fused operators: one file per operator, with one implementation per device.
 
     from mindspeed.ops.rms_norm import rms_norm
     y = rms_norm(x, gamma)                # CPU, CUDA or NPU tensors, torch.compile, FakeTensor

@@ -63,7 +63,7 @@ def _backward(
 
 
 def _widened(v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The kernel knows one head size: zeros behind the values add nothing to the output."""
+    """The kernel has one head size: values are padded with zeros, and the output is sliced."""
     missing = q.shape[-1] - v.shape[-1]
     return F.pad(v, (0, missing)) if missing else v
 

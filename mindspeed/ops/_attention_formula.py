@@ -34,10 +34,10 @@ class Tile:
     Attributes:
         rows: the queries.
         columns: the keys.
-        bias: what is added to the scaled scores, -inf where hidden, or None.
-        causal: the fused kernel hides what is above the diagonal.
+        bias: added to the scaled scores, -inf where masked, or None.
+        causal: the fused kernel masks above the diagonal.
         number: distinguishes the tile from all others of the call.
-        further: the queries are those of the tile before, which saw other keys.
+        merged: the queries are those of the previous tile, with other keys; outputs are merged.
     """
 
     rows: slice
@@ -45,7 +45,7 @@ class Tile:
     bias: torch.Tensor | None
     causal: bool
     number: int
-    further: bool = False
+    merged: bool = False
 
 
 class Formula:

@@ -149,7 +149,7 @@ def position_bias(
     if pse is None:
         return None
     if not problem.has_slopes:
-        tile = seen.cut(pse, rows, columns)
+        tile = seen.tile_of(pse, rows, columns)
         return tile * problem.scale if problem.pse_type == BIAS_BEFORE_SCALE else tile
     first = torch.arange(rows.start, rows.stop, device=pse.device) + problem.q_start
     other = torch.arange(columns.start, columns.stop, device=pse.device) + problem.k_start

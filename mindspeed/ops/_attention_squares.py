@@ -1,9 +1,9 @@
-"""ALiBi between other numbers of queries than keys, for a kernel that takes as many of both.
+"""ALiBi with different numbers of queries and keys, for a kernel that requires equal numbers.
 
-    whole:   4 x 10 = 4 x 4 + 4 x 4 + 2 x 2 + 2 x 2        causal: a triangle and what is beside it
+    whole:   4 x 10 = 4 x 4 + 4 x 4 + 2 x 2 + 2 x 2        causal: a triangle and the rest
 
-Every square knows its place in the sequence, and so its biases. The forward pass merges them by
-their log-sum-exp, the gradients of squares add up.
+The position of a square in the sequence gives its biases. The forward pass merges squares by their
+log-sum-exp; the gradients of squares add up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed.ops._numerics import accumulation_dtype
 from mindspeed.ops._visibility import EVERYTHING, MASK_ONLY, TOP_LEFT_CAUSAL, Sight
 
 MOST = 32
-"""Squares of a sequence for which calls of their own are worth it."""
+"""Most squares of a sequence that are computed by separate calls."""
 
 
 class Square(NamedTuple):

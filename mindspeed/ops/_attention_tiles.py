@@ -1,12 +1,12 @@
-"""Attention in tiles of query rows: never more of the score matrix than a tile at a time.
+"""Attention in tiles of query rows: one tile of the score matrix at a time.
 
 A tile is some hundred queries of one sequence against the keys within their reach. Two ways to
-compute one: a fused kernel of torch (:class:`Fused`), where nothing is dropped and the position
-bias needs no gradient, and the formula in plain torch (:mod:`._attention_formula`), which does
+compute one: a fused kernel of torch (:class:`Fused`), without dropout and without a gradient of the
+position bias, and the formula in plain torch (:mod:`._attention_formula`), which supports
 everything on every device. A band costs a mask of one tile; a full or causal square is one call of
-the fused kernel, and a causal band that begins behind the first key is two.
+the fused kernel, and a causal band that starts after the first key is two.
 
-Forward and backward cut the same tiles and draw the same dropout mask for each.
+Forward and backward use the same tiles and the same dropout mask for each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed.ops._attention_formula import ELEMENTS, Formula, Tensors, Tile
 from mindspeed.ops._attention_problem import Piece, Problem, position_bias
 from mindspeed.ops._layout import axis, bnsd
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops._visibility import cut
+from mindspeed.ops._visibility import tile_of
 
 ROWS = 256
 """Queries of a tile."""
@@ -103,7 +103,7 @@ def forward_piece(
             formula.forward(tile, qt, kt, vt, out_t, lse_t)
             continue
         got = fused.forward(qt, kt, vt, tile.bias, tile.causal, problem.scale)
-        if tile.further:
+        if tile.merged:
             merge(out_t, lse_t, *got)
             continue
         out_t.copy_(got[0])
@@ -167,7 +167,7 @@ def backward_piece(
         given = (dout_t, q_t, k[:, :, columns], v[:, :, columns], out_t, lse_t)
         dq_t, dk_t, dv_t = dq[:, :, rows], dk_sum[:, :, columns], dv_sum[:, :, columns]
         if fused is None:
-            dbias = None if dpse is None else cut(dpse, rows, columns)
+            dbias = None if dpse is None else tile_of(dpse, rows, columns)
             formula.backward(tile, *given, dq_t, dk_t, dv_t, dbias)
             continue
         grads = fused.backward(*given, tile.bias, tile.causal, problem.scale)
@@ -199,19 +199,19 @@ def settle_blind_rows(pieces: Iterable[Piece], *results: Rows) -> None:
 
 
 def merge(
-    out: torch.Tensor, lse: torch.Tensor, further: torch.Tensor, further_lse: torch.Tensor
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> None:
-    """Add what the same queries see among other keys, in place; they see some in one of both."""
-    both = torch.logaddexp(lse, further_lse)
+    """Merge attention of the same queries over other keys, in place; each query sees some key."""
+    both = torch.logaddexp(lse, other_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1))
-    out.addcmul_(further.to(out.dtype), (further_lse - both).exp_().unsqueeze(-1))
+    out.addcmul_(other.to(out.dtype), (other_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
 
 
 def _usable(
     problem: Problem, fused: Fused | None, q: torch.Tensor, v: torch.Tensor
 ) -> Fused | None:
-    """The fused kernel, unless it cannot do what is asked for."""
+    """The fused kernel, if it supports the call."""
     if fused is None or problem.dropout or not fused.takes(q, v):
         return None
     # Distances of thousands are no 16-bit numbers.
@@ -231,7 +231,7 @@ def tiles(problem: Problem, piece: Piece, q: torch.Tensor, fused: Fused | None) 
             return
         if sight.is_trapezoid and q.dtype == dtype:  # merging would round 16-bit outputs twice
             yield Tile(everything, slice(0, sight.high), None, False, 0)
-            yield Tile(everything, slice(sight.high, columns.stop), None, True, 0, further=True)
+            yield Tile(everything, slice(sight.high, columns.stop), None, True, 0, merged=True)
             return
     step = max(ROWS, ELEMENTS // sight.keys) if sight.is_full else ROWS
     for first in range(0, sight.queries, step):

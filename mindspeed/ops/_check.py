@@ -1,4 +1,4 @@
-"""Argument checks with one kind of message: operator, argument, what is allowed, what was given.
+"""Argument checks with one message format: operator, argument, allowed, given.
 
     check = Check("rms_norm")
     check.floating(x=x, gamma=gamma)
@@ -64,7 +64,7 @@ class Check:
             self.require(x.dtype in kinds, name, f"dtype {_list(allowed)}", x.dtype)
 
     def tensor(self, **tensors: Any) -> None:
-        """Every argument is a tensor with memory of its own kind: none is sparse."""
+        """Require dense tensors: none is sparse."""
         for name, x in tensors.items():
             self.require(isinstance(x, torch.Tensor), name, "a tensor", x)
             self.require(x.layout == torch.strided, name, "a strided tensor", x.layout)
@@ -121,7 +121,7 @@ class Check:
                 )
 
     def values_known(self, x: torch.Tensor) -> bool:
-        """Say whether looking at the values of ``x`` is free, or asked for by the user."""
+        """Whether reading the values of ``x`` is free, or requested by the user."""
         if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
             return False
         return x.device.type == "cpu" or os.environ.get("MINDSPEED_OPS_DEBUG") == "1"

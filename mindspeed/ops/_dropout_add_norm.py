@@ -1,4 +1,4 @@
-"""Dropout, residual and normalisation as one operator: what the LayerNorm and RMSNorm forms share.
+"""Dropout, residual and normalisation as one operator: shared by LayerNorm and RMSNorm.
 
     h   = dropout(x0 * rowscale * layerscale) + residual      kept values are divided by 1 - p
     pre = h, rounded to the dtype of the residual stream
@@ -407,7 +407,7 @@ def _backward(
 
 
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Without dropout: the numbers behind a mask differ between devices."""
+    """Without dropout, whose random numbers differ between devices."""
     # 1100 narrow rows: more than one tile for each program of the Triton kernel.
     for shape in ((4, 16), (3, 5, 96), (7, 1000), (1, 2), (0, 16), (1100, 24)):
         x0, residual = random((*shape[:-1], shape[-1] + 4), dtype), random(shape, dtype, seed=1)

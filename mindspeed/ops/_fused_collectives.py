@@ -1,4 +1,4 @@
-"""Fused kernels behind :mod:`mindspeed.ops.lcal_functional`, and the limits they state.
+"""Fused kernels of :mod:`mindspeed.ops.lcal_functional`, and their limits.
 
 torch_npu's kernels take 16-bit matrices with an inner length in [256, 65535) and 2, 4, 8 or 16
 ranks; on Atlas A2 all fused kernels of a model must use one communicator. torch's kernels for

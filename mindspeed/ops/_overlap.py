@@ -1,15 +1,15 @@
-"""Matrix products that hide their collective: in chunks of rows, one is computed, one travels.
+"""Matrix products that hide their collective: one chunk of rows is computed, one is sent.
 
     chunks = 1   |--- matmul ---|------ all_reduce ------|
     chunks = 4   |mm|mm|mm|mm|
                     |--ar--|--ar--|--ar--|--ar--|
 
 With one chunk this is the plain composition of torch.distributed, and the reference. More chunks
-move the same bytes in as many more collectives; a collective of T seconds beside a product of C
-seconds then takes max(C, T) + min(C, T) / chunks instead of C + T.
+send the same bytes in more collectives; a collective of T seconds and a product of C seconds
+then take max(C, T) + min(C, T) / chunks instead of C + T.
 
-Layouts: a ``[m, k]``, b ``[k, n]``, out ``[m, n]``; rows that a group of p ranks shares are
-``[m / p, ...]`` on each, rank by rank. Everything here writes into tensors it is given.
+Layouts: a ``[m, k]``, b ``[k, n]``, out ``[m, n]``; rows sharded over p ranks are
+``[m / p, ...]`` on each, by rank. All functions write into given tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def pipeline(chunks: int, start: Start, finish: Finish) -> None:
 
     Args:
         chunks: how many there are, at least 1.
-        start: issues the collective of a chunk, after computing what it sends if anything.
-        finish: consumes what the collective of that chunk brought.
+        start: issues the collective of a chunk, after computing its input if there is one.
+        finish: consumes the result of the collective of that chunk.
     """
     under_way = start(0)
     for i in range(chunks):

@@ -1,4 +1,4 @@
-"""One operator: a ``torch.library`` op with a kernel per device, a fake, a backward, its FLOPs.
+"""One operator: a ``torch.library`` op with a kernel per device, a fake kernel, a backward, FLOPs.
 
     RMS_NORM = Operator(
         "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
@@ -11,20 +11,20 @@
     )
     y, rstd = RMS_NORM(x, weight, 1e-6, 0.0)
 
-The *reference* is the definition in plain torch: it is the CPU kernel, what any other device runs
-when its own kernels are refused, and, in float64, what the self-test compares with. The first
-implementation of a device's list that is not refused there is chosen, once, at the first call;
-``mindspeed ops`` shows the choice and why the others were refused.
+The *reference* is the definition in plain torch: it is the CPU kernel, the fallback of
+other devices, and, in float64, the oracle of the self-test. At the first call the first supported
+implementation in the list of the device is selected;
+``mindspeed ops`` shows the selection and why the others were refused.
 
 Rules: an op is functional, or mutates the arguments written ``Tensor(a!)`` and returns ``()``;
-outputs never alias inputs; a backward is an operator of its own; kernels never read values of
+outputs never alias inputs; a backward is a separate operator; kernels never read values of
 device tensors on the host. An op that communicates takes the torch names of its process groups in
 arguments ``str group...``.
 
 Memory: arguments may have any strides and any storage offset, outputs are contiguous. A kernel that
 computes addresses itself (Triton) gets contiguous arguments, unless it is declared to read strides,
-and every kernel gets contiguous ones to write to. What a kernel or fake kernel returns is made
-contiguous where it is not. ``tests/ops/test_strided.py`` holds every argument in every way.
+and every kernel gets contiguous ones to write to. Results of kernels and fake kernels
+are made contiguous. ``tests/ops/test_strided.py`` tests all arguments with all strides.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Operator:
             ``opcheck``: small, deterministic, with odd sizes.
         workload: ``workload(hidden, dtype, device)`` returns the arguments of a realistic size, for
             the benchmark and for the compile gate of the Triton kernels (device ``meta``).
-        dtypes: what the samples are made in.
+        dtypes: of the samples.
         public: import path of the public function that calls it.
         on_host: positions of tensor arguments that lie on the CPU whatever the device (a random
             seed).
@@ -239,7 +239,7 @@ class Operator:
         return kernel
 
     def laid_out(self, implementation: Implementation) -> Kernel:
-        """The kernel of an implementation behind the promises about memory (see the module)."""
+        """The kernel of an implementation, wrapped to keep the memory rules (see the module)."""
         kernel, written = _with_dense_results(implementation.load()), self.mutated()
         if implementation.reads_strides and not written:
             return kernel
@@ -275,7 +275,7 @@ def _with_dense_results(kernel: Kernel) -> Kernel:
 
 
 def find(overload: Any) -> Operator | None:
-    """The operator behind an op that a dispatch mode sees, or None for everything else."""
+    """The :class:`Operator` of an op seen by a dispatch mode; None for other ops."""
     return _operators.get(overload._opname) if overload.namespace == NAMESPACE else None
 
 

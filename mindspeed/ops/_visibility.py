@@ -1,4 +1,4 @@
-"""Which key a query sees: the sparse modes of attention as one predicate that is cheap to cut.
+"""The sparse modes of attention as one band predicate, which is cheap to restrict to a tile.
 
 In coordinates of one sequence, query i and key j counted from its start, ``d = keys - queries``:
 
@@ -9,12 +9,12 @@ In coordinates of one sequence, query i and key j counted from its start, ``d = 
     3     j > i + d                                bottom right
     4     j > i + d + next or j < i + d - pre      bottom right
     5, 6  j > i + d and j >= prefix                bottom right
-    7     mode 3, but the last sequence mode 4     packed sequences, cut behind
-    8     mode 2, but the first sequence mode 4    packed sequences, cut in front
+    7     mode 3, but the last sequence mode 4     packed sequences, last one truncated
+    8     mode 2, but the first sequence mode 4    packed sequences, first one truncated
 
-All are a band ``low <= j - i <= high``, to which a prefix adds columns and a mask takes keys away.
-A band is two numbers, so a tile of the score matrix knows which keys it needs and whether any of
-them is hidden without a mask of the whole matrix (:class:`Sight`).
+All are a band ``low <= j - i <= high``, to which a prefix adds columns and from which a mask
+removes keys. A band is two numbers, so the keys of a tile of the score matrix, and whether any of
+them is masked, are known without a mask of the whole matrix (:class:`Sight`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Sight:
         Broadcastable to ``[b, n, rows, columns]``.
         """
         tile = (rows.start, rows.stop, columns.start, columns.stop)
-        given = None if self.mask is None else cut(self.mask, rows, columns)
+        given = None if self.mask is None else tile_of(self.mask, rows, columns)
         if self._inside(*tile):
             return given
         key = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=device)
@@ -173,8 +173,8 @@ def sight(
     return Sight(queries, keys, -EVERYTHING, d, prefix=columns)
 
 
-def cut(x: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
-    """The tile of something that broadcasts to ``[..., queries, keys]``."""
+def tile_of(x: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+    """The tile ``[..., rows, columns]`` of a tensor that broadcasts to ``[..., queries, keys]``."""
     if x.dim() > 1 and x.shape[-2] > 1:
         x = x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., columns]

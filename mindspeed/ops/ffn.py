@@ -19,9 +19,9 @@ import torch
 
 from mindspeed.ops._activations import GATED, PLAIN, apply
 from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops._registry import Operator, plain_torch, torch_npu
-from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL
 from mindspeed.ops.quant_gmm import QUANT_GROUPED_MATMUL
 from mindspeed.ops.weight_quant_gmm import dequantised

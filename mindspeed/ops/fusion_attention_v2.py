@@ -78,7 +78,7 @@ def npu_fusion_attention(
         scale: Factor on the scores.
         keep_prob: Probability to keep a probability, in (0, 1].
         pre_tokens: Reach of the band before a query's own key (modes 0, 4, 7, 8).
-        next_tokens: Reach behind it.
+        next_tokens: Reach after it.
         inner_precise: Without effect: rows that see nothing give 0 always.
         prefix: One number per batch entry, for modes 5 and 6.
         actual_seq_qlen: TND: ends of the sequences, as a list or tensor without a leading 0;

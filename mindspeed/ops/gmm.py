@@ -1,4 +1,4 @@
-"""Grouped matrix multiplication: ``npu_gmm`` (borders of the groups) and ``npu_gmm_v2`` (sizes).
+"""Grouped matrix multiplication: ``npu_gmm`` (cumulative group sizes) and ``npu_gmm_v2`` (sizes).
 
 The linear layers of all experts of a rank in one launch, with gradients. With ``gemm_fusion`` the
 weight gradient is added in fp32 straight into the ``main_grad`` of the parameter. The operators
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import Check
-from mindspeed.ops._row_groups import cumulative
+from mindspeed.ops._group_list import cumulative
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER, in_columns
 from mindspeed.ops.npu_groupmatmul_add import GROUPMATMUL_ADD
 
@@ -49,9 +49,10 @@ def npu_gmm(
         ``[T, N]``, or ``[E, M, N]`` for ``group_type`` 2, where an empty group is zero.
 
     Raises:
-        OperatorError: wrong dtype, shape or group_type; group borders that decrease or do not end
-            at T (looked at where that is free); no group_list; a bias that requires a gradient;
-            ``gemm_fusion`` without a parameter that has a ``main_grad``.
+        OperatorError: wrong dtype, shape or group_type; cumulative sizes that decrease or do not
+        end
+            at T (checked where reading them is free); no group_list; a bias that requires a
+            gradient; ``gemm_fusion`` without a parameter that has a ``main_grad``.
     """
     return _gmm("npu_gmm", x, weight, bias, group_list, group_type, gemm_fusion, original_weight)
 
@@ -139,7 +140,7 @@ def _gmm(
 class _IntoMainGrad(torch.autograd.Function):
     """The grouped product whose weight gradient goes into the buffer of the parameter.
 
-    Saved for backward: x, the weight and the group borders.
+    Saved for backward: x, the weight and the cumulative group sizes.
     """
 
     @staticmethod
@@ -181,7 +182,7 @@ def add_grouped_wgrad(
 def placeholder_grad(weight: torch.Tensor, parameter: Any) -> torch.Tensor | None:
     """What autograd gets instead of a gradient, so that the hooks of the parameter run.
 
-    Its values mean nothing unless the owner of the buffer asks for zeros (``zero_out_wgrad``:
+    Its values mean nothing unless the owner of the buffer requires zeros (``zero_out_wgrad``:
     the parameter also receives gradients another way). None where nobody waits for a hook.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mindspeed.ops._group_list import sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops._registry import Operator, plain_torch, torch_npu
-from mindspeed.ops._row_groups import sample_ends
 
 
 def product(
@@ -130,7 +130,7 @@ def _outer_npu(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.T
 
 
 def npu_grouped_matmul(x: list[Any], weight: list[Any], **options: Any) -> torch.Tensor:
-    """Call torch_npu's grouped product with one joined output and cumulative group borders."""
+    """Call torch_npu's grouped product with one joined output and cumulative group sizes."""
     (out,) = torch.ops.npu.npu_grouped_matmul(x, weight, split_item=3, group_list_type=0, **options)
     return out  # type: ignore[no-any-return]
 

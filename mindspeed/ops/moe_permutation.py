@@ -54,11 +54,11 @@ def pack(values: torch.Tensor, by_expert: torch.Tensor, empty: float) -> torch.T
     Args:
         values: ``[T, E]``, differentiable.
         by_expert: second part of :func:`map_rows`.
-        empty: What the places behind hold.
+        empty: fills the remaining columns.
     """
     tokens, experts = by_expert.shape
     routed = by_expert >= 0
-    # Everything else goes to a column more, which is cut off.
+    # Everything else is scattered to a dummy last column, which is sliced off.
     place = (routed.cumsum(1) - 1).masked_fill_(~routed, experts)
     packed = values.new_full((tokens, experts + 1), empty).scatter(1, place, values)
     return packed[:, :experts].contiguous()
@@ -82,13 +82,13 @@ def chunk_rows(sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> torch
 
 
 def _slots(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The place in the flat map that each row comes from, -1 for rows that nobody goes to."""
+    """The index in the flat map of each row's source, -1 for rows without one."""
     return _inverse(rows, num_rows, torch.arange(rows.numel(), device=rows.device))
 
 
 def _inverse(rows: torch.Tensor, num_rows: int, values: torch.Tensor) -> torch.Tensor:
-    """Put the value of every place of the flat map on its row; -1 where nobody goes to."""
-    # Dropped copies all write to one place more, which is cut off: no need to count them.
+    """Scatter the values of the flat map to their rows; -1 for rows without one."""
+    # Dropped copies are scattered to a dummy last row, which is sliced off.
     index = rows.reshape(-1).clamp(max=num_rows).long()
     index = index.masked_fill_(index < 0, num_rows)
     return torch.full((num_rows + 1,), -1, device=rows.device).scatter_(0, index, values)[:num_rows]
@@ -120,9 +120,9 @@ def _unpermute_reference(
     # Weights of another dtype: blocks of tokens are converted, so that the copies stay in cache.
     wide = accumulation_dtype(permuted)
     out = permuted.new_empty(rows.shape[0], columns)
-    borders = [*starts[::_AT_ONCE].tolist(), row.numel()]
+    bounds = [*starts[::_AT_ONCE].tolist(), row.numel()]
     for part, start, first, last in zip(
-        out.split(_AT_ONCE), starts.split(_AT_ONCE), borders, borders[1:], strict=False
+        out.split(_AT_ONCE), starts.split(_AT_ONCE), bounds, bounds[1:], strict=False
     ):
         if last == first:
             part.zero_()
@@ -186,8 +186,8 @@ def _permute_npu(
     # For the op, 0 rows are all.
     if not num_rows or not rows.numel() or _npu_refuses("moe_permute", rows):
         return _permute_reference(tokens, rows, num_rows, padded)
-    # The op sorts: rows in the order of their numbers are where we want them, and what is no copy
-    # goes behind the last row, as what is dropped does.
+    # The op sorts by row number, which is the wanted order; entries that are no copy get the number
+    # after the last row and are dropped.
     numbers = rows.masked_fill(rows < 0, num_rows) if padded else rows
     out = torch.ops.npu.npu_moe_token_permute(tokens, numbers, num_rows)[0]
     if not padded:
@@ -233,7 +233,7 @@ def _unpermute_backward_npu(
 
 
 def _npu_rows(rows: torch.Tensor, permuted: torch.Tensor) -> torch.Tensor:
-    """A flat map in which what is no copy is dropped, like the rows beyond the last."""
+    """A flat map in which entries that are no copy are dropped like rows beyond the last."""
     return rows.reshape(-1).masked_fill(rows.reshape(-1) < 0, permuted.shape[0])
 
 

@@ -43,9 +43,9 @@ def npu_grouped_mat_mul_all_reduce(
     split_item  x                                  returns
     ==========  =================================  =======================================
     0           one ``[m_i, k_i]`` per group       one ``[m_i, n_i]`` per group
-    1           one ``[m, k]``, cut by group_list  one ``[m_i, n_i]`` per group
+    1           one ``[m, k]``, split by group_list  one ``[m_i, n_i]`` per group
     2           one ``[m_i, k_i]`` per group       one ``[sum of m_i, n]``
-    3           one ``[m, k]``, cut by group_list  one ``[m, n]``
+    3           one ``[m, k]``, split by group_list  one ``[m, n]``
     ==========  =================================  =======================================
 
     Args:

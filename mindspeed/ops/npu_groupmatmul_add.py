@@ -1,8 +1,8 @@
 """Weight gradients of grouped experts added in place: ``grad[g] += x[g]^T @ dy[g]``.
 
 The grouped form of :mod:`mindspeed.ops.npu_matmul_add`: products of 16-bit numbers stay in fp32
-until they are in the buffer. On CUDA one kernel reads the group borders on the device, so nothing
-waits for the host, and no ``[E, K, N]`` gradient is ever stored in 16 bits.
+until they are in the buffer. On CUDA one kernel reads the cumulative group sizes on the device, so
+nothing waits for the host, and no ``[E, K, N]`` gradient is ever stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import Check
+from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu, triton
-from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.npu_matmul_add import MATMUL_ADD
 
 __all__ = ["npu_groupmatmul_add_fp32"]
@@ -35,8 +35,8 @@ def npu_groupmatmul_add_fp32(
         grad: fp32, contiguous, viewed as ``[E, K, N]``. Empty groups stay as they are.
 
     Raises:
-        OperatorError: wrong dtype, shape or memory layout; group borders that decrease or do not
-            end at T (looked at where that is free); an argument that requires a gradient.
+        OperatorError: wrong dtype, shape or memory layout; cumulative sizes that decrease or do not
+            end at T (checked where reading them is free); an argument that requires a gradient.
     """
     _check.tensor(grad=grad)
     _check.floating(x=x, dy=dy)

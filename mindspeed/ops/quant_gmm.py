@@ -1,4 +1,4 @@
-"""Grouped products of int8 matrices: ``npu_quant_gmm`` (borders of the groups) and ``_v2`` (sizes).
+"""Grouped products of int8 matrices: ``npu_quant_gmm`` (cumulative sizes) and ``_v2`` (sizes).
 
     y[g] = act((x[g] @ w[g] + bias[g]) * scale[g] * per_token_scale)
 
@@ -16,9 +16,9 @@ import torch
 
 from mindspeed.ops._activations import BY_CODE
 from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu
-from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.grouped_matmul import npu_grouped_matmul
 
 __all__ = ["npu_quant_gmm", "npu_quant_gmm_v2"]
@@ -55,7 +55,7 @@ def npu_quant_gmm(
         ``[T, N]`` in ``output_dtype``; int8 is rounded and clamped.
 
     Raises:
-        OperatorError: wrong dtype, shape, act_type or group borders.
+        OperatorError: wrong dtype, shape, act_type or group_list.
     """
     return _quant_gmm(
         Check("npu_quant_gmm"), False, x, weight, scale, offset, per_token_scale, bias, group_list,
@@ -246,7 +246,7 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 
 def int8_workload(hidden: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Rows, the matrices of eight experts, a scale for every column, the borders of the groups."""
+    """Rows, the matrices of eight experts, a scale for every column, the cumulative group sizes."""
 
     def numbers(*shape: int) -> torch.Tensor:
         count = math.prod(shape)

@@ -14,9 +14,9 @@ import torch
 
 from mindspeed.ops._activations import BY_CODE
 from mindspeed.ops._check import Check
+from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import accumulation_dtype, product_flops, random
 from mindspeed.ops._registry import Operator, torch_npu
-from mindspeed.ops._row_groups import cumulative, sample_ends
 from mindspeed.ops.grouped_matmul import npu_grouped_matmul
 from mindspeed.ops.quant_gmm import int8_workload
 
@@ -48,7 +48,7 @@ def npu_weight_quant_gmm(
         ``[T, N]`` in the dtype of ``x``.
 
     Raises:
-        OperatorError: wrong dtype, shape, act_type or group borders; an argument that requires a
+        OperatorError: wrong dtype, shape, act_type or group_list; an argument that requires a
             gradient.
     """
     check = Check("npu_weight_quant_gmm")

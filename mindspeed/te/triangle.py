@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed.attention.triangle import blocks
-from mindspeed.ops._visibility import cut
+from mindspeed.ops._visibility import tile_of
 from mindspeed.te.attention import attend as attend_at_once
 from mindspeed.te.masks import Visibility, visibility
 
@@ -47,6 +47,6 @@ def attend(
         last = block.stop
         inside = visibility("causal_bottom_right", last - block.start, last, device=query.device)
         q, k, v = query[:, :, block], key[:, :, :last], value[:, :, :last]
-        tile = None if bias is None else cut(bias, block, slice(0, last))
+        tile = None if bias is None else tile_of(bias, block, slice(0, last))
         parts.append(attend_at_once(q, k, v, inside, bias=tile, **options))
     return torch.cat(parts, 2)

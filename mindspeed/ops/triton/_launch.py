@@ -1,4 +1,4 @@
-"""How kernels are cut into programs, and started on the device of their tensors."""
+"""Grid sizes of kernels, and their launch on the device of the tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """``grad[g] += x[g]^T @ dy[g]``: one program per group and tile of the gradient.
 
 A program sums over the rows of its group on the tensor cores, in fp32, then reads, adds and writes
-its tile once. Group borders are read on the device. No atomics: a tile belongs to one program.
+its tile once. Cumulative group sizes are read on the device. No atomics: a tile belongs to one
+program.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _accumulate(
         )  # fmt: skip
         if WIDEN:  # the interpreter, on CPU tensors, cannot multiply bf16
             x, dy = x.to(tl.float32), dy.to(tl.float32)
-        # "ieee": fp32 operands are not cut to tf32; 16-bit ones are exact either way.
+        # "ieee": fp32 operands are not truncated to tf32; 16-bit ones are exact either way.
         total = tl.dot(tl.trans(x), dy, total, input_precision="ieee")
     if end > start:
         at = (group.to(tl.int64) * inner + k[:, None]) * outer + n[None, :]

@@ -1,4 +1,4 @@
-"""Groups of consecutive rows: sizes and borders, as every grouped operator takes them."""
+"""``group_list`` of grouped operators: sizes of groups of rows, or their cumulative sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cumulative(
     *,
     sizes: bool = False,
 ) -> torch.Tensor:
-    """Return the row after the last of each group, int64 ``[E]`` on the device of ``x``.
+    """Return the cumulative group sizes, ``[E]`` int64 on the device of ``x``.
 
     Args:
         check: checks of the calling function.
@@ -30,7 +30,8 @@ def cumulative(
         sizes: ``groups`` holds sizes.
 
     Raises:
-        OperatorError: nothing given; wrong dtype or device; values (looked at where that is free)
+        OperatorError: nothing given; wrong dtype or device; values (checked where reading them is
+        free)
             that decrease, are negative or do not end at T.
     """
     if not isinstance(groups, torch.Tensor):
