@@ -79,11 +79,11 @@ def test_mistakes_are_answered_and_the_chat_goes_on(ranks, folder, tmp_path):
         "heat is unknown; there are greedy",
         "top_p=warm is invalid; an example is 1.0",
         "--temperature 0.0",
-        "/save needs the name of a file",
+        "/save needs a file name",
         "no/such/directory",
         "the message is",
         "max_new_tokens=12",
-        "forget the conversation",
+        "start a new conversation",
     ):
         assert message in out
     assert len(messages) == 3 and messages[1]["content"] == "hello"
