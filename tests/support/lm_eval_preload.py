@@ -1,5 +1,6 @@
 """What every rank of the harness tests has imported: the adaptor first."""
 
-import lm_eval.models.huggingface  # noqa: F401
-
-import mindspeed.evaluation.lm_eval_adapter  # noqa: F401
+# ruff: noqa: I001, F401
+import tests.support.warm
+import lm_eval.models.huggingface
+import mindspeed.evaluation.lm_eval_adapter
