@@ -9,7 +9,6 @@ import os
 from typing import Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.parsing import read_yaml
 
 CONFIG_FILE = "MINDSPEED_CONFIG"
 
@@ -23,6 +22,8 @@ def read_config_file() -> dict[str, Any]:
     name = os.environ.get(CONFIG_FILE)
     if not name:
         return {}
+    from mindspeed.parsing import read_yaml  # loads the YAML package, rarely needed here
+
     values = read_yaml(name, f"{CONFIG_FILE}={name}")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{CONFIG_FILE}={name} must hold a mapping from option names to values")
