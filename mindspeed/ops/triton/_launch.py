@@ -45,7 +45,11 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def multiprocessors(x: torch.Tensor) -> int:
-    """Streaming multiprocessors of ``x``'s device; 4 under the interpreter."""
+    """Return the streaming multiprocessors of the device of ``x``; 4 under the interpreter.
+
+    Args:
+        x: any shape, any dtype.
+    """
     if not x.is_cuda:
         return 4
     return torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -54,7 +58,15 @@ def multiprocessors(x: torch.Tensor) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *args: Any, **meta: Any
 ) -> None:
-    """Start ``kernel`` on the device of ``first``, its first argument; an empty grid is no work."""
+    """Start ``kernel`` on the device of ``first``; an empty grid is no work.
+
+    Args:
+        kernel: a Triton kernel.
+        grid: numbers of programs.
+        first: its first argument, any shape and dtype.
+        *args: its other arguments.
+        **meta: its compile-time constants.
+    """
     if 0 in grid:
         return
     guard = torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext()

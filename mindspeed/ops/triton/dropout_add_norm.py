@@ -41,7 +41,27 @@ def forward(
     residual_in_fp32: bool,
     want_mask: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``(out, pre, mean, rstd, mask)``; see :mod:`mindspeed.ops._dropout_add_norm`."""
+    """Return ``(out, pre, mean, rstd, mask)``; see :mod:`mindspeed.ops._dropout_add_norm`.
+
+    Args:
+        x0: ``[..., H]``, fp32, bf16 or fp16.
+        residual: ``[..., H]``, dtype of x0 or fp32, or None.
+        weight: ``[H]``, dtype of x0.
+        bias: ``[H]`` or None.
+        rowscale: ``[...]`` or None.
+        layerscale: ``[H]`` or None.
+        rng: int64 ``[2]`` on the CPU, or None for no dropout.
+        p: probability of dropping.
+        eps: added to the variance or the mean square.
+        rms: RMSNorm instead of LayerNorm.
+        residual_in_fp32: ``pre`` in fp32.
+        want_mask: fill the mask.
+
+    Returns:
+        out ``[..., H]`` in the dtype of x0; pre ``[..., H]`` in the dtype of the residual stream;
+        mean and rstd fp32 ``[..., 1]`` (mean is ``[0]`` with ``rms``); mask bool ``[..., H]``, or
+        ``[0]`` if not wanted.
+    """
     columns = x0.shape[-1]
     matrix = x0.contiguous().view(-1, columns)
     pre_dtype = (x0 if residual is None else residual).dtype
@@ -79,7 +99,28 @@ def backward(
     rms: bool,
     separate: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``(dx0, dresidual, dweight, dbias, drowscale, dlayerscale)``."""
+    """Return ``(dx0, dresidual, dweight, dbias, drowscale, dlayerscale)``.
+
+    Args:
+        dout: ``[..., H]``, dtype of x0.
+        dpre: ``[..., H]``, dtype of pre, or None.
+        pre: ``[..., H]``, saved by :func:`forward`.
+        mean: fp32 ``[..., 1]``; not read with ``rms``.
+        rstd: fp32 ``[..., 1]``.
+        weight: ``[H]``.
+        rng: int64 ``[2]`` on the CPU, or None for no dropout.
+        x0: ``[..., H]``, given only if a scale requires a gradient.
+        rowscale: ``[...]`` or None.
+        layerscale: ``[H]`` or None.
+        p: probability of dropping.
+        rms: RMSNorm instead of LayerNorm.
+        separate: compute dresidual, with shape and dtype of pre; else it is ``[0]``.
+
+    Returns:
+        Gradients with the shapes of x0, residual, weight ``[H]``, bias ``[H]``, rowscale and
+        layerscale, in the dtypes of dout, pre, weight (twice), rowscale and layerscale; those of
+        absent scales are ``[0]``.
+    """
     columns = pre.shape[-1]
     dout = dout.contiguous()
     count = dout.numel() // columns if columns else 0

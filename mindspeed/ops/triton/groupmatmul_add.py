@@ -15,7 +15,14 @@ from mindspeed.ops.triton import _launch
 
 
 def accumulate(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add to ``grad`` in place; see :mod:`mindspeed.ops.npu_groupmatmul_add`."""
+    """Add ``x[g]^T @ dy[g]`` to ``grad[g]`` in place; see :mod:`mindspeed.ops.npu_groupmatmul_add`.
+
+    Args:
+        x: ``[T, K]``, fp32, bf16 or fp16, rows sorted by group.
+        dy: ``[T, N]``, dtype of x.
+        ends: int64 ``[E]``, cumulative group sizes, on the device of x.
+        grad: fp32 ``[E, K, N]``, contiguous.
+    """
     groups, inner, outer = grad.shape
     half = x.dtype.itemsize == 2
     tile, rows, warps = (128, 64, 8) if half else (64, 32, 4)

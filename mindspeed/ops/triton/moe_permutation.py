@@ -24,7 +24,17 @@ _AT_ONCE = 4
 
 
 def permute(tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: bool) -> torch.Tensor:
-    """Return ``[num_rows, H]``; see :mod:`mindspeed.ops.moe_permutation`."""
+    """Copy tokens to the rows of their copies; see :mod:`mindspeed.ops.moe_permutation`.
+
+    Args:
+        tokens: ``[T, H]``, floating dtype.
+        rows: int32 ``[T, W]``, the row of each copy.
+        num_rows: rows of the result.
+        padded: rows may have no source; they are filled with zeros.
+
+    Returns:
+        ``[num_rows, H]`` in the dtype of ``tokens``.
+    """
     count, columns = tokens.shape
     if not rows.numel():
         return tokens.new_zeros(num_rows, columns)
@@ -42,7 +52,14 @@ def permute(tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: boo
 def unpermute(
     permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None, padded: bool
 ) -> torch.Tensor:
-    """Return ``[T, H]``."""
+    """Return ``[T, H]`` in the dtype of ``permuted``: the weighted sum of each token's copies.
+
+    Args:
+        permuted: ``[num_rows, H]``, floating dtype.
+        rows: int32 ``[T, W]``, the row of each copy.
+        probs: ``[T, W]``, floating dtype; None sums unweighted.
+        padded: without effect here.
+    """
     count, width = rows.shape
     num_rows, columns = permuted.shape
     out = permuted.new_empty(count, columns)
@@ -59,7 +76,15 @@ def unpermute(
 def unpermute_backward(
     dy: torch.Tensor, permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor, padded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``permuted`` and of ``probs``."""
+    """Return the gradients of ``permuted`` and of ``probs``, each with its shape and dtype.
+
+    Args:
+        dy: ``[T, H]``, dtype of permuted.
+        permuted: ``[num_rows, H]``, floating dtype.
+        rows: int32 ``[T, W]``, the row of each copy.
+        probs: ``[T, W]``, floating dtype.
+        padded: rows may belong to no token; their gradient is zero.
+    """
     count, width = rows.shape
     num_rows, columns = permuted.shape
     dprobs = probs.new_zeros(probs.shape)

@@ -19,7 +19,21 @@ def forward(
     prev: torch.Tensor, prev_max: torch.Tensor, prev_sum: torch.Tensor, cur: torch.Tensor,
     cur_max: torch.Tensor, cur_sum: torch.Tensor, ends: torch.Tensor | None, layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See :mod:`mindspeed.ops.npu_ring_attention_update`."""
+    """Return merged ``(out, max, sum)``; see :mod:`mindspeed.ops.npu_ring_attention_update`.
+
+    Args:
+        prev: ``[S, B, N*D]`` (SBH) or ``[T, N, D]`` (TND); fp32, bf16 or fp16.
+        prev_max: fp32 ``[B, N, S, 8]`` or ``[T, N, 8]``.
+        prev_sum: same.
+        cur: shape of prev; its dtype, or 16 bit where that is fp32.
+        cur_max: same as prev_max.
+        cur_sum: same as prev_max.
+        ends: not read.
+        layout: ``"SBH"`` or ``"TND"``.
+
+    Returns:
+        Tensors like ``prev``, ``prev_max`` and ``prev_sum``.
+    """
     prev, cur = prev.contiguous(), cur.contiguous()
     statistics = [x.contiguous() for x in (prev_max, prev_sum, cur_max, cur_sum)]
     results = [

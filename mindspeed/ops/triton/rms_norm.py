@@ -27,7 +27,17 @@ _WIDEST_PIPELINED = 8192
 def forward(
     x: torch.Tensor, gamma: torch.Tensor, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(y, rstd)``; see :mod:`mindspeed.ops.rms_norm`."""
+    """Return ``(y, rstd)``; see :mod:`mindspeed.ops.rms_norm`.
+
+    Args:
+        x: ``[..., H]``, fp32, bf16 or fp16.
+        gamma: ``[H]``, dtype of x or fp32.
+        eps: added to the mean square.
+        offset: added to gamma.
+
+    Returns:
+        y ``[..., H]`` in the dtype of x, and rstd fp32 ``[..., 1]``.
+    """
     columns, x2 = x.shape[-1], as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -45,7 +55,15 @@ def forward(
 def backward(
     dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(dx, dgamma)``."""
+    """Return ``(dx, dgamma)``, each with shape and dtype of its tensor.
+
+    Args:
+        dy: ``[..., H]``, dtype of x.
+        x: ``[..., H]``, fp32, bf16 or fp16.
+        gamma: ``[H]``, dtype of x or fp32.
+        rstd: fp32 ``[..., 1]``, of :func:`forward`.
+        offset: added to gamma.
+    """
     columns, x2, dy2 = x.shape[-1], as_rows(x), as_rows(dy)
     gamma, count = gamma.contiguous(), x2.shape[0]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -19,12 +19,22 @@ _PAIRS = 2048
 
 
 def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
-    """See :mod:`mindspeed.ops.npu_rotary_position_embedding`."""
+    """Rotate ``x``; see :mod:`mindspeed.ops.npu_rotary_position_embedding`.
+
+    Args:
+        x: 4 dimensions ``[..., D]``, fp32, bf16 or fp16.
+        cos: 4 dimensions ``[..., r]``, r <= D, the others those of x or 1; dtype of x or fp32.
+        sin: like cos.
+        mode: 0 pairs the halves, 1 pairs neighbours.
+
+    Returns:
+        Shape and dtype of x.
+    """
     return _rotate(x, cos, sin, mode, transposed=False)
 
 
 def backward(dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
-    """Return ``dx``."""
+    """Return ``dx`` with shape and dtype of ``dy [..., D]``; the others as in :func:`forward`."""
     return _rotate(dy, cos, sin, mode, transposed=True)
 
 

@@ -20,7 +20,13 @@ _TILE = 2048
 def forward(
     x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None
 ) -> torch.Tensor:
-    """See :mod:`mindspeed.ops.swiglu`."""
+    """Return ``[..., H]`` in the dtype of ``x``; see :mod:`mindspeed.ops.swiglu`.
+
+    Args:
+        x: ``[..., 2 * H]``, fp32, bf16 or fp16.
+        bias: ``[2 * H]``, dtype of x or fp32, or None.
+        weight: ``[..., 1]``, one number per row, dtype of x or fp32, or None.
+    """
     columns = x.shape[-1] // 2
     rows = x.contiguous().view(-1, 2 * columns)
     y = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
@@ -34,7 +40,14 @@ def forward(
 def backward(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(dx, dweight)``."""
+    """Return ``(dx, dweight)``, each with shape and dtype of its tensor.
+
+    Args:
+        dy: ``[..., H]``, dtype of x.
+        x: ``[..., 2 * H]``, fp32, bf16 or fp16.
+        bias: ``[2 * H]``, dtype of x or fp32, or None.
+        weight: ``[..., 1]``, dtype of x or fp32; None gives an empty dweight ``[0]``.
+    """
     columns = x.shape[-1] // 2
     rows = x.contiguous().view(-1, 2 * columns)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
