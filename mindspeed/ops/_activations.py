@@ -12,7 +12,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fast_gelu(x: torch.Tensor) -> torch.Tensor:
-    """``x * sigmoid(1.702 x)`` (Hendrycks and Gimpel, 2016)."""
+    """``x * sigmoid(1.702 x)`` (Hendrycks and Gimpel, 2016); any shape, floating dtype."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -38,7 +38,15 @@ GATED: Mapping[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F
 
 
 def apply(name: str, x: torch.Tensor) -> torch.Tensor:
-    """The activation ``name`` of :data:`PLAIN` or :data:`GATED` over the last dimension."""
+    """Apply the activation ``name`` of :data:`PLAIN` or :data:`GATED` over the last dimension.
+
+    Args:
+        name: key of one of the two tables.
+        x: ``[..., f]`` (plain) or ``[..., 2 f]`` (gated: gate, up), floating dtype.
+
+    Returns:
+        ``[..., f]`` in the dtype of ``x``.
+    """
     if name in PLAIN:
         return PLAIN[name](x)
     gate, up = x.chunk(2, -1)

@@ -99,12 +99,12 @@ class Arguments:
     def check_numbers(
         self, padding_mask: torch.Tensor | None, keep_prob: float, **numbers: float
     ) -> None:
-        """Refuse a padding mask, which no device has, and probabilities that are none.
+        """Refuse a padding mask, which no device supports, and probabilities outside their range.
 
         Args:
-            padding_mask: as given.
-            keep_prob: as given.
-            **numbers: other arguments that have to be numbers.
+            padding_mask: must be None; a tensor of any shape and dtype is refused.
+            keep_prob: probability to keep, in (0, 1].
+            **numbers: other arguments that must be numbers.
         """
         self.check.number(keep_prob=keep_prob, **numbers)
         self.check.require(padding_mask is None, "padding_mask", "None", padding_mask)
@@ -125,12 +125,14 @@ class Arguments:
 
         Args:
             mode: sparse mode.
-            mask: ``atten_mask``.
+            mask: ``atten_mask``, bool or uint8: ``[B, N, Sq, Skv]``, ``[B, 1, Sq, Skv]``,
+                ``[1, 1, Sq, Skv]``, ``[Sq, Skv]``, or the compressed mask of the mode.
             band: ``(pre_tokens, next_tokens)``.
-            prefix: as given.
+            prefix: one number per batch entry, or None.
             ends: ``(actual_seq_qlen, actual_seq_kvlen)``.
-            pse: as given.
-            pse_type: as given.
+            pse: dtype of the query, broadcastable to ``[B, N, Sq, Skv]``; for ``pse_type`` 2 and 3
+                fp32 slopes ``[N]`` or ``[B, N]``.
+            pse_type: 0 to 3.
             starts: ``(q_start_idx, kv_start_idx)``.
         """
         check = self.check

@@ -23,7 +23,11 @@ _LONG = 2048  # queries
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(out, lse)`` without the sink; see :mod:`mindspeed.ops.attention`."""
+    """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
+
+    ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
+    ``[t, n]``). See :func:`mindspeed.ops.attention.attention`.
+    """
     return tiles.forward(Problem(*options), FLASH, q, k, v, _operands)
 
 
@@ -31,7 +35,11 @@ def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, *options: Any,
 ) -> Tensors:  # fmt: skip
-    """Return ``(dq, dk, dv, dpse)``."""
+    """Return ``(dq, dk, dv, dpse)`` with shapes and dtypes of q, k, v ``[b, n, s, d]`` and pse.
+
+    ``dout`` is like ``out``; ``out`` and ``lse [b, n, s]`` may be those of a larger softmax.
+    The last option says whether dpse is required; if not, it is empty, ``[0]``.
+    """
     *options_, pse_grad = options
     problem = Problem(*options_)
     return tiles.backward(problem, FLASH, dout, q, k, v, out, lse, pse_grad, _operands)

@@ -39,7 +39,11 @@ Window = tuple[int, int]
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(out, lse)`` without the sink; see :mod:`mindspeed.ops.attention`."""
+    """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
+
+    ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
+    ``[t, n]``). See :func:`mindspeed.ops.attention.attention`.
+    """
     problem = Problem(*options)
     out, lse = tiles.empty_outputs(problem, q, v)
     out.zero_()
@@ -67,7 +71,11 @@ def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, *options: Any,
 ) -> Tensors:  # fmt: skip
-    """Return ``(dq, dk, dv, dpse)``."""
+    """Return ``(dq, dk, dv, dpse)`` with shapes and dtypes of q, k, v ``[b, n, s, d]`` and pse.
+
+    ``dout`` is like ``out``; ``out`` and ``lse [b, n, s]`` may be those of a larger softmax.
+    The last option says whether dpse is required; if not, it is empty, ``[0]``.
+    """
     *fields, pse_grad = options
     problem = Problem(*fields)
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

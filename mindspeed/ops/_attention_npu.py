@@ -47,7 +47,11 @@ _UNDER_ITS_OWN_NAME = {"BSND": "BSND", "BNSD": "BNSD", "TND": "TND", "SBND": "SB
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(out, lse)`` without the sink; see :mod:`mindspeed.ops.attention`."""
+    """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
+
+    ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
+    ``[t, n]``). See :func:`mindspeed.ops.attention.attention`.
+    """
     problem = Problem(*options)
     if not q.numel() or not k.numel():
         return tiles.forward(problem, None, q, k, v)
@@ -71,7 +75,11 @@ def backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     out: torch.Tensor, lse: torch.Tensor, *options: Any,
 ) -> tiles.Tensors:  # fmt: skip
-    """Return ``(dq, dk, dv, dpse)``."""
+    """Return ``(dq, dk, dv, dpse)`` with shapes and dtypes of q, k, v ``[b, n, s, d]`` and pse.
+
+    ``dout`` is like ``out``; ``out`` and ``lse [b, n, s]`` may be those of a larger softmax.
+    The last option says whether dpse is required; if not, it is empty, ``[0]``.
+    """
     *fields, pse_grad = options
     problem = Problem(*fields)
     if _is_alibi_of_rectangles(problem, q, k):

@@ -83,7 +83,12 @@ class Problem:
         return self.pse is not None and self.pse_type in (ALIBI, ALIBI_SQRT)
 
     def probabilities(self, q: torch.Tensor, k: torch.Tensor) -> int:
-        """How many probabilities there are, hidden ones included."""
+        """Return the number of probabilities, hidden ones included.
+
+        Args:
+            q: ``[b, n, s_q, d]`` in the problem's layout (TND: ``[t, n, d]``), any dtype.
+            k: ``[b, g, s_k, d]``, likewise.
+        """
         if self.layout == "TND":
             sizes = [(a.stop - a.start) * (b.stop - b.start) for a, b in self.sequences()]
             return q.shape[1] * sum(sizes)
@@ -109,7 +114,12 @@ class Problem:
         )  # fmt: skip
 
     def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[Piece]:
-        """The sequences to attend in, each by itself; those without work are left out."""
+        """Yield the sequences to attend in, one by one; those without work are left out.
+
+        Args:
+            q: ``[b, n, s_q, d]`` in the problem's layout (TND: ``[t, n, d]``), any dtype.
+            k: ``[b, g, s_k, d]``, likewise.
+        """
         if not q.numel() or not k.numel():
             return
         if self.layout != "TND":

@@ -70,7 +70,16 @@ def _whole(row: int, column: int, rows: int, columns: int) -> Iterator[Square]:
 
 
 def parts(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> list[Part] | None:
-    """Squares in rows of the whole tensors, each with its problem; None where they are no help."""
+    """Divide a problem into squares in rows of the whole tensors; None where they do not help.
+
+    Args:
+        problem: with ALiBi slopes.
+        q: ``[b, n, s_q, d]`` in the problem's layout (TND: ``[t, n, d]``), any dtype.
+        k: ``[b, g, s_k, d]``, likewise.
+
+    Returns:
+        Each square with its own problem.
+    """
     found: list[Part] = []
     for piece in problem.pieces(q, k):
         sight = piece.sight
@@ -109,7 +118,20 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(out, lse)`` without the sink; ``kernel(q, k, v, *options)`` attends in a square."""
+    """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
+
+    Args:
+        kernel: attends in a square: ``kernel(q, k, v, *options) -> (out, lse)``.
+        problem: the whole problem.
+        cut: its squares, of :func:`parts`.
+        q: queries.
+        k: keys.
+        v: values, dtype of q.
+
+    Returns:
+        ``out`` in layout and dtype of q with the head size of v; ``lse`` fp32 ``[b, n, s]`` (TND:
+        ``[t, n]``).
+    """
     out, lse = empty_outputs(problem, q, v)
     lse.fill_(float("-inf"))
     views = [bnsd(x, problem.layout) for x in (q, k, v)]
@@ -127,7 +149,19 @@ def backward(
     kernel: Callable[..., Tensors], problem: Problem, cut: list[Part], dout: torch.Tensor,
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
 ) -> Tensors:  # fmt: skip
-    """Return ``(dq, dk, dv)``; out and lse may be those of a larger softmax."""
+    """Return ``(dq, dk, dv)``, each with the shape of its tensor and the dtype of q.
+
+    Args:
+        kernel: gradients in a square: ``kernel(dout, q, k, v, out, lse, *options, False)``.
+        problem: the whole problem.
+        cut: its squares, of :func:`parts`.
+        dout: ``[b, n, s_q, d_v]`` in the layout of q.
+        q: as in :func:`forward`.
+        k: as in :func:`forward`.
+        v: as in :func:`forward`.
+        out: result of :func:`forward`, or of a longer softmax.
+        lse: fp32 ``[b, n, s_q]`` (TND: ``[t, n]``), that of ``out``.
+    """
     wide = accumulation_dtype(q)
     grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
     sums = [bnsd(x, problem.layout) for x in grads]

@@ -64,7 +64,11 @@ def forward(
     v: torch.Tensor,
     operands: Operands = accumulation_dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(out, lse)`` in the problem's layout, without the sink."""
+    """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
+
+    ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
+    ``[t, n]``). ``operands`` is the dtype in which the formula multiplies.
+    """
     out, lse = empty_outputs(problem, q, v)
     views = [*(bnsd(x, problem.layout) for x in (q, k, v, out)), lse_view(problem, lse)]
     out.zero_()
@@ -120,7 +124,11 @@ def backward(
     pse_grad: bool,
     operands: Operands = accumulation_dtype,
 ) -> Tensors:  # fmt: skip
-    """Return ``(dq, dk, dv, dpse)``; out and lse may be those of a larger softmax."""
+    """Return ``(dq, dk, dv, dpse)`` with shapes and dtypes of q, k, v ``[b, n, s, d]`` and pse.
+
+    ``dout`` is like ``out``; ``out`` and ``lse [b, n, s]`` may be those of a larger softmax.
+    Without ``pse_grad`` dpse is empty, ``[0]``.
+    """
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dpse = empty_bias_gradient(problem, q, pse_grad)
     views = [bnsd(x, problem.layout) for x in (dout, q, k, v, out, dq, dk, dv)]
@@ -201,7 +209,11 @@ def settle_blind_rows(pieces: Iterable[Piece], *results: Rows) -> None:
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> None:
-    """Merge attention of the same queries over other keys, in place; each query sees some key."""
+    """Merge attention of the same queries over other keys, in place; each query sees some key.
+
+    ``out`` and ``other`` are ``[b, n, s, d_v]``, both lse ``[b, n, s]``. ``out`` and both
+    lse are fp32 (fp64 for fp64 inputs), ``other`` is of any floating dtype.
+    """
     both = torch.logaddexp(lse, other_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1))
     out.addcmul_(other.to(out.dtype), (other_lse - both).exp_().unsqueeze(-1))
@@ -220,7 +232,10 @@ def _usable(
 
 
 def tiles(problem: Problem, piece: Piece, q: torch.Tensor, fused: Fused | None) -> Iterator[Tile]:
-    """Cut the score matrix of a sequence; one tile where the fused kernel needs no bias."""
+    """Divide the score matrix of a sequence; one tile where the fused kernel needs no bias.
+
+    ``q`` is the ``[b, n, s, d]`` view of all queries, of which only dtype and device are read.
+    """
     sight = piece.sight
     dtype = accumulation_dtype(q) if fused is None else fused.bias_dtype(q)
     everything = slice(0, sight.queries)
@@ -261,7 +276,7 @@ def empty_outputs(
 
 
 def empty_bias_gradient(problem: Problem, q: torch.Tensor, wanted: bool) -> torch.Tensor:
-    """Zeros like the position bias, in the dtype to add up in, or nothing."""
+    """Zeros like the position bias in the accumulation dtype of q, or an empty tensor ``[0]``."""
     pse = problem.pse
     if pse is None or not wanted:
         return torch.empty(0, dtype=q.dtype if pse is None else pse.dtype, device=q.device)

@@ -49,13 +49,16 @@ class Check:
             self.fail(argument, expected, got)
 
     def floating(self, **tensors: torch.Tensor | None) -> None:
-        """All given tensors have one floating dtype and lie on one device."""
+        """Require one floating dtype and one device of all given tensors, of any shape."""
         self.dtype(FLOATS, **tensors)
         self.same("dtype", **tensors)
         self.same("device", **tensors)
 
     def dtype(self, allowed: Sequence[torch.dtype], **tensors: torch.Tensor | None) -> None:
-        """Every given tensor is a tensor of an allowed dtype (float64 goes where fp32 goes)."""
+        """Require an allowed dtype of every given tensor, of any shape.
+
+        float64 is accepted where fp32 is.
+        """
         for name, x in tensors.items():
             if x is None:
                 continue
@@ -82,7 +85,12 @@ class Check:
             self.require(whole, name, "a whole number", value)
 
     def same(self, what: str, **tensors: torch.Tensor | None) -> None:
-        """All given tensors agree in the attribute ``what`` (dtype, device, shape)."""
+        """Require that all given tensors, of any shape, agree in the attribute ``what``.
+
+        Args:
+            what: ``dtype``, ``device`` or ``shape``.
+            **tensors: by argument name; None is ignored.
+        """
         tensors = {name: x for name, x in tensors.items() if x is not None}
         self.tensor(**tensors)
         given = {name: getattr(x, what) for name, x in tensors.items()}
@@ -92,14 +100,19 @@ class Check:
             self.require(given[name] == given[names[0]], name, expected, given[name])
 
     def rank(self, *ranks: int, **tensors: torch.Tensor) -> None:
-        """Every tensor has one of these numbers of dimensions."""
+        """Require one of these numbers of dimensions of every tensor, of any shape and dtype."""
         for name, x in tensors.items():
             self.tensor(**{name: x})
             expected = f"{' or '.join(map(str, ranks))} dimensions"
             self.require(x.dim() in ranks, name, expected, f"shape {tuple(x.shape)}")
 
     def shape(self, expected: Sequence[int], **tensors: torch.Tensor) -> None:
-        """Every tensor has this shape."""
+        """Require this shape of every tensor.
+
+        Args:
+            expected: sizes; ``(4, 8)`` stands for ``[4, 8]``.
+            **tensors: by argument name, any dtype.
+        """
         for name, x in tensors.items():
             self.require(
                 tuple(x.shape) == tuple(expected), name, f"shape {tuple(expected)}", tuple(x.shape)
@@ -112,7 +125,7 @@ class Check:
             self.require(known, name, f"one of {_list(allowed)}", value)
 
     def forward_only(self, **tensors: torch.Tensor | None) -> None:
-        """Refuse arguments whose gradient somebody wants: there is none."""
+        """Refuse arguments (any shape and dtype) that require a gradient: the operator has none."""
         for name, x in tensors.items():
             if x is not None and x.requires_grad and torch.is_grad_enabled():
                 raise OperatorError(
@@ -121,7 +134,7 @@ class Check:
                 )
 
     def values_known(self, x: torch.Tensor) -> bool:
-        """Whether reading the values of ``x`` is free, or requested by the user."""
+        """Whether reading ``x`` (any shape and dtype) is free, or requested by the user."""
         if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
             return False
         return x.device.type == "cpu" or os.environ.get("MINDSPEED_OPS_DEBUG") == "1"

@@ -48,6 +48,10 @@ def checked_arguments(
 ) -> tuple[Any, ...]:
     """Check the arguments of the public functions, in their order, before anything is sent.
 
+    Shapes and dtypes are those of
+    :func:`~mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm`: x1
+    ``[..., k]``, x2 ``[k, n]``, residual ``[..., n]``, gamma and bias ``[n]``.
+
     Returns:
         The arguments of :data:`MM_ALL_REDUCE`.
     """

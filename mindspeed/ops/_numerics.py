@@ -16,12 +16,15 @@ _BLOCK_ELEMENTS = 1 << 18
 
 
 def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype to compute in: fp32 for 16-bit tensors, else the tensor's own."""
+    """Return the dtype to compute in for ``x`` of any shape: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
-    """Normally distributed numbers on the CPU, the same for every dtype up to rounding."""
+    """Normally distributed numbers ``[*shape]`` in ``dtype`` on the CPU.
+
+    They are the same for every dtype, up to rounding.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
@@ -39,13 +42,13 @@ def product_flops(x: Sequence[int], w: Sequence[int], *unused: Any, **more: Any)
 
 
 def row_blocks(x: torch.Tensor) -> Iterator[slice]:
-    """Cut the first dimension so that intermediate results of a part stay in the CPU's cache.
+    """Yield slices of the first dimension whose intermediate results fit the CPU's cache.
 
-    A formula of several steps that runs part by part reads and writes main memory once. A compiler
-    that fuses the steps itself gets everything at once.
+    A formula of several steps that runs slice by slice reads and writes main memory once. A
+    compiler that fuses the steps itself gets everything at once.
 
     Args:
-        x: the largest tensor of the formula, at least 1 dimension.
+        x: the largest tensor of the formula, ``[rows, ...]``, any dtype.
     """
     if torch.compiler.is_compiling() or not x.is_cpu:
         yield slice(None)
@@ -59,10 +62,10 @@ def row_blocks(x: torch.Tensor) -> Iterator[slice]:
 def store(
     out: torch.Tensor, function: Callable[..., torch.Tensor], *args: Any, **more: Any
 ) -> None:
-    """``out = function(*args, **more)``, without a copy between where that is possible.
+    """``out = function(*args, **more)``, without an intermediate copy where that is possible.
 
     Args:
-        out: a part of a result, of any dtype and strides.
+        out: any shape, dtype and strides.
         function: takes ``out=``; the dtype of its result is that of its first argument.
         *args: of the function.
         **more: of the function.

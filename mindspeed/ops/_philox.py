@@ -25,15 +25,18 @@ def reserve(x: torch.Tensor, count: int) -> torch.Tensor:
     Args:
         x: any tensor on the device whose default generator is used.
         count: how many 32-bit numbers will be drawn.
+
+    Returns:
+        int64 ``[2]`` on the CPU.
     """
     return _RESERVE(x, count)
 
 
 def draws(rng: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The CPU's numbers of a pair: int16, all 65,536 values equally likely.
+    """The CPU's numbers of a pair: int16 ``[*shape]``, all 65,536 values equally likely.
 
     Args:
-        rng: the pair of :func:`reserve`.
+        rng: the pair of :func:`reserve`, int64 ``[2]``.
         shape: shape of the result.
     """
     generator = torch.Generator().manual_seed(int(rng[0]) + int(rng[1]))
@@ -45,10 +48,10 @@ def draws(rng: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def kept(numbers: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
-    """1 where a number of :func:`draws` keeps an element and 0 where it drops it.
+    """1 where a number of :func:`draws` keeps an element and 0 where it drops it, elementwise.
 
     Args:
-        numbers: int16.
+        numbers: int16, any shape.
         p: probability of dropping, met to 2^-17.
         dtype: of the result; a factor of the dtype of what it multiplies is much faster than a
             bool, which is converted first.
@@ -75,8 +78,8 @@ def default_generator_at(x: torch.Tensor, rng: torch.Tensor | None) -> Iterator[
     """Let a kernel that draws from the default generator of ``x``'s device draw a pair's numbers.
 
     Args:
-        x: a tensor on CUDA or NPU.
-        rng: the pair of :func:`reserve`; None when nothing is drawn.
+        x: a tensor of any shape on CUDA or NPU.
+        rng: the pair of :func:`reserve`, int64 ``[2]``; None when nothing is drawn.
     """
     if rng is None:
         yield

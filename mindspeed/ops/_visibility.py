@@ -151,9 +151,9 @@ def sight(
         keys: keys of the sequence.
         mode: 0 to 8, see the table above.
         pre: how many keys before its own a query sees (modes 0, 4, 7, 8).
-        next: how many keys after its own (same modes); negative takes keys away.
+        next: how many keys after its own (same modes); negative hides more keys.
         prefix: per batch entry, for modes 5 and 6.
-        mask: for modes 0 and 1.
+        mask: bool, broadcastable to ``[b, n, queries, keys]``, True is masked; modes 0 and 1.
         sequence: number of the sequence in its pack.
         sequences: how many the pack has.
     """

@@ -160,7 +160,13 @@ def _sink_gradient(
 
 
 def pairs(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> int:
-    """How many (query, key) pairs band and prefix let meet, over batch and query heads."""
+    """Return the number of (query, key) pairs inside band and prefix, over batch and query heads.
+
+    Args:
+        q: ``[b, n, s_q, d]`` in the problem's layout (TND: ``[t, n, d]``), any dtype.
+        k: ``[b, g, s_k, d]``, likewise.
+        problem: options of the call.
+    """
     met = sum(piece.sight.pairs() for piece in problem.pieces(q, k))
     _, heads, *_ = bnsd(q, problem.layout).shape
     return met * heads * (1 if problem.layout == "TND" else q.shape[axis(problem.layout, "B")])

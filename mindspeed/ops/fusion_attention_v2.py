@@ -163,26 +163,26 @@ def npu_fusion_attention_grad(
     returns this part's share of the gradients (ring attention).
 
     Args:
-        query: As in the forward.
+        query: As in the forward: ``[B, S, N*D]`` (BSH) and so on, or ``[T, N, D]`` (TND).
         key: As in the forward.
         value: As in the forward.
-        dy: Gradient of the output.
+        dy: Gradient of the output, with its shape and dtype.
         head_num: As in the forward.
         input_layout: As in the forward.
         pse: As in the forward.
         padding_mask: Must be None.
         atten_mask: As in the forward.
-        softmax_max: Of the forward, or merged.
-        softmax_sum: Of the forward, or merged.
+        softmax_max: Of the forward, or merged: fp32 ``[B, N, Sq, 8]`` (TND: ``[T, N, 8]``).
+        softmax_sum: Same.
         softmax_in: Not read.
-        attention_in: The output of the forward, or merged.
+        attention_in: The output of the forward, or merged; shape and dtype of ``dy``.
         scale_value: ``scale`` of the forward.
         keep_prob: As in the forward.
         pre_tokens: As in the forward.
         next_tokens: As in the forward.
         inner_precise: Without effect.
-        seed: Returned by the forward.
-        offset: Returned by the forward.
+        seed: Returned by the forward: a number, or an int64 scalar tensor.
+        offset: Same.
         numels: Not read; follows from the shapes.
         prefix: As in the forward.
         actual_seq_qlen: As in the forward.
@@ -195,7 +195,8 @@ def npu_fusion_attention_grad(
         kv_start_idx: As in the forward.
 
     Returns:
-        ``(dq, dk, dv, dpse)``; dpse is None without ``pse`` or with slopes.
+        ``(dq, dk, dv, dpse)``, each with shape and dtype of its tensor; dpse is None without
+        ``pse`` or with slopes.
 
     Raises:
         OperatorError: an argument that is not as described.

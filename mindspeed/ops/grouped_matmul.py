@@ -25,7 +25,14 @@ from mindspeed.ops._registry import Operator, plain_torch, torch_npu
 def product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Write ``left @ right (+ bias)`` into ``out`` on the CPU: fp32 sums, one rounding."""
+    """Write ``left @ right (+ bias)`` into ``out`` on the CPU: fp32 sums, one rounding.
+
+    Args:
+        left: ``[m, k]``.
+        right: ``[k, n]``, dtype of left.
+        bias: ``[n]``, any floating dtype, or None.
+        out: ``[m, n]``, dtype of left; overwritten.
+    """
     # torch's fp16 product is some fifty times slower on a CPU than converting and using fp32; a
     # bias of another dtype or a 16-bit product plus bias would be rounded twice.
     if left.dtype == torch.float16 or (bias is not None and left.dtype.itemsize == 2):
@@ -130,7 +137,17 @@ def _outer_npu(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.T
 
 
 def npu_grouped_matmul(x: list[Any], weight: list[Any], **options: Any) -> torch.Tensor:
-    """Call torch_npu's grouped product with one joined output and cumulative group sizes."""
+    """Call torch_npu's grouped product with one joined output and cumulative group sizes.
+
+    Args:
+        x: one tensor ``[T, K]`` with the rows of all groups, or ``[K, T]`` as ``group_type`` says.
+        weight: one tensor, ``[E, K, N]`` (or ``[T, N]`` for ``group_type`` 2), dtype as torch_npu
+            documents for the form.
+        **options: of ``torch_npu.npu_grouped_matmul``.
+
+    Returns:
+        ``[T, N]`` (or ``[E, K, N]``).
+    """
     (out,) = torch.ops.npu.npu_grouped_matmul(x, weight, split_item=3, group_list_type=0, **options)
     return out  # type: ignore[no-any-return]
 
@@ -166,7 +183,7 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 def in_columns(weight: torch.Tensor) -> bool:
-    """Say whether the matrices of ``weight`` are views of their transposes."""
+    """Whether the matrices of ``weight [E, K, N]`` (any dtype) are views of their transposes."""
     return weight.stride(2) != 1 and weight.stride(1) == 1
 
 

@@ -62,7 +62,14 @@ class CocOps:
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = input1 @ input2 + bias``, without communication."""
+        """``output = input1 @ input2 + bias``, without communication.
+
+        Args:
+            input1: ``[m, k]``, fp16, bf16 or fp32.
+            input2: ``[k, n]`` or ``[n, k]``, dtype of input1.
+            output: ``[m, n]``, dtype of input1; overwritten.
+            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None.
+        """
         b = _operands(Check("coc_ops.pure_matmul"), input1, input2, output, bias, 1)
         torch.mm(input1, b, out=output)
         _add(output, bias)
@@ -74,7 +81,14 @@ class CocOps:
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = sum over ranks of input1 @ input2, + bias``."""
+        """``output = sum over ranks of input1 @ input2, + bias``.
+
+        Args:
+            input1: ``[m, k]``, fp16, bf16 or fp32.
+            input2: ``[k, n]`` or ``[n, k]``, dtype of input1.
+            output: ``[m, n]``, dtype of input1; overwritten.
+            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None; added once.
+        """
         check = Check("coc_ops.matmul_all_reduce")
         name = self._group(check)
         b = _operands(check, input1, input2, output, bias, 1)
@@ -89,7 +103,14 @@ class CocOps:
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = this rank's rows of the sum over ranks of input1 @ input2, + bias``."""
+        """``output = this rank's rows of the sum over ranks of input1 @ input2, + bias``.
+
+        Args:
+            input1: ``[m, k]``, fp16, bf16 or fp32; the p ranks divide m.
+            input2: ``[k, n]`` or ``[n, k]``, dtype of input1.
+            output: ``[m / p, n]``, dtype of input1; overwritten.
+            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None; added once.
+        """
         check = Check("coc_ops.matmul_reduce_scatter")
         name = self._group(check)
         ranks = resolve(name).size()
@@ -107,7 +128,14 @@ class CocOps:
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = (input1 of all ranks) @ input2 + bias``."""
+        """``output = (input1 of all ranks) @ input2 + bias``.
+
+        Args:
+            input1: ``[m / p, k]``, fp16, bf16 or fp32.
+            input2: ``[k, n]`` or ``[n, k]``, dtype of input1.
+            output: ``[m, n]``, dtype of input1; overwritten.
+            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None.
+        """
         self._all_gather(Check("coc_ops.all_gather_matmul"), input1, input2, output, None, bias)
 
     def all_gather_matmul_v2(

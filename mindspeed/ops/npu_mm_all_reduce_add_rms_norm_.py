@@ -30,10 +30,11 @@ def npu_mm_all_reduce_add_rms_norm_(
     """Multiply, sum over the group, add to the residual in place, and normalise.
 
     Arguments and errors are those of
-    :func:`~mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm`.
+    :func:`~mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm`: x1
+    ``[b, s, k]`` or ``[s, k]``, x2 ``[k, n]``, residual ``[b, s, n]``, gamma ``[n]``.
 
     Returns:
-        ``residual`` itself, which now holds y, and norm_out.
+        ``residual`` itself, which now holds y, and norm_out, both with its shape and dtype.
     """
     operands = checked_arguments(
         Check("npu_mm_all_reduce_add_rms_norm_"), x1, x2, residual, gamma, hcom, reduce_op, epsilon,

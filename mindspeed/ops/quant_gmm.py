@@ -148,7 +148,11 @@ def _quant_gmm(
 
 
 def unpacked_scale(scale: torch.Tensor) -> torch.Tensor:
-    """The numbers of a scale: fp32 where it holds their bits, else as they are, at least fp32."""
+    """Return the values of a scale, elementwise, in fp32 or a wider dtype.
+
+    Args:
+        scale: any shape; int64 holds the bits of fp32 values, floating dtypes hold values.
+    """
     if scale.dtype == torch.int64:
         return scale.to(torch.int32).view(torch.float32)
     return scale.to(torch.promote_types(scale.dtype, torch.float32))
@@ -181,7 +185,7 @@ def _reference(
 
 
 def int_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """``x @ w`` of int8 matrices, exact, as int32."""
+    """``x @ w`` of int8 matrices ``[m, k]`` and ``[k, n]``, exact, as int32 ``[m, n]``."""
     if x.device.type == "cpu":
         return torch._int_mm(x, w.contiguous())
     # Integer products of other devices are picky about sizes; 2^53 holds any sum of int8 products.
@@ -246,7 +250,16 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 
 def int8_workload(hidden: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Rows, the matrices of eight experts, a scale for every column, the cumulative group sizes."""
+    """Return the operands of a benchmark with eight experts.
+
+    Args:
+        hidden: H, columns of x.
+        device: where the tensors are.
+
+    Returns:
+        x int8 ``[T, H]``, weights int8 ``[8, H, 1024]``, scales fp32 ``[8, 1024]`` and cumulative
+        group sizes int64 ``[8]``.
+    """
 
     def numbers(*shape: int) -> torch.Tensor:
         count = math.prod(shape)

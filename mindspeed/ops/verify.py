@@ -74,11 +74,12 @@ def verify(operator: Operator, device: Any, dtype: torch.dtype) -> Result:
 def compare(
     operator: Operator, out: Sequence[torch.Tensor], sample: tuple[Any, ...], dtype: torch.dtype
 ) -> float:
-    """The largest error of ``out`` over what is allowed for this sample.
+    """Return the largest error of ``out`` relative to the error allowed for this sample.
 
     Args:
         operator: gives the reference.
-        out: what was computed, as :func:`outputs` returns it.
+        out: computed tensors, of the shapes of the reference's, as :func:`outputs` returns them;
+            any shape is compared elementwise.
         sample: the arguments, on the CPU.
         dtype: dtype of the sample.
     """
@@ -89,7 +90,7 @@ def compare(
 
 
 def outputs(operator: Operator, function: Any, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-    """What ``function`` returns and what it wrote to, as a list of tensors.
+    """Return the results of ``function`` and the tensors it wrote to, of any shape and dtype.
 
     Args:
         operator: says which arguments are written to.
