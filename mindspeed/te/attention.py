@@ -88,9 +88,9 @@ def own_value(
     the output, or where their norms save it.
 
     Args:
-        query: Queries, any layout and dtype.
-        key: Keys.
-        value: Values.
+        query: Queries, ``[s, b, n, d]`` or ``[t, n, d]``; any dtype. Only memory is looked at.
+        key: Keys, ``[s, b, g, d]`` or ``[t, g, d]``.
+        value: Values, ``[s, b, g, d_v]`` or ``[t, g, d_v]``.
         config: Megatron's transformer configuration of the layer; None counts as no norms.
     """
     norms_keep_it = getattr(config, "qk_layernorm", False)

@@ -41,6 +41,15 @@ def get_dummy_wgrad(
     """Return a gradient placeholder for a weight whose gradient went into ``main_grad``.
 
     The values mean nothing unless ``zero``; one buffer per shape is shared by all weights.
+
+    Args:
+        shape: Shape of the weight, ``[out, in]`` for a linear layer.
+        dtype: Dtype of the weight.
+        zero: Fill with zeros.
+        where: Device, see :func:`place`.
+
+    Returns:
+        A tensor of this shape and dtype.
     """
     key = (tuple(shape), dtype, place(where))
     if key not in _dummy_wgrads:
@@ -51,7 +60,7 @@ def get_dummy_wgrad(
 
 
 def get_workspace() -> torch.Tensor:
-    """Return the scratch memory a matrix multiplication may use: none is needed here."""
+    """Return the scratch memory of a matrix multiplication: none is needed, uint8 ``[0]``."""
     return torch.empty(0, dtype=torch.uint8, device=place())
 
 
@@ -98,7 +107,12 @@ def tensor_parallel_size(tp_group: Any, tp_size: int) -> int:
 
 
 def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
-    """Mark ``parameter`` as this rank's shard, along ``dim``, of a tensor-parallel weight."""
+    """Mark ``parameter`` as this rank's shard, along ``dim``, of a tensor-parallel weight.
+
+    Args:
+        parameter: ``[out, in]`` or ``[out]``, any dtype; only attributes are set.
+        dim: The sharded dimension.
+    """
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim = dim  # type: ignore[attr-defined]
     parameter.partition_stride = 1  # type: ignore[attr-defined]
@@ -156,7 +170,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """Nothing to prepare: scaling factors are made where a recipe needs them."""
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the factors of delayed scaling as bytes; empty for every other recipe."""
+        """Return the factors of delayed scaling as bytes, uint8 ``[n]``; else ``[0]``."""
         scaling = self.fp8_meta.get("scaling")
         if scaling is not None:
             return scaling.to_bytes()  # type: ignore[no-any-return]

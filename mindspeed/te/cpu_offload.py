@@ -26,7 +26,7 @@ MIN_ELEMENTS = 1 << 14
 
 
 def worth_moving(x: torch.Tensor) -> bool:
-    """Return whether a saved tensor is a large activation in device memory."""
+    """Whether a saved tensor (any shape and dtype) is a large activation in device memory."""
     weight = isinstance(x, torch.nn.Parameter)
     return x.device.type != "cpu" and not weight and x.numel() >= MIN_ELEMENTS
 
@@ -82,6 +82,8 @@ def get_cpu_offload_context(
     double_buffering: bool = False,
 ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the context for a layer's forward and the function that ends a layer.
+
+    The function takes the output of the layer, ``[s, b, h]`` of any dtype, and returns it.
 
     Args:
         enabled: Offload at all.

@@ -39,14 +39,14 @@ class CudaRNGStatesTracker:
         self._current: str | None = None
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Return the state of every stream, the one in use included as it is now."""
+        """Return the state of every stream, uint8 ``[n]`` each, the one in use as it is now."""
         states = dict(self.states_)
         if self._current is not None:
             states[self._current] = rng.get_state()
         return states
 
     def set_states(self, states: dict[str, torch.Tensor | torch.Generator]) -> None:
-        """Set the state of every stream."""
+        """Set the state of every stream: generators, or their states, uint8 ``[n]`` each."""
         self.states_ = {name: rng.as_tensor(state) for name, state in states.items()}
         if self._current in self.states_:
             rng.set_state(self.states_[self._current])
@@ -79,7 +79,7 @@ class CudaRNGStatesTracker:
 
 
 def get_all_rng_states() -> dict[str, torch.Tensor]:
-    """Return the streams of the newest tracker."""
+    """Return the streams of the newest tracker: name to generator state, uint8 ``[n]`` each."""
     return _trackers[-1].get_states() if _trackers else {}
 
 

@@ -44,6 +44,14 @@ class Fp8Unpadding(Fp8Padding):
     """Takes the padding of :class:`Fp8Padding` away."""
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
-        """Return the rows without padding; ``m_splits`` are those before padding."""
+        """Remove the padding of each group.
+
+        Args:
+            inp: ``[sum of padded, h]``, any dtype.
+            m_splits: Rows of each group without padding.
+
+        Returns:
+            ``[sum of m_splits, h]`` in the dtype of ``inp``.
+        """
         parts = zip(inp.split(self.padded(m_splits)), m_splits, strict=True)
         return torch.cat([x[:rows] for x, rows in parts])

@@ -30,7 +30,11 @@ class Replay:
     again: bool = False
 
     def next(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the factors to use: ``scale`` at first, those of the first run again."""
+        """Return the factors to use: ``scale`` in the first run, the recorded ones in the second.
+
+        Args:
+            scale: Factors of inputs and weights of one module, fp32 ``[2 * count]``.
+        """
         if self.again:
             return self.scales.pop(0)
         self.scales.append(scale)
@@ -65,7 +69,12 @@ class ScalingState:
         return factors_as_bytes({"forward": self.forward, "backward": self.backward})
 
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what :meth:`to_bytes` wrote."""
+        """Continue from the tensors that :meth:`to_bytes` wrote.
+
+        Args:
+            saved: fp32 ``forward.history [length, 2 * count]``, ``forward.scale [2 * count]``,
+                ``backward.history [length, count]`` and ``backward.scale [count]``.
+        """
         self.forward.restore(saved["forward.history"], saved["forward.scale"])
         self.backward.restore(saved["backward.history"], saved["backward.scale"])
 

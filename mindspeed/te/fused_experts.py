@@ -20,14 +20,31 @@ from mindspeed.te.kernels import grouped_matmul as one_by_one
 
 
 def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """See :func:`mindspeed.te.kernels.accumulate_wgrad`."""
+    """Add ``grad^T x`` to ``main_grad``; see :func:`mindspeed.te.kernels.accumulate_wgrad`.
+
+    Args:
+        x: ``[tokens, in]``.
+        grad: ``[tokens, out]`` in the dtype of x.
+        main_grad: ``[out, in]``, fp32 or the dtype of x.
+    """
     MATMUL_ADD(x, grad, main_grad)
 
 
 def grouped_matmul(
     x: torch.Tensor, weights: Sequence[torch.Tensor], splits: Sequence[int], transposed: bool
 ) -> torch.Tensor:
-    """See :func:`mindspeed.te.kernels.grouped_matmul`."""
+    """Multiply each group of tokens; see :func:`mindspeed.te.kernels.grouped_matmul`.
+
+    Args:
+        x: ``[tokens, k]``, tokens of a group next to each other.
+        weights: One matrix per group in the dtype of x, ``[n, k]`` when ``transposed``, else
+            ``[k, n]``.
+        splits: Tokens of each group.
+        transposed: Multiply with the transposed matrices.
+
+    Returns:
+        ``[tokens, n]`` in the dtype of x.
+    """
     stacked = as_one(weights)
     if stacked is None:
         return one_by_one(x, weights, splits, transposed)
@@ -36,7 +53,16 @@ def grouped_matmul(
 
 
 def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
-    """See :func:`mindspeed.te.kernels.grouped_wgrad`."""
+    """Return ``left^T right`` of each group; see :func:`mindspeed.te.kernels.grouped_wgrad`.
+
+    Args:
+        left: ``[tokens, m]``.
+        right: ``[tokens, n]`` in the dtype of ``left``.
+        splits: Tokens of each group.
+
+    Returns:
+        ``[groups, m, n]`` in the dtype of ``left``.
+    """
     return GROUPED_OUTER(left, right, _ends(splits, left))  # type: ignore[no-any-return]
 
 
@@ -46,7 +72,14 @@ def accumulate_grouped_wgrad(
     splits: Sequence[int],
     main_grads: Sequence[torch.Tensor],
 ) -> None:
-    """See :func:`mindspeed.te.kernels.accumulate_grouped_wgrad`."""
+    """Add to buffers; see :func:`mindspeed.te.kernels.accumulate_grouped_wgrad`.
+
+    Args:
+        left: ``[tokens, m]``.
+        right: ``[tokens, n]`` in the dtype of ``left``.
+        splits: Tokens of each group.
+        main_grads: One ``[m, n]`` per group, fp32 or the dtype of ``left``.
+    """
     stacked = as_one(main_grads)
     if stacked is not None:
         GROUPMATMUL_ADD(left, right, _ends(splits, left), stacked)

@@ -20,7 +20,18 @@ def permute(
     routing_map: torch.Tensor,
     num_out_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """See :func:`mindspeed.te.kernels.moe_permute`."""
+    """Sort tokens by expert; see :func:`mindspeed.te.kernels.moe_permute`.
+
+    Args:
+        tokens: ``[t, h]``, floating dtype.
+        probs: ``[t, e]``, floating dtype, or None.
+        routing_map: ``[t, e]``, true where a token goes to an expert.
+        num_out_tokens: Rows of the result; None or negative: one per (token, expert) pair.
+
+    Returns:
+        Tokens ``[rows, h]``, probabilities ``[rows]`` or None, and the row map, int32
+        ``[2, t, e]``.
+    """
     row_id_map = map_rows(routing_map)
     rows = -1 if num_out_tokens is None else int(num_out_tokens)
     if rows < 0:
@@ -38,7 +49,17 @@ def unpermute(
     merging_probs: torch.Tensor | None,
     restore_shape: Sequence[int],
 ) -> torch.Tensor:
-    """See :func:`mindspeed.te.kernels.moe_unpermute`."""
+    """Sum the copies of each token; see :func:`mindspeed.te.kernels.moe_unpermute`.
+
+    Args:
+        permuted: ``[rows, h]``, floating dtype.
+        row_id_map: int32 ``[2, t, e]``, of :func:`permute`.
+        merging_probs: ``[t, e]``, floating dtype; None sums unweighted.
+        restore_shape: ``[t, h]``; follows from the row map, not read.
+
+    Returns:
+        ``[t, h]`` in the dtype of ``permuted``.
+    """
     packed, by_expert = row_id_map
     weights = None if merging_probs is None else pack(merging_probs, by_expert, 0.0)
     return MOE_UNPERMUTE(permuted, packed, weights, True)  # type: ignore[no-any-return]
@@ -47,7 +68,16 @@ def unpermute(
 def sort_chunks(
     tensors: Sequence[torch.Tensor], sizes: torch.Tensor, order: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """See :func:`mindspeed.te.kernels.moe_sort_chunks`."""
+    """Reorder chunks of rows; see :func:`mindspeed.te.kernels.moe_sort_chunks`.
+
+    Args:
+        tensors: ``[rows, ...]`` each, floating dtypes.
+        sizes: int64 ``[chunks]``, rows of each chunk.
+        order: int64 ``[chunks]``, the chunk at each place of the result.
+
+    Returns:
+        Tensors with the shapes and dtypes of ``tensors``.
+    """
     device, count = tensors[0].device, tensors[0].shape[0]
     rows = chunk_rows(sizes.to(device), order.to(device), count)
     return tuple(

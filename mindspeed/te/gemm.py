@@ -47,10 +47,24 @@ def general_gemm(
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
     """Return ``(op(b) @ op(a), bias gradient, None, None)`` in ``out_dtype``.
 
-    The layout names the transposition of ``a`` and then ``b`` as a column-major library sees them,
-    so in row-major terms: TN is ``b @ a^T`` (forward), NN is ``b @ a`` (input gradient), NT is
-    ``b^T @ a`` (weight gradient). With ``grad`` and a ``bias`` the second result is the sum of
-    ``b`` over tokens.
+    The layout names the transposition of ``a`` and then ``b`` in the column-major terms of BLAS.
+    In row-major terms:
+
+        TN   b [m, k] @ a^T [k, n]   ->  [m, n]      forward
+        NN   b [m, n] @ a [n, k]     ->  [m, k]      input gradient
+        NT   b^T [n, m] @ a [m, k]   ->  [n, k]      weight gradient
+
+    Args:
+        a: Matrix of any floating dtype.
+        b: Matrix of any floating dtype.
+        workspace: Not read.
+        out_dtype: Dtype of the result; that of ``a`` by default.
+        layout: ``"TN"``, ``"NN"`` or ``"NT"``.
+        out: Result of the same shape, written or added to; its dtype stays.
+        bias: ``[n]``, added; with ``grad`` it only requests the bias gradient.
+        accumulate: Add to ``out``.
+        grad: Return the sum of ``b`` over its rows, ``[n]``, as bias gradient if ``bias`` is given.
+        **unused: fp8 and userbuffers options, which must be None.
     """
     if any(unused.get(name) is not None for name in ("quantization_params", "ub", "gelu_in")):
         raise NotImplementedError(

@@ -248,7 +248,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
         return (out, biases) if self.return_bias else out
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return no bytes: Megatron would unpickle them to split them by expert."""
+        """Return no bytes, uint8 ``[0]``: Megatron would unpickle them to split them by expert."""
         return torch.empty(0, dtype=torch.uint8)
 
     def extra_repr(self) -> str:

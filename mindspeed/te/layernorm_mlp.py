@@ -119,7 +119,15 @@ class LayerNormMLP(TransformerEngineBaseModule):
                 replica.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Return the output, or ``(output, bias)`` with ``return_bias``."""
+        """Return the output, or ``(output, bias)`` with ``return_bias``.
+
+        Args:
+            inp: ``[s, b, h]``, or this rank's ``[s / p, b, h]`` with sequence parallelism.
+            is_first_microbatch: Whether weights are quantised anew (fp8); None: in every call.
+
+        Returns:
+            Shape of ``inp``, dtype of the weights (of autocast, if active); the bias is ``[h]``.
+        """
         casts = fp8.casts_of(self, 2, is_first_microbatch=is_first_microbatch) or (None, None)
         wgrad = WgradOptions(self.fuse_wgrad_accumulation)
         column, row = (

@@ -183,7 +183,17 @@ class LayerNormLinear(Linear):
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **unused: Any
     ) -> Any:
-        """Normalise and multiply; see :meth:`Linear.forward`."""
+        """Normalise and multiply; see :meth:`Linear.forward`.
+
+        Args:
+            inp: ``[s, b, in]``, or its shard.
+            is_first_microbatch: See :meth:`Linear.forward`.
+            **unused: Ignored.
+
+        Returns:
+            ``[s, b, out]``, or its shard; then the bias ``[out]`` with ``return_bias``, and the
+            normalised input ``[s, b, in]`` with ``return_layernorm_output``.
+        """
         normed = kernels.normalize(
             inp,
             self.layer_norm_weight,
@@ -201,7 +211,7 @@ class LayerNormLinear(Linear):
 
 
 def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | None) -> None:
-    """Mark a weight as a tensor-parallel shard.
+    """Mark a weight ``[out, in]`` (any dtype) as a tensor-parallel shard.
 
     An expert layer passes no ``parallel_mode`` because its communication is the dispatcher's, yet
     its weight is a shard; only a weight drawn from the data-parallel stream is a true duplicate,
@@ -213,7 +223,10 @@ def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | 
 
 
 def mark_bias(bias: torch.Tensor, parallel_mode: str | None, sequence_parallel: bool) -> None:
-    """Mark a bias: sharded with the outputs of a column layer, replicated in a row layer."""
+    """Mark a bias ``[out]``, any dtype.
+
+    It is sharded with the outputs of a column layer and replicated in a row layer.
+    """
     if parallel_mode == "row":
         bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
     elif parallel_mode == "column":

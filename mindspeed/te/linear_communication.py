@@ -272,7 +272,12 @@ def linear(
 
 
 def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Return the dtype a layer computes in: autocast first, then the weight's."""
+    """Return the dtype a layer computes in: autocast first, then the weight's.
+
+    Args:
+        x: ``[..., in]``, which gives the device.
+        weight: ``[out, in]``.
+    """
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return weight.dtype

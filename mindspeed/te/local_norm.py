@@ -33,7 +33,7 @@ class LayerNorm(_Affine, torch.nn.LayerNorm):
     """torch's LayerNorm with Megatron's options."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
+        """Normalise the last dimension of ``x [..., h]``; shape and dtype stay."""
         return kernels.normalize(
             x,
             self.weight,
@@ -48,7 +48,7 @@ class RMSNorm(_Affine, torch.nn.RMSNorm):
     """torch's RMSNorm with Megatron's options."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
+        """Normalise the last dimension of ``x [..., h]``; shape and dtype stay."""
         return kernels.normalize(
             x,
             self.weight,

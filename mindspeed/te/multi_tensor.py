@@ -21,14 +21,31 @@ CHUNK = 2048 * 32
 def multi_tensor_applier(
     operation: Callable[..., Any], overflow: torch.Tensor, lists: Lists, *arguments: Any
 ) -> Any:
-    """Apply ``operation`` to lists of tensors."""
+    """Apply ``operation`` to lists of tensors.
+
+    Args:
+        operation: ``(chunk, overflow, lists, *arguments)``.
+        overflow: int32 ``[1]``.
+        lists: Tensors of any shape and dtype, as the operation requires.
+        *arguments: Of the operation.
+    """
     return operation(CHUNK, overflow, lists, *arguments)
 
 
 def multi_tensor_l2norm(
     chunk: int, overflow: torch.Tensor, lists: Lists, per_tensor: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the fp32 L2 norm of all tensors together, and that of each with ``per_tensor``."""
+    """Return the L2 norm of all tensors together, and that of each with ``per_tensor``.
+
+    Args:
+        chunk: Not read.
+        overflow: int32 ``[1]``; not set.
+        lists: One list of n tensors, any shape and floating dtype.
+        per_tensor: Return the norms of the tensors.
+
+    Returns:
+        fp32 ``[1]``, and fp32 ``[n]`` or None.
+    """
     tensors = list(lists[0])
     if not tensors:
         nothing = torch.zeros(1, dtype=torch.float32, device=overflow.device)
@@ -38,7 +55,14 @@ def multi_tensor_l2norm(
 
 
 def multi_tensor_scale(chunk: int, overflow: torch.Tensor, lists: Lists, scale: Any) -> None:
-    """Write ``source * scale`` into each destination."""
+    """Write ``source * scale`` into each destination.
+
+    Args:
+        chunk: Not read.
+        overflow: int32 ``[1]``, set to 1 if a result is not finite.
+        lists: Sources and destinations, pairwise of one shape; any floating dtypes.
+        scale: A number or a scalar tensor.
+    """
     pairs = [(a, b) for a, b in zip(lists[0], lists[1], strict=True) if b.numel()]
     sources, destinations = [a for a, _ in pairs], [b for _, b in pairs]
     if not sources:

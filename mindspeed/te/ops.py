@@ -46,7 +46,7 @@ class Sequential(torch.nn.Sequential):
     """Operations applied in turn; a row-parallel product and its reduction as one."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Apply all operations."""
+        """Apply all operations to ``input [..., h]``; shape and dtype are those of the last one."""
         operations = list(self)
         while operations:
             operation = operations.pop(0)
@@ -119,7 +119,7 @@ class SwiGLU(_Activation):
     gated = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Gate the second half with the first."""
+        """Return ``silu(gate) * up``: ``[..., 2 h]`` (gate, up) to ``[..., h]``, dtype of ``x``."""
         return kernels.swiglu(x)
 
 
@@ -131,7 +131,7 @@ class Bias(FusibleOperation):
         self.bias = Parameter(torch.zeros(size, dtype=dtype, device=place(device)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x + bias``."""
+        """Return ``x + bias`` of ``x [..., h]`` and the bias ``[h]``."""
         return x + self.bias
 
 
@@ -181,14 +181,25 @@ class BasicLinear(FusibleOperation):
         self.weight = Parameter(torch.empty(shape, dtype=dtype, device=place(device)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x W^T``; the output of a row layer is this rank's term of the sum."""
+        """Return ``x W^T``, ``[s, b, out]`` for ``x [s, b, in]``, or their shards.
+
+        The output of a row layer is this rank's term of the sum.
+        """
         communication = self.communication
         if communication.row:  # its reduction is another operation
             communication = LinearCommunication()
         return self.multiply(x, communication)
 
     def multiply(self, x: torch.Tensor, communication: LinearCommunication) -> torch.Tensor:
-        """Return ``x W^T`` with the collective of ``communication``."""
+        """Return ``x W^T`` with the collective of ``communication``.
+
+        Args:
+            x: ``[s, b, in]``, or its shard.
+            communication: How the layer is sharded.
+
+        Returns:
+            ``[s, b, out]``, or its shard, in the dtype of the weight (of autocast, if active).
+        """
         casts = next(iter(fp8.casts_of(self)), None)
         return linear(x, self.weight, None, communication, self.wgrad, casts)
 

@@ -90,7 +90,10 @@ class Casts:
     def wgrad_operands(
         self, x: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the operands of the weight gradient, in place of ``x`` and ``dy``."""
+        """Return the operands of the weight gradient: fp32 ``[tokens, in]`` and ``[tokens, out]``.
+
+        Without ``wgrad`` these are ``x [..., in]`` and ``grad [..., out]`` themselves.
+        """
         if not self.wgrad:
             return x, grad
         return self.input(x.reshape(-1, x.shape[-1]), 0), self.grad(
@@ -99,7 +102,7 @@ class Casts:
 
 
 def check_multiples(multiples: tuple[int, int], **matrices: torch.Tensor) -> None:
-    """Refuse sizes that fp8 tensor cores do not take: here as there.
+    """Refuse sizes of ``matrices [rows, columns]`` that fp8 tensor cores do not support.
 
     Raises:
         ValueError: rows or columns are not divisible.
@@ -141,7 +144,10 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
 
 
 def mx_scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the factors of MXFP8: the exponent of ``amax / max`` rounded up, as E8M0 holds it."""
+    """Return the factors of MXFP8: the exponent of ``amax / max`` rounded up, as E8M0 holds it.
+
+    Elementwise, fp32.
+    """
     mantissa, exponent = torch.frexp(amax.float() * (1.0 / largest(dtype)))
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
@@ -149,13 +155,16 @@ def mx_scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_trip(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantise with ``scale`` and back: what ``dtype`` keeps of ``x``, as fp32."""
+    """Quantise ``x`` of any shape to an fp8 ``dtype`` and dequantise it to fp32.
+
+    ``scale`` is an fp32 scalar, or broadcastable to ``x``.
+    """
     top = largest(dtype)
     return (x.float() * scale).clamp(-top, top).to(dtype).float() * scale.reciprocal()
 
 
 def per_tensor(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantise ``x`` with one factor, from its own maximum."""
+    """Quantise ``x`` (any shape) with one factor, from its own maximum, and dequantise it; fp32."""
     return round_trip(x, scale_of(amax_of(x), dtype), dtype)
 
 
@@ -176,7 +185,7 @@ def per_block(
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of ``x``, 0 of an empty tensor; fp32, no dimensions."""
+    """Return the largest magnitude of ``x`` (any shape), 0 of an empty tensor; fp32 scalar."""
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
@@ -223,7 +232,10 @@ class AmaxHistory:
         self.scale = torch.ones(count)
 
     def restore(self, history: torch.Tensor, scale: torch.Tensor) -> None:
-        """Go on from saved maxima and factors; the newest maxima, if the length is another."""
+        """Continue from saved maxima ``[length, count]`` and factors ``[count]``, fp32.
+
+        If the length differs, only the newest maxima are taken.
+        """
         if (
             history.dim() != 2
             or history.shape[1:] != scale.shape
@@ -239,7 +251,7 @@ class AmaxHistory:
             self.history[-kept:] = history[-kept:]
 
     def observe(self, index: int, x: torch.Tensor) -> None:
-        """Note the maximum of tensor ``index``; row 0 is the step that is under way."""
+        """Record the maximum of tensor ``index``, ``x`` of any shape, for the current step."""
         self.history[0, index] = torch.maximum(self.history[0, index], amax_of(x).cpu())
 
     def update(self) -> None:
@@ -281,7 +293,7 @@ def as_bytes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def saved_factors(state: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Read what :func:`as_bytes` wrote; None for any other bytes."""
+    """Read the tensors that :func:`as_bytes` wrote as uint8 ``[n]``; None for any other bytes."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -25,17 +25,23 @@ class Codec:
     dtype = torch.float32
 
     def allocate(self, param: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised storage for a state of ``param``, on any device."""
+        """Return uninitialised storage in ``dtype`` for a state of ``param``, any shape."""
         return torch.empty_like(param, dtype=self.dtype, requires_grad=False)
 
     def allocate_scale(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return storage for the scales of a state of ``param``, or None."""
+        """Return the scale of a state of ``param`` (any shape), fp32 ``[1]``, or None."""
         return None
 
     def decode(
         self, stored: torch.Tensor, scale: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Return the state in fp32, the stored tensor itself where that is its dtype."""
+        """Return the state in fp32, the stored tensor itself where that is its dtype.
+
+        Args:
+            stored: Shape of ``param``, storage dtype.
+            scale: fp32 ``[1]``, or None for a codec without scale.
+            param: Any shape and floating dtype.
+        """
         return stored
 
     def encode(
@@ -45,7 +51,14 @@ class Codec:
         scale: torch.Tensor | None,
         param: torch.Tensor,
     ) -> None:
-        """Write ``value`` into ``stored`` (and ``scale``)."""
+        """Write ``value`` into ``stored`` (and ``scale``).
+
+        Args:
+            value: Shape of ``param``, fp32.
+            stored: Shape of ``param``, storage dtype; overwritten.
+            scale: fp32 ``[1]``, overwritten, or None for a codec without scale.
+            param: Any shape and floating dtype.
+        """
         stored.copy_(value)
 
 
@@ -53,7 +66,7 @@ class Full(Codec):
     """The state as it is: fp32, or fp64 for a parameter of fp64."""
 
     def allocate(self, param: torch.Tensor) -> torch.Tensor:
-        """A tensor like the parameter."""
+        """A tensor of the shape of the parameter (any), fp32, or fp64 for fp64."""
         dtype = torch.promote_types(param.dtype, torch.float32)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
@@ -68,7 +81,7 @@ class Absent(Codec):
     def decode(
         self, stored: torch.Tensor, scale: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Zeros of the parameter's shape."""
+        """Zeros of the parameter's shape (any shape), fp32."""
         return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
 
     def encode(
@@ -78,7 +91,7 @@ class Absent(Codec):
         scale: torch.Tensor | None,
         param: torch.Tensor,
     ) -> None:
-        """Nothing is kept."""
+        """Do nothing, for any shape and dtype: no state is stored."""
 
 
 class BFloat16(Codec):
@@ -89,7 +102,7 @@ class BFloat16(Codec):
     def decode(
         self, stored: torch.Tensor, scale: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Widen."""
+        """Widen bf16 to fp32, elementwise."""
         return stored.float()
 
 
@@ -100,13 +113,13 @@ class Scaled(Codec):
         self.dtype, self.top = dtype, top
 
     def allocate_scale(self, param: torch.Tensor) -> torch.Tensor:
-        """One fp32 number for the tensor."""
+        """One fp32 number for the tensor, ``[1]``."""
         return torch.ones(1, dtype=torch.float32, device=param.device)
 
     def decode(
         self, stored: torch.Tensor, scale: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Widen and multiply by the scale."""
+        """Widen fp16 or fp8 to fp32, elementwise, and multiply by the scale ``[1]``."""
         assert scale is not None
         return stored.float().mul_(scale)
 
@@ -117,7 +130,7 @@ class Scaled(Codec):
         scale: torch.Tensor | None,
         param: torch.Tensor,
     ) -> None:
-        """Choose the scale by the largest value, divide and round."""
+        """Choose the scale ``[1]`` by the largest magnitude, divide and round, elementwise."""
         assert scale is not None
         peak = value.abs().amax() if value.numel() else value.new_zeros(())
         scale.copy_(peak / self.top)
@@ -133,7 +146,7 @@ class Remainder(Codec):
     def decode(
         self, stored: torch.Tensor, scale: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Join parameter and remainder."""
+        """Join bf16 parameter and int16 remainder to fp32, elementwise."""
         upper = param.detach().view(torch.int16).to(torch.int32) << 16
         return (upper + stored).view(torch.float32)
 
@@ -144,7 +157,10 @@ class Remainder(Codec):
         scale: torch.Tensor | None,
         param: torch.Tensor,
     ) -> None:
-        """Split ``value`` into the parameter and the remainder; an int16 value is a remainder."""
+        """Split ``value`` (fp32, any shape) into bf16 parameter and int16 remainder, elementwise.
+
+        A value in int16 is a remainder already.
+        """
         if value.dtype == torch.int16:
             stored.copy_(value)
             return

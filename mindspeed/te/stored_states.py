@@ -63,7 +63,10 @@ class StoredStates(torch.optim.Optimizer):
     def initialize_state(
         self, param: torch.Tensor, store_param_remainders: bool | None = None
     ) -> None:
-        """Create the states of ``param``: those of the rule, master equal to the parameter."""
+        """Create the states of ``param``: those of the rule, master equal to the parameter.
+
+        Each has the shape of ``param``, any shape, in its storage dtype.
+        """
         for name in self._names(param):
             self.set_scaled_state(param, name, self._initial(param, name))
 
@@ -99,7 +102,16 @@ class StoredStates(torch.optim.Optimizer):
     def get_unscaled_state(
         self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
     ) -> torch.Tensor:
-        """Return a state in fp32: the state itself when it is stored so, else a decoded copy."""
+        """Return a state in fp32: the state itself when it is stored so, else a decoded copy.
+
+        Args:
+            param: The parameter, any shape and floating dtype.
+            state_name: For example ``exp_avg``.
+            skip_unscale: Without effect.
+
+        Returns:
+            Shape of ``param``, fp32.
+        """
         stored = self.state[param][state_name]
         if not isinstance(stored, torch.Tensor) or state_name not in self._codecs:
             return stored
@@ -109,7 +121,13 @@ class StoredStates(torch.optim.Optimizer):
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None:
-        """Store a state given in fp32 (or a remainder given in int16); ignore unknown names."""
+        """Store a state; ignore unknown names.
+
+        Args:
+            param: The parameter, any shape and floating dtype.
+            state_name: For example ``exp_avg``.
+            unscaled_state: Shape of ``param``, fp32, or int16 for a remainder.
+        """
         if state_name not in self._codecs:
             return
         if state_name not in self.state[param]:

@@ -74,8 +74,11 @@ def added_to_main_grad(
     the buffer requires it (``zero_out_wgrad``: the same parameter also receives other gradients).
 
     Args:
-        weight: The parameter.
+        weight: The parameter, ``[out, in]``, any dtype.
         shape: Shape that autograd expects, of the parameter by default.
+
+    Returns:
+        ``shape`` in the dtype of ``weight``; None where no hook waits for a gradient.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -88,8 +91,13 @@ def added_to_main_grad(
 def add_delayed(weight: torch.Tensor, wgrad: torch.Tensor | None, fuse: bool) -> None:
     """Put a weight gradient that was computed outside autograd where autograd would have.
 
-    The placeholder of a gradient that is already in ``main_grad`` adds nothing, but whoever counts
-    finished gradients looks for it.
+    The placeholder of a gradient that is already in ``main_grad`` adds nothing, but is stored for
+    code that counts finished gradients.
+
+    Args:
+        weight: The parameter, ``[out, in]``, any dtype.
+        wgrad: Its gradient, or the placeholder, with the same shape and dtype; None does nothing.
+        fuse: Gradients are added to ``main_grad``.
     """
     if wgrad is None:
         return
