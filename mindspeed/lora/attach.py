@@ -6,6 +6,7 @@ is sharded: each matrix is drawn unsharded, seeded by its name, and a rank keeps
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from mindspeed.lora.config import ALL_LINEAR, LoraConfig
 from mindspeed.lora.experts import give_expert_adapters
 from mindspeed.lora.layers import linear_layers, order_of, parts_of
 from mindspeed.lora.linear import AdaptedLinear, give_adapter
-from mindspeed.lora.names import is_expert, named_modules, short_name, targeted
+from mindspeed.lora.names import is_adapter_weight, is_expert, named_modules, short_name, targeted
 from mindspeed.te.grouped import GroupedLinear
 
 _ENDS = ("word_embeddings", "output_layer")
@@ -60,6 +61,14 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
         _carry_gradients(module, config.forward_hooks)
         module.config.moe_router_bias_update_rate = 0.0  # the router is frozen too
         module.lora_config = config
+        module.__class__ = _adapted_class(type(module))
+
+
+def detach(chunk: Any) -> None:
+    """Make a stage a plain one again, once its layers have no adapters any more."""
+    if hasattr(chunk, "lora_config"):
+        del chunk.lora_config
+        chunk.__class__ = type(chunk).__base__
 
 
 def adapted(chunks: Iterable[Any]) -> LoraConfig | None:
@@ -180,6 +189,22 @@ def _carry_gradients(chunk: Any, names: tuple[str, ...]) -> None:
     for name, module in named_modules(chunk):
         if name == "embedding" or name.rpartition(".")[2] in names:
             module.register_forward_hook(_require_gradients)
+
+
+@functools.cache
+def _adapted_class(base: Any) -> type:
+    """The class of a stage with adapters; its sharded state dict is that of the base model.
+
+    The stage leaves the adapters out, not each layer: Megatron also collects what is in a list of
+    layers, as multi-token prediction has one, without asking the layers.
+    """
+
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = base.sharded_state_dict(self, *args, **kwargs)
+        return {name: value for name, value in state.items() if not is_adapter_weight(name)}
+
+    body = {"__module__": base.__module__, "sharded_state_dict": sharded_state_dict}
+    return type(base.__name__, (base,), body)
 
 
 def _require_gradients(module: Any, inputs: Any, output: Any) -> None:

@@ -258,20 +258,10 @@ def take_adapter(module: Any) -> None:
 
 @functools.cache
 def adapted_class(base: Any, kind: type[AdaptedLinear]) -> type:
-    """The class of a layer with an adapter; its sharded state dict leaves the adapter out.
+    """The class of a layer with an adapter.
 
     Args:
         base: The layer's class.
         kind: The mixin.
     """
-
-    def sharded_state_dict(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        state = base.sharded_state_dict(self, prefix, *args, **kwargs)
-        own = (f"{prefix}lora_A.", f"{prefix}lora_B.")
-        return {name: value for name, value in state.items() if not name.startswith(own)}
-
-    return type(
-        f"Adapted{base.__name__}",
-        (kind, base),
-        {"__module__": __name__, "sharded_state_dict": sharded_state_dict},
-    )
+    return type(f"Adapted{base.__name__}", (kind, base), {"__module__": __name__})

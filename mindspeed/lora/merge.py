@@ -10,7 +10,7 @@ import torch
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
-from mindspeed.lora.attach import adapted_layers
+from mindspeed.lora.attach import adapted_layers, detach
 from mindspeed.lora.hf_names import whole_parts
 from mindspeed.lora.layers import order_of
 from mindspeed.lora.linear import as_one, take_adapter
@@ -37,8 +37,7 @@ def merge(chunks: Iterable[Any]) -> None:
             for entry in layer.adapted_weights(name):
                 entry.weight.copy_(entry.weight.float() + layer.delta(entry))
             take_adapter(layer)
-        if hasattr(chunk, "lora_config"):
-            del chunk.lora_config
+        detach(chunk)
 
 
 class Merged(WeightSource):

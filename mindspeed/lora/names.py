@@ -61,6 +61,11 @@ def is_expert(name: str) -> bool:
     return _EXPERTS in name
 
 
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 def is_end(name: str) -> bool:
     """Whether a module or parameter has the vocabulary's rows, padding included."""
     return name.startswith(tuple(f"{end}." for end in _ENDS))

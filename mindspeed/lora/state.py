@@ -24,7 +24,7 @@ from mindspeed.errors import CheckpointError
 from mindspeed.files import check_path
 from mindspeed.lora.attach import adapted_layers
 from mindspeed.lora.config import LoraConfig
-from mindspeed.lora.names import in_whole_model, is_end, is_expert
+from mindspeed.lora.names import in_whole_model, is_adapter_weight, is_end, is_expert
 
 _SAMPLES = 8
 # The base may be in fp32 in one run and in bf16, with 8 bits, in another.
@@ -58,7 +58,7 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
     state = {}
     trained = {n: p for n, p in chunk.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
-        if ".lora_A." not in name and ".lora_B." not in name:
+        if not is_adapter_weight(name):
             continue
         key = in_whole_model(chunk, name)
         groups = experts if is_expert(key) else dense

@@ -14,6 +14,7 @@ from mindspeed.lora import LoraConfig, peft, peft_write
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import shape_of
 from tests.lora import lora_ranks, oracle
+from tests.support import trainer_job
 
 SETUP = "tests.support.warm"
 TARGETS = f"--lora-target-modules {' '.join(oracle.TARGETS)} --lora-r 4 --lora-alpha 8".split()
@@ -119,6 +120,37 @@ def test_tied_embeddings_on_two_pipeline_stages(ranks, tmp_path):
     config = LoraConfig(oracle.TARGETS, r=4, alpha=8, use_rslora=True)
     flags = [*TARGETS, "--lora-use-rslora", PP2]
     compare(ranks, 2, flags, truth, config, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_additional_predicted_tokens_have_adapters(rank_pool, tmp_path):
+    """Multi-token prediction: a base of one rank and of two stages; the adapter in either."""
+    metrics_file = tmp_path / "metrics.jsonl"
+    named = ("lm_loss", "mtp_1 loss", "grad_norm")
+
+    def train(size, flags):
+        metrics_file.unlink(missing_ok=True)
+        words = f"--mtp-num-layers 1 --no-load-rng --metrics-file {metrics_file} {flags}"
+        results = rank_pool.run(
+            size, trainer_job.train, words.split(), setup=SETUP, backend=None, timeout=240
+        )
+        assert {result["error"] for result in results} == {None}, results
+        return [[record[name] for name in named] for record in trainer_job.metrics(metrics_file)]
+
+    train(1, f"--train-iters 1 --lr 0 --save {tmp_path / 'one'}")
+    one = f"--load {tmp_path / 'one'} --no-load-optim"
+    train(2, f"{one} --finetune {PP2} --train-iters 1 --lr 0 --save {tmp_path / 'two'}")
+    two = f"--load {tmp_path / 'two'} --no-load-optim"
+
+    adapters = "--lora-target-modules all-linear --lora-r 4 --lr 0.01 --train-iters 3"
+    expected = train(1, f"{one} {adapters}")
+    assert len(expected) == 3 and expected[2][1] < expected[0][1] - 0.01  # it learns
+    save = f"--save {tmp_path / 'adapter'} --save-interval 2"
+    for found in (train(2, f"{one} {adapters} {PP2} {save}"), train(2, f"{two} {adapters} {PP2}")):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+    load = f"--load {tmp_path / 'one'} --lora-load {tmp_path / 'adapter' / 'iter_0000002'}"
+    resumed = train(1, f"{load} {adapters}")
+    torch.testing.assert_close(torch.tensor(resumed), torch.tensor(expected[2:]), rtol=1e-5, atol=0)
 
 
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
