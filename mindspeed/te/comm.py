@@ -6,8 +6,9 @@ other's transpose:
     forward                     backward
     all_reduce                  identity
     reduce_scatter (dim 0)      all_gather (dim 0)
+    all_gather (dim 0)          reduce_scatter (dim 0)
 
-The column-parallel counterparts (all_gather / identity before the multiplication) live inside
+What a column-parallel layer communicates before its product (all_gather / identity) is inside
 :mod:`mindspeed.te.linear_communication`, where their backward overlaps the weight gradient.
 Bytes per call and rank for a tensor of B bytes and p ranks: all_reduce 2 B (p-1)/p, the others
 B (p-1)/p.
@@ -61,6 +62,17 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather_first_dim(grads[0], ctx.group)[0], None
 
 
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return all_gather_first_dim(x, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return reduce_scatter_first_dim(grads[0], ctx.group)[0], None
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -83,3 +95,12 @@ def reduce_output(x: torch.Tensor, group: Any, sequence_parallel: bool) -> torch
         return x
     result = _ReduceScatter.apply(x, group) if sequence_parallel else _AllReduce.apply(x, group)
     return result  # type: ignore[no-any-return]
+
+
+def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Gather ``[s/p, b, h]`` of the ranks to ``[s, b, h]``; differentiable.
+
+    The gradients of all ranks are summed, so what each computes from the result is its own part
+    of the loss, as behind a column-parallel layer.
+    """
+    return _AllGather.apply(x, group)  # type: ignore[no-any-return]

@@ -142,6 +142,8 @@ class LayerNormLinear(Linear):
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: The stored norm weight is the deviation from one.
         return_layernorm_output: Return ``(output, normalised input)``.
+        return_layernorm_output_gathered: Return the whole normalised input ``[s, b, h]`` where
+            sequence parallelism shards it; its gradients are summed over the ranks.
         **linear_options: The options of :class:`Linear`.
     """
 
@@ -206,7 +208,7 @@ class LayerNormLinear(Linear):
         if not self.return_layernorm_output:
             return out
         if self.return_layernorm_output_gathered and self.communication.gathers_input:
-            normed = comm.all_gather_first_dim(normed, self.tp_group)[0]
+            normed = comm.gather_sequence(normed, self.tp_group)
         return (*out, normed) if self.return_bias else (out, normed)
 
 

@@ -235,3 +235,17 @@ def test_the_group_overrides_tp_size(ranks):
     parts = ranks(2, tp_ranks.mlp, False, False, 1)
     for name, value in tp_ranks.join(parts, False).items():
         torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10, msg=name)
+
+
+def test_gathered_normalised_input_has_the_gradients_of_all_ranks(ranks):
+    whole = ranks(1, tp_ranks.gathered_norm, False)[0]
+    parts = ranks(2, tp_ranks.gathered_norm, True)
+    found = {
+        "output": torch.cat([part["output"] for part in parts], -1),
+        "normed": parts[1]["normed"],
+        "input": torch.cat([part["input"] for part in parts]),
+        "gamma": sum(part["gamma"] for part in parts),
+        "beta": sum(part["beta"] for part in parts),
+    }
+    for name, value in found.items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10, msg=name)

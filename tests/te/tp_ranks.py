@@ -56,6 +56,50 @@ def mlp(sequence_parallel: bool, fused: bool, tp_size: int = 1) -> dict[str, tor
     }
 
 
+def gathered_norm(gathers: bool) -> dict[str, torch.Tensor]:
+    """Output, normalised input and gradients where both are read; each rank reads other columns.
+
+    Without ``gathers`` the only rank computes with torch's functions.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    x, weight, gamma, beta = (
+        draw(SEQUENCE, 2, HIDDEN),
+        draw(INNER, HIDDEN),
+        draw(HIDDEN),
+        draw(HIDDEN),
+    )
+    wide, narrow = draw(SEQUENCE, 2, INNER), draw(SEQUENCE, 2, HIDDEN)
+    if gathers:
+        layer = LayerNormLinear(
+            HIDDEN, INNER, bias=False, parallel_mode="column", sequence_parallel=True,
+            tp_group=dist.group.WORLD, params_dtype=torch.float64, device="cpu",
+            return_layernorm_output=True, return_layernorm_output_gathered=True,
+        )  # fmt: skip
+        with torch.no_grad():
+            layer.weight.copy_(weight.chunk(size, 0)[rank])
+            layer.layer_norm_weight.copy_(gamma)
+            layer.layer_norm_bias.copy_(beta)
+        x = x.chunk(size, 0)[rank].clone().requires_grad_()
+        out, normed = layer(x)
+        gamma, beta = layer.layer_norm_weight, layer.layer_norm_bias
+    else:
+        x, gamma, beta = (t.requires_grad_() for t in (x, gamma, beta))
+        normed = torch.nn.functional.layer_norm(x, (HIDDEN,), gamma, beta)
+        out = torch.nn.functional.linear(normed, weight)
+    columns = torch.arange(HIDDEN).chunk(size)[rank]
+    mine = normed[..., columns].sin() * narrow[..., columns]
+    ((out * wide.chunk(size, -1)[rank]).sum() + mine.sum()).backward()
+    return {
+        "output": out.detach(),
+        "normed": normed.detach(),
+        "input": x.grad,
+        "gamma": gamma.grad,
+        "beta": beta.grad,
+    }
+
+
 def join(parts: list[dict[str, torch.Tensor]], sequence_parallel: bool) -> dict[str, torch.Tensor]:
     """Put the parts of all ranks together: concatenate slices, sum partial gradients."""
     dims = {"first.weight": 0, "first.bias": 0, "second.weight": 1}
