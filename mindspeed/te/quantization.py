@@ -144,10 +144,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
 
 
 def mx_scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the factors of MXFP8: the exponent of ``amax / max`` rounded up, as E8M0 holds it.
-
-    Elementwise, fp32.
-    """
+    """Factors of MXFP8, fp32, elementwise: exponents of ``amax / max`` rounded up, as in E8M0."""
     mantissa, exponent = torch.frexp(amax.float() * (1.0 / largest(dtype)))
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     scale = torch.ldexp(torch.ones_like(mantissa), -exponent)
@@ -232,10 +229,7 @@ class AmaxHistory:
         self.scale = torch.ones(count)
 
     def restore(self, history: torch.Tensor, scale: torch.Tensor) -> None:
-        """Continue from saved maxima ``[length, count]`` and factors ``[count]``, fp32.
-
-        If the length differs, only the newest maxima are taken.
-        """
+        """Continue from fp32 factors ``[count]`` and the newest of the maxima ``[any, count]``."""
         if (
             history.dim() != 2
             or history.shape[1:] != scale.shape

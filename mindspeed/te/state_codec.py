@@ -66,7 +66,7 @@ class Full(Codec):
     """The state as it is: fp32, or fp64 for a parameter of fp64."""
 
     def allocate(self, param: torch.Tensor) -> torch.Tensor:
-        """A tensor of the shape of the parameter (any), fp32, or fp64 for fp64."""
+        """A tensor like the parameter, any shape: fp32, or fp64 for fp64."""
         dtype = torch.promote_types(param.dtype, torch.float32)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
