@@ -44,8 +44,9 @@ def set_actual_seq_len(actual_seq_len: Sequence[int] | torch.Tensor | None) -> N
     """Set where the documents of the next micro-batch end.
 
     Args:
-        actual_seq_len: Cumulative lengths over concatenated samples, with or without a leading 0;
-            None if every sample is one document.
+        actual_seq_len: Cumulative lengths over concatenated samples, with or without a leading
+            0, as a sequence or an integer tensor ``[documents]``; None if every sample is one
+            document.
 
     Raises:
         ConfigError: They do not increase.

@@ -93,7 +93,7 @@ class PartialOutputs:
             self.merge(index, *parts)
 
     def with_sink(self, sink: torch.Tensor | None) -> OutputAndLse:
-        """:func:`with_sink` of the merged output."""
+        """:func:`with_sink` of the merged output ``[t, n, d_v]``, for a sink ``[n]``."""
         return with_sink(self.out, self.lse, sink)
 
 
@@ -150,7 +150,12 @@ class QueryGradients:
 
     @classmethod
     def of_received(cls, rows: torch.Tensor, own: QueryGradients) -> QueryGradients:
-        """From packed q, dout, lse and delta of another rank; ``own`` gives shapes and dtypes."""
+        """Unpack q, dout, lse and delta that another rank sent.
+
+        Args:
+            rows: Packed rows ``[t, columns]`` in the dtype of q, see :func:`pack`.
+            own: Gradients of this rank, for shapes and dtypes.
+        """
         narrow, wide = own.q.dtype, own.lse.dtype
         heads = own.lse.shape[1:]
         q, dout, lse, delta = unpack(

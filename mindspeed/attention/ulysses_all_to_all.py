@@ -198,7 +198,16 @@ class KVBeforeAllToAll:
     def after_all_to_all(
         self, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values after the all-to-all, of those saved before it. Collective."""
+        """Keys and values after the all-to-all, of those saved before it. Collective.
+
+        Args:
+            k: Saved keys ``[t, g, d]`` of this rank's tokens, all heads.
+            v: Saved values ``[t, g, d_v]``; if :attr:`v` is None, those after the all-to-all.
+
+        Returns:
+            ``[T, g', d]`` and ``[T, g', d_v]``: all tokens of the group, the key heads that this
+            rank's query heads use; dtypes of the arguments.
+        """
         saved = [k] if self.v is None else [k, v]
         ranks = range(self.exchange.size)
         columns = [
