@@ -69,7 +69,17 @@ class AdaptedExperts(AdaptedLinear):
             yield AdaptedWeight(expert_layer(mlp, first + i, layer), weight, dict(a), dict(b))  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor, m_splits: Any, *args: Any, **kwargs: Any) -> Any:
-        """The frozen layer's result and the correction of each expert's rows."""
+        """The frozen layer's result plus the correction of each expert's rows.
+
+        Args:
+            x: ``[t, in]``, rows sorted by expert, any floating dtype.
+            m_splits: Rows of each expert, a sequence or an integer tensor ``[experts]``.
+            *args: Of the frozen layer.
+            **kwargs: Of the frozen layer.
+
+        Returns:
+            ``[t, out]``, or a tuple that begins with it, as the frozen layer returns it.
+        """
         result = super().forward(x, m_splits, *args, **kwargs)  # type: ignore[misc]
         if isinstance(result, tuple):
             return result[0] + self._correction(x, m_splits), *result[1:]

@@ -94,7 +94,7 @@ def whole_parts(layer: str, parameter: Parameter, shape: Shape) -> dict[str, int
 def rows_in_layer(
     parameter: Parameter, parts: Mapping[str, int], head: int
 ) -> dict[str, torch.Tensor]:
-    """For each Hugging Face module, where its rows stand in the layer's parts.
+    """For each Hugging Face module, the indices of its rows in the layer's parts.
 
     Args:
         parameter: The layer's weight.
@@ -102,7 +102,7 @@ def rows_in_layer(
         head: Rows of one key head.
 
     Returns:
-        Module -> for each of its rows, its row when the parts stand one below the other.
+        Module -> int64 ``[rows]``: for each of its rows, its index in the concatenated parts.
     """
     total = sum(parts.values())
     order = order_of(dict(parts), head)
@@ -112,7 +112,12 @@ def rows_in_layer(
 
 
 def part_of(rows: torch.Tensor, parts: Mapping[str, int]) -> str:
-    """The part in which all these rows are; ``all`` if they are in more than one."""
+    """The part that contains all these rows; ``all`` if they are in more than one.
+
+    Args:
+        rows: Row indices, int64 ``[rows]``.
+        parts: Rows of each part, in the order of concatenation.
+    """
     start = 0
     for name, count in parts.items():
         if bool(((rows >= start) & (rows < start + count)).all()):

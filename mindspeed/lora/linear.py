@@ -149,10 +149,17 @@ class Options(NamedTuple):
     original: type
 
     def mask(self, x: torch.Tensor, communication: LinearCommunication) -> torch.Tensor | None:
-        """The dropout mask of the input: 0 or 1 / (1 - p), in the shape and dtype of the input.
+        """The dropout mask of the input: 0 or 1 / (1 - p); None without dropout.
 
         The input is gathered first where the layer gathers it. Ranks with the same input have the
         same mask.
+
+        Args:
+            x: ``[s, b, in]``, this rank's shard of the input, any floating dtype.
+            communication: How the layer is sharded.
+
+        Returns:
+            ``[s, b, in]`` of the gathered input in the dtype of x.
         """
         p = self.config.dropout
         if not p:
@@ -213,7 +220,7 @@ def give_adapter(
         shard: How it is sharded.
         targets: Parts that get their own A and B, or ``all``.
         parts: This rank's rows of each part.
-        order: As for :func:`as_one`.
+        order: ``[out]``, int64, or None; as for :func:`as_one`.
     """
     module.lora_A, module.lora_B = new_matrices(module.weight, config, shard, targets, parts)
     module._lora = Options(config, shard, parts, order, type(module))
@@ -228,7 +235,18 @@ def new_matrices(
     targets: set[str],
     parts: dict[str, int],
 ) -> tuple[torch.nn.ParameterDict, torch.nn.ParameterDict]:
-    """A and B of one weight, empty; arguments as of :func:`give_adapter`."""
+    """Allocate A and B of one weight, uninitialised.
+
+    Args:
+        weight: ``[out, in]`` of this rank, any dtype.
+        config: As for :func:`give_adapter`.
+        shard: As for :func:`give_adapter`.
+        targets: As for :func:`give_adapter`.
+        parts: As for :func:`give_adapter`.
+
+    Returns:
+        fp32 A ``[r, in]`` and B ``[rows of the part, r]`` by part.
+    """
     whole = WHOLE in targets
     shared = [WHOLE] if whole else [name for name in parts if name in targets]
     own = list(parts) if whole else shared

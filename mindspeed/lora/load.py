@@ -83,6 +83,10 @@ def whole_adapter(path: str | Path, shape: Shape) -> dict[str, torch.Tensor]:
         path: As for :func:`load`.
         shape: Sizes of the base model.
 
+    Returns:
+        A ``[r, in]`` and B ``[rows of the part, r]`` of each part and the trained base tensors, in
+        the dtypes of the files.
+
     Raises:
         CheckpointError: There is no adapter, or it belongs to another model.
     """

@@ -75,7 +75,7 @@ class Merged(WeightSource):
         return self._source.dtype(parameter)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """A whole parameter of the merged model."""
+        """A merged parameter, whole, ``[*parameter.shape]``, in the base model's dtype."""
         weight = self._source.read(parameter)
         layer = parameter.name.removesuffix(".weight")
         if parameter.name in self._whole:

@@ -213,6 +213,10 @@ def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
         files: The adapter.
         shape: Sizes of the base model; the vocabulary's may be the padded one.
 
+    Returns:
+        A ``[r, in]`` and B ``[rows of the part, r]`` of each part and the trained base tensors, in
+        the dtypes of the files.
+
     Raises:
         CheckpointError: It belongs to another model; names the layer.
     """

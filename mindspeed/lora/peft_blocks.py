@@ -77,6 +77,12 @@ def divided(
 ) -> tuple[Block, ...]:
     """The blocks of a module's matrices: one, unless its parts have an A each.
 
+    Args:
+        module: Name of the module.
+        a: ``[n r, in]`` for n parts with an A each, else ``[r, in]``.
+        b: ``[rows, n r]`` or ``[rows, r]``, dtype of a.
+        values: Contents of ``adapter_config.json``.
+
     Raises:
         CheckpointError: Its rank or scale is another than that of the whole adapter, and it does
             not consist of parts that have these.
@@ -111,7 +117,14 @@ def divided(
 def unfused(
     module: str, a: torch.Tensor, b: torch.Tensor, values: Mapping[str, Any]
 ) -> list[tuple[Block, ...]]:
-    """The blocks of every expert, from matrices as :func:`fused` makes them."""
+    """The blocks of every expert, from matrices as :func:`fused` makes them.
+
+    Args:
+        module: Name of the module.
+        a: ``[experts * rank, in]``.
+        b: ``[rows, experts * rank]``, dtype of a.
+        values: Contents of ``adapter_config.json``.
+    """
     rank = scaled(module, values).rank
     experts = a.shape[0] // rank
     if a.shape[0] != experts * rank or b.shape[1] != experts * rank:

@@ -42,7 +42,8 @@ def write(
     Args:
         folder: Directory, made if it is missing; its files are replaced one by one.
         config: Options of the adapter.
-        tensors: Whole tensors by their names in an adapter checkpoint.
+        tensors: Whole tensors by their names in an adapter checkpoint: A ``[r, in]`` and B
+            ``[rows of the part, r]`` of each part and trained base tensors, any floating dtype.
         family: How the base model is called in Hugging Face.
         shape: Sizes of the base model.
         base: Name or directory of the base model.

@@ -122,6 +122,12 @@ def check_samples(
 ) -> None:
     """Compare the first numbers of a weight with those that an adapter was trained on.
 
+    Args:
+        name: Name of the weight.
+        weight: ``[rows, columns]``, any dtype; the first row is read.
+        base: First numbers of each weight, from the adapter.
+        adapter: Directory of the adapter, for the message.
+
     Raises:
         CheckpointError: They differ.
     """
