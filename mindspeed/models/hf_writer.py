@@ -55,7 +55,8 @@ def write_weights(
     Args:
         folder: An existing directory.
         specs: All tensors, in the order in which they come.
-        tensors: Their names and contents, one after the other.
+        tensors: Their names and contents, in this order; shapes ``[*spec.shape]`` and dtypes are
+            those of their specs.
         max_shard_bytes: Largest size of a file that holds more than one tensor.
     """
     shards = _shards(specs, max_shard_bytes)

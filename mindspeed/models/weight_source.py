@@ -42,7 +42,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """A whole parameter, ``parameter.shape`` in :meth:`dtype`.
+        """A whole parameter, ``[*parameter.shape]`` in :meth:`dtype`.
 
         It may be a view of a mapped file: do not change it.
         """
@@ -87,7 +87,7 @@ class TransformedWeights(WeightSource):
         return self._dtype or self._source.dtype(self._original[parameter.name])
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The parameter, cast and resized."""
+        """The whole parameter, ``[*parameter.shape]``, cast and resized."""
         original = self._original[parameter.name]
         tensor = self._source.read(original)
         check_finite(tensor, parameter.name, self.where)

@@ -87,8 +87,11 @@ class GlobalTensors:
             key: Name in the checkpoint.
             position: Indices in the stacked leading dimensions.
 
+        Returns:
+            ``[*shape(key)[len(position):]]`` in the stored dtype.
+
         Raises:
-            CheckpointError: Pieces of it are missing.
+            CheckpointError: Shards of it are missing.
         """
         size = self.shape(key)[len(position) :]
         result: torch.Tensor | None = None

@@ -178,7 +178,13 @@ class RankFile:
         }
 
     def write(self, chunk: int, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor at its place."""
+        """Overwrite a tensor in the file.
+
+        Args:
+            chunk: Number of the model chunk.
+            name: Name in the chunk.
+            tensor: Any shape, contents of the size in bytes that was announced; on the CPU.
+        """
         if tensor.nbytes != self._sizes[chunk, name]:
             raise ValueError(f"{name}: {tensor.nbytes} bytes, not {self._sizes[chunk, name]}")
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -57,7 +57,7 @@ class SafetensorsWeights(WeightSource):
         return self._reader.dtype(_by_its_own_name(parameter))
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The parameter."""
+        """The whole parameter, ``[*parameter.shape]``, in the dtype of the file."""
         return self._reader.read(_by_its_own_name(parameter))
 
 
