@@ -44,7 +44,7 @@ class SkippedSteps:
         Args:
             updated: whether the parameters were changed.
             losses: of the micro-batches of this rank.
-            scale: gives the loss scale now.
+            scale: returns the current loss scale, an fp32 tensor ``[1]``.
             iteration: for the message.
 
         Raises:

@@ -156,7 +156,11 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
 
 
 def gradients(chunk: Any) -> list[torch.Tensor]:
-    """This rank's shards of a stage's gradients, in any ZeRO stage."""
+    """This rank's shards of a stage's gradients, in any ZeRO stage.
+
+    Without sharding one flat buffer ``[n]`` each, padding included; else one tensor per parameter,
+    ``[rows, ...]`` with the parameter's other dimensions. fp32 or the dtype of the parameters.
+    """
     if is_sharded(chunk):  # not the buffers: their padding is what memory happened to hold
         named = chunk.param_and_grad_buffer.optimizer_named_parameters
         return [kept for _, parameter in named if (kept := gradient(parameter)) is not None]
@@ -164,7 +168,15 @@ def gradients(chunk: Any) -> list[torch.Tensor]:
 
 
 def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's shard of a parameter's gradient, in any ZeRO stage."""
+    """This rank's shard of a parameter's gradient, in any ZeRO stage.
+
+    Args:
+        parameter: Any shape; a DTensor in stages 2 and 3.
+
+    Returns:
+        ``main_grad``, else ``grad``: the parameter's shape, in stages 2 and 3 this rank's
+        ``[rows, ...]``; None where there is none.
+    """
     found = getattr(parameter, "main_grad", parameter.grad)
     kept: torch.Tensor | None = getattr(found, "_local_tensor", found)
     return kept

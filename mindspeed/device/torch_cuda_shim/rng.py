@@ -63,22 +63,22 @@ class DefaultGenerators:
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """State of the device generator."""
+    """State of the device generator, uint8 ``[n]`` on the CPU."""
     return device_generator.get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    """Set the device generator."""
+    """Set the state of the device generator, uint8 ``[n]`` on the CPU."""
     device_generator.set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """States of all devices: one."""
+    """States of all devices: one, uint8 ``[n]`` on the CPU."""
     return [device_generator.get_state()]
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Set the device generator from the first state."""
+    """Set the device generator from the first state, uint8 ``[n]`` on the CPU."""
     for state in new_states:
         device_generator.set_state(state)
         return
