@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed.adaptor.repairs.optimizer_groups import completed
+from mindspeed.adaptor.repairs.optimizer_groups import with_param_groups
 from mindspeed.errors import CheckpointError
 
 FLAT = {"lr_mult": 1.0, "is_decoupled_lr": False}
@@ -41,7 +41,7 @@ def test_dense_and_experts_become_one():
     """Expert parallelism is off now: the groups of the experts' optimizer lose their tensors."""
     optimizer = part(group(0.0, False), group(1.0, False))
     state = {"state": {0: "a", 1: "b"}, "param_groups": ids(0, 1), **copy.deepcopy(SAVED_AS_TWO)}
-    loaded = completed(SimpleNamespace(chained_optimizers=[optimizer]), state)
+    loaded = with_param_groups(SimpleNamespace(chained_optimizers=[optimizer]), state)
     assert loaded == {
         "state": {0: "a", 1: "b"},
         "param_groups": [
@@ -59,7 +59,7 @@ def test_one_becomes_dense_and_experts():
         "state": {"common_step": 3},
         "param_groups": SAVED_AS_ONE,
     }
-    loaded = completed(SimpleNamespace(chained_optimizers=parts), state)
+    loaded = with_param_groups(SimpleNamespace(chained_optimizers=parts), state)
     assert list(loaded) == [0, 1]  # Megatron counts the entries
     assert loaded[1] == {
         "state": {0: "c", "common_step": 3},
@@ -73,7 +73,7 @@ def test_the_distributed_optimizer_gets_groups_and_the_kind_of_its_state():
         for i, one in copy.deepcopy(SAVED_AS_TWO).items()
     }
     optimizer = part(group(1.0, False), group(0.0, False))
-    loaded = completed(optimizer, {"param_state": "tensors", **saved})
+    loaded = with_param_groups(optimizer, {"param_state": "tensors", **saved})
     assert loaded == {
         "param_state": "tensors",
         "param_state_sharding_type": "fully_reshardable",
@@ -97,7 +97,7 @@ def test_an_optimizer_that_is_not_distributed_reads_a_distributed_one(half):
         state = {**state, 0: {"optimizer": saved}}
     else:
         state = {**state, "optimizer": saved, "param_state_sharding_type": "fully_reshardable"}
-    loaded = completed(optimizer, state)
+    loaded = with_param_groups(optimizer, state)
     groups = (loaded["optimizer"] if half else loaded)["param_groups"]
     assert [(g["lr"], g["step"], g["params"]) for g in groups] == [(0.5, 7, [0]), (0.25, 7, [1])]
 
@@ -106,13 +106,13 @@ def test_a_state_dict_of_the_same_structure_is_left_alone():
     optimizer = part(group(1.0, False), group(0.0, False))
     groups = [{**g, "params": [i]} for i, g in enumerate(SAVED_AS_ONE)]
     state = {"state": {}, "param_groups": groups}
-    assert completed(optimizer, state) is state
+    assert with_param_groups(optimizer, state) is state
     legacy = [state, state]
-    assert completed(SimpleNamespace(chained_optimizers=[optimizer] * 2), legacy) is legacy
+    assert with_param_groups(SimpleNamespace(chained_optimizers=[optimizer] * 2), legacy) is legacy
 
 
 def test_a_group_that_was_not_saved_is_named():
     optimizer = part({**group(1.0, False), "is_decoupled_lr": True})
     state = {"state": {}, "param_groups": ids(0), **copy.deepcopy(SAVED_AS_TWO)}
     with pytest.raises(CheckpointError, match=r"no parameter group with .*--no-load-optim"):
-        completed(optimizer, state)
+        with_param_groups(optimizer, state)

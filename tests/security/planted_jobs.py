@@ -138,7 +138,7 @@ def state_of_an_engine(folder: Path) -> tuple[bool, str, bool]:
     )
     module.Linear.__module__ = "engine"
     journal = Journal()
-    checkpoint_pickles.guard_engine(module, journal)
+    checkpoint_pickles.guard_extra_state(module, journal)
 
     def as_tensor(value: Any) -> torch.Tensor:
         return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -1,7 +1,10 @@
-"""Upstream defects that keep Megatron from running right on this device, one module per fix.
+"""Fixes of upstream defects of Megatron, one module per fix.
 
-Each module says which defect it fixes, and holds ``PATCHES``; the tables below say where they are
-needed. A repair goes when upstream has fixed the defect: its ``versions`` range says so.
+The docstring of each module states the defect, where it is in Megatron, its symptom, the fix and
+the versions of megatron-core that it applies to ("all": every version that
+:mod:`mindspeed.adaptor.versions` accepts). ``PATCHES`` holds the patches; the tables below say on
+which devices and with which arguments they are needed. Fixes that act while a module is imported
+have a function ``install`` instead. A fix is removed once upstream has it.
 """
 
 from __future__ import annotations

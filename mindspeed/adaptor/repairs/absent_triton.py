@@ -1,9 +1,12 @@
-"""Some Megatron modules import Triton at their top, so without it no training script starts.
+"""Defect: Megatron modules import Triton unconditionally at module level.
 
-``megatron.training`` imports the batch-invariant kernels, inference imports its cache kernels; both
-only define them. While one of these modules is executed, and only then, ``import triton`` finds a
-stand-in whose ``jit`` turns a kernel into an object that says, when launched, that Triton is not
-installed. Nobody else ever sees the stand-in.
+Where: :data:`MODULES`; ``megatron.training`` imports the batch-invariant kernels, inference imports
+its KV-cache kernels. Both only define kernels at import time.
+Symptom: without Triton no training script starts (``ModuleNotFoundError: triton``).
+Fix: while one of these modules is being imported, and only then, ``import triton`` resolves to a
+stub. Its ``jit`` returns an object that raises when launched, saying that Triton is not installed.
+The stub is removed from ``sys.modules`` after the import.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -25,15 +28,15 @@ MODULES = (
 
 
 def install(hooks: PostImportHooks) -> None:
-    """Show the stand-in to :data:`MODULES` where Triton is not installed."""
+    """Import :data:`MODULES` with the stub if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         for name in MODULES:
-            hooks.around_import(name, stand_in)
+            hooks.around_import(name, stub_triton)
 
 
 @contextmanager
-def stand_in() -> Iterator[None]:
-    """``import triton`` works inside this block."""
+def stub_triton() -> Iterator[None]:
+    """``import triton`` resolves to the stub inside this block."""
     triton, language = ModuleType("triton"), _Language("triton.language")
     triton.jit = triton.autotune = triton.heuristics = _decorator  # type: ignore[attr-defined]
     triton.language = language  # type: ignore[attr-defined]

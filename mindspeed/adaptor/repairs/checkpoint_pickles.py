@@ -1,11 +1,14 @@
-"""Checkpoints are unpickled by torch, Megatron and NVIDIA's engine; here through allow-lists.
+"""Defect: checkpoints and cached index maps are read with unrestricted ``pickle``.
 
-torch.distributed.checkpoint opens the index of a directory and every object in it (generator
-states, extra state) with plain ``pickle``, so loading a checkpoint runs whatever its author put
-there, also through Megatron-LM's own ``load_checkpoint``. Modules with fp8 weights unpickle their
-extra state a second time, and Megatron's data sets let numpy unpickle cached index maps. These
-functions of torch, and the names ``pickle`` and ``numpy`` in these modules, are replaced with ours
-as soon as they are imported (:mod:`mindspeed.unpickle`).
+Where: ``torch.distributed.checkpoint`` (``DefaultLoadPlanner.load_bytes``,
+``FileSystemReader.read_metadata``) for the index of a directory and every object in it (generator
+states, extra state); Transformer Engine modules with fp8 weights, which unpickle their extra state
+a second time; ``numpy.load`` in Megatron's data sets for cached index maps.
+Symptom: loading a checkpoint runs whatever code its author put there, also through Megatron-LM's
+own ``load_checkpoint``.
+Fix: these functions, and the names ``pickle`` and ``numpy`` in these modules, are replaced when the
+module is imported by readers with an allow-list of classes (:mod:`mindspeed.unpickle`).
+Versions: all.
 """
 
 from __future__ import annotations
@@ -53,13 +56,13 @@ def install(hooks: PostImportHooks, journal: Journal) -> None:
     hooks.when_imported(PLANNER, planner)
     hooks.when_imported(READER, reader)
     for name in ENGINES:
-        hooks.when_imported(name, lambda module: guard_engine(module, journal))
+        hooks.when_imported(name, lambda module: guard_extra_state(module, journal))
     for name in DATA_SETS:
         hooks.when_imported(name, data_set)
 
 
-def guard_engine(module: ModuleType, journal: Journal) -> None:
-    """Let a module of NVIDIA's engine, or Megatron's on top of it, read extra state with a list."""
+def guard_extra_state(module: ModuleType, journal: Journal) -> None:
+    """Restrict the extra state that a Transformer Engine module reads to the allow-list."""
     if not hasattr(module, "pickle"):
         return
     journal.set(module, "pickle", PickleModule, owner=OWNER)
@@ -71,7 +74,7 @@ def guard_engine(module: ModuleType, journal: Journal) -> None:
 
 
 def _load_bytes(self: Any, read_item: Any, value: Any) -> None:
-    """``DefaultLoadPlanner.load_bytes``: put an object where the state dict wants it."""
+    """``DefaultLoadPlanner.load_bytes``: read an object into its place in the state dict."""
     from torch.distributed.checkpoint._nested_dict import set_element
 
     name = read_item.dest_index.fqn
@@ -86,7 +89,7 @@ def _load_bytes(self: Any, read_item: Any, value: Any) -> None:
 
 
 def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``FileSystemReader.read_metadata``: the index, with this reader's number in it."""
+    """``FileSystemReader.read_metadata``: the index, with this reader's ``load_id``."""
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     path = self._get_metadata_path(kwargs.get("rank"))
@@ -102,7 +105,7 @@ def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _checked(set_extra_state: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Early engines stored a file in memory and load it without a list: look through it first."""
+    """Check a ``BytesIO`` state first: early engines load it with unrestricted ``torch.load``."""
 
     @functools.wraps(set_extra_state)
     def checked(self: Any, state: Any) -> None:
@@ -114,7 +117,7 @@ def _checked(set_extra_state: Callable[[Any, Any], None]) -> Callable[[Any, Any]
 
 
 class _Numpy:
-    """The module numpy, whose ``load`` reads arrays and never a pickle."""
+    """The module numpy with ``load(allow_pickle=False)``."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(numpy, name)

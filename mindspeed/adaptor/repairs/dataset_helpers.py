@@ -1,10 +1,12 @@
-"""The dataset index helper is compiled for the wrong Python.
+"""Defect: the dataset index helper is compiled for another Python than the running one.
 
-Megatron's Makefile names the library with the suffix of whatever ``python3-config`` is first on the
-PATH. In a virtual environment that is another Python, the library is not found, and training stops
-with "Failed to compile the C++ dataset helper functions" or an ImportError. The repair compiles
-nothing when the helper imports, and otherwise builds it for the running interpreter, under a
-temporary name that is renamed when complete, so that processes cannot disturb each other.
+Where: ``megatron.core.datasets.utils.compile_helpers`` runs a Makefile that names the library with
+the suffix of the first ``python3-config`` on the PATH; in a virtual environment that may belong to
+another Python.
+Symptom: "Failed to compile the C++ dataset helper functions", or an ImportError.
+Fix: compile nothing if the helper can be imported; otherwise build it for the running interpreter
+under a temporary name and rename it when complete, so that concurrent processes do not interfere.
+Versions: all.
 """
 
 from __future__ import annotations

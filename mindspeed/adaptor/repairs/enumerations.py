@@ -1,9 +1,11 @@
-"""Python 3.11.0 to 3.11.3 write enumerations in a way that Megatron's checkpoints cannot be read.
+"""Defect: enum members pickled by Python 3.11.0 to 3.11.3 are not in Megatron's allow-list.
 
-Megatron tells ``torch.load`` which classes its checkpoints hold. These Pythons pickle a member of
-an enumeration as ``getattr(kind, name)``, and ``getattr`` is not among them: on them, and elsewhere
-of a checkpoint they wrote, Megatron refuses its own files. The list gets a ``getattr`` that reaches
-members of enumerations and nothing else.
+Where: ``megatron.core.safe_globals.SAFE_GLOBALS``, the classes that ``torch.load`` accepts. These
+Pythons pickle an enum member as ``getattr(kind, name)``, and ``getattr`` is not in the list.
+Symptom: on these Pythons Megatron refuses its own checkpoints, and every Python refuses checkpoints
+written by them.
+Fix: add a ``getattr`` to the list that resolves members of enums and nothing else.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ MODULE = "megatron.core.safe_globals"
 
 
 def install(hooks: PostImportHooks, journal: Journal) -> None:
-    """Lengthen the list when Megatron makes it, before it is passed to torch."""
-    hooks.around_import(MODULE, partial(_lengthened, journal))
+    """Extend the list when Megatron defines it, before it is passed to torch."""
+    hooks.around_import(MODULE, partial(_extended, journal))
 
 
 @contextmanager
-def _lengthened(journal: Journal) -> Iterator[None]:
+def _extended(journal: Journal) -> Iterator[None]:
     yield
     module = sys.modules[MODULE]
     journal.set(module, "SAFE_GLOBALS", [*module.SAFE_GLOBALS, ENUM_MEMBER], owner="adaptor")

@@ -1,9 +1,12 @@
-"""``fsdp_dtensor`` checkpoints of an fp32 model with SwiGLU cannot be saved.
+"""Defect: ``fsdp_dtensor`` checkpoints of an fp32 model with SwiGLU cannot be saved.
 
-Megatron stores gate and up projection of a SwiGLU layer separately and looks up the fused parameter
-by its name in the state dict with one more ``module.`` in front, which is true of a 16-bit model
-(``Float16Module`` hides its own level from the names, not from the modules): an fp32 model ends in
-"GPTModel has no attribute `module`". The repair finds parameters by the name below all wrappers.
+Where: ``megatron.core.transformer.fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict`` looks up
+the fused gate/up parameter by its state-dict name with an additional ``module.`` prefix. That is
+correct for a 16-bit model only: ``Float16Module`` omits its own level from state-dict names but is
+a module level.
+Symptom: "GPTModel has no attribute `module`".
+Fix: look parameters up by their name below all wrappers.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from mindspeed.adaptor.signatures import bind
 OWNER = "repair:fsdp-swiglu"
 
 
-class _BareNames:
-    """A wrapped model that finds parameters whatever wrappers their names count."""
+class _UnwrappedNames:
+    """A wrapped model whose ``get_parameter`` ignores ``module.`` prefixes of the name."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -35,12 +38,12 @@ class _BareNames:
         return getattr(self._model, name)
 
 
-def find_by_bare_name(original: Callable[..., Any]) -> Callable[..., Any]:
+def find_by_unwrapped_name(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``handle_swiglu_in_state_dict``."""
 
     def handle_swiglu_in_state_dict(*args: Any, **kwargs: Any) -> Any:
         given = bind(original, args, kwargs)
-        return original(**{**given, "model": _BareNames(given["model"])})
+        return original(**{**given, "model": _UnwrappedNames(given["model"])})
 
     return handle_swiglu_in_state_dict
 
@@ -48,7 +51,7 @@ def find_by_bare_name(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCHES = (
     Patch(
         "megatron.core.transformer.fsdp_dtensor_checkpoint:handle_swiglu_in_state_dict",
-        find_by_bare_name,
+        find_by_unwrapped_name,
         OWNER,
         "fp32 models with SwiGLU are saved by Megatron-FSDP",
         expects="(model, model_state_dict, optimizer_state_dict)",

@@ -1,7 +1,10 @@
-"""Megatron-LM's legacy fused CUDA kernels cannot be compiled without CUDA.
+"""Defect: Megatron-LM compiles its legacy fused CUDA kernels on every device.
 
-``initialize_megatron`` asks ``nvcc`` for its version before anything else; on a machine without
-CUDA that is an exception in every training script. Nothing of megatron.core uses these kernels.
+Where: ``megatron.legacy.fused_kernels.load``, called first by ``initialize_megatron``, runs
+``nvcc`` to read its version.
+Symptom: an exception in every training script on a machine without CUDA.
+Fix: ``load`` compiles nothing; no code of megatron.core uses these kernels.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from mindspeed.adaptor.patch import Patch
 OWNER = "repair:fused-kernels"
 
 
-def load_nothing(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def skip_compilation(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Replace ``load`` by a function that compiles nothing."""
 
     def load(args: Any) -> None:
@@ -26,9 +29,9 @@ def load_nothing(original: Callable[[Any], None]) -> Callable[[Any], None]:
 PATCHES = (
     Patch(
         "megatron.legacy.fused_kernels:load",
-        load_nothing,
+        skip_compilation,
         OWNER,
-        "no CUDA kernels to compile on this device",
+        "no CUDA kernels are compiled on this device",
         kind="replace",
         expects="(args)",
     ),

@@ -1,8 +1,11 @@
-"""Offloading of single modules binds the process to the processors next to its GPU.
+"""Defect: fine-grained activation offloading requires NVIDIA's Python packages on every device.
 
-``--fine-grained-activation-offloading`` in Megatron-LM's script asks ``cuda-python`` and ``pynvml``
-which processors these are, and stops without them. There is no GPU to be close to on other
-devices.
+Where: ``megatron.core.pipeline_parallel.utils.set_ideal_affinity_for_current_gpu``, called by
+Megatron-LM's script with ``--fine-grained-activation-offloading``, queries ``cuda-python`` and
+``pynvml`` for the CPU cores closest to the GPU.
+Symptom: an ImportError on other devices.
+Fix: set the CPU affinity on CUDA only.
+Versions: >=0.16.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from mindspeed.adaptor.patch import Patch
 OWNER = "repair:gpu-affinity"
 
 
-def only_for_gpus(original: Callable[[], None]) -> Callable[[], None]:
+def only_on_cuda(original: Callable[[], None]) -> Callable[[], None]:
     """Wrap ``set_ideal_affinity_for_current_gpu``."""
 
     def set_ideal_affinity_for_current_gpu() -> None:
@@ -28,9 +31,9 @@ def only_for_gpus(original: Callable[[], None]) -> Callable[[], None]:
 PATCHES = (
     Patch(
         "megatron.core.pipeline_parallel.utils:set_ideal_affinity_for_current_gpu",
-        only_for_gpus,
+        only_on_cuda,
         OWNER,
-        "there is no GPU to be close to",
+        "CPU affinity to the GPU is set on CUDA only",
         expects="()",
         versions=">=0.16",
     ),

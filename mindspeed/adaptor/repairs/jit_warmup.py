@@ -1,9 +1,12 @@
-"""``--use-cpu-initialization`` starts from other weights at another tensor-parallel size on a CPU.
+"""Defect: on a CPU, ``--use-cpu-initialization`` depends on the tensor-parallel size.
 
-Megatron draws one master weight from the host's generator on every rank and cuts it. Before the
-model exists, Megatron-LM warms up its fused functions with random tensors of the device, sized by
-the tensor-parallel rank's share. Where the device is the host, both draw from one generator, so
-the master weights depend on that size. The warm-up leaves the host's generator as it was.
+Where: ``megatron.training.initialize._warmup_jit_function`` draws random tensors on the device,
+sized by the rank's tensor-parallel shard, before the model is built. Every rank then draws the
+same full weight from the host generator and takes its shard; where the device is the host, both
+draw from the same generator.
+Symptom: different initial weights, and so different losses, at another tensor-parallel size.
+Fix: restore the state of the host generator after the warm-up.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from mindspeed.adaptor.patch import Patch
 OWNER = "repair:jit-warmup"
 
 
-def keep_generator(original: Callable[[], None]) -> Callable[[], None]:
+def preserve_cpu_rng(original: Callable[[], None]) -> Callable[[], None]:
     """Wrap ``_warmup_jit_function``."""
 
     def _warmup_jit_function() -> None:
@@ -30,9 +33,9 @@ def keep_generator(original: Callable[[], None]) -> Callable[[], None]:
 PATCHES = (
     Patch(
         "megatron.training.initialize:_warmup_jit_function",
-        keep_generator,
+        preserve_cpu_rng,
         OWNER,
-        "master weights on the host do not depend on the tensor-parallel size",
+        "initial weights drawn on the host do not depend on the tensor-parallel size",
         expects="()",
     ),
 )

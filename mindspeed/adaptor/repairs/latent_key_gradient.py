@@ -1,13 +1,14 @@
-"""Latent attention loses the gradient of its positional keys under tensor parallelism.
+"""Defect: MLA loses the gradient of its shared positional key under tensor parallelism.
 
-All heads of multi-latent attention share one positional key, so under tensor parallelism its
-gradient is a sum over the ranks. Megatron sums it only where Transformer Engine's duplicated
-projection meets sequence parallelism. Without sequence parallelism nothing sums it, and the local
-layer spec, whose projection is split by columns and then gathered, never does: every rank trains
-with its own heads' part, and the loss looks healthy.
-
-The repair brings the output of the projection into the form in which Megatron's own path is right:
-whole rows, cut by sequence where there is sequence parallelism, with the sum in the backward.
+Where: ``megatron.core.transformer.multi_latent_attention.MLASelfAttention``. All heads share one
+positional key, so its gradient is a sum over the tensor-parallel ranks. Megatron reduces it only
+for Transformer Engine's duplicated projection with sequence parallelism; not without sequence
+parallelism, and never in the local layer spec, whose projection is column-parallel and gathered.
+Symptom: silent; each rank trains with the gradient of its own heads only, and the loss still falls.
+Fix: a forward hook brings the output of the projection into the form for which Megatron's own path
+is correct: full hidden size, sharded by sequence under sequence parallelism, with an all-reduce in
+the backward.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ def sum_key_gradients(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if self.config.tensor_model_parallel_size > 1:
-            self.linear_kv_down_proj.register_forward_hook(_whole_rows(self.config, self.tp_group))
+            self.linear_kv_down_proj.register_forward_hook(_full_output(self.config, self.tp_group))
 
     return __init__
 
 
-def _whole_rows(config: Any, group: Any) -> Callable[..., Any]:
+def _full_output(config: Any, group: Any) -> Callable[..., Any]:
     from megatron.core import tensor_parallel
 
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
 
     def hook(module: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[Any, Any]:
-        rows, bias = output
-        split = rows.size(-1) != sum(sizes)
-        if split:
-            rows = tensor_parallel.gather_from_tensor_model_parallel_region(rows, group=group)
+        full, bias = output
+        sharded = full.size(-1) != sum(sizes)
+        if sharded:
+            full = tensor_parallel.gather_from_tensor_model_parallel_region(full, group=group)
         if not config.sequence_parallel:
-            latent, key = rows.split(sizes, dim=-1)
-            rows = torch.cat([latent, _SumInBackward.apply(key, group)], dim=-1)
-        elif split:
-            # Megatron gathers the keys from whole rows of a part of the sequence, and that sums.
-            rows = tensor_parallel.scatter_to_sequence_parallel_region(rows, group=group)
-        return rows, bias
+            latent, key = full.split(sizes, dim=-1)
+            full = torch.cat([latent, _SumInBackward.apply(key, group)], dim=-1)
+        elif sharded:
+            # Megatron gathers the keys along the sequence; the backward of that gather reduces.
+            full = tensor_parallel.scatter_to_sequence_parallel_region(full, group=group)
+        return full, bias
 
     return hook
 
@@ -58,8 +59,8 @@ def _whole_rows(config: Any, group: Any) -> Callable[..., Any]:
 class _SumInBackward(torch.autograd.Function):
     """Identity; its gradient is summed over the group.
 
-    Megatron's own, ``copy_to_tensor_model_parallel_region``, sums a copy and drops it when the
-    gradient is not contiguous, and this one is a part of a row.
+    ``copy_to_tensor_model_parallel_region`` of Megatron loses the sum of a gradient that is not
+    contiguous (it reduces a contiguous copy), and this one is a slice of the last dimension.
     """
 
     @staticmethod

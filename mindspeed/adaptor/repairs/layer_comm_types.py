@@ -1,8 +1,10 @@
-"""A list of ``--cp-comm-type``, one for each layer, is read one place too far.
+"""Defect: a per-layer list of ``--cp-comm-type`` is indexed off by one.
 
-Layers are numbered from 1 and ``TransformerLayer`` takes entry number n of a list that is numbered
-from 0: every layer gets its successor's algorithm, and the last layer ends in an IndexError. While
-a layer is built, the repair puts one entry more in front.
+Where: ``megatron.core.transformer.transformer_layer.TransformerLayer.__init__`` indexes the list,
+which is 0-based, with ``layer_number``, which is 1-based.
+Symptom: every layer gets the algorithm of the next one; the last layer raises an IndexError.
+Fix: prepend a dummy entry to the list while a layer is built.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ OWNER = "repair:layer-comm-types"
 
 
 def needed(values: Mapping[str, Any]) -> bool:
-    """Do Megatron's arguments give the layers types of their own?"""
+    """Whether ``cp_comm_type`` is a list with one entry per layer."""
     types = values.get("cp_comm_type")
     return isinstance(types, list | tuple) and len(types) > 1
 
 
-def read_from_one(original: Callable[..., None]) -> Callable[..., None]:
+def prepend_dummy_entry(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``TransformerLayer.__init__``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +32,7 @@ def read_from_one(original: Callable[..., None]) -> Callable[..., None]:
         types = config.cp_comm_type
         if not isinstance(types, list):
             return original(self, *args, **kwargs)
-        # Layers of multi-token prediction are numbered after the last one.
+        # MTP layers are numbered after the last transformer layer.
         prediction = [types[-1]] * (config.mtp_num_layers or 0)
         config.cp_comm_type = [types[0], *types, *prediction]
         try:
@@ -44,9 +46,9 @@ def read_from_one(original: Callable[..., None]) -> Callable[..., None]:
 PATCHES = (
     Patch(
         "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-        read_from_one,
+        prepend_dummy_entry,
         OWNER,
-        "every layer gets its own entry of a list of --cp-comm-type",
+        "per-layer lists of --cp-comm-type are indexed by layer_number - 1",
         expects="(self, config, submodules, layer_number, ...)",
     ),
 )

@@ -1,10 +1,13 @@
-"""The local layer spec lacks what the Transformer Engine spec has.
+"""Defect: the local layer spec lacks features that the Transformer Engine spec has.
 
-Without Transformer Engine, ``WrappedTorchNorm`` refuses sequence parallelism, persistent layer norm
-and zero-centered gamma, and ``DotProductAttention`` refuses packed documents, attention bias and
-heads whose key and value sizes differ. The substitute's norm and attention do all of that, so the
-local spec is served by the same code (:mod:`mindspeed.te.local_norm`,
-:mod:`mindspeed.te.local_attention`).
+Where: ``megatron.core.transformer.torch_norm.WrappedTorchNorm`` and
+``megatron.core.transformer.dot_product_attention.DotProductAttention``.
+Symptom: the norm asserts that sequence parallelism, persistent layer norm and zero-centered gamma
+are off; the attention refuses packed sequences, attention bias, and key and value heads of
+different sizes.
+Fix: both are served by the code of the Transformer Engine substitute
+(:mod:`mindspeed.te.local_norm`, :mod:`mindspeed.te.local_attention`).
+Versions: all.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ PATCHES = (
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         lambda original: local_norm.new_norm,
         OWNER,
-        "a norm with sequence parallelism, persistence and zero-centered gamma",
+        "a norm with sequence parallelism, persistent layer norm and zero-centered gamma",
         kind="replace",
         expects="(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, ...)",
     ),

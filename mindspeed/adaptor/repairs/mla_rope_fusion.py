@@ -1,9 +1,11 @@
-"""Megatron's fused rotary embedding of multi-latent attention consists of CUDA Triton kernels.
+"""Defect: the fused rotary embedding of multi-latent attention exists for CUDA only.
 
-The flag is on by default in Megatron-LM, and elsewhere the first forward pass ends in "'function'
-object is not subscriptable". It is switched off where the kernels cannot run, in Megatron's
-arguments and in configurations that were made without; the unfused embedding computes the same,
-also in inference.
+Where: ``megatron.core.transformer.multi_latent_attention.MLASelfAttention`` with
+``apply_rope_fusion``, which is on by default in Megatron-LM and launches Triton kernels.
+Symptom: "'function' object is not subscriptable" in the first forward on other devices.
+Fix: switch ``apply_rope_fusion`` off, in Megatron's arguments and in configurations built without
+them. The unfused embedding computes the same values, in inference too.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def corrected_arguments(values: Mapping[str, Any], device: str) -> dict[str, Any
     return {"apply_rope_fusion": False} if wanted and device != "cuda" else {}
 
 
-def without_fused_rope(original: Callable[..., None]) -> Callable[..., None]:
+def disable_rope_fusion(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``MLASelfAttention.__init__``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,9 +38,9 @@ def without_fused_rope(original: Callable[..., None]) -> Callable[..., None]:
 PATCHES = (
     Patch(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
-        without_fused_rope,
+        disable_rope_fusion,
         OWNER,
-        "latent attention without CUDA's fused rotary embedding",
+        "MLA without the CUDA-only fused rotary embedding",
         expects="(self, config, submodules, layer_number, attn_mask_type, ...)",
     ),
 )

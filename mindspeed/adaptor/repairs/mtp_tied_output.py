@@ -1,14 +1,17 @@
-"""Tied embeddings, multi-token prediction and pipeline stages: no checkpoints, lost gradients.
+"""Defect: tied embeddings with multi-token prediction (MTP) and pipeline parallelism.
 
-The last stage has a copy of the embedding for multi-token prediction, and that copy is its output
-weight, too. Two things go wrong there:
+Where: ``megatron.core.models.gpt.gpt_model.GPTModel.__init__``. The last stage holds a copy of the
+embedding for MTP, which is also its output weight.
+Symptom and fix:
 
-* Megatron still allocates a weight for the output layer, which nothing computes with, and then
-  stops in ``sharded_state_dict`` because there should be none. The repair removes it when the model
-  is built, before gradient buffers and optimizer count it.
-* With fused gradient accumulation, the product of the output layer says that the weight's gradient
-  is in ``main_grad``, and DDP drops what the embedding adds. Megatron marks a weight that is both
-  (``zero_out_wgrad``) where there is one stage only; the repair marks this one.
+* Megatron still allocates an unused weight for the output layer, and ``sharded_state_dict`` then
+  raises because there should be none: no checkpoint can be saved. The weight is removed after
+  construction, before gradient buffers and the optimizer are built.
+* With gradient accumulation fusion, the output layer marks the weight's gradient as already added
+  to ``main_grad``, and DDP drops the gradient of the embedding. Megatron sets ``zero_out_wgrad`` on
+  a weight that is both with one pipeline stage only; it is set here, too.
+
+Versions: >=0.16.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ def needed(values: Mapping[str, Any]) -> bool:
     return bool(values.get("mtp_num_layers")) and stages > 1 and tied
 
 
-def one_weight_of_the_last_stage(original: Callable[..., None]) -> Callable[..., None]:
+def share_last_stage_weight(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``GPTModel.__init__``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,9 +47,9 @@ def one_weight_of_the_last_stage(original: Callable[..., None]) -> Callable[...,
 PATCHES = (
     Patch(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-        one_weight_of_the_last_stage,
+        share_last_stage_weight,
         OWNER,
-        "a last stage with multi-token prediction has one weight for embedding and output",
+        "a last stage with MTP has one weight for embedding and output",
         expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
         versions=">=0.16",
     ),

@@ -1,10 +1,13 @@
-"""Multi-token prediction with context parallelism divides by each rank's own number of tokens.
+"""Defect: multi-token prediction normalises its loss per context-parallel rank.
 
-The last tokens of a sequence have nothing to predict, and they all lie on one rank. Unless losses
-are per token, Megatron divides each rank's loss of an additional token by the tokens that count on
-that rank, so the mean over the ranks is not the mean over the sequence: loss and gradients differ
-from those of one rank. The repair counts the tokens of the whole sequence, as a mean per rank. It
-sends one number to each rank of the group per additional token and micro-batch.
+Where: ``megatron.core.transformer.multi_token_prediction.roll_tensor``, whose second result, the
+number of tokens with a target, is that of one rank's shard. The last tokens of a sequence have no
+target, and they are all on one rank.
+Symptom: unless losses are per token, the mean over the ranks is not the mean over the sequence:
+loss and gradients differ from those of one rank.
+Fix: the count is all-reduced over the context-parallel group and divided by its size. Cost: one
+scalar all-reduce per predicted token and micro-batch.
+Versions: >=0.16.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def mean_count(mask: torch.Tensor, cp_group: Any) -> torch.Tensor:
     """The sum of a loss mask over the sequence, divided by the ranks that share it.
 
     Args:
-        mask: ``[b, s / ranks]``. Whole numbers are tokens or positions, whose sum nobody reads.
+        mask: ``[b, s / ranks]``. Integer tensors are tokens or positions, whose sum is not used.
         cp_group: The ranks that share the sequence; None for one rank.
     """
     total = mask.sum()
@@ -57,7 +60,7 @@ PATCHES = (
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
         count_whole_sequence,
         OWNER,
-        "the loss of additional tokens is a mean over the sequence, not over means of its parts",
+        "the MTP loss is a mean over the whole sequence, not a mean of per-rank means",
         expects="(tensor, shifts, dims, cp_group, packed_seq_params)",
         versions=">=0.16",
     ),

@@ -1,18 +1,20 @@
-"""A checkpoint of an optimizer with another structure is loaded without its parameter groups.
+"""Defect: a checkpoint loads into an optimizer of another structure without its param groups.
 
-A ``torch_dist`` checkpoint stores the tensors of an optimizer by the names of the parameters, for
-any layout. The parameter groups (learning rate, weight decay, step) are stored as the optimizer
-that saves them is structured: one optimizer, or one for the dense and one for the expert parameters
-where there is expert parallelism, and one level deeper in the distributed optimizer. An optimizer
-of another structure finds no groups: ``KeyError: 'pre_wd_mult'`` after a change of
-``--expert-model-parallel-size``, or from ``--dist-ckpt-optim-fully-reshardable`` to an optimizer
-that is not distributed. What is missing has been read all the same, under its saved place: the
-repair moves it to where the loading optimizer looks.
+Where: ``torch_dist`` checkpoints of ``megatron.core.optimizer``. Tensors are stored by parameter
+name, for any parallel sizes. Param groups (learning rate, weight decay, step) are stored by the
+structure of the optimizer that saves: one optimizer, or one for dense and one for expert parameters
+under expert parallelism, and one level deeper in the distributed optimizer:
 
-    saved by                                 parameter groups in the state dict
+    saved by                                 param groups in the state dict
     one optimizer, fp32                      param_groups
     one optimizer, 16 bit or distributed     optimizer / param_groups
     dense and experts                        0 / ... and 1 / ...
+
+Symptom: ``KeyError: 'pre_wd_mult'`` after a change of ``--expert-model-parallel-size``, or from
+``--dist-ckpt-optim-fully-reshardable`` to an optimizer that is not distributed.
+Fix: the groups are read all the same, under the key they were saved with; they are moved to the key
+under which the loading optimizer looks.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ def load_any_structure(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         load = optimizer.load_state_dict
-        optimizer.load_state_dict = lambda state_dict: load(completed(optimizer, state_dict))
+        optimizer.load_state_dict = lambda state_dict: load(
+            with_param_groups(optimizer, state_dict)
+        )
         return optimizer
 
     return get_megatron_optimizer
 
 
-def completed(optimizer: Any, state_dict: Any) -> Any:
+def with_param_groups(optimizer: Any, state_dict: Any) -> Any:
     """The state dict with parameter groups where ``optimizer`` looks for them.
 
     Returns:

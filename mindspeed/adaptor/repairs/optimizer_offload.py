@@ -1,17 +1,19 @@
-"""An optimizer split between device and host: parameters that never train, checkpoints not read.
+"""Defect: ``--optimizer-cpu-offload`` does not train on a CPU and does not resume anywhere.
 
-``HybridDeviceOptimizer`` (``--optimizer-cpu-offload``) copies a fraction of the parameters to the
-host and sorts all parameters by ``Tensor.is_cuda``. On the CPU every tensor answers True, copies
-included, so no copy reaches the host's optimizer: copies get no gradients and nobody copies their
-values back. The repair sorts by the table of copies that the same method returns, which is the
-same order where ``is_cuda`` tells them apart.
+Where: ``HybridDeviceOptimizer`` of ``megatron.core.optimizer.cpu_offloading.hybrid_optimizer``,
+which copies a fraction of the parameters to the host.
 
-Nor does it resume. The classes of its two optimizers are options of every param group, and
-``torch.load`` refuses them as code. The step count of the device's Adam, an option of that Adam's
-own param groups, is saved only where a host's Adam has one too; once loaded it is among the options
-that every step copies to the two optimizers, and so never counts on. The repair leaves classes out
-of the state dict (the constructor has them), puts the step count in, and keeps it with the Adam
-that counts.
+* It sorts parameters by ``Tensor.is_cuda``, which is True for every tensor where the CPU serves as
+  the CUDA device. Symptom: host copies get no gradients and are never copied back. Fix: sort by the
+  table of copies that the same method returns; where ``is_cuda`` tells them apart, the order is the
+  same.
+* The state dict contains the classes of its two optimizers, which ``torch.load`` refuses, and the
+  step count of the device's Adam only if the host's Adam has one too; a loaded step is copied over
+  the real one in every step. Symptom: resuming fails, or the step stays constant. Fix: a state-dict
+  hook drops the classes (the constructor has them) and adds the step, which stays with the Adam
+  that counts.
+
+Versions: all.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ ParamGroup = dict[str, Any]
 def sorted_by_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``HybridDeviceOptimizer._get_sub_optimizer_param_groups``, which the constructor calls.
 
-    Loading calls it again, so the hook of the state dict is added once.
+    Loading calls it again, so the state-dict hook is added only once.
     """
 
     def _get_sub_optimizer_param_groups(self: Any, offload_fraction: float) -> Any:
@@ -39,7 +41,7 @@ def sorted_by_copies(original: Callable[..., Any]) -> Callable[..., Any]:
             self.register_state_dict_post_hook(loadable_groups)
         host_groups, device_groups, *tables = original(self, offload_fraction)
         for group in self.param_groups:
-            group.pop("step", None)  # the copies of the groups for the two optimizers have it
+            group.pop("step", None)  # the two optimizers' copies of the groups keep it
         _, device_param_of, _ = tables
         groups = [*host_groups, *device_groups]
         host = _with_params(groups, lambda param: param in device_param_of)
@@ -51,7 +53,7 @@ def sorted_by_copies(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_params(
     groups: list[ParamGroup], wanted: Callable[[torch.Tensor], bool]
 ) -> list[ParamGroup]:
-    """The groups with those parameters that are wanted, without groups that have none."""
+    """The param groups restricted to the parameters that match, without empty groups."""
     kept = [group | {"params": [p for p in group["params"] if wanted(p)]} for group in groups]
     return [group for group in kept if group["params"]]
 
@@ -75,7 +77,7 @@ PATCHES = (
         "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
         sorted_by_copies,
         OWNER,
-        "copies on the host are updated by the host's optimizer; its checkpoints resume",
+        "host copies are updated by the host optimizer; its checkpoints resume",
         expects="(self, offload_fraction)",
     ),
 )

@@ -1,9 +1,12 @@
-"""An fp32 model cannot load the states of the distributed optimizer that it has saved.
+"""Defect: the distributed optimizer of an fp32 model cannot load its own checkpoint.
 
-The main parameters of an fp32 model are views of the model's. A ``dp_reshardable`` checkpoint (the
-default of ``--use-distributed-optimizer``) and the file of ``--ckpt-format torch`` are copied into
-them in place, which autograd refuses: "a view of a leaf Variable that requires grad is being used
-in an in-place operation". Loading needs no gradients.
+Where: ``load_state_dict`` and ``load_parameter_state`` of ``megatron.core.optimizer``. The main
+parameters of an fp32 model are views of the model's; ``dp_reshardable`` checkpoints (the default
+of ``--use-distributed-optimizer``) and the file of ``--ckpt-format torch`` are copied into them in
+place.
+Symptom: "a view of a leaf Variable that requires grad is being used in an in-place operation".
+Fix: load under ``torch.no_grad``.
+Versions: all.
 """
 
 from __future__ import annotations

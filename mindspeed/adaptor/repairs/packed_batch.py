@@ -1,9 +1,11 @@
-"""Packed documents (``--sft``) break the batch broadcast under tensor parallelism.
+"""Defect: packed sequences (``--sft``) break the batch broadcast under tensor parallelism.
 
-Tensor-parallel rank 0 broadcasts ``max_seqlen``, the other ranks do not receive it, so the next
-broadcast reads a length from garbage and allocates petabytes. The repair lets Megatron broadcast an
-ordinary batch and sends the packing, ``cu_seqlens`` and ``max_seqlen``, in a separate message:
-8 + 4 * (documents + 2) bytes per micro-batch to each rank of the tensor-parallel group.
+Where: ``megatron.training.utils.get_batch_on_this_tp_rank``. Tensor-parallel rank 0 broadcasts
+``max_seqlen``, which the other ranks do not receive.
+Symptom: the next broadcast reads its length from uninitialised memory and allocates petabytes.
+Fix: Megatron broadcasts an ordinary batch; ``cu_seqlens`` and ``max_seqlen`` are sent in a separate
+broadcast of 8 + 4 * (documents + 2) bytes per micro-batch to each rank of the group.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def broadcast_packing(original: Callable[..., dict[str, Any]]) -> Callable[..., 
 
 
 def batch_device(batch: dict[str, Any]) -> torch.device:
-    """Where the tensors of ``batch`` are."""
+    """The device of the tensors of ``batch``."""
     return next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
 
 
@@ -69,7 +71,7 @@ PATCHES = (
         "megatron.training.utils:get_batch_on_this_tp_rank",
         broadcast_packing,
         OWNER,
-        "packed documents under tensor parallelism",
+        "packed sequences under tensor parallelism",
         expects="(data_iterator, ...)",
     ),
 )

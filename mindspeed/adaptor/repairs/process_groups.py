@@ -1,9 +1,11 @@
-"""``destroy_model_parallel`` forgets most of its process groups instead of destroying them.
+"""Defect: ``destroy_model_parallel`` drops most of its process groups without destroying them.
 
-About forty groups are made by one ``initialize_model_parallel``. On gloo each keeps its sockets and
-threads, so a process that sets up parallelism several times (tests, tuning, reinforcement learning)
-runs out of both. The repair destroys the groups that Megatron's parallel state refers to, except
-the world.
+Where: ``megatron.core.parallel_state.destroy_model_parallel``. One ``initialize_model_parallel``
+creates about forty groups.
+Symptom: on gloo each group keeps its sockets and threads, so a process that initialises parallelism
+repeatedly (tests, tuning, reinforcement learning) runs out of both.
+Fix: destroy every group that the module's globals refer to, except the world.
+Versions: all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""A ``torch_dist`` checkpoint cannot be read after switching expert parallelism on or off.
+"""Defect: a ``torch_dist`` checkpoint cannot be loaded at another expert-parallel size.
 
-Megatron stores the states of the random number generators in pieces: one for every tensor and
-pipeline position, and with expert parallelism one for every data-parallel rank too. It leaves the
-pieces out after a change of tensor or pipeline parallelism, but requires pieces that do not exist
-when only the expert- or data-parallel size has changed, and cannot load anything. The repair keeps
-the generators as they are seeded, as Megatron does in the other cases.
+Where: ``megatron.core.dist_checkpointing.serialization.load``. RNG states are stored as one sharded
+object per tensor- and pipeline-parallel rank, and with expert parallelism per data-parallel rank
+too. Megatron skips them after a change of the tensor- or pipeline-parallel size, but requires them
+when only the expert- or data-parallel size has changed.
+Symptom: loading fails because the objects do not exist.
+Fix: keep the freshly seeded RNG states, as Megatron does in the other cases.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ OWNER = "repair:rng-shards"
 logger = logging.getLogger("mindspeed")
 
 
-def keep_what_is_not_stored(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_seeded_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``dist_checkpointing.load``."""
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -30,16 +32,18 @@ def keep_what_is_not_stored(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
         given = bind(original, args, kwargs)
-        wanted = given["sharded_state_dict"]
-        piece = wanted.get("rng_state")
-        if isinstance(piece, ShardedObject):
+        state_dict = given["sharded_state_dict"]
+        shard = state_dict.get("rng_state")
+        if isinstance(shard, ShardedObject):
             stored = load_sharded_metadata(str(given["checkpoint_dir"]))
-            if piece.unique_key not in stored:
+            if shard.unique_key not in stored:
                 if not dist.is_initialized() or dist.get_rank() == 0:
-                    logger.warning("other parallel sizes: the random number generators start anew")
+                    logger.warning(
+                        "the checkpoint has no RNG states for these parallel sizes: using --seed"
+                    )
                 given["sharded_state_dict"] = {
-                    **wanted,
-                    "rng_state": LocalNonpersistentObject(piece.data),
+                    **state_dict,
+                    "rng_state": LocalNonpersistentObject(shard.data),
                 }
         return original(**given)
 
@@ -49,9 +53,9 @@ def keep_what_is_not_stored(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCHES = (
     Patch(
         "megatron.core.dist_checkpointing.serialization:load",
-        keep_what_is_not_stored,
+        keep_seeded_rng_state,
         OWNER,
-        "a checkpoint is read after a change of the expert-parallel size alone",
+        "a checkpoint loads after a change of the expert-parallel size alone",
         expects="(sharded_state_dict, checkpoint_dir, ...)",
     ),
 )

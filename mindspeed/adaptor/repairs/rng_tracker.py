@@ -1,17 +1,20 @@
-"""Random states: recomputed dropout masks differ from the forward's, and a CPU has one generator.
+"""Defect: recomputed dropout masks differ from the forward's; forks use no CPU generator.
 
-Since 0.16 forks of ``CudaRNGStatesTracker`` nest: while ``fork(a)`` is open, the state of ``a``
-lives in the device's generator and ``states_[a]`` is stale until the fork ends. Activation
-recomputation saves the tracker's states inside an open fork (sequence parallelism opens one around
-the layer) and restores them where no fork is open. An inner fork of the same name (attention
-dropout) then starts from the stale state: its mask differs from the forward's and the gradients are
-wrong. The repair: ``get_states`` writes the live state back and carries the name of the open fork,
-``set_states`` restores both. Outside forks the result stays a plain dictionary, so checkpoints do
-not change.
+Where: ``megatron.core.tensor_parallel.random.CudaRNGStatesTracker``.
 
-On the CPU ``fork`` itself differs, too. Operators on CPU tensors draw from torch's default
-generator, so a fork puts its state there for the body and puts the former state back, instead of
-setting the separate generator behind ``torch.cuda`` and complaining that the CPU's state changed.
+* Since 0.16 its forks nest: while ``fork(a)`` is open, the state of ``a`` is in the device's
+  generator and ``states_[a]`` is stale. Activation recomputation saves the tracker's states inside
+  an open fork (sequence parallelism opens one around the layer) and restores them outside any fork;
+  an inner fork of the same name (attention dropout) then starts from the stale state.
+  Symptom: the recomputed mask differs from the forward's, so the gradients are wrong.
+  Fix: ``get_states`` returns the live state and the name of the open fork, ``set_states`` restores
+  both. Outside forks the result stays a plain dictionary, so checkpoints do not change.
+* On the CPU, operators draw from torch's default generator, but ``fork`` sets the state of
+  ``torch.cuda``'s.
+  Symptom: forks have no effect, and Megatron reports that the CPU generator's state changed.
+  Fix: ``fork`` sets the default generator's state for the block and restores it afterwards.
+
+Versions: all; trackers before 0.16 do not nest.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 class OpenForkStates(dict[str, Any]):
-    """States taken inside a fork, with the name of that fork."""
+    """Tracker states saved inside an open fork, with the name of that fork."""
 
     def __init__(self, states: dict[str, Any], open_fork: str) -> None:
         super().__init__(states)
@@ -40,7 +43,7 @@ class OpenForkStates(dict[str, Any]):
 
 
 def get_states(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """``get_states`` that knows the live state of the fork it is called in."""
+    """``get_states`` that returns the live state of the open fork."""
 
     def get_states(self: Any) -> dict[str, Any]:
         states, name = original(self), _open_fork(self)
@@ -63,12 +66,12 @@ def set_states(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], Non
 
 
 def fork(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``fork`` for the CPU; other devices keep Megatron's."""
-    return _host_fork if device.current().name == "cpu" else original
+    """``fork`` on the default generator for the CPU; Megatron's on other devices."""
+    return _cpu_fork if device.current().name == "cpu" else original
 
 
 @contextlib.contextmanager
-def _host_fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+def _cpu_fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """Draw from the state ``name`` in the body; nested forks of one name continue it."""
     if name not in self.states_:
         raise KeyError(f"random state {name!r} was never added; known are {sorted(self.states_)}")

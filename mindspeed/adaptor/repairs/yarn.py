@@ -1,8 +1,10 @@
-"""YaRN rotary embeddings ask torch for accelerator number 0.
+"""Defect: YaRN rotary embeddings require an accelerator.
 
-``YarnRotaryEmbedding`` enters ``torch.device(torch.cuda.current_device())``. The current device is
-a number, and only torch's accelerator registry, which knows no CPU, turns a number into a device.
-With ``use_cpu_initialization`` it names the device instead; the values are the same.
+Where: ``YarnRotaryEmbedding.__init__`` enters ``torch.device(torch.cuda.current_device())``; torch
+resolves such an index through its accelerator registry, which has no CPU.
+Symptom: a RuntimeError when the model is built on a CPU.
+Fix: set ``use_cpu_initialization``, with which it names the device; the values are the same.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ PATCHES = (
         "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.__init__",
         initialize_on_host,
         OWNER,
-        "the CPU is a device by name, not by number",
+        "the device is given by name: torch resolves an index to an accelerator only",
         expects="(self, kv_channels, rotary_percent, ...)",
     ),
 )
