@@ -39,7 +39,8 @@ training loop: Megatron-LM's reaches them through patches of ``megatron.training
 calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
-With ``--optimizer muon`` the two optimizer seams see the Adam of parameters that are no matrices.
+With ``--optimizer muon`` the two optimizer seams get the whole optimizer in our trainer; with
+Megatron-LM features that use them are refused (:mod:`mindspeed.adaptor.optimizer_construction`).
 
 A feature that replaces a computation inside Megatron's modules, a decision of attention, or the
 update rule and state storage of Adam, hands it to ``seams.use_kernels``
@@ -60,6 +61,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from mindspeed.adaptor import fused_functions, model_construction, packed_documents
+from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
@@ -112,7 +114,7 @@ class Seams:
 
     def __init__(self, engine: PatchEngine) -> None:
         self.model_construction = model_construction.build_patch(self)  # shared by three seams
-        self.optimizer_construction = _optimizer_construction(self)  # shared by two
+        self.optimizer_construction = OptimizerConstruction(self)  # shared by two
         self._all = {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
         self.journal = Journal()
         self._engine = engine
@@ -276,23 +278,6 @@ def _pipe_result(seam: str, target: str, expects: str, why: str) -> Callable[[Se
     return patches
 
 
-def _optimizer_construction(seams: Seams) -> Patch:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-            given = seams.optimizer_args.pipe(dict(bind(original, args, kwargs)))
-            return seams.optimizer.pipe(original(**given))
-
-        return get_megatron_optimizer
-
-    return Patch(
-        "megatron.core.optimizer:get_megatron_optimizer",
-        make,
-        owner_of("optimizer"),
-        "features choose the optimizer's configuration, wrap or replace it",
-        expects="(config, model_chunks, ...)",
-    )
-
-
 def _train(seams: Seams) -> tuple[Patch, ...]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def train(*args: Any, **kwargs: Any) -> Any:
@@ -399,8 +384,8 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
         "(...)",
         "features choose the pipeline schedule",
     ),
-    "optimizer_args": lambda seams: (seams.optimizer_construction,),
-    "optimizer": lambda seams: (seams.optimizer_construction,),
+    "optimizer_args": lambda seams: (seams.optimizer_construction.patch,),
+    "optimizer": lambda seams: (seams.optimizer_construction.patch,),
     "train": _train,
     "step": _step,
     "log": _log,

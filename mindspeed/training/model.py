@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from mindspeed import device
+from mindspeed import device, session
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.load_weights import needs_whole_stages
@@ -199,9 +199,9 @@ def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> MegatronOpti
     if "muon" not in args.optimizer:
         return get_megatron_optimizer(config, chunks, **shared)
     by_layer = args.optimizer == "dist_muon"  # each rank updates some of the layers
-    return get_megatron_muon_optimizer(
-        config, chunks, layer_wise_distributed_optimizer=by_layer, **shared
-    )
+    shared["layer_wise_distributed_optimizer"] = by_layer
+    construction = session.install().seams.optimizer_construction
+    return construction.build(get_megatron_muon_optimizer, config, chunks, **shared)  # type: ignore[no-any-return]
 
 
 def learning_rate_schedule(

@@ -102,3 +102,54 @@ def train_with_signs(flags: Sequence[str]) -> dict[str, Any]:
         "betas": inner.param_groups[0]["betas"],
         "dtypes": {name: str(tensor.dtype) for name, tensor in state.items()},
     }
+
+
+def train_muon_with_seams(flags: Sequence[str], directly: bool = False) -> dict[str, Any]:
+    """Train with Muon, and a feature on both seams of the optimizer.
+
+    Args:
+        flags: Of the trainer.
+        directly: Build it as Megatron-LM does, by Megatron's own function.
+
+    Returns:
+        ``steps`` that the wrapper counted, ``kinds`` of the optimizers that it got, the ``moments``
+        that they use, and how often each seam was ``called``; or the ``error``.
+    """
+    from mindspeed import session
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.errors import ConfigError
+    from mindspeed.training.pretrain import pretrain
+
+    settings = _prepare(command(flags), int(os.environ["WORLD_SIZE"]))
+    if directly:
+        direct_muon(1e-3, 0.8, "blockwise")
+    seen: dict[str, Any] = {"steps": 0, "called": [], "kinds": [], "moments": []}
+
+    def other_momentum(given: dict[str, Any]) -> dict[str, Any]:
+        seen["called"].append("optimizer_args")
+        given["config"].muon_momentum = 0.25
+        return given
+
+    def counting(optimizer: Any) -> Any:
+        seen["called"].append("optimizer")
+        for part in optimizer.chained_optimizers:
+            inner = getattr(part, "optimizer", part)
+            seen["kinds"].append(type(inner).__name__)
+            seen["moments"].append(inner.param_groups[0].get("momentum_beta"))
+        step = optimizer.step
+
+        def counted() -> Any:
+            seen["steps"] += 1
+            return step()
+
+        optimizer.step = counted
+        return optimizer
+
+    seams = session.install().seams
+    seams.optimizer_args.add(other_momentum, owner="other-momentum")
+    seams.optimizer.add(counting, owner="counting")
+    try:
+        pretrain(settings)
+    except ConfigError as error:
+        return {"error": str(error)}
+    return seen

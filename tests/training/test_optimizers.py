@@ -9,7 +9,7 @@ from mindspeed.training.arguments import build_parser
 from mindspeed.training.recipe import parse_with_recipe
 from mindspeed.training.resolve import resolve
 from tests.support.trainer_job import SETUP, TINY, metrics, train
-from tests.training.optimizer_job import direct_muon, train_with_signs
+from tests.training.optimizer_job import direct_muon, train_muon_with_seams, train_with_signs
 
 TP = "--tensor-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer --use-precision-aware-optimizer --bf16"
@@ -93,6 +93,23 @@ def test_a_rule_a_storage_and_a_wrapper_of_ones_own(ranks, tmp_path, flags):
     second = ranks(2, train_with_signs, words, **given)
     assert [r["digest"] for r in second] == [r["digest"] for r in first]
     assert {r["steps"] for r in second} == {2}
+
+
+@pytest.mark.parametrize("name", ["muon", "dist_muon"])
+def test_features_get_the_whole_of_muon_once(ranks, name):
+    words = f"--optimizer {name} {MUON} --train-iters 2".split()
+    given = {"setup": SETUP, "backend": None, "timeout": 240}
+    for seen in ranks(2, train_muon_with_seams, words, **given):
+        assert seen["called"] == ["optimizer_args", "optimizer"] and seen["steps"] == 2
+        assert seen["kinds"][0] == "TensorParallelMuon" and len(seen["kinds"]) > 1
+        assert seen["moments"][0] == 0.25
+
+
+def test_features_that_would_get_half_of_muon_are_refused(ranks):
+    words = f"{MUON} --train-iters 2".split()
+    given = {"setup": SETUP, "backend": None, "timeout": 240}
+    (seen,) = ranks(1, train_muon_with_seams, words, True, **given)
+    assert seen["error"].startswith("--optimizer muon: other-momentum, counting would change only")
 
 
 REFUSED = {
