@@ -77,7 +77,7 @@ def test_a_broken_contract_is_found_without_importing(small_megatron, target, ex
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.17.0", "0.17.1", "0.19.0"])
-def test_a_megatron_that_no_training_was_tested_with_is_refused(version, monkeypatch):
+def test_an_untested_megatron_version_is_refused(version, monkeypatch):
     monkeypatch.delenv("MINDSPEED_ALLOW_UNTESTED", raising=False)
     with pytest.raises(VersionError, match=rf"megatron-core {version} is not supported.*0\.16\.1"):
         check_megatron_version(Version(version))
@@ -86,7 +86,7 @@ def test_a_megatron_that_no_training_was_tested_with_is_refused(version, monkeyp
         check_megatron_version(Version(version))
 
 
-def test_the_package_asks_pip_for_the_tested_range_only():
+def test_the_package_requires_the_tested_range_only():
     requirements = metadata.requires("mindspeed")
     (megatron,) = {
         Requirement(one).specifier for one in requirements if one.startswith("megatron-core")

@@ -28,7 +28,9 @@ def alone(rank_pool):
         ("te", 2, None, ["gqa", "recomputed"], True),
     ],
 )
-def test_documents_train_as_if_alone(ranks, alone, spec, ranks_of_group, algorithm, names, script):
+def test_packed_documents_train_like_separate_sequences(
+    ranks, alone, spec, ranks_of_group, algorithm, names, script
+):
     given = (names, spec, ranks_of_group, algorithm, script)
     results = ranks(ranks_of_group, documents_ranks.packed, *given, setup=SETUP, timeout=240)
     for name, wanted in ((name, alone[name]) for name in names):
@@ -45,7 +47,7 @@ def test_documents_train_as_if_alone(ranks, alone, spec, ranks_of_group, algorit
 
 @pytest.mark.megatron_lm
 @pytest.mark.slow
-def test_borders_reach_every_tensor_parallel_rank_of_megatron_lm(ranks, megatron_lm):
+def test_cu_seqlens_reach_every_tensor_parallel_rank_of_megatron_lm(ranks, megatron_lm):
     read, checkout = documents_ranks.megatron_reads, str(megatron_lm)
     with pytest.raises(RankError, match="get_batch_on_this_tp_rank"):  # lengths out of garbage
         ranks(2, read, checkout, False, timeout=120)
@@ -59,7 +61,9 @@ def test_borders_reach_every_tensor_parallel_rank_of_megatron_lm(ranks, megatron
 
 @pytest.mark.megatron_lm
 @pytest.mark.slow
-def test_conversations_that_megatron_lm_packs_are_cut_over_context_ranks(ranks, megatron_lm):
+def test_packed_conversations_of_megatron_lm_are_sharded_over_context_parallel_ranks(
+    ranks, megatron_lm
+):
     read = documents_ranks.conversations_of_megatron
     parts = ranks(2, read, str(megatron_lm), timeout=240)
     tokens = torch.cat([own for own, _, _ in parts], dim=1).flatten()

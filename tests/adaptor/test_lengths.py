@@ -13,7 +13,7 @@ SETUP = "tests.support.warm"
 @pytest.mark.parametrize(
     ("stages", "chunks"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 1), (2, 2)]
 )
-def test_lengths_cost_no_messages_where_all_know_them(ranks, stages, chunks):
+def test_lengths_that_all_ranks_know_are_not_sent(ranks, stages, chunks):
     results = ranks(stages, lengths_ranks.steps, stages, chunks, setup=SETUP, timeout=240)
     boundaries = (stages * chunks - 1) * len(lengths_ranks.LENGTHS)
     sent = {way: sum(rank[way]["sent"] for rank in results) for way in results[0]}
@@ -33,7 +33,7 @@ def test_lengths_cost_no_messages_where_all_know_them(ranks, stages, chunks):
     assert len(results[-1]["known"]["losses"]) == len(lengths_ranks.LENGTHS)
 
 
-def test_lengths_of_an_evaluation(ranks):
+def test_variable_lengths_in_evaluation(ranks):
     results = ranks(2, lengths_ranks.steps, 2, 1, True, setup=SETUP, timeout=240)
     for way in ("read", "known"):
         assert results[1][way]["losses"] == pytest.approx(results[1]["padded"]["losses"], rel=1e-6)

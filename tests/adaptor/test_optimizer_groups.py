@@ -37,7 +37,7 @@ SAVED_AS_TWO = {
 }
 
 
-def test_dense_and_experts_become_one():
+def test_param_groups_of_dense_and_experts_load_into_one_optimizer():
     """Expert parallelism is off now: the groups of the experts' optimizer lose their tensors."""
     optimizer = part(group(0.0, False), group(1.0, False))
     state = {"state": {0: "a", 1: "b"}, "param_groups": ids(0, 1), **copy.deepcopy(SAVED_AS_TWO)}
@@ -51,7 +51,7 @@ def test_dense_and_experts_become_one():
     }
 
 
-def test_one_becomes_dense_and_experts():
+def test_param_groups_of_one_optimizer_load_into_dense_and_experts():
     parts = [part(group(1.0, False), group(0.0, False)), part(group(1.0, True))]
     state = {
         0: {"state": {0: "a", 1: "b"}, "param_groups": ids(0, 1)},
@@ -111,7 +111,7 @@ def test_a_state_dict_of_the_same_structure_is_left_alone():
     assert with_param_groups(SimpleNamespace(chained_optimizers=[optimizer] * 2), legacy) is legacy
 
 
-def test_a_group_that_was_not_saved_is_named():
+def test_a_missing_param_group_is_named():
     optimizer = part({**group(1.0, False), "is_decoupled_lr": True})
     state = {"state": {}, "param_groups": ids(0), **copy.deepcopy(SAVED_AS_TWO)}
     with pytest.raises(CheckpointError, match=r"no parameter group with .*--no-load-optim"):

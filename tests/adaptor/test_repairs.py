@@ -37,7 +37,7 @@ def test_yarn_embeddings_are_made_on_the_cpu(ranks):
     assert torch.allclose(frequencies, expected, rtol=1e-6)
 
 
-def test_enumerations_of_early_pythons_3_11_are_read(ranks):
+def test_enums_pickled_by_early_python_3_11_load(ranks):
     function = repair_ranks.enumeration_of_an_early_python_311
     with pytest.raises(RankError, match="GLOBAL getattr was not an allowed global"):
         ranks(1, function)
@@ -139,9 +139,7 @@ def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("impl", ["te", "local"])
-def test_gradients_of_latent_attention_are_whole_under_tensor_parallelism(
-    ranks, impl, sequence_parallel
-):
+def test_mla_gradients_are_reduced_under_tensor_parallelism(ranks, impl, sequence_parallel):
     run, setup = repair_ranks.latent_attention, "mindspeed.megatron_adaptor"
     (truth,) = ranks(1, run, impl, False, True, setup=setup, timeout=240)
     for gradients in ranks(2, run, impl, sequence_parallel, True, setup=setup, timeout=240):
@@ -153,7 +151,7 @@ def test_gradients_of_latent_attention_are_whole_under_tensor_parallelism(
     assert all(right) == (impl == "te" and sequence_parallel)
 
 
-def test_layers_get_their_own_entry_of_the_comm_types(ranks):
+def test_per_layer_comm_types_are_not_off_by_one(ranks):
     with pytest.raises(RankError, match="IndexError"):
         ranks(2, repair_ranks.comm_types_of_layers, False, setup=ADAPTOR, timeout=240)
     for specs in ranks(2, repair_ranks.comm_types_of_layers, True, setup=ADAPTOR, timeout=240):
@@ -168,7 +166,7 @@ def test_rotary_positions_of_a_context_parallel_rank_on_the_cpu(ranks):
     assert ranks(1, function, True, setup=ADAPTOR, timeout=120) == [[2, 3, 4, 5]]
 
 
-def test_batches_may_have_context_parallel_groups_of_their_own(ranks):
+def test_a_batch_may_carry_its_own_context_parallel_group(ranks):
     function = repair_ranks.batches_with_groups_of_their_own
     for specs in ranks(4, function, setup=ADAPTOR, timeout=240):
         for spec, differences in specs.items():
@@ -176,7 +174,7 @@ def test_batches_may_have_context_parallel_groups_of_their_own(ranks):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_an_optimizer_on_device_and_host_trains_all_weights(ranks, resume):
+def test_an_offloaded_optimizer_trains_all_weights(ranks, resume):
     weights, gradients = repair_ranks.adam_problem()
     masters = [weight.detach().float() for weight in weights]
     adam = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
@@ -197,7 +195,7 @@ def test_an_optimizer_on_device_and_host_trains_all_weights(ranks, resume):
         assert all(map(torch.equal, untrained[1.0], [w.detach().float() for w in weights]))
 
 
-def test_additional_tokens_are_counted_over_the_whole_sequence(ranks):
+def test_mtp_loss_is_averaged_over_the_whole_sequence(ranks):
     count = repair_ranks.counted_tokens
     # Rank 0 of the zigzag holds the two ends of the sequence.
     assert ranks(2, count, False, setup=ADAPTOR, timeout=120) == [[3.0, 2.0], [4.0, 4.0]]

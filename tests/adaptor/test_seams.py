@@ -56,7 +56,7 @@ def test_a_feature_gets_only_the_seams_that_it_declares():
     seams.clear()
 
 
-def test_kernels_and_decisions_of_attention_are_replaced_through_one_door():
+def test_attention_kernels_and_policy_are_replaced_through_one_seam():
     seams, before = new_seams(), (kernels.normalize, attention_policy.alibi_slopes)
     mine = {"normalize": lambda *args, **options: None, "alibi_slopes": lambda *args: None}
     seams.use_kernels(owner="mine", **mine)

@@ -47,7 +47,7 @@ def edges() -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def test_the_reader_sees_every_form() -> None:
+def test_the_import_reader_finds_every_form_of_import() -> None:
     tree = ast.parse(
         "import a.b, c\n"
         "from d.e import f\n"
@@ -71,7 +71,7 @@ def test_the_reader_sees_every_form() -> None:
     ]
 
 
-def test_no_import_goes_up_or_sideways() -> None:
+def test_no_import_violates_the_layer_order() -> None:
     height = {name: -i for i, (names, _) in enumerate(layers()) for name in names}
     friends = [names for names, together in layers() if together]
     wrong = [
@@ -83,7 +83,7 @@ def test_no_import_goes_up_or_sideways() -> None:
     assert wrong == []
 
 
-def test_rooms_form_no_circle() -> None:
+def test_packages_have_no_import_cycle() -> None:
     graph = defaultdict(set)
     for above, below in edges():
         graph[above].add(below)
@@ -101,7 +101,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_modules_form_no_circle() -> None:
+def test_modules_have_no_import_cycle() -> None:
     """Inside of rooms, too: no import in a function only because one at the top would fail."""
     names = {module_of(path) for path in sources()}
     graph = {
@@ -119,12 +119,12 @@ def test_modules_form_no_circle() -> None:
         pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
 
 
-def test_nobody_imports_the_import_paths_of_the_original_library() -> None:
+def test_the_import_paths_of_the_original_library_are_not_imported() -> None:
     inside = IMPORT_PATHS_ONLY
     assert [p for (a, b), p in edges().items() if b in inside and a not in inside] == []
 
 
-def test_import_paths_of_the_original_library_hold_nothing_of_their_own() -> None:
+def test_import_paths_of_the_original_library_only_reexport() -> None:
     """A docstring, imports, ``__all__``; a lazy ``__getattr__``; one module under a second name."""
     allowed = (ast.Import, ast.ImportFrom)
     for path in sources():

@@ -65,7 +65,7 @@ def offenders(paths: list[Path], prefix: str, lazy: bool = True) -> list[str]:
     ]
 
 
-def test_below_the_bridge_nobody_imports_megatron() -> None:
+def test_modules_below_the_bridge_do_not_import_megatron() -> None:
     paths = [path for path in files(WITHOUT_MEGATRON) if path.name != "megatron.py"]
     assert paths
     assert offenders(paths, "megatron") == []

@@ -59,7 +59,7 @@ def test_any_mask_and_number_of_ranks(mask, ranks, granularity, overlap) -> None
 
 @given(mask=masks(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_arrays_price_shardings_as_regions_do(mask: Mask, data: st.DataObject) -> None:
+def test_vectorised_costs_equal_region_costs(mask: Mask, data: st.DataObject) -> None:
     cuts = sorted({0, mask.size, *data.draw(st.lists(st.integers(0, mask.size), max_size=9))})
     own: list[list[tuple[int, int]]] = [[], [], []]
     for part in itertools.pairwise(cuts):
@@ -154,7 +154,7 @@ def test_pretraining_documents(size, ranks, cap, most) -> None:
     [(128 * K, 8, None), (256 * K, 16, 64 * K), (256 * K, 16, None)],
     ids=["128K", "256K-cap", "256K"],
 )
-def test_pretraining_documents_beside_other_planners(size, ranks, cap) -> None:
+def test_pretraining_documents_compared_with_other_planners(size, ranks, cap) -> None:
     samples = [pretraining(size, seed, cap) for seed in range(20)]
 
     def of(planner, *options):
@@ -180,7 +180,9 @@ def test_pretraining_documents_beside_other_planners(size, ranks, cap) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 16])
-def test_adaptive_plans_compute_the_single_process_truth_and_send_what_they_say(ranks: int) -> None:
+def test_adaptive_plans_equal_the_single_process_reference_and_their_predicted_bytes(
+    ranks: int,
+) -> None:
     heads, groups, head_size, value_size = 4, 2, 8, 8
     *qkv, dout = truth.tensors(executor.SIZE, heads, groups, head_size, value_size)
     sizes = Sizes(heads, groups, head_size, value_size, itemsize=8)

@@ -68,7 +68,7 @@ def test_a_query_with_cached_keys_is_at_the_position_of_the_last():
         torch.testing.assert_close(out[0].transpose(0, 1), expected, rtol=0, atol=1e-6)
 
 
-def test_slopes_are_all_that_is_kept_of_the_bias():
+def test_only_slopes_are_saved_of_the_alibi_bias():
     """``4 n`` bytes where a bias tensor has ``n s s e``."""
     from mindspeed.testing.saved import saved_for_backward
 

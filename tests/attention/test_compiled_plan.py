@@ -32,17 +32,17 @@ def marks(*stages: RankStage) -> list[list[bool]]:
     return [[one.first for one in stage.calls] for stage in stages]
 
 
-def test_own_queries_are_new_once_over_all_stages():
+def test_local_queries_are_new_once_over_all_stages():
     first = RankStage(calls=(call(0, 4), call(4, 8), call(0, 4)))
     second = RankStage(calls=(call(2, 6), call(8, 9)))
     assert marks(first, second) == [[True, True, False], [False, True]]
 
 
-def test_queries_that_share_a_row_with_earlier_ones_are_known():
+def test_queries_sharing_a_row_with_earlier_ones_are_not_new():
     assert marks(RankStage(calls=(call(0, 4), call(3, 9)))) == [[True, False]]
 
 
-def test_queries_of_others_are_new_in_each_stage():
+def test_remote_queries_are_new_in_each_stage():
     stages = [
         RankStage(
             q=QUERIES_OF_OTHERS, calls=(call(0, 4, RECEIVED_QUERIES), call(0, 4, RECEIVED_QUERIES))
@@ -52,11 +52,11 @@ def test_queries_of_others_are_new_in_each_stage():
     assert marks(*stages) == [[True, False], [True, False]]
 
 
-def test_own_queries_and_those_of_others_are_different_ones():
+def test_local_and_remote_queries_are_distinct():
     assert marks(RankStage(calls=(call(0, 4, RECEIVED_QUERIES), call(0, 4)))) == [[True, True]]
 
 
-def test_own_queries_may_have_been_answered_by_others_after_a_stage_that_sends_queries():
+def test_local_queries_may_have_remote_results_after_a_stage_that_sends_queries():
     stages = (
         RankStage(q=QUERIES_OF_OTHERS, calls=(call(0, 4),)),
         RankStage(calls=(call(4, 8), call(0, 4, RECEIVED_QUERIES))),

@@ -55,7 +55,7 @@ class TestKeysBeforeTheExchange:
             assert plain[3] - half[3] == self.keys  # (U / g - 1) K
             assert plain[3] - full[3] == 2 * self.keys
 
-    def test_nothing_to_save(self) -> None:
+    def test_one_rank_sends_nothing(self) -> None:
         split = HeadAllToAll(contiguous(8, 2), 0, None)
         k = torch.zeros(4, 4, 8)
         with pytest.raises(ConfigError, match="n_kv=4 over CP=2 repeats none"):
@@ -65,7 +65,7 @@ class TestKeysBeforeTheExchange:
 
 
 @pytest.mark.parametrize(("heads", "size", "before"), [(28, 8, 0.875), (40, 16, 40 / 48)])
-def test_heads_left_over_are_shared_by_rows(heads: int, size: int, before: float) -> None:
+def test_leftover_heads_are_split_by_query_rows(heads: int, size: int, before: float) -> None:
     split = HeadAllToAll(zigzag(960, size), 0, None)
     assert split.balance(heads) == pytest.approx(before)
     area = cost_metrics(planners.ring(Mask.causal(960), split.sharding)).area
@@ -88,14 +88,14 @@ def test_dropout_is_drawn_again_for_the_backward_pass(ranks) -> None:
     assert any(mean != 1.0 for mean, _, _ in results)
 
 
-def test_sizes_that_do_not_fit(ranks) -> None:
+def test_sizes_that_do_not_divide_are_refused(ranks) -> None:
     for messages in ranks(2, jobs.wrong_sizes):
         assert messages[0].startswith("ConfigError: q is [3, 2, 8], must be [4, heads, head size]")
         assert "do not fit" in messages[1] and "do not fit" in messages[2]
         assert messages[3] == "ConfigError: the plan is for 4 ranks, the group has 2"
 
 
-def test_plans_that_differ_between_ranks(ranks) -> None:
+def test_plans_that_differ_between_ranks_are_refused(ranks) -> None:
     env = {"MINDSPEED_CHECK_PLAN": "1"}
     for message in ranks(2, jobs.disagreement, env=env, timeout=120):
         assert re.fullmatch(

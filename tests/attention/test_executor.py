@@ -131,7 +131,7 @@ def assert_counted(plan: Plan, sizes: Sizes, traffic: list[executor.Traffic]) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("name", MASKS)
-def test_every_algorithm_is_the_single_process_truth(name: str, ranks: int) -> None:
+def test_every_algorithm_equals_the_single_process_reference(name: str, ranks: int) -> None:
     mask = MASKS[name]
     heads = list(HEADS.values())[(ranks + list(MASKS).index(name)) % len(HEADS)]
     *qkv, dout = truth.tensors(SIZE, *heads)
@@ -269,7 +269,7 @@ class TestFewCalls:
         )
         assert calls_per_stage(plan) == ((2,),)
 
-    def test_no_row_occurs_twice_in_a_call(self) -> None:
+    def test_no_query_occurs_twice_in_a_call(self) -> None:
         plan = planners.adaptive(self.mask(40), self.ranks)
         for rank in range(self.ranks):
             for step in compile_plan(plan, rank, "backward").stages:
@@ -290,7 +290,7 @@ def test_alibi_uses_positions_of_the_whole_sequence(name: str) -> None:
         torch.testing.assert_close(results, expected, atol=EXACT, rtol=EXACT)
 
 
-def test_a_sink_takes_its_share_once() -> None:
+def test_the_sink_is_added_once() -> None:
     *qkv, dout = truth.tensors(SIZE)
     sink = torch.tensor([0.1, -1.0, 2.0, 0.0], dtype=torch.float64)
     mask = MASKS["window"]
@@ -317,7 +317,7 @@ def test_gradients_sent_to_their_owner_are_more_precise_than_those_of_a_ring() -
     assert in_a_ring[1] > 1.05 * direct[1]
 
 
-def test_rows_that_see_nothing_are_zero() -> None:
+def test_fully_masked_rows_are_zero() -> None:
     *qkv, dout = truth.tensors(8)
     blind = Mask(8, Mask.causal(4).regions)
     for plan in plans_for(blind, contiguous(8, 4)):
@@ -326,7 +326,7 @@ def test_rows_that_see_nothing_are_zero() -> None:
         assert all(math.isfinite(float(x.sum())) for x in (out, dq, dk, dv))
 
 
-def test_a_message_that_nobody_sends_stops_all_ranks() -> None:
+def test_an_unsent_message_stops_all_ranks() -> None:
     def waits():
         yield (yield Exchange(0, True, torch.zeros(0, 3), (), ((1, 2),)))
 

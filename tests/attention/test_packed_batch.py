@@ -100,7 +100,7 @@ def test_every_algorithm_equals_the_block_diagonal_mask(name, documents):
         assert len({len(batch.rows(rank)) for rank in range(ranks)}) == 1
 
 
-def test_an_end_belongs_to_its_document_and_a_sample_ends_one():
+def test_the_eod_token_belongs_to_its_document_and_a_sample_end_ends_one():
     tokens = torch.tensor([[1, EOD, 2, EOD, EOD, 3], [EOD, 1, 1, 1, 1, EOD]])
     borders = cu_seqlens_of_tokens(tokens, EOD)
     assert borders == (0, 2, 4, 5, 6, 7, 12)

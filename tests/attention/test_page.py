@@ -28,7 +28,7 @@ def measured(made: Plan) -> tuple[float, float, float, int]:
     return price.balance, worst, mean, max(map(max, calls_per_stage(made)))
 
 
-def test_rows_received() -> None:
+def test_documented_rows_received() -> None:
     lengths = pretraining(SIZE, 0)
     assert len(lengths) == 106
     mask, told = mask_of(lengths), {}

@@ -82,34 +82,34 @@ class TestWrongPlansAreRefused:
         stages[number] = replace(stages[number], **changes)
         return tuple(stages)
 
-    def test_a_pair_is_missing(self) -> None:
+    def test_verification_finds_a_missing_pair(self) -> None:
         work = list(self.plan.forward[1].work)
         work[2] = work[2][1:]
         with pytest.raises(PlanError, match="ring: forward computes"):
             check(self.broken(forward=self.stage(1, work=tuple(work))))
 
-    def test_a_pair_is_computed_twice(self) -> None:
+    def test_verification_finds_a_pair_computed_twice(self) -> None:
         work = list(self.plan.forward[1].work)
         work[2] = (work[2][0], *work[2][:-1])
         with pytest.raises(PlanError, match="computes"):
             check(self.broken(forward=self.stage(1, work=tuple(work))))
 
-    def test_keys_that_are_not_there(self) -> None:
+    def test_verification_finds_absent_keys(self) -> None:
         with pytest.raises(PlanError, match="forward 1: rank 0 has no keys"):
             check(self.broken(forward=self.stage(1, kv=())))
 
-    def test_a_sender_without_the_rows(self) -> None:
+    def test_verification_finds_a_sender_without_the_data(self) -> None:
         moves = tuple(m._replace(buffer=-1) for m in self.plan.forward[2].kv)
         with pytest.raises(PlanError, match="lacks"):
             check(self.broken(forward=self.stage(2, kv=moves)))
 
-    def test_a_gradient_that_does_not_reach_its_owner(self) -> None:
+    def test_verification_finds_a_gradient_that_does_not_reach_its_owner(self) -> None:
         stages = list(self.plan.backward)
         stages[-2] = replace(stages[-2], dkv=())
         with pytest.raises(PlanError, match="gradients of 8 keys do not leave rank"):
             check(self.broken(backward=tuple(stages)))
 
-    def test_queries_that_are_not_the_senders(self) -> None:
+    def test_verification_finds_queries_that_the_sender_does_not_own(self) -> None:
         one = planners.mesh(Mask.causal(32), zigzag(32, 4), 2)
         stage = one.forward[1]
         asks = tuple(move._replace(src=(move.src + 2) % 4) for move in stage.q)
@@ -120,12 +120,12 @@ class TestWrongPlansAreRefused:
         with pytest.raises(PlanError, match="does not own"):
             check(replace(one, forward=forward))
 
-    def test_values_without_kept_keys(self) -> None:
+    def test_verification_finds_values_without_keys(self) -> None:
         half = planners.with_cache(planners.all_gather(Mask.causal(32), zigzag(32, 4)), "half")
         with pytest.raises(PlanError, match="all-gather: rank 0 has not kept the keys"):
             check(replace(half, saved_k=()))
 
-    def test_a_token_without_an_owner(self) -> None:
+    def test_verification_finds_a_token_without_owner(self) -> None:
         sharding = SequenceSharding((((0, 4),), ((5, 8),)))
         with pytest.raises(PlanError, match="position 4 has no owner"):
             check(planners.ring(Mask.causal(8), sharding))
@@ -232,7 +232,7 @@ class TestPlan:
         with pytest.raises(ConfigError, match="the sharding is for 4 ranks, the plan for 2"):
             make(self.documents, 2, "ring", sharding=sharding)
 
-    def test_what_needs_a_group(self) -> None:
+    def test_ulysses_is_refused_as_a_plan(self) -> None:
         with pytest.raises(ConfigError, match=r"'ulysses' is not one of ring.*ulysses_attention"):
             make(self.documents, 4, "ulysses")
 
@@ -245,6 +245,6 @@ def test_windows_that_do_not_divide_the_ranks(window: int) -> None:
         planners.ring(Mask.causal(64), zigzag(64, 8), window)
 
 
-def test_lengths_that_zigzag_cannot_cut() -> None:
+def test_lengths_that_zigzag_cannot_shard() -> None:
     with pytest.raises(ConfigError, match=r"S=100 must be divisible by 2\*CP=16"):
         zigzag(100, 8)

@@ -53,7 +53,7 @@ def test_a_mask_may_hide_more_than_later_keys():
     assert_equal(TriangleAttention(block_size=16), size, hidden, hidden)
 
 
-def test_softmax_and_dropout_are_those_given():
+def test_the_given_softmax_and_dropout_are_used():
     def softmax(scores, mask):
         return (0.25 * scores).masked_fill(mask, -1e4).softmax(-1)
 
@@ -64,13 +64,13 @@ def test_softmax_and_dropout_are_those_given():
 
 
 @pytest.mark.parametrize(("size", "block"), [(128, 32), (100, 32), (32, 64)])
-def test_products_have_the_area_that_is_planned(size, block):
+def test_products_have_the_planned_area(size, block):
     with FlopCounterMode(display=False) as flops:
         TriangleAttention(block)(*tensors(size))
     assert flops.get_total_flops() == 4 * BATCH * HEADS * HEAD * area(size, block)
 
 
-def test_share_of_the_square():
+def test_fraction_of_the_square_computed():
     assert area(2048, 512) == 0.625 * 2048**2
     assert area(2048, 128) == 0.53125 * 2048**2
 

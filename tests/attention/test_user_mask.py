@@ -33,7 +33,7 @@ def no_mask_left():
 
 
 @pytest.mark.parametrize("name", REGULAR)
-def test_a_regular_mask_comes_out_as_the_few_regions_that_it_is(name):
+def test_a_regular_mask_becomes_few_regions(name):
     mask, regions = REGULAR[name]
     keep = mask.dense()
     found = as_mask(~keep, mask.size)
@@ -62,7 +62,7 @@ def test_intervals_of_keys():
     assert torch.equal(found.dense(), (j < 2) | ((j >= 2) & (j >= i - 3) & (j <= i)))
 
 
-def test_nothing_of_the_square_of_the_length_is_held():
+def test_no_quadratic_memory_is_held():
     """1 GiB as a bool tensor; a callable is looked at in strips."""
     found = as_mask(
         torch.stack([torch.zeros(LONG), torch.arange(1, LONG + 1)], -1).long()[:, None], LONG
@@ -92,7 +92,7 @@ def blind(row: int, size: int = 6) -> torch.Tensor:
         ("causal", "str is not one of regions"),
     ],
 )
-def test_what_is_no_mask_is_refused(given, message):
+def test_invalid_masks_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         as_mask(given, 6, sample=2)
 

@@ -43,7 +43,7 @@ def test_quick_run_on_the_cpu(tmp_path):
             assert row["speed_over_eager"] == 1
 
 
-def test_figures_follow_from_bytes_flops_and_times(tmp_path):
+def test_reported_rates_follow_from_bytes_flops_and_times(tmp_path):
     done = run("--operator", "rms_norm", "matmul_add", "--dtype", "bf16", "--hidden", 32, 48,
                "--out", tmp_path / "figures")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -113,7 +113,7 @@ CONSISTENT = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_computes_what_its_operator_computes(name):
+def test_a_baseline_computes_what_its_operator_computes(name):
     generator = torch.Generator().manual_seed(0)
 
     def numbers(x):

@@ -41,7 +41,7 @@ QUICK = ("experts 2 to tensor 2",)
 @pytest.mark.parametrize(
     "chain", [name if name in QUICK else pytest.param(name, marks=slow) for name in CHAINS]
 )
-def test_the_losses_go_on(chain, ranks, tmp_path):
+def test_losses_continue_those_of_one_run(chain, ranks, tmp_path):
     model, saving, loading = CHAINS[chain]
     common = f"{model} --train-iters 4".split()
     whole = _run(

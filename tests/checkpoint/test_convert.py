@@ -69,7 +69,7 @@ def chain(source, folder, *targets):
 
 
 @pytest.mark.parametrize("name", ["llama2-gqa", "bloom", "qwen3-moe", "deepseek-v3"])
-def test_through_all_formats_and_layouts_and_back(directories, tmp_path, name):
+def test_round_trip_through_all_formats_and_layouts(directories, tmp_path, name):
     """Hugging Face -> legacy TP2 PP2 VPP2 -> safetensors -> legacy PP4 -> torch_dist -> DeepSpeed's
     TP4 -> legacy EP2 -> Hugging Face."""
     moe = name in ("qwen3-moe", "deepseek-v3")
@@ -170,7 +170,7 @@ def test_training_starts_from_a_legacy_checkpoint_in_another_layout(directories,
             assert (name, start) == (name_, start_) and torch.equal(tensor, tensor_), name
 
 
-def test_a_gpt_that_no_family_describes_is_cut_anew(tmp_path):
+def test_a_gpt_of_no_known_family_is_resharded(tmp_path):
     """LayerNorm, learned positions, biases and a squared ReLU: only between Megatron's formats."""
     values = hf_ranks.gpt_args()
     generator = torch.Generator().manual_seed(3)
@@ -206,7 +206,7 @@ def test_added_tokens_are_the_mean_of_the_others(directories, tmp_path):
     same(ours, theirs)
 
 
-def test_the_type_of_the_weights_changes_on_the_way(directories, tmp_path):
+def test_weights_are_cast_during_conversion(directories, tmp_path):
     source = directories("qwen3")
     last = chain(source, tmp_path, Target("torch", dtype=torch.bfloat16), Target("hf"))
     same(files(last), {name: t.bfloat16() for name, t in files(source).items()})
@@ -234,7 +234,7 @@ def test_verify_finds_one_changed_byte(directories, tmp_path, form):
         verify(written, tmp_path / "out")
 
 
-def test_what_does_not_fit_a_layout_is_said_before_anything_is_written(directories, tmp_path):
+def test_indivisible_parallel_sizes_are_refused_before_writing(directories, tmp_path):
     source, out = open_weights(directories("llama2-gqa")), tmp_path / "new" / "out"
     wrong = {
         ParallelSizes(tensor=3): r"4 attention heads cannot be divided by --tp 3",
@@ -310,7 +310,7 @@ def test_damaged_and_hostile_legacy_files(directories, tmp_path, capsys):
         open_weights(tmp_path / "b")
 
 
-def test_parameters_that_no_rule_knows_are_named(directories, tmp_path):
+def test_parameters_without_rule_are_named(directories, tmp_path):
     convert(open_weights(directories("llama2-gqa")), tmp_path, Target("torch"))
     path = tmp_path / "release" / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
@@ -323,7 +323,7 @@ def test_parameters_that_no_rule_knows_are_named(directories, tmp_path):
 @pytest.mark.parametrize(
     ("first", "second"), [("torch_dist", "hf"), ("safetensors", "torch_dist"), ("hf", "hf")]
 )
-def test_live_tensors_stay_below_two_files(directories, tmp_path, first, second):
+def test_peak_tensor_memory_is_below_two_files(directories, tmp_path, first, second):
     """Import and export; counts every tensor that lives, also copies on the way."""
     limit = 20_000
     source = directories("deepseek-v3")
@@ -370,7 +370,7 @@ for size in ("small", "large"):  # the small one imports what writing needs
 """
 
 
-def test_a_large_model_is_never_in_memory(tmp_path):
+def test_a_large_model_is_never_fully_in_memory(tmp_path):
     """What the kernel says of a process that writes 218 MB in every format: at most 64 MB."""
     config = {
         "model_type": "llama",
@@ -403,7 +403,7 @@ def test_a_large_model_is_never_in_memory(tmp_path):
     assert len(figures) == 5
 
 
-def test_weights_that_are_no_numbers_are_not_converted(directories, tmp_path):
+def test_non_finite_weights_are_not_converted(directories, tmp_path):
     convert(open_weights(directories("llama2-gqa")), tmp_path / "a", Target("torch"))
     path = tmp_path / "a" / "release" / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)

@@ -59,7 +59,7 @@ def test_a_checked_file_reads_what_was_written(size, tmp_path):
             assert file.tell() == start + len(data[start : start + count])
 
 
-def test_a_part_is_read_without_looking_at_the_rest(tmp_path):
+def test_a_slice_is_read_without_verifying_the_rest(tmp_path):
     path = tmp_path / "file"
     known = write(path, 4 * BLOCK_BYTES)
     flip(path, 2 * BLOCK_BYTES + 7)
@@ -91,7 +91,7 @@ def run(runs, tmp_path) -> Path:
     return shutil.copytree(runs, tmp_path / "run")
 
 
-def test_every_flipped_byte_of_every_file_is_noticed(run):
+def test_every_flipped_byte_of_every_file_is_detected(run):
     checkpoint = directory.path_of(run, 2)
     assert directory.damage_of(checkpoint, whole=True) is None
     rest, noticed = random.Random(0), 0
@@ -121,7 +121,7 @@ def test_every_flipped_byte_of_every_file_is_noticed(run):
     "name", [".metadata", "common.pt", "metadata.json", "__0_0.distcp", "config.yaml"]
 )
 @pytest.mark.parametrize("damage", ["cut", "longer", "empty", "gone", "of another iteration"])
-def test_files_that_are_cut_or_lost_or_swapped_are_noticed(name, damage, run):
+def test_truncated_missing_or_swapped_files_are_detected(name, damage, run):
     checkpoint = directory.path_of(run, 2)
     path = checkpoint / name
     size = path.stat().st_size
@@ -141,7 +141,7 @@ def test_files_that_are_cut_or_lost_or_swapped_are_noticed(name, damage, run):
     assert name in directory.damage_of(checkpoint, whole=True)
 
 
-def test_two_files_in_each_others_places_are_noticed(run):
+def test_two_swapped_files_are_detected(run):
     checkpoint = directory.path_of(run, 2)
     files = sorted(checkpoint.glob("*.distcp"))
     assert len(files) > 1
@@ -152,12 +152,12 @@ def test_two_files_in_each_others_places_are_noticed(run):
 
 
 @pytest.mark.parametrize("name", [digests.NAME, directory.SIDECAR])
-def test_lost_digests_are_noticed(name, run):
+def test_missing_digests_are_detected(name, run):
     (directory.path_of(run, 2) / name).unlink()
     assert directory.problem_with(directory.path_of(run, 2)) == f"{name} is missing"
 
 
-def test_every_flipped_byte_of_the_tracker_is_said(run):
+def test_every_flipped_byte_of_the_tracker_is_reported(run):
     tracker = run / directory.TRACKER
     assert directory.tracker_problem(run) is None
     assert tracker.read_bytes() == b"2"
@@ -174,7 +174,9 @@ def tensor_data(checkpoint: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_commands_name_the_damaged_file_and_take_or_name_the_one_before(ranks, run, tmp_path):
+def test_commands_name_the_damaged_file_and_use_or_name_the_previous_checkpoint(
+    ranks, run, tmp_path
+):
     """Damage of tensor data, which no name, size or format shows."""
     checkpoint = directory.path_of(run, 2)
     for path in checkpoint.glob("*.distcp"):
@@ -203,7 +205,7 @@ def test_commands_name_the_damaged_file_and_take_or_name_the_one_before(ranks, r
         assert "iter_0000001 is complete: take it with --ckpt-step 1" in output, line
 
 
-def test_a_checkpoint_without_digests_loads_and_says_so_once(ranks, run):
+def test_a_checkpoint_without_digests_loads_with_one_warning(ranks, run):
     checkpoint = directory.path_of(run, 2)
     for name in (digests.NAME, directory.SIDECAR):
         (checkpoint / name).unlink()
@@ -218,7 +220,7 @@ def verify(path: Path, capsys) -> tuple[int, list[str]]:
     return status, capsys.readouterr().out.splitlines()
 
 
-def test_verify_looks_at_a_directory_alone(run, capsys):
+def test_verify_checks_a_single_directory(run, capsys):
     checkpoint = directory.path_of(run, 2)
     status, lines = verify(run, capsys)
     assert status == 0 and len(lines) == 3
@@ -246,6 +248,6 @@ def test_verify_reads_the_checksums_of_a_checkpoint_without_digests(run, capsys)
 
 
 @pytest.mark.parametrize("words", [["--load", "a"], [], ["--checkpoint", "a", "--load", "b"]])
-def test_verify_says_which_flags_go_together(words, capsys):
+def test_verify_reports_incompatible_flags(words, capsys):
     assert main(["verify", *words]) == 1
     assert "--checkpoint" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_a_save_killed_before_the_tracker_loads_the_tracked_one(tmp_path):
         (lambda path: (path / directory.SIDECAR).write_text("{"), "mindspeed.json has 1 b"),
     ],
 )
-def test_damage_that_sizes_show_is_found_before_loading(tmp_path, damage, reason):
+def test_damage_visible_in_file_sizes_is_found_before_loading(tmp_path, damage, reason):
     path = write(tmp_path, 10)
     assert directory.problem_with(path) is None
     damage(path)
@@ -135,7 +135,7 @@ def test_the_tracker_names_a_checkpoint_only_when_it_has_its_name_and_is_synced(
     assert "iter_0000010.tmp" in events and "__0_0.distcp" in events[: events.index("rename")]
 
 
-def test_a_save_that_cannot_get_its_name_leaves_the_tracker(tmp_path, monkeypatch):
+def test_a_save_whose_rename_fails_leaves_the_tracker(tmp_path, monkeypatch):
     write(tmp_path, 10)
 
     def fails(path, to):
@@ -148,7 +148,7 @@ def test_a_save_that_cannot_get_its_name_leaves_the_tracker(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("to", ["directory", "file", "nothing"])
-def test_a_link_in_the_place_of_a_new_checkpoint_is_not_followed(to, tmp_path):
+def test_a_symlink_at_the_path_of_a_new_checkpoint_is_not_followed(to, tmp_path):
     outside = tmp_path / "outside"
     if to == "directory":
         outside.mkdir()

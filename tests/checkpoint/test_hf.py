@@ -87,7 +87,7 @@ def same(ours, theirs):
 @pytest.mark.parametrize(
     "name", ["llama2-gqa", "internlm", "baichuan2-13b", "bloom", "qwen3", "mixtral", "deepseek-v3"]
 )
-def test_there_and_back_byte_for_byte(directories, tmp_path, name, implementation):
+def test_round_trip_is_byte_identical(directories, tmp_path, name, implementation):
     source = directories(name)
     target = {"transformer_impl": implementation, "max_file_bytes": 20_000}
     assert import_hf(str(source), str(tmp_path / "ck"), **target) == []
@@ -133,7 +133,7 @@ def test_a_converted_checkpoint_is_the_model_in_every_layout(
             assert (name, start) == (name_, start_) and torch.equal(tensor, tensor_), name
 
 
-def test_what_tp_2_trained_transformers_loads(directories, ranks, tmp_path):
+def test_transformers_loads_what_tp_2_trained(directories, ranks, tmp_path):
     source, run, out = directories("qwen3"), str(tmp_path / "run"), str(tmp_path / "hf")
     ranks(2, hf_ranks.save_trained, str(source), run, (TP,), setup=SETUP, timeout=120)
     assert "qwen3" in mindspeed("export", "--hf", "--load", run, "--output", out)
@@ -183,7 +183,7 @@ def damaged(source, folder, change):
     return str(folder)
 
 
-def test_bad_input_is_said_before_anything_is_written(directories, tmp_path):
+def test_bad_input_is_refused_before_writing(directories, tmp_path):
     source, out = directories("llama2-gqa"), tmp_path / "out"
     name = "model.layers.1.mlp.up_proj.weight"
     missing = damaged(source, tmp_path / "a", lambda t: t.pop(name))
@@ -225,7 +225,7 @@ def test_a_wrong_vocabulary_and_quantized_weights_name_the_field(directories, tm
         import_hf(folder, str(tmp_path / "out"))
 
 
-def test_layers_that_predict_further_tokens_are_named_once(directories, tmp_path):
+def test_ignored_mtp_layers_are_reported_once(directories, tmp_path):
     names = ("enorm.weight", "eh_proj.weight", "mlp.gate_proj.weight")
     extra = {f"model.layers.2.{name}": torch.ones(1) for name in names}
     folder = damaged(directories("deepseek-v3"), tmp_path / "a", lambda t: t.update(extra))
@@ -261,7 +261,7 @@ def test_the_commands_convert_both_ways_and_list_models(directories, tmp_path):
     assert '"rotary_base": 1000000' in mindspeed("models", "qwen3-8b", "--json")
 
 
-def test_an_exported_config_says_what_the_source_said(directories, tmp_path):
+def test_an_exported_config_equals_the_source(directories, tmp_path):
     """Special tokens, the spread of initial weights, the type; no stale key wins over a written
     one; and an export without a tokenizer claims no special tokens."""
     from transformers import AutoConfig, GenerationConfig

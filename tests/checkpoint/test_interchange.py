@@ -53,7 +53,7 @@ def pretrain_gpt(checkout: Path, folder: Path, flags: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_our_trainer_continues_what_megatron_lm_began(optimizer, megatron_lm, ranks, tmp_path):
+def test_our_trainer_resumes_a_megatron_lm_run(optimizer, megatron_lm, ranks, tmp_path):
     flags, save, file = OPTIMIZERS[optimizer], tmp_path / "c", tmp_path / "metrics.jsonl"
     pretrain_gpt(megatron_lm, tmp_path, [*TP2, *flags, "--save", str(save), "--exit-interval", "3"])
     load = ["--load", str(save), "--metrics-file", str(file)]
@@ -67,7 +67,7 @@ def test_our_trainer_continues_what_megatron_lm_began(optimizer, megatron_lm, ra
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_megatron_lm_continues_what_our_trainer_began(optimizer, megatron_lm, ranks, tmp_path):
+def test_megatron_lm_resumes_a_run_of_our_trainer(optimizer, megatron_lm, ranks, tmp_path):
     """Its second line is the mean of two iterations, 6.822842 and 6.743383."""
     flags, save = OPTIMIZERS[optimizer], tmp_path / "c"
     ours = [*TP2, *flags, "--save", str(save), "--exit-interval", "3"]

@@ -107,9 +107,7 @@ STRATEGIES = "megatron.core.dist_checkpointing.strategies"
     ],
     ids=["common part", "index", "description", "digests", "tracker"],
 )
-def test_a_disk_that_is_full_for_what_rank_0_writes_alone_stops_nothing(
-    module, name, ranks, tmp_path
-):
+def test_a_full_disk_for_rank_0_files_does_not_stop_training(module, name, ranks, tmp_path):
     """The other ranks are in a collective meanwhile: nobody may hang or leave."""
     flags = [*TP2, "--save", str(tmp_path), "--save-interval", "1", "--train-iters", "3"]
     run(ranks, 2, flags, fault.disk_full_in, module, name, 2)
@@ -118,7 +116,7 @@ def test_a_disk_that_is_full_for_what_rank_0_writes_alone_stops_nothing(
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
-def test_a_damaged_last_checkpoint_is_given_up_for_the_one_before(ranks, tmp_path):
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(ranks, tmp_path):
     save = tmp_path / "c"
     flags = [*TP2, "--save", str(save), "--save-interval", "1"]
     run(ranks, 2, [*flags, "--exit-interval", "2"])
@@ -157,7 +155,7 @@ def test_another_model_is_refused_with_the_fields_that_differ(ranks, tmp_path):
     assert "--normalization LayerNorm contradicts the checkpoint" in result["error"]
 
 
-def test_the_architecture_of_the_checkpoint_leaves_given_flags_alone(ranks, tmp_path):
+def test_given_flags_win_over_the_checkpoint_architecture(ranks, tmp_path):
     """Without a flag for the shape it is the checkpoint's; the recipe says what is trained."""
     first, second = tmp_path / "first", tmp_path / "second"
     run(ranks, 1, ["--save", str(first), "--exit-interval", "1"])
@@ -183,7 +181,9 @@ WEIGHTS_ONLY = {
 @pytest.mark.parametrize(
     "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"]
 )
-def test_weights_alone_reach_the_copies_of_the_optimizer(case, optimizer, ranks, tmp_path):
+def test_loading_weights_only_updates_the_optimizer_master_weights(
+    case, optimizer, ranks, tmp_path
+):
     saving, loading = WEIGHTS_ONLY[case]
     saving = [*saving, "--save", str(tmp_path), "--exit-interval", "1"]
     loading = [*loading, "--load", str(tmp_path), "--seed", "7", *FROZEN]

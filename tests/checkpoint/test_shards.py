@@ -107,14 +107,14 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(
     ],
     ids=["one-rank-stage-2", "as-before", "tensor-2", "pipeline-2-stage-1"],
 )
-def test_a_run_goes_on_in_another_layout(world_size, flags, stage_3, ranks, tmp_path):
+def test_a_run_resumes_in_another_layout(world_size, flags, stage_3, ranks, tmp_path):
     run(ranks, world_size, [*flags, *only(stage_3, 2, tmp_path / "part")])
     exact = "as-before" if flags == ["--zero-stage", "3"] else None
     tolerance = 0 if exact else 1e-5  # other layouts add in another order
     assert losses(tmp_path / "part") == pytest.approx(second_half(stage_3), rel=tolerance)
 
 
-def test_stage_3_goes_on_from_stage_1(stage_1, ranks, tmp_path):
+def test_zero_stage_3_resumes_from_stage_1(stage_1, ranks, tmp_path):
     run(ranks, 2, ["--zero-stage", "3", *only(stage_1, 2, tmp_path / "part")])
     assert losses(tmp_path / "part") == pytest.approx(second_half(stage_1), rel=1e-6)
 
@@ -140,13 +140,13 @@ FORMS = {  # of the checkpoint's optimizer, of ours: what can read it instead
 }
 
 
-def test_an_optimizer_of_another_form_is_refused_with_what_can_read_it(ranks):
+def test_an_incompatible_optimizer_is_refused_naming_a_compatible_one(ranks):
     (messages,) = ranks(1, refusals, list(FORMS), setup=SETUP, backend=None)
     for message, instead in zip(messages, FORMS.values(), strict=True):
         assert instead in message and "(--no-load-optim)" in message
 
 
-def test_weights_alone_reach_the_copies_of_the_optimizer(stage_3, ranks, tmp_path):
+def test_loading_weights_only_updates_the_optimizer_master_weights(stage_3, ranks, tmp_path):
     """Steps that change nothing copy the fp32 weights to the bf16 ones."""
     frozen = ["--lr", "0", "--load", str(stage_3), "--finetune", "--seed", "7", "--no-save-optim"]
     run(ranks, 2, ["--zero-stage", "2", *frozen, "--save", str(tmp_path), "--train-iters", "1"])

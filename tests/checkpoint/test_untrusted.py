@@ -52,7 +52,7 @@ def test_an_index_that_would_call_a_function_is_refused_and_nothing_is_called(tm
     assert not (tmp_path / "harm").exists()
 
 
-def test_an_index_of_a_python_that_writes_enumerations_as_attributes_is_read(tmp_path):
+def test_an_index_with_enums_pickled_as_attributes_loads(tmp_path):
     member = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
     (read,) = read_index(index(tmp_path, member)).storage_data.values()
     assert read == [_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST]

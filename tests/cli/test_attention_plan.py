@@ -75,7 +75,7 @@ def test_masks() -> None:
     "region",
     [Region(0, 8, 0, 8), Region(2, 9, 1, 9, hi=0), Region(0, 12, 0, 12, lo=-3, hi=0)],
 )
-def test_outlines_have_the_area_of_their_pairs(region: Region) -> None:
+def test_outlines_enclose_the_area_of_their_pairs(region: Region) -> None:
     region = region.crop(0, 100, 0, 100) or region
     points = corners(region)
     area = abs(

@@ -31,7 +31,7 @@ def failing(monkeypatch, tmp_path):
     return fail
 
 
-def test_an_error_nobody_foresaw_is_one_line_and_its_traceback_a_file(failing, capsys):
+def test_an_unexpected_error_is_one_line_and_its_traceback_a_file(failing, capsys):
     assert failing(KeyError("x\ny")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mindspeed recipes: unexpected KeyError: ")
@@ -59,17 +59,17 @@ def test_debug_prints_the_traceback(failing, capsys):
     assert text.endswith("ConfigError: --lr 0 is wrong\n")
 
 
-def test_debug_behind_dashes_is_not_ours():
+def test_debug_after_a_double_dash_is_not_ours():
     assert cli._without_debug(["a", "--", "--debug"]) == (["a", "--", "--debug"], False)
     assert cli._without_debug(["--debug", "a", "--", "b"]) == (["a", "--", "b"], True)
 
 
-def test_an_interrupt_is_said_in_one_word(failing, capsys):
+def test_an_interrupt_is_reported_in_one_word(failing, capsys):
     assert failing(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "mindspeed recipes: interrupted\n"
 
 
-def test_a_rank_says_it_in_one_line_too(monkeypatch, tmp_path):
+def test_errors_of_a_rank_are_one_line_too(monkeypatch, tmp_path):
     monkeypatch.delenv(DEBUG, raising=False)
     line = _describe("pretrain", 3, ValueError("odd"))
     assert line.startswith("mindspeed pretrain [rank 3]: unexpected ValueError: odd (")

@@ -49,7 +49,7 @@ def test_a_run_becomes_a_picture_in_every_format(tmp_path, capsys, name, magic):
     assert str(tmp_path / name) in capsys.readouterr().out
 
 
-def test_the_picture_lies_beside_the_metrics_by_default(tmp_path):
+def test_the_picture_is_next_to_the_metrics_by_default(tmp_path):
     pytest.importorskip("matplotlib")
     run_plot(write_run(tmp_path / "run") / "metrics.jsonl")
     assert (tmp_path / "run" / "loss.png").exists()
@@ -111,7 +111,7 @@ def test_runs_without_a_common_iteration_are_drawn_without_errors(tmp_path, caps
     assert "b: no iteration in common with a" in capsys.readouterr().out
 
 
-def test_losses_that_are_no_numbers_are_gaps(tmp_path):
+def test_nan_losses_are_gaps(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(
         '{"iteration": 1, "lm_loss": NaN}\n{"iteration": 2, "lm_loss": null}\n'
@@ -150,13 +150,13 @@ def test_the_moving_average_keeps_a_straight_line_and_skips_gaps():
     np.testing.assert_array_equal(training_plot.smoothed([1.0, 5.0], 0.0), [1.0, 5.0])
 
 
-def test_runs_in_directories_of_the_same_name_are_told_apart(tmp_path):
+def test_runs_in_directories_of_equal_name_get_distinct_labels(tmp_path):
     files = [write_run(tmp_path / p / "run") / "metrics.jsonl" for p in ("x", "y")]
     names = [run.name for run in metrics.read_runs(files)]
     assert names == [str(tmp_path / "x" / "run"), str(tmp_path / "y" / "run")]
 
 
-def test_what_is_no_run_is_named_with_a_hint(tmp_path):
+def test_a_path_without_metrics_is_named_with_a_hint(tmp_path):
     write_run(tmp_path / "below")
     with pytest.raises(DataError, match=r"has no metrics\.jsonl; there is .*below"):
         metrics.metrics_file(tmp_path)

@@ -50,6 +50,6 @@ def test_two_ranks_print_one_log_and_no_warnings(implementation, tmp_path):
 
 
 @pytest.mark.slow
-def test_warnings_that_were_asked_for_are_shown(tmp_path):
+def test_requested_warnings_are_shown(tmp_path):
     _, errors = pretrain("--train-iters", "1", PYTHONWARNINGS="default")
     assert "Apex is not installed" in errors

@@ -89,7 +89,7 @@ class TestPlan:
 
 
 class TestStep:
-    def test_it_is_done_until_an_input_is_younger_than_its_output(self, tmp_path):
+    def test_a_step_is_done_until_an_input_is_newer_than_its_output(self, tmp_path):
         source, output = tmp_path / "source", tmp_path / "output"
         step = Step("x", ("corpus",), output, (source,))
         source.write_text("")
@@ -125,7 +125,7 @@ class TestStep:
 
 
 class TestRunning:
-    def test_what_a_command_prints_is_shown_and_kept_if_it_is_the_output(self, tmp_path):
+    def test_printed_output_is_shown_and_saved_if_it_is_the_result(self, tmp_path):
         console = Console(file=io.StringIO(), width=100)
         output = tmp_path / "models.txt"
         step = Step("x", ("models", "llama2-7b"), output, keeps_text=True)
@@ -133,7 +133,7 @@ class TestRunning:
         assert "num_layers" in output.read_text().replace("-", "_")
         assert "more lines" in console.file.getvalue()
 
-    def test_a_command_of_its_own_process_keeps_its_errors_in_a_log(self, tmp_path):
+    def test_a_command_in_a_subprocess_logs_its_errors(self, tmp_path):
         log = tmp_path / "log"
         assert "llama2-7b" in running._run_subprocess(["models"], log, quiet())
         with pytest.raises(MindSpeedError, match=rf"(?s)closest.*mindspeed plt failed; see {log}"):
@@ -204,7 +204,7 @@ def test_a_training_is_shown_with_losses_and_speed(tmp_path):
     assert "    3  validation loss 4.750" in text
 
 
-def test_the_answers_are_shown_behind_their_questions(tmp_path):
+def test_answers_are_shown_after_their_questions(tmp_path):
     path = tmp_path / "answers.txt"
     path.write_text(f"{QUESTIONS[0]} Yes\n----\n{QUESTIONS[1]} No\n----\n")
     assert summary.answers(path) == "is KeyError an exception? Yes\nis len an exception? No"

@@ -40,7 +40,7 @@ class AsMegatron(torch.nn.Module):
         return torch.nn.functional.pad(logits, (0, 4), value=1e4)
 
 
-def test_equal_models_have_equal_logits_also_behind_padding_entries():
+def test_equal_models_have_equal_logits_apart_from_vocabulary_padding():
     found = verify.compare(AsMegatron(tiny_llama()), tiny_llama(), ROWS)
     assert found.largest < 1e-5
     assert found.agreement == 1.0
@@ -73,7 +73,7 @@ def run(*words):
     return verify.run(parser.parse_args([str(word) for word in words]))
 
 
-def test_what_is_missing_is_said_before_a_model_is_loaded(tmp_path):
+def test_missing_inputs_are_reported_before_a_model_is_loaded(tmp_path):
     with pytest.raises(
         ConfigError, match=r"--hf .*not a Hugging Face model, it has no config\.json"
     ):

@@ -53,7 +53,7 @@ def cut_and_move() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_functions_hold_the_micro_batch_that_was_cut_last(ranks):
+def test_the_functions_return_the_last_sharded_micro_batch(ranks):
     parts = ranks(2, cut_and_move, setup="tests.support.warm")
     assert sorted(torch.cat([part["tokens"] for part in parts]).tolist()) == list(range(8))
     inside = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])

@@ -19,7 +19,7 @@ GROUP = SimpleNamespace(size=lambda: 2)
 QKV = [torch.zeros(4, 1, 16)] * 3
 
 
-def test_every_way_to_call_them(ranks):
+def test_every_call_signature(ranks):
     for found in ranks(4, context_ranks.errors, timeout=240):
         for way, error in found.items():
             assert error < 1e-12, way

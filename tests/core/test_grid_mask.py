@@ -25,14 +25,14 @@ def hooks(monkeypatch):
     return replace
 
 
-def test_whole_tiles(hooks):
+def test_grid_mask_of_full_tiles(hooks):
     hooks(lambda ranks: torch.ones(ranks, ranks).tril())
     mask = utils.mask_by_user(12, 3)
     block_causal = torch.ones(3, 3).tril().bool()
     assert torch.equal(mask.dense(), block_causal.repeat_interleave(4, 0).repeat_interleave(4, 1))
 
 
-def test_tiles_in_part(hooks):
+def test_grid_mask_of_partial_tiles(hooks):
     asked = []
 
     def tiles(order, scheduling, rank, ranks):
@@ -54,13 +54,13 @@ def test_tiles_in_part(hooks):
         (torch.zeros(3, 3), 12, "mask row 0 .*has no visible key"),
     ],
 )
-def test_refused(hooks, grid, size, message):
+def test_invalid_values_are_refused(hooks, grid, size, message):
     hooks(lambda ranks: grid)
     with pytest.raises(ConfigError, match=message):
         utils.mask_by_user(size, 3)
 
 
-def test_the_flag_makes_it_the_mask_of_the_process(hooks, capsys):
+def test_the_flag_sets_the_mask_of_the_process(hooks, capsys):
     hooks(lambda ranks: torch.ones(ranks, ranks).tril())
     options = context_parallel.ContextParallelOptions(
         context_parallel_algo="adaptive_cp_algo", adaptive_cp_manually_set_mask_list=True

@@ -180,7 +180,7 @@ def test_wrong_files_are_named(tmp_path):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
-def test_first_fit_decreasing_opens_a_row_only_where_no_other_has_room(lengths):
+def test_first_fit_decreasing_opens_a_bin_only_if_no_other_has_room(lengths):
     lengths = np.array(lengths)
     rows = packing.first_fit_decreasing(lengths, 50)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))

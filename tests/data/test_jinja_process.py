@@ -54,14 +54,14 @@ def _half_a_second(monkeypatch):
 
 
 @pytest.mark.parametrize("case", GREEDY)
-def test_a_greedy_or_wrong_template_is_one_sentence(case):
+def test_an_excessive_or_invalid_template_is_one_error_message(case):
     source, said = GREEDY[case]
     with pytest.raises(MindSpeedError, match=f"^the chat template t {said}") as caught:
         JinjaTemplate("t", source, {}).render(USER)
     assert isinstance(caught.value, ConfigError) == ("more than" in str(caught.value))
 
 
-def test_a_template_goes_on_after_a_conversation_that_needed_too_much():
+def test_rendering_continues_after_a_conversation_exceeded_the_limits():
     source = "{% for m in messages %}{% for n in range(m.n) %}{% for k in range(m.n) %}"
     process = JinjaProcess("t", source + "{% endfor %}{% endfor %}{{ m.n }}{% endfor %}")
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_a_template_goes_on_after_a_conversation_that_needed_too_much():
         JinjaProcess("t", "{{ m.n }}").render([{}])
 
 
-def test_a_killed_process_is_named_and_started_anew():
+def test_a_killed_process_is_reported_and_restarted():
     process = JinjaProcess("t", "{{ a }}")
     os.kill(process._child._process.pid, signal.SIGKILL)
     with pytest.raises(ConfigError, match="the chat template t ended its process: status -9"):
@@ -80,7 +80,7 @@ def test_a_killed_process_is_named_and_started_anew():
     assert process.render([{"a": 1}]) == ["1"]
 
 
-def test_what_json_does_not_know_is_refused_and_all_text_passes():
+def test_non_json_values_are_refused_and_any_text_is_accepted():
     process = JinjaProcess("t", "{{ a }}")
     with pytest.raises(DataError, match=r"takes text, numbers, lists and mappings: .*object"):
         process.render([{"a": object()}])
@@ -92,7 +92,7 @@ def _rendered(queue, process):
     queue.put([process.render([{"a": number}])[0] for number in range(50)])
 
 
-def test_a_forked_process_has_a_renderer_of_its_own():
+def test_a_forked_process_starts_its_own_renderer():
     process = JinjaProcess("t", "{{ a }}")
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -132,7 +132,7 @@ def test_helpers_and_options_are_those_of_transformers():
         assert ours == theirs, source
 
 
-def test_a_greedy_template_file_is_refused_before_work_starts(tmp_path):
+def test_an_excessive_template_file_is_refused_before_work_starts(tmp_path):
     (tmp_path / "greedy.jinja").write_text("{{ 'a' * 10**10 }}")
     with pytest.raises(ConfigError, match=r"greedy\.jinja needs more than 1024 MiB of memory"):
         templates.load(tmp_path / "greedy.jinja", tmp_path)

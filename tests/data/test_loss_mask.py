@@ -122,7 +122,7 @@ def conversation(turns) -> list[dict[str, str]]:
 
 @settings(max_examples=60, deadline=None)
 @given(turns=TURNS, name=st.sampled_from(["chatml", "llama2", "mistral", "baichuan2", "alpaca"]))
-def test_what_is_trained_is_what_the_assistant_says(tokenizer, turns, name):
+def test_only_assistant_tokens_are_trained(tokenizer, turns, name):
     template = templates.load(name)
     rendered = template.render(conversation(turns))
     rendered = Rendered(rendered.text, rendered.spans)  # without stand-ins, tested below
@@ -145,7 +145,7 @@ def test_what_is_trained_is_what_the_assistant_says(tokenizer, turns, name):
 
 @settings(max_examples=60, deadline=None)
 @given(turns=TURNS)
-def test_sentencepiece_says_which_characters_a_piece_stands_for(sentencepiece, turns):
+def test_sentencepiece_offsets_are_character_offsets(sentencepiece, turns):
     tokenizer = build_tokenizer(TokenizerOptions("SentencePieceTokenizer", str(sentencepiece)))
     rendered = templates.load("alpaca").render(conversation(turns))
     sample = encode(tokenizer, [rendered], plain=True)[0]
@@ -158,7 +158,7 @@ def test_sentencepiece_says_which_characters_a_piece_stands_for(sentencepiece, t
         assert covered[start:end].all()
 
 
-def test_a_merge_across_the_seam_shifts_only_the_legacy_boundary(tokenizer):
+def test_a_merge_across_the_prompt_boundary_shifts_only_the_legacy_mask(tokenizer):
     rendered = Rendered("Response:\n\n\nyes", ((10, 15),))  # "\n" + "\n\nyes"
     exact = encode(tokenizer, [rendered])[0]
     assert exact.ids.tolist() == tokenizer.tokenize(rendered.text)
@@ -170,7 +170,7 @@ def test_a_merge_across_the_seam_shifts_only_the_legacy_boundary(tokenizer):
     assert legacy.labels[prompt:].tolist() == legacy.ids[prompt:].tolist()
 
 
-def test_a_format_without_an_end_mark_trains_the_next_mark_as_the_end(tokenizer):
+def test_a_format_without_end_token_trains_the_next_marker_as_end(tokenizer):
     template = templates.load("baichuan2")
     rendered = template.render(conversation([("a", "b"), ("c", "d")]))
     for kind in (tokenizer, WithoutOffsets(tokenizer)):

@@ -368,7 +368,7 @@ def test_lists_are_sentences_of_one_document(options):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_split_text_is_the_list_of_its_sentences(options, tokenizer_options, keep):
+def test_sentence_splitting_equals_a_list_of_sentences(options, tokenizer_options, keep):
     text, blank = "One lorem. Two ipsum!", "\n" if keep else ""
     options.inputs[0].write_text(json.dumps({"text": text.replace(". ", ".\n")}) + "\n")
     split = dataclasses.replace(options, split_sentences=True, keep_newlines=keep, append_eod=True)
@@ -398,7 +398,7 @@ def test_more_data_sets_and_patterns_are_read_in_order(options, tmp_path, capsys
     assert found == files(preprocess(options))
 
 
-def test_so_many_records_and_no_more(options):
+def test_limit_stops_after_n_records(options):
     whole = read(preprocess(options).outputs[0])
     part = preprocess(dataclasses.replace(options, max_samples=7, overwrite=True))
     assert [x.tolist() for x in read(part.outputs[0])] == [x.tolist() for x in whole[:7]]
@@ -437,7 +437,7 @@ def killed_at(options: PreprocessOptions, step: int) -> bool:
     return process.exitcode != 0
 
 
-def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_output(conversations, monkeypatch):
+def test_a_killed_run_resumes_to_identical_output(conversations, monkeypatch):
     monkeypatch.setattr(file_formats, "BLOCK_RECORDS", 60)
     expected = files(preprocess(conversations))
     again = dataclasses.replace(
@@ -504,7 +504,7 @@ def test_the_command_and_the_old_script_write_the_same(conversations, tmp_path):
         (["--keep-newlines"], "--keep-newlines needs --split-sentences"),
     ],
 )
-def test_wrong_flags_are_answered_in_one_sentence(conversations, flags, said, capsys):
+def test_wrong_flags_give_one_error_message(conversations, flags, said, capsys):
     from mindspeed.cli.main import main
 
     command = ["preprocess", "--input", str(conversations.inputs[0]), "--output-prefix", "x"]

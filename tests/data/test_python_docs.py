@@ -45,7 +45,7 @@ def test_the_same_python_gives_the_same_file(small_python, tmp_path):
     assert sum(len(record["text"]) for record in records) == first.characters
 
 
-def test_a_licence_notice_lies_beside_the_corpus(small_python, tmp_path):
+def test_a_licence_notice_is_written_next_to_the_corpus(small_python, tmp_path):
     python_docs.write_python_docs(tmp_path / "c.jsonl")
     notice = (tmp_path / "c.jsonl.LICENSE").read_text()
     assert "PSF License Agreement" in notice and "c.jsonl" in notice

@@ -95,13 +95,13 @@ class TestTokenizerCommand:
         assert "with 270 entries; for example: Th" in capsys.readouterr().out
         assert (tmp_path / "tok" / "tokenizer_config.json").exists()
 
-    def test_a_small_text_has_fewer_pairs_than_entries_were_asked_for(self, tmp_path, capsys):
+    def test_a_small_text_gives_fewer_merges_than_requested(self, tmp_path, capsys):
         (tmp_path / "a.txt").write_text("ab ab ab")
         given = ["--input", tmp_path / "a.txt", "--vocab-size", 400, "--output", tmp_path / "tok"]
         assert self.run(*given) == 0
         assert "the text yields only" in capsys.readouterr().err
 
-    def test_what_exists_is_not_overwritten_unasked(self, tmp_path):
+    def test_existing_files_are_not_overwritten_by_default(self, tmp_path):
         (tmp_path / "a.txt").write_text("some text " * 30)
         flags = ["--input", str(tmp_path / "a.txt"), "--vocab-size", "260", "--output"]
         assert self.run(*flags, tmp_path / "tok") == 0

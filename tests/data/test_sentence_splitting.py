@@ -20,7 +20,7 @@ def test_a_sentence_ends_where_a_reader_would_end_it(case):
     assert sentences("  ".join(CUT[case])) == CUT[case]
 
 
-def test_chinese_needs_no_blanks_and_headings_no_full_stop():
+def test_chinese_needs_no_spaces_and_headings_no_full_stop():
     assert sentences("你好。我很好\uff01真的\uff1f“是。”好") == [
         "你好。",
         "我很好\uff01",
@@ -34,11 +34,11 @@ def test_chinese_needs_no_blanks_and_headings_no_full_stop():
 @pytest.mark.parametrize(
     "text", ["One.\nTwo.  Three?\n\n\nFour\n", " blank first. Then", "你好。 我\n很好\uff01", "x"]
 )
-def test_sentences_with_their_blanks_are_the_text(text):
+def test_sentences_with_whitespace_join_to_the_text(text):
     kept = sentences(text, keep_newlines=True)
     assert "".join(kept) == text
     assert [sentence.strip() for sentence in kept] == sentences(text)
 
 
-def test_blanks_are_no_sentence():
+def test_whitespace_is_not_a_sentence():
     assert sentences(" \n\n ") == sentences(" \n\n ", keep_newlines=True) == []

@@ -65,7 +65,7 @@ def test_spans_are_the_answers_and_their_stop_token(name):
 
 
 @pytest.mark.parametrize("name", templates.names())
-def test_default_system_prompt_stands_where_none_is_given(name):
+def test_default_system_prompt_is_used_if_none_is_given(name):
     template = templates.load(name)
     without = template.render(CONVERSATION[1:]).text
     empty = template.render([{"role": "system", "content": ""}, *CONVERSATION[1:]]).text
@@ -74,7 +74,7 @@ def test_default_system_prompt_stands_where_none_is_given(name):
 
 
 @pytest.mark.parametrize("directory", JINJA, indirect=True)
-def test_own_chat_template_equals_the_named_one(directory, request):
+def test_the_tokenizers_chat_template_equals_the_named_one(directory, request):
     name = request.node.callspec.params["directory"]
     named, own = templates.load(name), templates.load("hf", directory)
     for end in (None, 2):
@@ -186,7 +186,7 @@ MARKED = (
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_generation_marks_decide_what_is_trained(tmp_path, inside):
+def test_generation_tags_decide_what_is_trained(tmp_path, inside):
     """The same characters as ``return_assistant_tokens_mask`` of transformers."""
     source = MARKED
     if inside:

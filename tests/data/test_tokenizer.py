@@ -45,7 +45,7 @@ def test_every_text_survives_the_round_trip(tokenizer, text):
 
 
 @pytest.mark.parametrize("around", [False, True])
-def test_extra_ids_are_marks_behind_the_vocabulary(directory, tokenizer, tmp_path, around):
+def test_extra_ids_are_special_tokens_after_the_vocabulary(directory, tokenizer, tmp_path, around):
     folder = directory
     if around:  # a tokenizer that puts a token before and behind every text
         folder = tmp_path
@@ -156,7 +156,7 @@ def test_a_tokenizer_without_an_end_token_is_refused(directory, tmp_path):
         build_tokenizer(TokenizerOptions(tokenizer_model=str(tmp_path)))
 
 
-def test_a_vocabulary_below_the_bytes_is_refused():
+def test_a_vocabulary_below_256_bytes_is_refused():
     with pytest.raises(ConfigError, match="at least 258"):
         train_bpe(TEXTS, 200)
 

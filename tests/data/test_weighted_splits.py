@@ -59,7 +59,7 @@ def both(folder: str) -> list[list[list[int]]]:
     return [read(Path(folder), train, f"1 0.5:1 {a}") for train in trains]
 
 
-def test_every_data_set_gives_its_share_of_its_part(tmp_path, ranks):
+def test_every_data_set_contributes_by_weight_within_its_split(tmp_path, ranks):
     (((train, valid), (shorter, _)),) = ranks(
         1, both, str(tmp_path), setup="tests.support.warm", timeout=120
     )
@@ -82,7 +82,7 @@ def test_every_data_set_gives_its_share_of_its_part(tmp_path, ranks):
         (["0 0:1 a"], "needs a weight above 0"),
     ],
 )
-def test_wrong_parts_are_named(groups, said):
+def test_invalid_weighted_splits_are_named(groups, said):
     with pytest.raises(ConfigError, match="--train-weighted-split-paths ") as refused:
         parse("--train-weighted-split-paths", groups)
     assert said in str(refused.value)

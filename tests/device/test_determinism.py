@@ -38,7 +38,7 @@ def clean_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "npu"])
-def test_settings_are_made_per_device_and_taken_back(name):
+def test_settings_are_per_device_and_undone(name):
     before = _settings()
     undo = device.make_deterministic(True, _named(name))
     assert torch.are_deterministic_algorithms_enabled()
@@ -50,13 +50,13 @@ def test_settings_are_made_per_device_and_taken_back(name):
     assert _settings() == before
 
 
-def test_switched_off_it_changes_nothing():
+def test_disabled_determinism_changes_nothing():
     before = _settings()
     device.make_deterministic(False)
     assert _settings() == before
 
 
-def test_an_environment_that_asks_for_the_opposite_is_refused(monkeypatch):
+def test_a_contradicting_environment_is_refused(monkeypatch):
     monkeypatch.setenv("HCCL_DETERMINISTIC", "false")
     before = _settings()
     with pytest.raises(ConfigError, match=r"needs HCCL_DETERMINISTIC=true, but"):

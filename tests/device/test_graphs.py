@@ -26,18 +26,18 @@ def cpu_world():
 
 
 @pytest.mark.parametrize("use", USES)
-def test_graphs_are_refused_by_the_flags_that_ask_for_them(use, cpu_world):
+def test_graphs_are_refused_naming_their_flags(use, cpu_world):
     with pytest.raises(RuntimeError, match=r"needs an NVIDIA GPU: .* Remove --cuda-graph-impl"):
         USES[use]()
 
 
-def test_a_graph_may_be_made_and_looked_at(cpu_world):
+def test_a_graph_object_may_be_created_and_inspected(cpu_world):
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.register_generator_state(torch.Generator())
     assert isinstance(graph, torch.cuda.CUDAGraph)
 
 
-def test_afterwards_torch_has_its_own_graphs_again():
+def test_undo_restores_torch_cuda_graphs():
     own, journal = torch.cuda.CUDAGraph, Journal()
     device.install(journal, device.named("cpu"))
     assert torch.cuda.CUDAGraph is not own

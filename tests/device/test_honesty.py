@@ -50,7 +50,7 @@ def ask(expression: str, module: str, **extra: Any) -> Any:
 
 
 @pytest.mark.parametrize("expression", QUESTIONS)
-def test_the_answer_depends_on_who_asks(cpu_world, expression):
+def test_cuda_availability_depends_on_the_calling_module(cpu_world, expression):
     for_megatron, truth = QUESTIONS[expression]
     assert ask(expression, "megatron.core.optimizer") == for_megatron
     for other in ("transformers.utils", "peft", "accelerate.state", "torch.amp", "megatronic"):
@@ -69,14 +69,14 @@ def test_a_framework_can_ask_to_be_treated_as_megatron(cpu_world, forget_package
     assert ask("torch.cuda.is_available()", "somerl.workers") is True
 
 
-def test_the_main_script_counts_once_it_has_imported_megatron(cpu_world, forget_packages):
+def test_the_main_script_is_treated_as_megatron_once_it_imported_it(cpu_world, forget_packages):
     namespace = {"__name__": "__main__", "torch": torch}
     assert eval("torch.cuda.is_available()", namespace) is False
     namespace["parallel_state"] = ModuleType("megatron.core.parallel_state")
     assert eval("torch.cuda.is_available()", namespace) is True
 
 
-def test_files_in_the_root_of_a_checkout_count_and_others_do_not(cpu_world, tmp_path):
+def test_files_in_the_root_of_a_checkout_are_treated_as_megatron(cpu_world, tmp_path):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     file = str(tmp_path / "model_provider_x.py")
     asked = "torch.cuda.is_available()"
@@ -85,7 +85,7 @@ def test_files_in_the_root_of_a_checkout_count_and_others_do_not(cpu_world, tmp_
     assert ask(asked, "model_provider_x", __file__=file) is True
 
 
-def test_copies_taken_by_megatron_are_independent(cpu_world):
+def test_names_imported_by_megatron_are_independent(cpu_world):
     namespace = {"__name__": "megatron.core.x", "torch": torch, "x": torch.ones(2)}
     copy = eval("x.cpu()", namespace)
     namespace["x"].zero_()

@@ -58,7 +58,7 @@ def test_every_public_name_of_torch_cuda_is_provided_or_deliberately_kept():
 
 
 @pytest.mark.parametrize("spelling", ["cuda", "cuda:3", torch.device("cuda", 1), 0])
-def test_every_way_to_name_the_device_reaches_the_cpu(spelling, tmp_path):
+def test_every_cuda_device_spelling_means_the_cpu(spelling, tmp_path):
     tensors = [
         torch.empty(2, device=spelling),
         torch.zeros_like(torch.ones(2), device=spelling, pin_memory=False),
@@ -82,7 +82,7 @@ def test_every_way_to_name_the_device_reaches_the_cpu(spelling, tmp_path):
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
 
 
-def test_other_devices_are_left_alone():
+def test_other_devices_are_unchanged():
     with torch.device("meta"):
         assert torch.empty(2).device.type == "meta"
     assert torch.empty(2, device="meta").device.type == "meta"
@@ -98,7 +98,7 @@ def test_the_typed_constructors_make_tensors_of_their_type():
     assert torch.ones(2).type(torch.cuda.LongTensor).dtype == torch.int64
 
 
-def test_the_index_is_remembered_and_harmless():
+def test_the_device_index_is_kept_without_effect():
     torch.cuda.set_device(3)
     assert torch.cuda.current_device() == 3
     assert torch.device("cuda", torch.cuda.current_device()).index == 3

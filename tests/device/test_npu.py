@@ -61,7 +61,7 @@ def torch_npu(monkeypatch):
     return package
 
 
-def test_the_device_answers_with_torch_npu_figures(torch_npu):
+def test_device_memory_and_properties_are_those_of_torch_npu(torch_npu):
     here = NpuDevice(torch_npu)
     assert (here.backend, here.index(), here.count()) == ("hccl", 3, 8)
     stats = here.memory_stats()
@@ -74,7 +74,7 @@ def test_the_device_answers_with_torch_npu_figures(torch_npu):
     assert not here.has("fp64_collectives")
 
 
-def test_install_completes_the_transfer_layer_and_is_taken_back(torch_npu):
+def test_install_completes_torch_npus_cuda_api_and_is_undone(torch_npu):
     before = {name: vars(torch.cuda).get(name) for name in ("cudart", "temperature", "check_error")}
     nvtx, all_reduce = torch.cuda.nvtx.range_push, dist.all_reduce
     journal = Journal()
@@ -107,7 +107,7 @@ def test_process_group_options_carry_name_and_buffer(torch_npu):
     assert npu_shim.process_group_options(torch_npu).hccl_config == {}
 
 
-def test_float64_sums_travel_as_float32():
+def test_float64_sums_are_reduced_as_float32():
     calls = []
 
     def reduce(tensor, op, group, async_op):
@@ -133,7 +133,7 @@ def test_float64_sums_travel_as_float32():
     assert calls == [torch.float32]
 
 
-def test_a_missing_package_and_a_missing_toolkit_are_told_apart(monkeypatch):
+def test_a_missing_package_and_a_missing_toolkit_are_distinguished(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(ConfigError, match="not installed"):
         detect.import_torch_npu()

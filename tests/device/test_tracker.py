@@ -57,7 +57,7 @@ def test_a_resized_storage_counts_with_its_new_size_at_once():
         assert (memory.current, memory.peak, memory.storages) == (8000, 8000, 1)
 
 
-def test_modules_count_from_the_beginning_with_buffers_and_gradients():
+def test_modules_are_tracked_from_construction_with_buffers_and_gradients():
     module = torch.nn.BatchNorm1d(10)
     module.weight.grad = torch.zeros(10)
     expected = 4 * (10 + 10 + 10 + 10 + 10) + 8  # weight, bias, mean, var, grad; step counter

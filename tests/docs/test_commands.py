@@ -74,7 +74,7 @@ def test_commands_are_found():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_page_of_the_story_has_commands_that_are_run(page):
+def test_every_tutorial_page_has_commands_that_are_run(page):
     assert list(executed((DOCS / f"{page}.md").read_text("utf-8")))
 
 

@@ -63,7 +63,7 @@ def test_a_ticked_feature_without_its_test_is_found(monkeypatch: pytest.MonkeyPa
     here = "tests/docs/test_docs.py"
     assert feature_table.node_exists(f"{here}::{test_links_are_found.__name__}")
     assert feature_table.node_exists("tests/security/test_files.py::TestModes")
-    parametrized = "tests/security/test_source.py::test_every_module_keeps"
+    parametrized = "tests/security/test_source.py::test_every_module_keeps_the_rule"
     assert feature_table.node_exists(f"{parametrized}[no pickle]")
     absent = (f"{here}::test_no_such", "tests/no_such.py", f"{here}::TestNo::test_x")
     for missing in (*absent, f"{parametrized}[no such rule]"):

@@ -151,7 +151,7 @@ def test_device_gives_each_rank_its_cores(ranks, site):
     assert found == ([cores[::2], cores[1::2]] if len(cores) > 1 else [cores, cores])
 
 
-def test_task_judges_with_its_own_function(acme, tmp_path):
+def test_task_scores_with_its_own_function(acme, tmp_path):
     from mindspeed.evaluation import answer_matching, prepared_tasks, prompts
 
     (tmp_path / "test.jsonl").write_text('{"country": "Peru", "answer": "Lima"}\n')
@@ -164,7 +164,7 @@ def test_task_judges_with_its_own_function(acme, tmp_path):
     assert not answer_matching.is_correct(question.score, " Cusco", question.target)
 
 
-def test_family_means_the_same_weights_as_llama(ranks, tmp_path, site):
+def test_family_maps_the_same_weights_as_llama(ranks, tmp_path, site):
     from safetensors.torch import load_file
 
     ranks(1, extending_ranks.convert_acme, str(tmp_path), str(site), setup=trainer_job.SETUP,

@@ -63,7 +63,7 @@ class TestDataHelpers:
 class TestTorchExtensions:
     """A lock left behind by a killed process makes torch wait for ever."""
 
-    def test_the_lock_of_a_killed_compilation_stays(self, tmp_path: Path) -> None:
+    def test_the_lock_of_a_killed_compilation_remains(self, tmp_path: Path) -> None:
         lock = tmp_path / "lock"
         program = (
             "import os, signal; from torch.utils.file_baton import FileBaton; "
@@ -142,7 +142,7 @@ class TestPaddingEqualsEnd:
         assert (sample["labels"] == 9).sum() >= 2
         assert bool(sample["loss_mask"].all())
 
-    def test_the_opt_in_masks_them_and_turns_them_into_token_0(self, tmp_path: Path) -> None:
+    def test_the_opt_in_masks_end_tokens_and_replaces_them_by_token_0(self, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="will break|instability"):
             sample = self.sample(tmp_path, ambiguous=True)
         assert not (sample["labels"] == 9).any()
@@ -162,7 +162,7 @@ class TestGloo:
         assert min(eager) >= groups * 3
         assert max(lazy) < groups * 2
 
-    def test_the_adaptor_makes_gloo_lazy_unless_told_otherwise(self) -> None:
+    def test_the_adaptor_makes_gloo_lazy_unless_configured_otherwise(self) -> None:
         program = "import os, mindspeed.megatron_adaptor; print(os.environ['TORCH_GLOO_LAZY_INIT'])"
         for given, expected in ((None, "1"), ("0", "0")):
             env = {key: value for key, value in os.environ.items() if key != "TORCH_GLOO_LAZY_INIT"}

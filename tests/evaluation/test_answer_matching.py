@@ -53,10 +53,10 @@ from mindspeed.evaluation.answer_matching import is_correct, normal_formula
         ("formula", "", "", False),
     ],
 )
-def test_judgement(score, text, target, right):
+def test_answer_matching(score, text, target, right):
     assert is_correct(score, text, target) is right
 
 
-def test_a_formula_has_one_spelling():
+def test_equivalent_formulas_match():
     spellings = ["$\\left( 2 , 3 \\right)$", "(2,\\;3)", "(2,3).", "\\boxed{(2,3)}"]
     assert {normal_formula(text) for text in spellings} == {"(2,3)"}

@@ -49,14 +49,14 @@ def test_a_flood_of_output_is_stopped():
     assert len(started.reason) <= 200
 
 
-def test_nothing_of_our_environment_is_seen(monkeypatch):
+def test_our_environment_is_hidden_from_programs(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     program = "import os, sys\nassert 'SECRET_TOKEN' not in os.environ\nassert len(sys.argv) == 1"
     assert run_program(program, SHORT).passed
     assert not run_program("import numpy", SHORT).passed  # no site-packages either
 
 
-def test_consent_is_asked_for():
+def test_consent_is_required():
     with pytest.raises(ConfigError, match="human_eval runs programs that the model writes"):
         code_execution.require_consent(False, "human_eval")
     code_execution.require_consent(True, "human_eval")

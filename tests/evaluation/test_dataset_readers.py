@@ -50,7 +50,7 @@ def test_a_file_may_be_named_itself(tmp_path):
         ("agieval", "few_shot_prompts"),
     ],
 )
-def test_missing_examples_name_their_file_and_the_way_out(tmp_path, name, missing):
+def test_missing_examples_name_their_file_and_the_remedy(tmp_path, name, missing):
     WRITERS[name](tmp_path)
     for path in [*tmp_path.glob("dev/*"), *tmp_path.glob("*prompts.csv")]:
         path.unlink()
@@ -103,7 +103,7 @@ def test_csv_rows_are_checked(tmp_path):
         read("mmlu", tmp_path, shots=0)
 
 
-def test_a_question_without_options_to_choose_from_is_refused(tmp_path):
+def test_a_question_without_choices_is_refused(tmp_path):
     """Of one option any model takes the right one: 100 %."""
     write_csv(tmp_path / "test" / "anatomy_test.csv", [["q", "only", "", "", " ", "A"]])
     with pytest.raises(DataError, match=r"anatomy_test\.csv:1: fewer than two options have a text"):

@@ -188,7 +188,7 @@ def test_the_attack_fails(mode, attack, succeeded, target):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ordinary_programs_run_everywhere_and_see_nothing_of_ours(mode, monkeypatch):
+def test_ordinary_programs_run_in_every_isolation_without_our_environment(mode, monkeypatch):
     around = needed(mode)
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     program = (
@@ -278,7 +278,7 @@ def _runs_a_program(pid):
         return False
 
 
-def test_what_a_machine_cannot_prevent_is_said_and_recorded(monkeypatch):
+def test_missing_protection_is_reported_and_recorded(monkeypatch):
     assert MODES["bubblewrap"].gaps() == () or not SECCOMP
     monkeypatch.setattr(code_execution, "best_isolation", lambda: NOTHING)
     with pytest.warns(UserWarning, match="read every file that you .* command lines, use the netw"):
@@ -292,7 +292,7 @@ def test_what_a_machine_cannot_prevent_is_said_and_recorded(monkeypatch):
     }
 
 
-def test_the_best_that_works_is_taken(monkeypatch):
+def test_the_strongest_working_isolation_is_chosen(monkeypatch):
     assert code_execution.best_isolation() == next(code_execution.available_isolations())
     monkeypatch.setattr(isolation.shutil, "which", lambda name: None)
     assert next(code_execution.available_isolations()).wrapper == "none"

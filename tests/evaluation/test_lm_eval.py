@@ -27,7 +27,7 @@ def truth(folders, rank_pool):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
-def test_scores_and_log_probabilities_equal_the_harness_own(ranks, folders, truth, tp, pp, dp):
+def test_scores_and_log_probabilities_equal_those_of_the_harness(ranks, folders, truth, tp, pp, dp):
     results = ranks(tp * pp * dp, lm_eval_ranks.by_us, *folders, tp, pp, setup=SETUP, timeout=200)
     ours = results[0]
     assert set(ours["answers"]) == set(TASKS)
@@ -86,7 +86,7 @@ def test_the_harness_reads_the_same_scores_from_our_server(ranks, folders):
     assert [greedy for _, greedy in found["ours"]][:2] == [True, True]
 
 
-def test_an_interrupted_run_asks_nothing_twice(ranks, folders, tmp_path):
+def test_an_interrupted_run_repeats_no_request(ranks, folders, tmp_path):
     answers = str(tmp_path / "answers")
     (seen,) = ranks(1, lm_eval_ranks.interrupted, *folders, answers, setup=SETUP, timeout=200)
     first, second, rest, again, everything = seen["asked"]
@@ -114,7 +114,7 @@ def killed_while_adding(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_answers_outlive_a_killed_process(tmp_path):
+def test_answers_survive_a_killed_process(tmp_path):
     import multiprocessing
 
     from mindspeed.evaluation.response_cache import ResponseCache

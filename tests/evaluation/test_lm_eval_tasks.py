@@ -137,7 +137,7 @@ def test_tasks_and_groups_get_their_documents(tasks, tmp_path):
     tasks().check(["both"])
 
 
-def test_what_is_missing_is_said_before_a_model_is_loaded(tasks, tmp_path):
+def test_missing_inputs_are_reported_before_a_model_is_loaded(tasks, tmp_path):
     tasks().check(["plain"])
     with pytest.raises(ConfigError, match="--tasks plan: lm-evaluation-harness has no such task"):
         tasks().check(["plan"])
@@ -178,7 +178,7 @@ def test_human_eval_runs_in_our_limited_children(tmp_path):
 @pytest.mark.parametrize(
     "row", [{"choices": ["only"]}, {"endings": []}, {"choices": {"text": ["a", " "]}}, [1]]
 )
-def test_a_question_without_options_to_choose_from_is_refused(row, tmp_path):
+def test_a_question_without_choices_is_refused(row, tmp_path):
     from mindspeed.evaluation.lm_eval_datasets import read_splits
 
     (tmp_path / "own").mkdir()

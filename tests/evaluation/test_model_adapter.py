@@ -36,7 +36,7 @@ def test_both_parts_have_the_ids_of_the_joint_text(context, continuation, expect
     assert encode_pair(encode, context, continuation, START) == expected
 
 
-def test_a_text_that_brings_its_own_start_gets_no_second_one():
+def test_bos_is_not_added_twice():
     assert encode_pair(lambda text: [START, *encode(text)], "", "no", START) == ([START], [6])
 
 
@@ -56,5 +56,5 @@ def test_a_continuation_that_is_merged_with_the_context_is_refused():
         (1, ([4], [5])),  # part of the continuation is all that is left to read
     ],
 )
-def test_the_left_goes_first(max_length, expected):
+def test_prompts_are_truncated_from_the_left(max_length, expected):
     assert last_tokens([1, 2, 3], [4, 5], max_length) == expected

@@ -40,7 +40,7 @@ def evaluated(planned, model, output=None, **identity):
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_replicas_ask_every_question_once(tmp_path, size):
+def test_replicas_evaluate_every_question_once(tmp_path, size):
     planned, known = planned_for(tmp_path, "mmlu", "gsm8k")
     asked = [question for item in planned for question in item.questions]
     outcomes = []
@@ -70,7 +70,7 @@ class Dies(KnowsAnswers):
         self.lives -= 1
 
 
-def test_an_interrupted_run_asks_only_the_rest(tmp_path):
+def test_an_interrupted_run_evaluates_only_the_remaining_questions(tmp_path):
     planned, known = planned_for(tmp_path, "boolq")
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
@@ -89,7 +89,7 @@ def test_an_interrupted_run_asks_only_the_rest(tmp_path):
     ]
 
 
-def test_half_a_line_is_dropped_and_parts_of_any_number_of_replicas_are_read(tmp_path):
+def test_a_partial_line_is_dropped_and_files_of_any_number_of_replicas_are_read(tmp_path):
     planned, known = planned_for(tmp_path, "boolq")
     out = tmp_path / "out"
     evaluated(planned, KnowsAnswers(known), out)
@@ -102,7 +102,7 @@ def test_half_a_line_is_dropped_and_parts_of_any_number_of_replicas_are_read(tmp
     assert len(set(model.prompts)) == 6
 
 
-def test_a_finished_run_asks_nothing(tmp_path):
+def test_a_finished_run_evaluates_nothing(tmp_path):
     planned, known = planned_for(tmp_path, "boolq")
     evaluated(planned, KnowsAnswers(known), tmp_path / "out")
     model = KnowsAnswers(known)
@@ -146,7 +146,7 @@ evaluated(planned, Killed(known, 2), Path({root!r}) / "out")
 """
 
 
-def test_a_killed_process_has_kept_what_it_answered(tmp_path):
+def test_a_killed_process_keeps_its_answers(tmp_path):
     code = KILLED.format(root=str(tmp_path))
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200, cwd=root)

@@ -73,7 +73,7 @@ def mark_of(question):
 
 @pytest.mark.parametrize("wrong", [0, 3])
 @pytest.mark.parametrize(("name", "mode"), MODES)
-def test_the_score_is_the_share_of_right_answers(tmp_path, name, mode, wrong):
+def test_the_score_is_the_fraction_of_right_answers(tmp_path, name, mode, wrong):
     result, _, item = score(name, tmp_path, mode, wrong)
     assert len(item.questions) == (16 if name == "bbh_cot" else 10)
     assert result["questions"] == len(item.questions) and result["unscored"] == 0
@@ -125,7 +125,7 @@ def test_gsm8k_prefers_examples_of_the_data(tmp_path):
     assert item.questions[0].shots[0] == "Q: [train-0] 0 + 0?\nA: 0+0=so. The answer is 1,000."
 
 
-def test_bbh_never_asks_its_own_examples(tmp_path):
+def test_bbh_excludes_its_few_shot_examples(tmp_path):
     item = score("bbh", tmp_path, "generate")[2]
     assert {mark_of(q) for q in item.questions}.isdisjoint({f"navigate-{i}" for i in range(3)})
     assert item.questions[0].shots[0] == "Q: Where? [navigate-0]\nA: (A)"
@@ -254,6 +254,6 @@ def test_every_description_is_complete():
     assert set(task("ceval").subject_words) == {s for g in task("ceval").groups.values() for s in g}
 
 
-def test_an_unknown_task_names_those_there_are():
+def test_an_unknown_task_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"--task mmul is unknown; allowed are boolq, mmlu"):
         task("mmul")

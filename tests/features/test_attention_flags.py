@@ -25,7 +25,7 @@ def names(values):
     return [feature.name for feature in resolve(values, "cpu").enabled]
 
 
-def test_what_is_on():
+def test_enabled_features():
     assert names({}) == []
     assert names({"use_flash_attn": True}) == ["attention-mask", "flash-attention"]
     assert names({"attention_mask_type": "general"}) == ["attention-mask"]
@@ -78,7 +78,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED)
-def test_what_cannot_work_is_refused(values, message):
+def test_invalid_combinations_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         resolve(values, "cpu")
 

@@ -111,7 +111,7 @@ def test_comm_type_wins_where_it_is_given():
     assert feature.strategy_of(options, "a2a", 1).algorithm == "ulysses"
 
 
-def test_configured_again_the_algorithm_counts_not_its_own_correction():
+def test_reconfiguring_uses_the_algorithm_not_its_previous_correction():
     _, corrections = resolved()
     _, again = resolved(
         cp_comm_type=corrections["cp_comm_type"], context_parallel_algo="megatron_cp_algo"
@@ -128,7 +128,7 @@ def test_cache_interval():
     assert [chosen.cache_of(layer) for layer in range(1, 7)] == ["full", None, None] * 2
 
 
-def test_scores_that_are_not_kept_are_not_recomputed(capsys):
+def test_unsaved_scores_are_not_recomputed(capsys):
     _, corrections = resolved(recompute_granularity="selective", recompute_modules=None)
     assert corrections["recompute_granularity"] is None
     _, corrections = resolved(
@@ -139,7 +139,7 @@ def test_scores_that_are_not_kept_are_not_recomputed(capsys):
     assert "core_attn is not recomputed" in capsys.readouterr().out
 
 
-def test_the_loaders_causal_mask_is_not_made():
+def test_the_data_loader_makes_no_causal_mask():
     assert "create_attention_mask_in_dataloader" not in resolved(attention_mask_type="general")[1]
 
 
@@ -217,7 +217,7 @@ HYBRID = {"context_parallel_algo": "hybrid_cp_algo"}
         ({"optimization_level": 1, **RING}, "--optimization-level >= 2"),
     ],
 )
-def test_refused(values, message):
+def test_invalid_values_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         resolve(MODEL | values, "cpu")
 
@@ -228,7 +228,7 @@ def test_any_length_with_an_adaptive_layout_or_packed_documents():
                      "calculate_per_token_loss": True}, "cpu")  # fmt: skip
 
 
-def test_uneven_heads_are_told():
+def test_uneven_heads_are_reported():
     options, _ = resolved(num_attention_heads=56)
     (text,) = feature.uneven_heads(options, MODEL | {"num_attention_heads": 56}, None)
     uneven = "ulysses: 28 query heads per TP rank over CP=8: uneven split, balance 0.875"

@@ -71,7 +71,7 @@ def test_every_device_refuses_what_it_cannot_do(case, unavailable):
             assert re.search(sentence, problem)
 
 
-def test_nothing_is_refused_that_was_not_asked_for(unavailable):
+def test_unset_flags_are_not_refused(unavailable):
     for name in DEVICES:
         assert unavailable(OFF, name) == []
         assert unavailable({}, name) == []
@@ -106,7 +106,7 @@ def test_all_ranks_refuse_when_the_arguments_are_final(ranks):
 
 @pytest.mark.parametrize("name_of_device", ["cpu", "npu", "cuda"])
 @pytest.mark.parametrize("given", [None, "1", "8"])
-def test_hardware_queues_of_a_gpu_are_demanded_from_a_gpu_only(name_of_device, given, monkeypatch):
+def test_cuda_device_max_connections_is_required_on_cuda_only(name_of_device, given, monkeypatch):
     """Megatron demands 1 with tensor or context parallelism, and something else with FSDP."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False)

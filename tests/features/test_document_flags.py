@@ -38,7 +38,7 @@ def switched_on(values):
         ({"variable_seq_lengths": True}, ["variable-lengths"]),
     ],
 )
-def test_what_switches_them_on(values, names):
+def test_flags_that_enable_packed_documents(values, names):
     assert switched_on(values) == names
 
 
@@ -73,7 +73,7 @@ def test_what_switches_them_on(values, names):
         ({"variable_seq_lengths": True, "optimization_level": 1}, "--optimization-level >= 2"),
     ],
 )
-def test_what_is_refused(values, said):
+def test_invalid_flags_are_refused(values, said):
     with pytest.raises(ConfigError, match=said.replace("*", "[*]")):
         switched_on(values)
 
@@ -118,7 +118,7 @@ def test_documents_end_with_the_tokenizers_token_or_after_a_number_of_tokens():
     assert find((0, 4, 8), tokens, None) == (0, 4, 8)
 
 
-def test_rows_are_cut_to_lengths_that_ranks_can_share(caplog, monkeypatch):
+def test_sequences_are_shortened_to_divisible_lengths(caplog, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     options = variable_lengths.VariableLengthsOptions(variable_seq_lengths=True)
     rows = {"tokens": torch.ones(2, 16), "loss_mask": torch.zeros(2, 16)}

@@ -45,7 +45,7 @@ def test_bf16(ranks, spec):
 
 
 @pytest.mark.parametrize("mode", ["window", "sink", "full"])
-def test_kept_for_the_backward_is_linear_in_the_sequence(ranks, mode):
+def test_saved_bytes_are_linear_in_the_sequence(ranks, mode):
     """q, k, v and the output in bf16, and 4 bytes per query and head, where the plain formula and
     Megatron's keep masks and probabilities of sequence times sequence."""
     (saved,) = ranks(1, flash_ranks.bytes_kept_by_core_attention, mode, setup=ADAPTOR)
@@ -63,7 +63,7 @@ def test_packed_documents(ranks, spec, padded):
     fused_ranks.assert_equal(flash, plain, 3e-6)
 
 
-def test_borders_of_documents_are_copied_to_the_host_once_per_micro_batch():
+def test_cu_seqlens_are_copied_to_the_host_once_per_micro_batch():
     borders = torch.tensor([0, 3, 8], dtype=torch.int32)
     first = copied(borders)
     assert first.dtype == torch.int64

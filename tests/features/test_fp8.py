@@ -42,7 +42,7 @@ def test_off_without_its_flags():
         (ON | {"fp8_wgrad": False}, "--no-fp8-wgrad: has no effect"),
     ],
 )
-def test_the_rest_is_refused(values, text):
+def test_unsupported_options_are_refused(values, text):
     with pytest.raises(ConfigError) as refusal:
         resolve(values, "cpu")
     assert text in str(refusal.value)

@@ -35,7 +35,7 @@ def test_losses_and_gradients_are_equal(ranks, model, spec, world_size):
 
 
 @pytest.mark.parametrize("spec", ["te", "local"])
-def test_six_bytes_less_are_kept_of_every_normalised_number(ranks, spec):
+def test_fused_norm_saves_six_bytes_less_per_element(ranks, spec):
     """In bf16; torch's own keeps 8 where it has no fused kernel, and no number a row."""
     arguments = (ON, "rmsnorm-swiglu-gqa", spec, {}, {}, torch.bfloat16)
     ((fused, plain),) = ranks(1, fused_ranks.with_and_without, *arguments, setup=ADAPTOR)

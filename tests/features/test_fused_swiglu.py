@@ -44,7 +44,7 @@ def test_losses_and_gradients_are_equal(ranks, model, spec, world_size):
 
 
 @pytest.mark.parametrize("spec", ["te", "local"])
-def test_half_as_much_is_kept_of_the_activations(ranks, spec):
+def test_fused_swiglu_saves_half_the_activation_bytes(ranks, spec):
     """4 bytes in bf16 for each of ffn_hidden_size activations; Megatron's unfused formula, which
     adds an offset to the second half, keeps 8."""
     arguments = (ON, "rmsnorm-swiglu-gqa", spec, SWIGLU, UNFUSED, torch.bfloat16)
@@ -55,7 +55,7 @@ def test_half_as_much_is_kept_of_the_activations(ranks, spec):
     fused_ranks.assert_as_exact(fused.tensors, plain.tensors, exact.tensors)
 
 
-def test_input_kept_in_fp8_has_the_gradients_of_megatrons(ranks):
+def test_fp8_saved_input_gives_the_gradients_of_megatron(ranks):
     fp8 = {"activation_func_fp8_input_store": True}
     arguments = (ON, "rmsnorm-swiglu-gqa", "te", SWIGLU | fp8, UNFUSED | {next(iter(fp8)): False})
     ((fused, exact),) = ranks(1, fused_ranks.with_and_without, *arguments, setup=ADAPTOR)

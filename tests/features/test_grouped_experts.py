@@ -83,7 +83,7 @@ def test_weight_gradients_with_tensor_and_sequence_parallelism(ranks, spec):
         assert fused.ops["mindspeed::matmul_add"] and not plain.ops["mindspeed::matmul_add"]
 
 
-def test_tensors_behind_each_other_are_one():
+def test_adjacent_expert_weights_are_viewed_as_one_tensor():
     whole = torch.arange(24.0).view(4, 2, 3)
     parts = list(whole.unbind(0))
     assert torch.equal(as_one(parts), whole)

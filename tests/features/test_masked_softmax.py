@@ -30,6 +30,6 @@ def test_megatrons_flag_and_the_level_decide():
     assert not resolve(on | {"optimization_level": 0}, "cpu").enabled
 
 
-def test_undo_takes_the_modules_back(ranks):
+def test_undo_restores_the_modules(ranks):
     assert ranks(1, softmax_ranks.modules_after_undo, setup=ADAPTOR) == [[]]
     assert "scaled_softmax_cuda" not in sys.modules

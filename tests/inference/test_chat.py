@@ -49,7 +49,7 @@ def test_all_ranks_follow_the_same_conversation(ranks, folder):
     assert all(result == ("", *alone[1:]) for result in together[1:])
 
 
-def test_old_turns_are_forgotten_whole(ranks, folder):
+def test_old_turns_are_dropped_as_a_whole(ranks, folder):
     lines = ["one", "two", "three"]
     *_, prompts = ranks(1, chat_ranks.talk, str(folder), (1, 1), lines, 1, setup=SETUP)[0]
     assert "user: one" in prompts[1]

@@ -201,7 +201,7 @@ NO_HTTP = {
 
 
 @pytest.mark.parametrize("case", NO_HTTP)
-def test_what_is_no_http_is_a_json_error(case):
+def test_invalid_http_is_a_json_error(case):
     with serving(QUICK) as port, connected(port, NO_HTTP[case]) as client:
         status, content = answer(client)
         assert status == 400

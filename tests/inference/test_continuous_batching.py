@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
         ("deepseek-v3", (1, 1)),
     ],
 )
-def test_every_request_gets_the_tokens_that_it_gets_alone(ranks, folder, name, layout):
+def test_continuous_batching_equals_unbatched_generation(ranks, folder, name, layout):
     world = layout[0] * layout[1]
     results = ranks(
         world, continuous_batching_ranks.compared, folder(name), layout, setup=SETUP, timeout=150

@@ -104,7 +104,7 @@ def _ids(found, options):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_says_what_it_says_in_transformers(oracle, ranks, name):
+def test_every_family_generates_as_in_transformers(oracle, ranks, name):
     folder, model = oracle(name)
     greedy = truth(model, GREEDY)
     eos = greedy[0][0][3]

@@ -185,7 +185,7 @@ def selected(tp, pp, recompute):
     return found
 
 
-def test_the_cache_follows_its_rows(ranks):
+def test_the_kv_cache_follows_reordered_sequences(ranks):
     expected = ranks(1, selected, 1, 1, True, setup=SETUP)[0]
     for tp, pp in ((1, 1), (2, 1), (1, 2)):
         found = ranks(tp * pp, selected, tp, pp, False, setup=SETUP)[-1]

@@ -123,7 +123,7 @@ def test_a_stop_string_ends_the_text_before_it(call):
     assert stop not in results[2]
 
 
-def test_an_adapter_of_peft_speaks_as_in_peft(call, tiny, tmp_path):
+def test_a_peft_adapter_generates_as_in_peft(call, tiny, tmp_path):
     peft = pytest.importorskip("peft")
     folder = tiny[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -129,7 +129,7 @@ def beginnings_and_ends(folder):
     return generator.start, generator.eos, [generator.encode(text) for text in texts]
 
 
-def test_texts_begin_and_end_as_the_files_of_the_model_say(ranks, tmp_path):
+def test_bos_and_eos_follow_the_model_files(ranks, tmp_path):
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -170,7 +170,7 @@ def rows_without_a_token(folder):
     return generator.eos, score, chosen.scores[0], chosen.text
 
 
-def test_the_model_counts_rows_of_its_vocabulary_that_the_tokenizer_lacks(ranks, tmp_path):
+def test_vocabulary_padding_beyond_the_tokenizer_is_counted(ranks, tmp_path):
     """As transformers does; and it ends where ``config.json`` alone says so."""
     pytest.importorskip("transformers")
     from tests.inference import tiny_chat

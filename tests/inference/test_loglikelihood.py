@@ -78,7 +78,7 @@ def test_the_models_own_choices_are_greedy_and_no_others(ranks, rank_pool, truth
     assert [greedy for _, greedy in scores] == [True, False]
 
 
-def test_single_tokens_after_one_context_share_a_row(ranks):
+def test_single_token_continuations_share_a_sequence(ranks):
     context = [1, 2, 3, 4]
     pairs = [(context, [token]) for token in (10, 11, 12, 13)]
     scores, shapes = ranks(1, scored, 1, 1, "local", pairs, 4096, setup=SETUP)[0]

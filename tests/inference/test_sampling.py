@@ -79,7 +79,7 @@ def test_beams_keep_two_tokens_as_in_hugging_face(top_k, top_p):
     torch.testing.assert_close(kept, expected)
 
 
-def test_penalty_and_least_length_equal_those_of_hugging_face():
+def test_penalty_and_minimum_length_equal_those_of_hugging_face():
     transformers = pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, 20, generator=generator)
@@ -94,7 +94,7 @@ def test_penalty_and_least_length_equal_those_of_hugging_face():
     torch.testing.assert_close(found, expected)
 
 
-def test_every_row_draws_for_itself_whatever_stands_beside_it():
+def test_sampling_of_a_sequence_does_not_depend_on_its_batch():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(8000, 1)
     options = SamplingOptions(temperature=1.5)
     drawn = sample_tokens(logits, options, [generator_of(5, row) for row in range(len(logits))])

@@ -63,7 +63,7 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 CHAT_TEXT = "system: be brief\nuser: hello\nassistant: "
 
 
-def test_completions_and_chats_say_what_the_model_says(ask, tiny):
+def test_completions_and_chats_return_the_text_of_the_model(ask, tiny):
     _, _, tokenizer = tiny
     ids = tokenizer("the cat")["input_ids"]
     base = {"temperature": 0, "max_tokens": 8, "model": "tiny"}
@@ -101,7 +101,7 @@ def test_completions_and_chats_say_what_the_model_says(ask, tiny):
     assert contents[8] == {"status": "ok", "waiting": 0}
 
 
-def test_streams_make_the_same_text_piece_by_piece(ask, tiny):
+def test_streams_give_the_same_text(ask, tiny):
     base = {"temperature": 0, "max_tokens": 10, "stream": True}
     with_usage = {"stream_options": {"include_usage": True}}
     answers = ask(
@@ -153,7 +153,7 @@ def test_log_probabilities_have_openais_form(ask, tiny):
     assert streamed == pytest.approx([token["logprob"] for token in content])
 
 
-def test_requests_at_once_share_passes_and_say_what_each_says_alone(ranks, tiny):
+def test_concurrent_requests_share_forward_passes_and_get_unbatched_text(ranks, tiny):
     prompts = ["the cat", "hello there, how are you", "a", "mat and looked at"]
     (seen,) = ranks(1, server_ranks.at_once, str(tiny[0]), prompts, 3, setup=SETUP, timeout=120)
     assert seen["at once"] == seen["alone"]
@@ -270,7 +270,7 @@ def test_every_refusal_is_an_error_in_openais_form_and_the_server_goes_on(ask):
     assert last[0] == 200
 
 
-def test_a_key_lets_in(ranks, tiny):
+def test_an_api_key_grants_access(ranks, tiny):
     key = server_ranks.KEY
     headers = [
         {"Authorization": f"Bearer {key}"},
@@ -300,7 +300,7 @@ def test_a_failing_model_a_full_queue_and_a_deadline_are_answers(ranks, tiny):
     assert seen["closed"] is False
 
 
-def test_a_client_that_leaves_ends_its_request(ranks, tiny):
+def test_a_disconnected_client_ends_its_request(ranks, tiny):
     (passes,) = ranks(1, server_ranks.leaving, str(tiny[0]), setup=SETUP)
     assert passes == 2  # of sixty
 
@@ -318,7 +318,7 @@ def test_a_client_that_leaves_ends_its_request(ranks, tiny):
         (["--prompt-type", "alpaca", "--hf-chat-template"], "give it or --hf-chat-template"),
     ],
 )
-def test_wrong_flags_are_said_before_the_model_is_loaded(words, message, capsys, monkeypatch):
+def test_wrong_flags_are_refused_before_the_model_is_loaded(words, message, capsys, monkeypatch):
     monkeypatch.delenv("MINDSPEED_API_KEY", raising=False)
     assert main(["serve", "--load", "nowhere", *words]) == 1
     assert message in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_bytes_that_never_become_a_character_appear_in_the_end():
 
 
 @pytest.mark.parametrize("stops", [["END"], ["END", "EN"], ["x", "ENDE"], ["\n\n"], ["🙂"]])
-def test_nothing_at_or_behind_a_stop_string_is_ever_returned(stops):
+def test_text_from_a_stop_string_on_is_never_returned(stops):
     generator = random.Random(3)
     for _ in range(300):
         text = "".join(

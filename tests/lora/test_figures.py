@@ -25,7 +25,7 @@ def base(tmp_path_factory):
         pytest.param((LOCAL,), (SP,), id="local-sequence-parallel"),
     ],
 )
-def test_adapters_communicate_what_the_frozen_model_does(spec, sp, base, ranks):
+def test_adapters_make_the_communication_calls_of_the_frozen_model(spec, sp, base, ranks):
     flags = [TP2, *sp, *spec]
     frozen, adapted = ranks(
         2, lora_ranks.communication, str(base), flags, TARGETS, R, setup=SETUP, timeout=120
@@ -44,7 +44,7 @@ def test_adapters_communicate_what_the_frozen_model_does(spec, sp, base, ranks):
     assert adapted.step_bytes - frozen.step_bytes == 4 * per_layer * layers
 
 
-def test_what_is_trained_and_kept_is_the_adapters_share(base, ranks):
+def test_only_adapter_parameters_have_gradients_and_optimizer_state(base, ranks):
     (found,) = ranks(1, lora_ranks.sizes, str(base), TARGETS, R, setup=SETUP)
     hidden, ffn = oracle.SIZES["hidden_size"], oracle.SIZES["intermediate_size"]
     qkv = 2 * hidden  # 8 query heads and 2 x 4 of keys and values

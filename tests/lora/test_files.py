@@ -95,7 +95,7 @@ def test_resumed_adapter_training_is_exact(trained, tmp_path, ranks):
     assert found == {iteration: known[iteration] for iteration in found} and set(found) == {3, 4}
 
 
-def test_the_vocabulary_is_padded_differently_by_the_ranks_that_load(tmp_path, ranks):
+def test_an_adapter_loads_into_a_differently_padded_vocabulary(tmp_path, ranks):
     """99 rows of an output layer's adapter and one of padding, then 29."""
     base, saved = oracle.save_base(tmp_path / "base"), tmp_path / "saved"
     oracle.adapted(base, target_modules=["lm_head"]).save_pretrained(tmp_path / "adapter")
@@ -135,7 +135,7 @@ def test_adapter_of_another_base_is_refused_with_the_tensors_name(trained, tmp_p
     assert status == 1 and "decoder.layers.0." in message and not out.exists()
 
 
-def test_unknown_names_list_what_there_is(trained, ranks):
+def test_unknown_names_list_the_known_ones(trained, ranks):
     flags = ["--lora-target-modules", "query_key", "--lora-r=4"]
     with pytest.raises(Exception, match="query_key matches no linear layer") as error:
         ranks(1, lora_ranks.built, str(trained[0]), flags, setup=SETUP)
@@ -153,12 +153,12 @@ def test_unknown_names_list_what_there_is(trained, ranks):
         ({"target_modules": ()}, "--lora-target-modules is empty"),
     ],
 )
-def test_impossible_options_are_refused(values, message):
+def test_invalid_options_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         LoraConfig(**{"target_modules": ("dense",), **values})
 
 
-def test_a_peft_directory_that_is_no_plain_adapter_is_refused(trained, tmp_path):
+def test_a_peft_directory_of_unsupported_type_is_refused(trained, tmp_path):
     folder = tmp_path / "peft"
     shutil.copytree(trained[1] / "peft", folder)
     config = json.loads((folder / "adapter_config.json").read_text())

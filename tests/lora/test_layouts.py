@@ -60,7 +60,7 @@ def test_adapter_gradients_equal_pefts(size, flags, base, ranks, tmp_path):
     )
 
 
-def test_modules_to_save_are_trained_whole_and_saved(ranks, tmp_path):
+def test_modules_to_save_are_fully_trained_and_saved(ranks, tmp_path):
     """A grown vocabulary: embedding and output layer, on two pipeline stages of two ranks each."""
     folder, saved = oracle.save_base(tmp_path / "base"), ("embed_tokens", "lm_head")
     model = oracle.adapted(folder, target_modules=["q_proj"], modules_to_save=list(saved))
@@ -182,7 +182,7 @@ def experts(tmp_path_factory):
         pytest.param(4, (TP2, SP, EP2, GROUPED), id="tp2-ep2-grouped", marks=pytest.mark.slow),
     ],
 )
-def test_experts_have_adapters_of_their_own(size, flags, experts, ranks, tmp_path):
+def test_every_expert_has_its_own_adapter(size, flags, experts, ranks, tmp_path):
     targets = ("o_proj", *EXPERTS)
     flags = [*flags, "--moe-aux-loss-coeff=0", "--lora-target-modules", *targets]
     flags += ["--lora-r=4", "--lora-alpha=8"]

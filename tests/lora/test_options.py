@@ -52,7 +52,7 @@ def test_dropout_is_on_the_input_of_a_in_training_only(use_rslora, scale):
 
 
 @pytest.mark.parametrize("init", ["kaiming", "gaussian"])
-def test_first_values_come_from_the_name_and_change_nothing(init):
+def test_initial_adapter_values_are_seeded_by_name_and_have_no_effect(init):
     module, a, b = layer(inputs=4096, init=init)
     deviation = 1 / 4 if init == "gaussian" else (3 * 4096) ** -0.5
     assert a.std().item() == pytest.approx(deviation, rel=0.02)

@@ -82,7 +82,7 @@ class Packed(torch.nn.Module):
     "names", [("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj"), ("W_pack",)]
 )
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_parts_of_a_packed_tensor_are_one_adapter_of_higher_rank(tmp_path, names, use_rslora):
+def test_adapters_of_a_packed_tensor_become_one_of_higher_rank(tmp_path, names, use_rslora):
     wanted = ["all"] if names == ("W_pack",) else [name[0] for name in names]
     tensors = random_adapter("baichuan", DENSE, "linear_qkv", lambda parts: wanted)
     config = LoraConfig(names, r=R, alpha=ALPHA, use_rslora=use_rslora)
@@ -100,7 +100,7 @@ def test_parts_of_a_packed_tensor_are_one_adapter_of_higher_rank(tmp_path, names
 
 
 @pytest.mark.parametrize("names", [("gate_up_proj", "down_proj"), ("gate_proj", "up_proj")])
-def test_experts_are_one_tensor_of_transformers_5(tmp_path, names):
+def test_expert_adapters_become_one_tensor_of_transformers_5(tmp_path, names):
     whole = "gate_up_proj" in names
     layers = ("linear_fc1", "linear_fc2") if whole else "linear_fc1"
     wanted = (lambda parts: ["all"]) if whole else (lambda parts: ["gate", "up"])
@@ -143,7 +143,7 @@ def test_experts_are_one_tensor_of_transformers_5(tmp_path, names):
         ({"use_dora": True}, "use_dora = True"),
     ],
 )
-def test_what_is_no_plain_adapter_is_refused(tmp_path, values, message):
+def test_unsupported_adapter_types_are_refused(tmp_path, values, message):
     tensors = random_adapter("llama", DENSE, "linear_qkv", lambda parts: ["q"])
     config = LoraConfig(("q_proj",), r=R, alpha=ALPHA)
     peft_write.write(tmp_path, config, tensors, FAMILIES["llama"], DENSE)
@@ -160,7 +160,7 @@ def test_adapters_of_embeddings_are_refused(tmp_path):
         peft.read(tmp_path / "adapter")
 
 
-def test_weights_of_the_base_beside_an_adapter_are_left_out(tmp_path):
+def test_base_weights_in_an_adapter_file_are_left_out(tmp_path):
     """peft saves the output layer itself when it has an adapter."""
     base = oracle.save_base(tmp_path / "base", num_hidden_layers=2)
     model = oracle.adapted(base, target_modules=["lm_head"])

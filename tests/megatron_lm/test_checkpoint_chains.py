@@ -100,7 +100,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_the_losses_go_on(chain, saved, tmp_path):
+def test_losses_continue_those_of_one_run(chain, saved, tmp_path):
     model, ranks, saving, further_ranks, going_on = CHAINS[chain]
     whole, checkpoint = saved(model, ranks, saving)
     load = f"--load {checkpoint} --train-iters 5"

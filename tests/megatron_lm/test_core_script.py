@@ -32,7 +32,7 @@ SLOW = {"pipeline-2", "data-2-distributed-optimizer"}
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FLAGS]
 )
-def test_with_the_line_it_prints_the_losses_of_megatron_lm(layout, ranks, tmp_path):
+def test_with_the_import_line_it_prints_the_losses_of_megatron_lm(layout, ranks, tmp_path):
     script, losses = tmp_path / "script.py", tmp_path / "losses.json"
     lines = SCRIPT.read_text().splitlines(keepends=True)
     lines.insert(lines.index("import torch\n") + 1, ADAPTOR_LINE)
@@ -45,6 +45,6 @@ def test_with_the_line_it_prints_the_losses_of_megatron_lm(layout, ranks, tmp_pa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which it just runs")
-def test_without_the_line_it_needs_a_gpu(ranks, tmp_path):
+def test_without_the_import_line_it_needs_a_gpu(ranks, tmp_path):
     with pytest.raises(RankError, match=r"torch\.cuda\.set_device"):
         ranks(1, core_job.run, str(SCRIPT), [f"--losses={tmp_path / 'losses'}"], backend=None)

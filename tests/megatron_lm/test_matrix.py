@@ -166,7 +166,7 @@ def test_fp8_follows_the_fp32_run(recipe, reference, tmp_path):
         ("--fp4-format e2m1", "--fp4-format"),
     ],
 )
-def test_what_of_fp8_is_not_emulated_is_refused(flags, text, tmp_path):
+def test_fp8_modes_without_emulation_are_refused(flags, text, tmp_path):
     with pytest.raises(AssertionError, match=text):
         pretrain(tmp_path, 1, *MODEL.split(), *TRAINING.split(), "--bf16", *flags.split())
 
@@ -177,7 +177,7 @@ def test_the_comparison_can_fail_another_seed_gives_other_losses(reference, tmp_
     assert run.losses != pytest.approx(one_rank.run.losses, rel=2e-6)
 
 
-def test_tensor_parallel_ranks_cut_the_master_weights_of_one_rank(tmp_path):
+def test_tensor_parallel_ranks_shard_the_master_weights_of_one_rank(tmp_path):
     flags = f"{MODEL} {TRAINING} --use-cpu-initialization".split()
     one_rank = pretrain(tmp_path, 1, *flags)
     run = pretrain(tmp_path, 2, *flags, "--tensor-model-parallel-size", "2")

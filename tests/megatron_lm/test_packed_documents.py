@@ -81,6 +81,6 @@ def test_the_comparison_can_fail_without_resets(run, dense):
     assert ours.losses[0] != pytest.approx(dense.losses[0], rel=1e-5)
 
 
-def test_a_rank_must_not_weigh_its_own_mean(run):
+def test_context_parallel_without_per_token_loss_is_refused(run):
     with pytest.raises(AssertionError, match="needs --calculate-per-token-loss"):
         run(2, f"--reset-attention-mask {CP}")

@@ -224,7 +224,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_megatron_computes_otherwise_is_refused(tmp_path, name):
+def test_fields_that_megatron_computes_differently_are_refused(tmp_path, name):
     case, changes, message = REFUSED[name]
     config = transformers_config(case, changes)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -258,7 +258,7 @@ def test_tied_embeddings_with_an_output_layer_in_the_file(rank_pool, tmp_path):
     torch.testing.assert_close(ours[2], truth(folders[1]), **TOLERANCE)
 
 
-def test_every_tensor_of_a_file_has_a_place(tmp_path):
+def test_every_tensor_of_a_file_is_mapped(tmp_path):
     """What the described model has no place for is refused, foreign modules are named."""
     folder = written(File(CASES["llama2-gqa"]), tmp_path)
     path = folder / "model.safetensors"
@@ -310,7 +310,7 @@ def test_weights_are_finite_numbers(tmp_path):
                 read(wrong)
 
 
-def test_what_transformers_refuses_is_refused_in_one_line(tmp_path):
+def test_configs_that_transformers_refuses_are_refused_in_one_line(tmp_path):
     changes = {"num_key_value_heads": None}
     (tmp_path / "config.json").write_text(
         json.dumps(transformers_config("mistral-window", changes))

@@ -82,7 +82,7 @@ def test_both_losses_and_all_gradients_equal_the_formulas(oracle, ranks, size, f
         assert theirs[name].abs().max() > 0, name
 
 
-def test_through_all_formats_and_back_byte_for_byte(oracle, tmp_path):
+def test_round_trip_through_all_formats_is_byte_identical(oracle, tmp_path):
     """Hugging Face -> torch_dist -> legacy TP2 PP2 local -> safetensors -> legacy EP2 -> DeepSpeed
     -> Hugging Face."""
     targets = (
@@ -147,7 +147,7 @@ def test_a_converted_checkpoint_is_the_model_in_other_layouts(oracle, ranks, tmp
                 assert (name, start) == (name_, start_) and torch.equal(tensor, tensor_), name
 
 
-def test_left_out_without_the_flag_and_written_as_none(oracle, tmp_path):
+def test_mtp_layers_are_left_out_without_the_flag(oracle, tmp_path):
     source = open_weights(oracle[0])
     assert source.unused == ["model.layers.2.* (multi-token prediction)"]
     convert(source, tmp_path / "hf", Target("hf", like=oracle[0]))

@@ -24,7 +24,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("split", [*PARTS, "columns", None])
-def test_parts_are_what_tensor_parallel_ranks_hold_and_join_to_the_whole(split):
+def test_shards_equal_those_of_tensor_parallel_ranks_and_join_to_the_full_tensor(split):
     whole, one = torch.arange(48.0).view(8, 6), parameter(split)
     parts = list(shard(whole, one, "local", 2))
     if split in PARTS:
@@ -38,7 +38,7 @@ def test_parts_are_what_tensor_parallel_ranks_hold_and_join_to_the_whole(split):
     assert torch.equal(unshard(parts, one, "local"), whole)
 
 
-def test_what_only_the_local_spec_cuts_is_whole_elsewhere():
+def test_tensors_that_only_the_local_spec_shards_are_replicated_elsewhere():
     one = parameter("rows_if_local")
     assert shard_shape(one, "transformer_engine", 2) == (8, 6) and shard_shape(one, "local", 2) == (
         4,
@@ -46,7 +46,7 @@ def test_what_only_the_local_spec_cuts_is_whole_elsewhere():
     )
 
 
-def test_stages_are_runs_of_layers():
+def test_pipeline_stages_are_contiguous_layers():
     assert ParallelSizes(pipeline=2).stages(6) == [range(0, 3), range(3, 6)]
     assert ParallelSizes(pipeline=2, virtual=2).stages(8) == [range(n, n + 2) for n in (0, 2, 4, 6)]
     assert ParallelSizes(pipeline=3, layers=(1, 4, 1)).stages(6) == [

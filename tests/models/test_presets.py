@@ -102,7 +102,7 @@ def test_command_line_and_recipe_win_over_the_preset(parser, tmp_path):
     assert dump(same, parser) == dump(args, parser)
 
 
-def test_messages_name_what_is_wrong():
+def test_messages_name_the_wrong_field():
     with pytest.raises(ConfigError, match="llama2-7b"):
         model_flags("llama2-7")
     with pytest.raises(ConfigError, match="the nearest: qwen3, qwen2"):

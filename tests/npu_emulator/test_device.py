@@ -11,7 +11,7 @@ from mindspeed.testing import RankError
 from tests.npu_emulator import device_jobs as jobs
 
 
-def test_torch_npu_stays_out_of_this_process(npu):
+def test_torch_npu_is_not_imported_in_this_process(npu):
     npu(jobs.write_through_views)
     assert "torch_npu" not in sys.modules
     assert not any("mindspeed-tests" in entry for entry in sys.path)

@@ -188,7 +188,7 @@ def test_trailing_sequences_of_length_zero_are_not_computed():
 
 
 @pytest.mark.parametrize("mode", [7, 8])
-def test_an_outer_split_equals_the_whole(mode):
+def test_attention_over_split_keys_merges_to_the_full_result(mode):
     """The documentation's two examples: queries of the second sequence cut between two devices."""
     (q_lengths, kv_lengths) = ([3, 4, 4], [3, 6, 4]) if mode == 7 else ([3, 5, 4], [3, 4, 6])
     (q, k, v, dy), pieces, _ = packed(q_lengths, kv_lengths)
@@ -256,7 +256,7 @@ def test_a_sink_is_one_more_logit():
     close((*grads[:3], grads[4]), torch.autograd.grad(expected, inputs, dy))
 
 
-def test_rows_without_keys_are_nan_so_that_nothing_relies_on_them():
+def test_fully_masked_rows_are_nan():
     tensors = problem(sq=7, skv=5)
     out, _ = run(*tensors, 4, "BNSD", sparse_mode=3, atten_mask=TRIANGLE)
     assert out[:, :, :2].isnan().all()

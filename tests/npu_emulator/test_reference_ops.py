@@ -94,7 +94,7 @@ def test_documented_limits_are_errors():
         pointwise.npu_rotary_mul(*[randn(1, 1, 1, 8)] * 3, "quarter")
 
 
-def test_dropout_keeps_its_share_and_its_mask(monkeypatch):
+def test_dropout_keeps_its_rate_and_mask(monkeypatch):
     monkeypatch.setattr(rng, "reserve", lambda: (3, 4))
     x = torch.ones(100, 77)
     y, mask = pointwise._npu_dropout(x, 0.25)
@@ -138,7 +138,7 @@ def test_grouped_matmul_of_lists():
     close(joined, torch.cat(expected))
 
 
-def test_rows_of_no_group_are_not_a_number():
+def test_rows_outside_every_group_are_nan():
     (y,) = grouped.npu_grouped_matmul(
         [randn(9, 4)], [randn(3, 4, 5)], group_list=ENDS, group_type=0, split_item=3
     )

@@ -235,7 +235,7 @@ def assert_is_exact(ours, expected, dtype):
 
 @dtypes
 @pytest.mark.parametrize("name", CASES)
-def test_calls_of_kernels_that_are_restated_here(name, dtype, monkeypatch):
+def test_calls_match_the_emulated_kernels(name, dtype, monkeypatch):
     rules, (q, k, v) = case(name, dtype)
     problem, calls = Problem(**rules), []
     arrange = _attention_cuda._Flash.arrange
@@ -297,7 +297,7 @@ def places(x):
 
 @dtypes
 @pytest.mark.parametrize("name", ["causal", "packed", "mask", "bias"])
-def test_the_kernels_get_rows_that_begin_at_16_bytes(name, dtype):
+def test_kernel_inputs_are_16_byte_aligned(name, dtype):
     """Slices with odd strides and offsets, in every tensor; the restated kernels assert it."""
     rules, qkv = case(name, dtype)
     problem = Problem(**rules)
@@ -334,7 +334,7 @@ def test_head_sizes_that_are_no_multiple_of_8(size):
 
 
 @pytest.mark.parametrize("name", ["cut-behind", "cut-in-front"])
-def test_calls_draw_different_numbers_and_their_backward_the_same(name, monkeypatch):
+def test_dropout_differs_between_calls_and_repeats_in_the_backward(name, monkeypatch):
     rules, sq, sk, count = CASES[name]
     rng = torch.tensor([7, 8])
     problem = Problem(scale=0.3, dropout=0.5, rng=rng, **rules)
@@ -362,7 +362,7 @@ def test_calls_draw_different_numbers_and_their_backward_the_same(name, monkeypa
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "packed", "cut-behind"])
-def test_torchs_own_shape_kernels_take_the_calls(name):
+def test_torch_shape_kernels_accept_the_calls(name):
     rules, sq, sk, _ = CASES[name]
     problem = Problem(scale=0.3, **rules)
     q, k, v = (x.to("meta") for x in tensors(problem.layout, sq, sk, torch.bfloat16, dv=8))

@@ -37,7 +37,7 @@ def test_prefix_mask():
     assert mask[2048:, 1024:].all()
 
 
-def test_mask_of_the_user_until_it_is_taken_back():
+def test_user_mask_until_it_is_reset():
     mask = torch.eye(5).bool()
     set_attention_mask(mask)
     try:
@@ -50,7 +50,7 @@ def test_mask_of_the_user_until_it_is_taken_back():
             set_attention_mask(wrong)
 
 
-def test_fake_masks_are_not_kept():
+def test_fake_masks_are_not_cached():
     with FakeTensorMode():
         assert isinstance(generate_attention_mask(False, "cpu", 77), FakeTensor)
     assert not isinstance(generate_attention_mask(False, "cpu", 77), FakeTensor)

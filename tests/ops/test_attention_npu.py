@@ -40,7 +40,7 @@ def test_values_are_the_cpus(npu, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rules_go_as_sparse_modes_with_the_compressed_mask(npu, name):
+def test_mask_rules_become_sparse_modes_with_the_compressed_mask(npu, name):
     options, queries, keys, version, mode, mask = CASES[name]
     names = f"npu_fusion_attention{version}", f"npu_fusion_attention_grad{version}"
     assert npu(jobs.calls, options, queries, keys) == [(one, mode, mask) for one in names]
@@ -57,7 +57,7 @@ RECTANGLES = {
 
 
 @pytest.mark.parametrize("name", RECTANGLES)
-def test_alibi_of_rectangles_is_cut_into_squares(npu, name):
+def test_alibi_of_rectangles_is_split_into_squares(npu, name):
     options, queries, keys, modes = RECTANGLES[name]
     options = {**options, "pse": SLOPES, "pse_type": 2}
     ours, expected = npu(jobs.npu_and_cpu, options, queries, keys)
@@ -87,7 +87,7 @@ BLIND = {
 
 
 @pytest.mark.parametrize("name", BLIND)
-def test_rows_that_see_nothing_do_not_depend_on_what_the_device_returns(npu, name):
+def test_fully_masked_rows_do_not_depend_on_device_output(npu, name):
     """The emulated operators return NaN for them, as output, statistics and gradient."""
     options = BLIND[name]
     if "mask" in options:  # the batch of attention_npu_jobs is 2
@@ -98,7 +98,7 @@ def test_rows_that_see_nothing_do_not_depend_on_what_the_device_returns(npu, nam
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_of_a_pack_that_see_nothing(npu):
+def test_fully_masked_rows_of_packed_sequences(npu):
     options = {
         "mode": 3, "layout": "TND",
         "cu_q": torch.tensor([0, 4, 9]), "cu_k": torch.tensor([0, 2, 7]),
@@ -108,7 +108,7 @@ def test_rows_of_a_pack_that_see_nothing(npu):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_what_no_sparse_mode_says_runs_the_formula(npu):
+def test_masks_without_sparse_mode_use_the_formula(npu):
     packed = {"layout": "TND", "mode": 0, "pre": 3, "next": 0}
     lengths = {"cu_q": torch.tensor([0, 2, 5]), "cu_k": torch.tensor([0, 4, 7])}
     assert npu(jobs.calls, packed, 5, 7, lengths) == []

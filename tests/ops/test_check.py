@@ -70,12 +70,12 @@ def test_one_message_names_the_argument(message):
         CALLS[message]()
 
 
-def test_a_tensor_is_no_choice():
+def test_a_tensor_is_refused_as_an_option():
     with pytest.raises(OperatorError, match="mode: expected one of 0, 1, got a tensor of shape"):
         Check("op").choice((0, 1), mode=torch.ones(2))
 
 
-def test_a_feed_forward_network_of_no_rows():
+def test_a_feed_forward_network_with_empty_input():
     assert npu_ffn(X[:0], torch.ones(6, 8), torch.ones(8, 3), "gelu").shape == (0, 3)
     assert npu_ffn(X[0], torch.ones(6, 8), torch.ones(8, 3), "gelu").shape == (3,)
 
@@ -88,6 +88,6 @@ def test_a_feed_forward_network_of_no_rows():
         ((torch.zeros(4, 2), "last"), "dim: expected a whole number"),
     ],
 )
-def test_swiglu_names_what_it_cannot_take(arguments, message):
+def test_swiglu_names_invalid_arguments(arguments, message):
     with pytest.raises(OperatorError, match=message):
         swiglu(*arguments)

@@ -21,7 +21,7 @@ def compiled() -> Iterator[None]:
     set_cpu_mode("eager")
 
 
-def test_only_what_gains_is_compiled() -> None:
+def test_only_operators_that_gain_are_compiled() -> None:
     names = {one.name.removesuffix("_backward") for one in operators() if one.compiles}
     assert names == {"rms_norm", "swiglu", "rotary_position_embedding"}
 
@@ -38,7 +38,7 @@ def test_the_compiled_formula_is_the_formula(compiled: None, name: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_formulas_that_read_values_run_as_they_are(compiled: None) -> None:
+def test_data_dependent_formulas_run_uncompiled(compiled: None) -> None:
     operator = next(one for one in operators() if one.name == "moe_unpermute")
     operator(*next(iter(operator.samples(torch.float32))))
 

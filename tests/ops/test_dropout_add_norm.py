@@ -69,7 +69,7 @@ def test_without_dropout_equals_the_composition(norm, without):
 @every_norm
 @pytest.mark.parametrize("prenorm", [False, True])
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_what_is_returned(norm, prenorm, with_mask):
+def test_returned_tensors(norm, prenorm, with_mask):
     x0, residual, weight, *_ = inputs(4, 6)
     returned = FUNCTIONS[norm](
         x0, residual, weight, None, 0.0, EPS, prenorm=prenorm, return_dropout_mask=with_mask
@@ -135,7 +135,7 @@ def test_numerical_gradients(norm):
 
 @pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("in_fp32", [False, True])
-def test_dtype_of_what_is_normalised(residual, in_fp32):
+def test_dtype_of_the_normalised_tensor(residual, in_fp32):
     x0, _, weight, *_ = inputs(3, 8, dtype=torch.bfloat16)
     stream = None if residual is None else leaf(3, 8, dtype=residual)
     out, pre = npu_dropout_add_rms_norm(
@@ -148,7 +148,7 @@ def test_dtype_of_what_is_normalised(residual, in_fp32):
     assert stream is None or stream.grad.dtype == residual
 
 
-def test_bytes_kept_for_the_backward():
+def test_bytes_saved_for_backward():
     """2 per element in bf16 and 8 per row, no mask; eager torch keeps 2 more and the mask."""
     x0, residual, weight, bias, *_ = inputs(64, 256, dtype=torch.bfloat16)
     with saved_for_backward() as saved:

@@ -156,7 +156,7 @@ def test_bf16_with_an_fp32_bias_rounds_once(ranks):
     assert (y - truth).abs().max() <= 2**-7 * truth.abs().max()
 
 
-def test_with_a_frozen_weight_the_gathered_tokens_are_not_kept(ranks):
+def test_a_frozen_weight_does_not_save_the_gathered_tokens(ranks):
     x, w = draw(E, C, H, seed=0).detach(), draw(E // 2, H, M, seed=1).detach()
     for trained, frozen in ranks(2, jobs.frozen_weight_keeps_no_tokens, x, w):
         assert trained - frozen == E // 2 * 2 * C * H * FLOAT64

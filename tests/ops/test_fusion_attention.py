@@ -119,7 +119,7 @@ def test_log_sum_exp_and_statistics():
     assert numbers == [0, 0, 0]
 
 
-def test_rows_that_see_nothing_have_output_and_gradient_zero():
+def test_fully_masked_rows_have_zero_output_and_gradient():
     mask = torch.zeros(5, 7, dtype=torch.bool)
     mask[2] = True
     qkv = tensors()
@@ -214,7 +214,7 @@ def test_packed_sequences_equal_sequences_alone(name):
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_packs_with_slopes_and_with_a_mask_of_the_longest_sequence(mode):
+def test_packed_sequences_with_alibi_slopes_and_with_a_mask_of_the_longest_sequence(mode):
     lengths, slopes = [3, 5], torch.tensor([[0.5, 0.25, 0.125, 0.0625], [1.0, 0.1, 0.2, 0.3]])
     q, k, v = (x[0].transpose(0, 1) for x in tensors(1, sq=8, sk=8))
     mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(2)) < 0.3
@@ -247,7 +247,7 @@ CUT_PACKS = {
 
 
 @pytest.mark.parametrize("mode", CUT_PACKS)
-def test_a_cut_sequence_sees_what_the_whole_one_does(mode):
+def test_a_sharded_sequence_attends_as_the_full_sequence(mode):
     """The worked examples: queries 2 to 4 of a causal sequence, whose keys are cut elsewhere."""
     band, q_ends, k_ends, (rows, keys), places = CUT_PACKS[mode]
     q, k, v = (x[0].transpose(0, 1) for x in tensors(1, sq=q_ends[-1], sk=k_ends[-1]))
@@ -389,7 +389,7 @@ SPARSE = {
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_nothing_of_the_size_of_the_score_matrix_exists(name):
+def test_no_tensor_of_score_matrix_size_is_allocated(name):
     """Not even for a moment, within the kernels; s x s elements per head would be one each."""
     s, n = 2048, 2
     options = Problem(scale=0.3, **SPARSE[name]).options()
@@ -400,7 +400,7 @@ def test_nothing_of_the_size_of_the_score_matrix_exists(name):
     assert largest.elements <= n * s * 256
 
 
-def test_kept_for_the_backward_are_inputs_output_and_four_bytes_per_query_and_head():
+def test_saved_for_backward_are_inputs_output_and_four_bytes_per_query_and_head():
     s, n, d = 512, 2, 8
     q, k, v = (x.requires_grad_() for x in tensors(1, n, n, s, s, d, d, dtype=torch.bfloat16))
     with saved_for_backward() as saved:
@@ -408,7 +408,7 @@ def test_kept_for_the_backward_are_inputs_output_and_four_bytes_per_query_and_he
     assert saved.bytes == 4 * s * n * d * 2 + 4 * s * n + 16  # and the seed
 
 
-def test_flops_count_the_pairs_that_meet():
+def test_flops_count_unmasked_pairs():
     q, k, v = tensors(2, 4, 2, 6, 6, 8, 4)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with FlopCounterMode(display=False) as counter:
@@ -435,7 +435,7 @@ def test_compiles_as_one_graph():
     assert_equal(with_gradients(compiled, qkv), expected, 1e-6)
 
 
-def test_runs_where_formulas_are_compiled():
+def test_runs_in_compiled_cpu_mode():
     q, k, v = (x[0].transpose(0, 1) for x in tensors(1))
     expected = npu_fusion_attention(q, k, v, 4, "TND", **LENGTHS)[0]
     set_cpu_mode("compile")
@@ -520,7 +520,7 @@ def test_wrong_arguments_are_named(changes, message):
         call(**changes)
 
 
-def test_sequences_that_are_not_there_end_with_zeros():
+def test_absent_sequences_have_zero_output():
     q, k, v = (x[0].transpose(0, 1) for x in tensors(1))
     ends = {"actual_seq_qlen": [2, 5, 0], "actual_seq_kvlen": [3, 7, 0]}
     out = npu_fusion_attention(q, k, v, 4, "TND", **ends)[0]
@@ -528,7 +528,7 @@ def test_sequences_that_are_not_there_end_with_zeros():
     assert torch.equal(out, same)
 
 
-def test_a_tile_reaches_as_far_as_the_longest_prefix_of_the_batch():
+def test_a_tile_covers_the_longest_prefix_of_the_batch():
     """More queries than a tile has; one prefix ends behind the band of the first tile."""
     tensors_ = tensors(2, 2, 2, 300, 300, dtype=torch.float32)
     given = {"mode": 6, "prefix": [5, 290], "scale": 0.3}

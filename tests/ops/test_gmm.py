@@ -54,7 +54,7 @@ def test_gradients_are_the_derivatives_even_of_second_order():
     torch.autograd.gradgradcheck(product, (x, w))
 
 
-def test_the_gradient_of_a_transposed_weight_lies_in_memory_like_the_weight():
+def test_the_gradient_of_a_transposed_weight_has_the_strides_of_the_weight():
     weight = normal(2, N, K).requires_grad_()
     npu_gmm(normal(4, K), weight.transpose(1, 2), group_list=[1, 4]).sum().backward()
     assert weight.grad.is_contiguous()
@@ -96,7 +96,7 @@ class TestFusion:
         return weight, view
 
     @pytest.mark.parametrize("transposed", [False, True])
-    def test_it_is_added_over_micro_batches_in_fp32(self, transposed):
+    def test_main_grad_accumulates_over_micro_batches_in_fp32(self, transposed):
         weight, _ = self.parameter(transposed)
         truth = torch.zeros(2, K, N, dtype=torch.float64)
         for seed in range(3):
@@ -128,7 +128,7 @@ class TestFusion:
         assert not weight.grad.any()
         assert not torch.equal(weight.main_grad, weight.before)
 
-    def test_no_placeholder_where_nobody_asks_for_one(self):
+    def test_no_placeholder_gradient_unless_required(self):
         weight, view = self.parameter(False, tell=False)
         x = normal(7, K, dtype=torch.bfloat16)
         npu_gmm(
@@ -137,7 +137,7 @@ class TestFusion:
         assert weight.grad is None
         assert not torch.equal(weight.main_grad, weight.before)
 
-    def test_without_rows_the_hook_of_the_parameter_still_runs(self):
+    def test_the_parameter_hook_runs_with_empty_input(self):
         weight, view = self.parameter(False)
         weight.zero_out_wgrad = True
         npu_gmm(

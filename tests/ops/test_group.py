@@ -6,7 +6,7 @@ import mindspeed.ops.catalog as catalog
 from tests.ops import coc_ranks, group_ranks
 
 
-def test_groups_go_by_object_and_torch_name(ranks):
+def test_groups_are_found_by_object_and_by_torch_name(ranks):
     for facts, refusal in ranks(2, group_ranks.names_of_groups):
         assert all(facts.values()), facts
         assert refusal.startswith("mindspeed.ops.an_op: hcom: expected a group that this process")

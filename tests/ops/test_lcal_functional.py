@@ -113,7 +113,7 @@ def test_pure_matmul_sends_nothing():
         assert torch.equal(output, a @ b + bias)
 
 
-def test_a_square_b_is_taken_as_it_is():
+def test_a_square_b_is_not_transposed():
     a, b, output = whole(4, 5, seed=0), whole(5, 5, seed=1), torch.empty(4, 5)
     CocOps().pure_matmul(a, b, output)
     assert torch.equal(output, a @ b)
@@ -121,7 +121,7 @@ def test_a_square_b_is_taken_as_it_is():
     assert torch.equal(output, a @ b.t())
 
 
-def test_rows_that_ranks_have_none_of(ranks):
+def test_ranks_with_empty_input(ranks):
     arguments = [{"input1": torch.ones(0, K), "input2": torch.ones(K, N)}] * 2
     for method in SENT:
         shapes = {"output": (0, N)}
@@ -131,7 +131,7 @@ def test_rows_that_ranks_have_none_of(ranks):
             assert outputs["output"].shape == (0, N)
 
 
-def test_the_next_chunk_starts_before_the_last_is_awaited():
+def test_the_next_chunk_starts_before_the_previous_is_awaited():
     events = []
 
     class Work:

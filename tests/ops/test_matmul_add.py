@@ -78,7 +78,7 @@ def test_the_grouped_buffer_is_viewed_by_group(shape):
     torch.testing.assert_close(total.view(2, 2, 3), expected)
 
 
-def test_without_rows_nothing_happens():
+def test_empty_input_adds_nothing():
     total = normal(3, 4)
     before = total.clone()
     npu_matmul_add_fp32(torch.zeros(0, 4), torch.zeros(0, 3), total)

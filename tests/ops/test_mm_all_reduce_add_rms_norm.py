@@ -55,7 +55,7 @@ def test_equals_one_process(ranks, world, in_place, lead):
         assert calls == [("all_reduce", M * N * 8)]
 
 
-def test_the_bias_of_every_rank_counts(ranks):
+def test_the_bias_of_every_rank_is_added(ranks):
     x1, x2, bias = draw(M, K, seed=0), draw(K, N, seed=1), draw(N, seed=4)
     residual, gamma = draw(M, N, seed=2), draw(N, seed=3)
     arguments = slices(2, x1, x2, residual=residual, gamma=gamma, bias=bias)
@@ -107,7 +107,7 @@ def test_int8_products_are_exact_before_the_scale(ranks, scale_dtype, dtype):
 
 @pytest.mark.parametrize("form", ["tensor", "channel", "group"])
 @pytest.mark.parametrize("offset", [True, False], ids=["offset", "no offset"])
-def test_int8_weights_are_restored_by(ranks, form, offset):
+def test_int8_weights_are_dequantised(ranks, form, offset):
     k, size = 200, 32  # 100 rows a rank: the last group has 4
     x1, x2 = draw(M, k, seed=0, dtype=torch.float16), whole_numbers(k, N, seed=1)
     shape = {"tensor": (1,), "channel": (N,), "group": (4, N)}[form]

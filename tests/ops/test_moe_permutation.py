@@ -105,7 +105,7 @@ def test_16_bit_sums_are_rounded_once(dtype):
     assert torch.equal(same, out)
 
 
-def test_dropped_copies_count_nothing_even_when_the_rows_are_infinite():
+def test_dropped_tokens_contribute_nothing_even_if_infinite():
     permuted = torch.full((2, H), float("inf"))
     rows = torch.tensor([[5, 4], [0, 9], [-1, -1], [1, -1]], dtype=torch.int32)
     dy = torch.ones(4, H)
@@ -146,7 +146,7 @@ class TestRoutingMap:
         assert torch.equal(values.grad, routed.double())
 
     @pytest.mark.parametrize("tail", [0, 3])
-    def test_rows_that_nobody_goes_to_are_zero_and_so_are_their_gradients(self, tail):
+    def test_unused_rows_are_zero_with_zero_gradient(self, tail):
         routed = self.routed()
         packed = map_rows(routed)[0]
         pairs = [(t, e) for e in range(E) for t in range(T) if routed[t, e]]

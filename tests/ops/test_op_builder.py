@@ -24,7 +24,7 @@ def test_every_builder_loads_public_functions(name):
         assert function.__name__ in importlib.import_module(function.__module__).__all__
 
 
-def test_what_is_loaded_computes():
+def test_loaded_operators_compute():
     x = torch.randn(3, 8)
     norm = op_builder.RmsNormOpBuilder().load().rms_norm
     assert torch.equal(norm(x, torch.ones(8), 1e-6), rms_norm(x, torch.ones(8)))

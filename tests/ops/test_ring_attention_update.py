@@ -103,7 +103,7 @@ def eager_bytes(first, second):
 
 
 @pytest.mark.parametrize("layout", ["SBH", "TND"])
-def test_npu_equals_the_cpu_also_where_nothing_is_seen(npu, layout):
+def test_npu_equals_the_cpu_also_for_fully_masked_rows(npu, layout):
     ours, expected = npu(ring_update_jobs.npu_and_cpu, layout)
     for got, wanted in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

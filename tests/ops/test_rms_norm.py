@@ -50,7 +50,7 @@ def test_numerical_gradients():
     )
 
 
-def test_epsilon_counts():
+def test_epsilon_is_applied():
     x, gamma = leaf(3, 8) * 1e-4, leaf(8, seed=1)
     torch.testing.assert_close(rms_norm(x, gamma, 1e-6), formula(x, gamma, 1e-6))
     assert not torch.allclose(rms_norm(x, gamma, 1e-6), formula(x, gamma, 0.0), rtol=0.1)
@@ -86,7 +86,7 @@ def test_gamma_in_fp32_has_its_gradient_in_fp32():
     )
 
 
-def test_bytes_kept_for_the_backward():
+def test_bytes_saved_for_backward():
     """2 per element in bf16 and 4 per row; torch's own keeps 8 where it has no fused kernel."""
     x, gamma = leaf(64, 256, dtype=torch.bfloat16), leaf(256, dtype=torch.bfloat16, seed=1)
     kept = {}

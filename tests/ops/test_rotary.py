@@ -56,7 +56,7 @@ def angles(positions, size=8):
     return torch.cat([freqs, freqs], -1)[None, None]
 
 
-def test_products_of_two_rotated_vectors_depend_on_their_distance():
+def test_dot_products_of_rotated_vectors_depend_on_their_distance_only():
     q, k = leaf(1, 1, 1, 8).detach(), leaf(1, 1, 1, 8, seed=1).detach()
 
     def score(i, j):
@@ -80,7 +80,7 @@ def test_modes_are_related_by_an_order_of_the_channels():
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_channels_behind_the_rotated_ones_are_copied(mode):
+def test_channels_after_the_rotated_ones_are_copied(mode):
     x, cos, sin = leaf(5, 2, 3, 10), leaf(5, 1, 1, 6, seed=1), leaf(5, 1, 1, 6, seed=2)
     assert_close_with_grads(
         lambda x, c, s: rotate(x, c, s, mode),
@@ -109,7 +109,7 @@ def test_bf16_is_rounded_once_and_the_table_is_not():
     assert error(formula(x, cos.bfloat16(), sin.bfloat16())) > 2 * half_a_unit
 
 
-def test_only_the_table_is_kept_for_the_backward():
+def test_only_the_table_is_saved_for_backward():
     x, a = leaf(64, 1, 4, 16, dtype=torch.bfloat16), angles(torch.arange(64), 16)
     cos, sin = (f.float().permute(2, 0, 1, 3).contiguous() for f in (a.cos(), a.sin()))
     with saved_for_backward() as saved:

@@ -59,7 +59,7 @@ def test_numerical_gradients():
     assert torch.autograd.gradcheck(lambda x: scaled_masked_softmax(x, mask, 0.7), leaf(1, 2, 3, 4))
 
 
-def test_a_fully_masked_row_is_uniform_and_has_no_gradient():
+def test_a_fully_masked_row_is_uniform_with_zero_gradient():
     x = leaf(1, 1, 2, 4)
     mask = torch.tensor([True, False])[None, None, :, None]
     y = scaled_masked_softmax(x, mask)
@@ -68,7 +68,7 @@ def test_a_fully_masked_row_is_uniform_and_has_no_gradient():
     assert not x.grad.any()
 
 
-def test_only_probabilities_and_mask_are_kept():
+def test_only_probabilities_and_mask_are_saved():
     x, mask = leaf(2, 2, 8, 8, dtype=torch.bfloat16), some(2, 1, 8, 8)
     with saved_for_backward() as saved:
         scaled_masked_softmax(x, mask, 0.5).sum().backward()

@@ -93,7 +93,7 @@ def test_neither_input_nor_gradient_is_written_to():
     assert torch.equal(x, kept) and torch.equal(dy, torch.ones(6, 4))
 
 
-def test_bytes_kept_for_the_backward():
+def test_bytes_saved_for_backward():
     x = leaf(64, 512, dtype=torch.bfloat16)
     elements = 64 * 256
     with saved_for_backward() as saved:

@@ -59,7 +59,7 @@ NARROW = [
 
 
 @pytest.mark.parametrize(("name", "hidden"), NARROW)
-def test_narrow_rows_share_a_program(name, hidden, ranks, triton):
+def test_several_narrow_rows_share_a_program(name, hidden, ranks, triton):
     ((launch,),) = ranks(
         1, jobs.compile_for_hopper, name, hidden, torch.bfloat16, env=triton, timeout=240
     )

@@ -95,7 +95,7 @@ def test_initialize_megatron_needs_no_training_flags(tokenizer, ranks):
     assert results[0]["tensor"] == 2
 
 
-def test_what_is_not_supported_is_said_at_once(ranks):
+def test_unsupported_options_are_refused_immediately(ranks):
     (said,) = ranks(1, refused, MODEL, setup=SETUP, backend=None)
     assert said[0] == "call initialize_megatron() first"
     assert "pretrain(train_valid_test_datasets_provider=...) is not supported" in said[1]

@@ -60,7 +60,7 @@ def test_a_family_brings_its_presets_and_is_found_by_its_model_type(packages, ca
     assert "acme-7b" in out and "family acme is brought by acme-models 1.0" in out
 
 
-def test_a_task_prepares_and_judges_with_its_own_functions(packages, capsys):
+def test_a_task_prepares_and_scores_with_its_own_functions(packages, capsys):
     packages(
         "acme-tasks", {"acme_task": sources.TASK}, {plugins.TASKS: {"acme-sums": "acme_task:TASK"}}
     )
@@ -124,7 +124,7 @@ def test_a_broken_plugin_is_one_error_that_names_package_entry_point_and_cause(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_names_that_are_taken_are_refused_with_both_packages(packages):
+def test_duplicate_names_are_refused_with_both_packages(packages):
     packages("acme", GAIN, {plugins.FEATURES: {"profiling": "acme_gain:FEATURE"}})
     with pytest.raises(
         ConfigError, match=r"'profiling' is declared twice, by mindspeed and by acme 1"
@@ -140,7 +140,7 @@ def test_names_that_are_taken_are_refused_with_both_packages(packages):
 @pytest.mark.parametrize(
     ("old", "new"), [("acme_gain", "profile_level"), ("--acme-ampl", "--swap")]
 )
-def test_flags_that_are_taken_are_refused_with_both_packages(old, new, packages):
+def test_duplicate_flags_are_refused_with_both_packages(old, new, packages):
     """By its name and by an alias."""
     source = GAIN["acme_gain"].replace(old, new)
     other = source.replace('name="acme-gain"', 'name="other"').replace("acme_gain:", "another:")
@@ -160,7 +160,7 @@ def test_a_flag_of_megatron_is_not_shared_by_accident(packages):
         registry.add_arguments(parser)
 
 
-def test_a_model_type_or_preset_that_is_taken_is_refused(packages):
+def test_a_duplicate_model_type_or_preset_is_refused(packages):
     source = sources.FAMILY.format(kind="qwen2", more="")
     packages("acme", {"acme_family": source}, {plugins.FAMILIES: {"acme": "acme_family:FAMILY"}})
     with pytest.raises(
@@ -169,7 +169,7 @@ def test_a_model_type_or_preset_that_is_taken_is_refused(packages):
         families.families()
 
 
-def test_ranks_with_different_packages_say_so_on_every_rank(ranks):
+def test_ranks_with_different_packages_raise_on_every_rank(ranks):
     messages = ranks(2, plugin_ranks.compare, ("acme (a = b:C)",), ("acme (a = b:C)", "other"))
     assert (
         messages

@@ -165,7 +165,7 @@ def test_nested_checkpoints_count_every_repetition():
     assert counter.count.without_recompute == 3 * (2 * 4 * 8 * 8)
 
 
-def test_the_counter_leaves_torch_as_it_was():
+def test_the_counter_restores_torch():
     before = vars(torch.enable_grad).copy()
     with FlopCounter():
         pass
@@ -321,5 +321,5 @@ def test_latent_attention_is_read_from_megatrons_arguments():
 
 
 @pytest.mark.parametrize("name", ["is_hybrid_model", "experimental_attention_variant"])
-def test_no_formula_for_models_that_are_no_plain_gpt(name):
+def test_no_flops_formula_for_models_other_than_gpt(name):
     assert ModelShape.from_megatron({**MEGATRON, name: "gated_delta_net"}) is None

@@ -19,12 +19,12 @@ def found(rank_pool):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_forward_backward_and_repeated_forward_are_told_apart(kind, found):
+def test_forward_backward_and_recomputation_are_distinguished(kind, found):
     repeated = [] if kind in ("none", "double backward") else [(w, "recompute") for w in FORWARD]
     assert found[kind] == [*((what, "forward") for what in FORWARD), *repeated, *BACKWARD]
 
 
-def test_torch_is_left_as_it_was():
+def test_torch_is_restored():
     regions = (torch.enable_grad, torch.set_grad_enabled)
     before = [vars(region).copy() for region in regions]
     with PhaseTracker(), PhaseTracker():

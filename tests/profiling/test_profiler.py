@@ -49,7 +49,7 @@ def test_trace_has_exactly_the_steps_of_the_window(start, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("first", "profiled"), [(2, [3, 4]), (4, [4]), (5, [])], ids=["before", "inside", "after"]
 )
-def test_a_resumed_run_profiles_what_is_left_of_the_window(first, profiled, tmp_path):
+def test_a_resumed_run_profiles_the_rest_of_the_window(first, profiled, tmp_path):
     train(ProfileOptions(3, 5, save_path=str(tmp_path)), steps=4, first=first)
     assert [steps_in(trace) for trace in tmp_path.iterdir()] == ([profiled] if profiled else [])
 
@@ -87,7 +87,7 @@ def test_options_reach_the_trace(changes, key, tmp_path):
     assert key not in text["off"]
 
 
-def test_memory_is_recorded_when_asked(tmp_path):
+def test_memory_is_recorded_if_requested(tmp_path):
     options = ProfileOptions(1, 2, with_cpu=True, with_memory=True, save_path=str(tmp_path))
     train(options, steps=1)
     assert any(event.get("name") == "[memory]" for event in events(next(tmp_path.iterdir())))

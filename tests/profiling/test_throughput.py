@@ -55,7 +55,7 @@ def test_steps_without_signature_are_all_counted():
     assert meter.read().with_recompute == 6 * PRODUCT
 
 
-def test_repeated_work_counts_in_one_of_the_two_figures():
+def test_recomputation_counts_only_in_flops_with_recompute():
     x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 5, requires_grad=True)
     meter = ThroughputMeter(lambda: 0)
     with meter.step(1):
@@ -64,7 +64,7 @@ def test_repeated_work_counts_in_one_of_the_two_figures():
     assert (found.without_recompute, found.with_recompute) == (3 * PRODUCT, 4 * PRODUCT)
 
 
-def test_seconds_are_those_of_steps_and_of_the_wait_for_the_last_one(clock):
+def test_seconds_include_steps_and_the_final_synchronisation(clock):
     meter = ThroughputMeter(lambda: 0)
     for _ in range(2):
         with meter.step(1):
@@ -75,7 +75,7 @@ def test_seconds_are_those_of_steps_and_of_the_wait_for_the_last_one(clock):
     assert meter.read().seconds == 2 * 3 + 0.5
 
 
-def test_reading_begins_anew_and_keeps_what_was_counted(clock):
+def test_reading_resets_the_interval_and_keeps_totals(clock):
     meter = ThroughputMeter(lambda: 0)
     with meter.step(1):
         clock.now += 3

@@ -87,7 +87,7 @@ def problems(commands, rank_pool):
     return found
 
 
-def test_the_scripts_are_what_their_table_says():
+def test_the_scripts_match_their_table():
     tool = [sys.executable, str(ROOT / "tools" / "example_scripts.py"), "--check"]
     done = subprocess.run(tool, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -99,13 +99,13 @@ def test_a_script_runs_a_valid_command(name, problems):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_without_its_paths_says_which_variable_is_missing(name, tmp_path):
+def test_a_script_without_paths_names_the_missing_variable(name, tmp_path):
     words, errors = run_script(name, tmp_path)
     assert words == []
     assert ": LOAD: is not set: " in errors or ": DATA_PATH: is not set: " in errors
 
 
-def test_further_words_go_to_the_command_and_weighted_prefixes_stay_apart(data):
+def test_additional_arguments_reach_the_command_and_weighted_prefixes_stay_separate(data):
     name = "examples/llama/pretrain_llama_7B_zero_8p.sh"
     given = variables(name, data) | {"DATA_PATH": "0.3 a 0.7 b", "NNODES": "4", "NODE_RANK": "2"}
     words, _ = run_script(name, data, "--train-iters", "7", **given)

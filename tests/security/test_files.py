@@ -83,7 +83,7 @@ class TestModes:
         finally:
             os.umask(before)
 
-    def test_harden_tree_takes_what_is_too_much_and_adds_nothing(self, tmp_path: Path) -> None:
+    def test_harden_tree_removes_excess_permissions_and_adds_none(self, tmp_path: Path) -> None:
         outside = tmp_path / "outside"
         outside.touch()
         outside.chmod(0o666)
@@ -103,7 +103,7 @@ class TestModes:
         assert mode(outside) == 0o666
         assert files.harden_tree(tree) == 0
 
-    def test_harden_tree_takes_a_single_file(self, tmp_path: Path) -> None:
+    def test_harden_tree_accepts_a_single_file(self, tmp_path: Path) -> None:
         path = tmp_path / "events"
         path.touch()
         path.chmod(0o644)
@@ -112,7 +112,9 @@ class TestModes:
 
 
 class TestAtomic:
-    def test_the_new_content_replaces_the_old_and_nothing_else_stays(self, tmp_path: Path) -> None:
+    def test_the_new_content_replaces_the_old_and_leaves_no_temporary_file(
+        self, tmp_path: Path
+    ) -> None:
         path = tmp_path / "state.json"
         files.atomic_write_text(path, "old")
         files.atomic_write_text(path, "zwölf")
@@ -192,13 +194,13 @@ except OSError as error:
         with pytest.raises(IsADirectoryError):
             files.atomic_write_text(tmp_path, "x")
 
-    def test_a_long_name_still_has_room_for_its_neighbour(self, tmp_path: Path) -> None:
+    def test_a_long_name_leaves_room_for_its_temporary_file(self, tmp_path: Path) -> None:
         path = tmp_path / ("n" * 250)
         files.atomic_write_text(path, "x")
         assert path.read_text() == "x"
 
     @pytest.mark.parametrize("wrong", ["a", "r", "x", "r+"])
-    def test_only_whole_files_can_be_written(self, tmp_path: Path, wrong: str) -> None:
+    def test_atomic_writer_refuses_other_modes(self, tmp_path: Path, wrong: str) -> None:
         with pytest.raises(ValueError, match="'w' or 'wb'"), files.atomic_writer(tmp_path, wrong):
             pass
 
@@ -221,13 +223,13 @@ class TestLinks:
             files.atomic_write_text(tmp_path / "link", "x")
         assert names(tmp_path) == ["link"]
 
-    def test_a_linked_directory_on_the_way_is_fine(self, tmp_path: Path) -> None:
+    def test_a_symlinked_parent_directory_is_accepted(self, tmp_path: Path) -> None:
         (tmp_path / "disk").mkdir()
         (tmp_path / "output").symlink_to(tmp_path / "disk")
         files.atomic_write_text(tmp_path / "output" / "file", "x")
         assert (tmp_path / "disk/file").read_text() == "x"
 
-    def test_reading_is_not_secure_opens_business(self, tmp_path: Path) -> None:
+    def test_secure_open_refuses_read_mode(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="only reads"):
             files.secure_open(tmp_path / "x", "r")
 
@@ -268,7 +270,7 @@ class TestChecks:
         with pytest.raises(SecurityError, match="another user"):
             files.check_path(path, "code")
 
-    def test_an_input_behind_a_link_is_judged_by_its_target(
+    def test_an_input_symlink_is_checked_at_its_target(
         self, tmp_path: Path, open_file: Path
     ) -> None:
         (tmp_path / "link").symlink_to(open_file)
@@ -280,7 +282,9 @@ class TestChecks:
         with pytest.raises(SecurityError, match="symbolic link"):
             files.check_path(tmp_path / "link", "output")
 
-    def test_a_new_output_is_judged_by_its_nearest_directory(self, tmp_path: Path) -> None:
+    def test_a_new_output_is_checked_at_its_nearest_existing_directory(
+        self, tmp_path: Path
+    ) -> None:
         tmp_path.chmod(0o777)
         with pytest.warns(SecurityWarning, match="every user"):
             files.check_path(tmp_path / "new" / "run", "output")
@@ -320,9 +324,7 @@ class TestChecks:
             files.warn_if_root()
         assert ["root" in str(item.message) for item in caught] == [True] * (uid == 0)
 
-    def test_one_rank_speaks_for_the_job(
-        self, open_file: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_only_one_rank_logs(self, open_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "3")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -335,12 +337,12 @@ class TestNames:
     OUTSIDE = ("/etc/passwd", "../secret", "a/../../secret", "..", "a\0b", 7, None)
 
     @pytest.mark.parametrize("name", OUTSIDE)
-    def test_names_that_lead_out_are_refused(self, name: object) -> None:
+    def test_names_that_escape_the_directory_are_refused(self, name: object) -> None:
         with pytest.raises(SecurityError, match="outside its directory"):
             check_relative(name, "the index")
 
     @pytest.mark.parametrize("name", ["a", "a/b", "..a", "a..b", "./a"])
-    def test_names_inside_are_kept(self, name: str) -> None:
+    def test_names_inside_the_directory_are_accepted(self, name: str) -> None:
         assert check_relative(name, "the index") == name
 
     @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ class TestNames:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "file in a linked directory"])
-def test_hardening_a_tree_never_reaches_behind_a_link(tmp_path: Path, kind: str) -> None:
+def test_hardening_a_tree_does_not_follow_symlinks(tmp_path: Path, kind: str) -> None:
     outside, tree = tmp_path / "outside", tmp_path / "tree"
     outside.mkdir(mode=0o755)
     tree.mkdir(mode=0o750)

@@ -123,14 +123,14 @@ def test_a_payload_is_refused_and_never_runs(name, sources, ranks, tmp_path):
 
 
 @pytest.mark.parametrize("entry", ["index", "object"])
-def test_torchs_own_loading_is_closed_too(entry, ranks, tmp_path):
+def test_torch_checkpoint_loading_is_restricted_too(entry, ranks, tmp_path):
     """The formats ``torch_dcp`` and ``fsdp_dtensor`` of Megatron-LM are read by torch's library."""
     ((went_off, message),) = ranks(1, jobs.load_with_torch, tmp_path, entry, setup=SETUP)
     assert not went_off
     assert "posix.mkdir" in message and "refusing to load" in message
 
 
-def test_extra_state_of_an_engine_is_read_through_a_list(tmp_path):
+def test_extra_state_of_transformer_engine_is_read_through_an_allow_list(tmp_path):
     (went_off, message, good) = jobs.state_of_an_engine(tmp_path)
     assert not went_off
     assert "posix.mkdir" in message

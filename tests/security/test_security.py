@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class TestAudit:
-    def test_the_recommended_tree_is_fine(self, run: Path) -> None:
+    def test_the_recommended_permissions_pass_the_audit(self, run: Path) -> None:
         modes = [finding for finding in audit(run) if "at most" in finding.what]
         assert {finding.status for finding in modes} == {"ok"}
         assert [finding.what for finding in modes] == [
@@ -84,7 +84,7 @@ class TestAudit:
         assert finding.status == status
         assert (f"{mode:03o} {run / name}" in finding.found) is (status != "ok")
 
-    def test_the_advice_repairs_the_tree_and_touches_nothing_else(self, run: Path) -> None:
+    def test_the_advised_commands_fix_the_permissions_only(self, run: Path) -> None:
         write(run / "more data" / "corpus.bin", 0o666)
         (run / "corpus.bin").chmod(0o604)
         (run / "more data").chmod(0o777)
@@ -124,7 +124,7 @@ class TestAudit:
         monkeypatch.setattr(os, "geteuid", lambda: uid)
         assert findings(run)["user"].status == status
 
-    def test_other_peoples_files_are_reported(
+    def test_files_of_other_users_are_reported(
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert findings(run)["owners"].status == "ok"
@@ -169,7 +169,7 @@ class TestLoading:
         assert loaded == state
 
     @pytest.mark.parametrize("writer", ["zip", "legacy", "pickle"])
-    def test_a_pickle_bomb_is_refused_and_does_not_go_off(
+    def test_a_malicious_pickle_is_refused_and_not_executed(
         self, tmp_path: Path, writer: str
     ) -> None:
         marker = tmp_path / "exploded"
@@ -182,7 +182,7 @@ class TestLoading:
             safe_torch_load(path)
         assert not marker.exists()
 
-    def test_enumerations_load_however_a_python_writes_them(self, tmp_path: Path) -> None:
+    def test_enums_load_in_every_pickled_form(self, tmp_path: Path) -> None:
         """Python 3.11.0 to 3.11.3 write an attribute; what else that could be is refused."""
         path = tmp_path / "state.pt"
         with torch.serialization.safe_globals([Kind]):
@@ -192,7 +192,7 @@ class TestLoading:
             with pytest.raises(SecurityError, match=r"state\.pt: .*names the attribute 'mro'"):
                 safe_torch_load(path)
 
-    def test_the_message_names_what_the_file_asks_for(self, tmp_path: Path) -> None:
+    def test_the_message_names_the_refused_global(self, tmp_path: Path) -> None:
         torch.save(Bomb(tmp_path / "exploded"), tmp_path / "weights.pt")
         with pytest.raises(SecurityError, match=r"names posix\.mkdir.*allow_pickle=True"):
             safe_torch_load(tmp_path / "weights.pt")

@@ -95,7 +95,7 @@ def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_module_keeps(name: str) -> None:
+def test_every_module_keeps_the_rule(name: str) -> None:
     breaks, exceptions = RULES[name]
     found: list[str] = []
     used: set[str] = set()
@@ -127,7 +127,7 @@ def test_every_module_keeps(name: str) -> None:
         ("all writing goes through mindspeed.files", "p.write_text(t)", "p.read_text()"),
     ],
 )
-def test_the_rule_tells_bad_from_good(name: str, bad: str, good: str) -> None:
+def test_the_rule_finds_violations_only(name: str, bad: str, good: str) -> None:
     breaks, _ = RULES[name]
     for text, expected in ((bad, True), (good, False)):
         call = ast.parse(text, mode="eval").body

@@ -49,7 +49,7 @@ def module(**options):
     ("mask_type", "given", "window"),
     [("causal", None, (-1, 0)), ("no_mask", None, (-1, -1)), ("causal", (3, 0), (3, 0))],
 )
-def test_the_window_is_known_by_its_two_sides(mask_type, given, window):
+def test_window_is_given_by_left_and_right_size(mask_type, given, window):
     assert module(attn_mask_type=mask_type, window_size=given).window_size == window
 
 
@@ -112,7 +112,7 @@ def test_padding_causal_bottom_right_aligns_each_sequence_at_its_own_end():
     assert torch.equal(seen.keep[1, 0], band(4, 7, -1, 0, 3))
 
 
-def test_arbitrary_mask_and_a_row_that_sees_nothing():
+def test_arbitrary_mask_and_a_fully_masked_row():
     torch.manual_seed(1)
     masked = torch.rand(2, 1, 7, 7) < 0.4
     masked[0, 0, 3] = True

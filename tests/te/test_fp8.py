@@ -104,7 +104,7 @@ def test_linear_multiplies_quantised_operands(recipe, format_):
         close(one, other)
 
 
-def test_the_truth_tells_recipes_and_formats_apart():
+def test_the_reference_distinguishes_recipes_and_formats():
     x, weight, dy = random(32, 64), random(96, 64, seed=1), random(32, 96, seed=2)
     results = [expected(x, weight, dy, r, f) for r in STATELESS for f in FORMATS]
     plain = (
@@ -277,12 +277,12 @@ def test_zeros_infinities_and_empty_tensors():
         lambda: fp8.fp8_autocast(calibrating=True).__enter__(),
     ],
 )
-def test_the_rest_is_refused(start):
+def test_unsupported_options_are_refused(start):
     with pytest.raises(NotImplementedError, match="emulated"):
         start()
 
 
-def test_factors_of_delayed_scaling_are_saved_and_read_again():
+def test_delayed_scaling_factors_are_saved_and_loaded():
     recipe = DelayedScaling(amax_history_len=4)
     layer, resumed = Linear(32, 16, bias=False), Linear(32, 16, bias=False)
     for step in range(3):
@@ -299,7 +299,7 @@ def test_factors_of_delayed_scaling_are_saved_and_read_again():
     assert not torch.equal(run(fresh, x, dy, recipe)[0], run(resumed, x, dy, recipe)[0])
 
 
-def test_another_length_of_history_begins_with_the_factors_that_were_saved():
+def test_another_amax_history_length_starts_from_the_saved_scales():
     layer, resumed = Linear(32, 16, bias=False), Linear(32, 16, bias=False)
     run(layer, random(16, 32), random(16, 16), DelayedScaling(amax_history_len=4))
     resumed.load_state_dict(layer.state_dict())

@@ -53,7 +53,7 @@ def test_no_tokens_at_all():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_owner_of_delayed_experts_is_told_of_every_gradient(fused):
+def test_delayed_expert_gradients_call_the_accumulation_hook(fused):
     delayed = layer(fuse_wgrad_accumulation=fused, delay_wgrad_compute=True)
     plain, owned = layer(), []
     for i in range(4):

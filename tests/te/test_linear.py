@@ -100,7 +100,7 @@ def test_delayed_weight_gradients_come_in_order_with_backward_dw():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_owner_of_a_delayed_weight_is_told_when_its_gradient_is_there(fused):
+def test_delayed_weight_gradients_call_the_accumulation_hook(fused):
     layer, plain = _linear(delay_wgrad_compute=True, fuse_wgrad_accumulation=fused), _linear()
     layer.weight.main_grad = torch.zeros(4, 6)
     layer.weight.grad_added_to_main_grad = False

@@ -87,7 +87,7 @@ def _calls(counted):
     return {(phase, op): count for (phase, op, _), count in counted.items()}
 
 
-def test_a_gathered_input_may_be_kept_instead_of_gathered_again(ranks):
+def test_a_gathered_input_may_be_saved_instead_of_gathered_again(ranks):
     found = ranks(2, linear_ranks.kept_gathers, setup=SETUP)[0]
     calls, saved, of_x = found["False"]
     assert (calls, saved) == (2, of_x)

@@ -32,12 +32,12 @@ def test_the_result_is_near_the_orthogonal_factor(shape):
     assert (in_its_basis - diagonal.diag()).abs().max() < 1e-4
 
 
-def test_a_matrix_of_zeros_stays_one():
+def test_a_zero_matrix_stays_zero():
     assert not newton_schulz(torch.zeros(3, 5), 5).any()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_steps_are_those_of_torchs_muon(nesterov):
+def test_steps_equal_torch_muon(nesterov):
     def fresh():
         torch.manual_seed(4)
         return [torch.nn.Parameter(torch.randn(24, 16)), torch.nn.Parameter(torch.randn(8, 16))]
@@ -90,6 +90,6 @@ def test_vectors_are_refused():
 
 
 @pytest.mark.parametrize(("mode", "tolerance"), [("duplicated", 0.0), ("distributed", 1e-5)])
-def test_shards_of_two_ranks_are_those_of_the_whole(ranks, mode, tolerance):
+def test_shards_of_two_ranks_equal_the_full_matrix(ranks, mode, tolerance):
     for dim in (0, 1):
         assert max(ranks(2, errors, dim, mode)) <= tolerance

@@ -29,7 +29,7 @@ def test_training_resumes_identically(ranks, tmp_path, name, sharding):
 
 
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
-def test_a_rule_of_ones_own_goes_on_identically(ranks, tmp_path, sharding):
+def test_a_custom_update_rule_resumes_identically(ranks, tmp_path, sharding):
     options = checkpoint_ranks.OPTIONS["bf16-precision-aware"]
     results = ranks(
         2,

@@ -149,7 +149,7 @@ def test_set_scaled_state_ignores_names_it_does_not_store():
     assert set(optimizer.state[p]) == {"exp_avg"}
 
 
-def test_remainder_and_parameter_are_the_master_weight_bit_for_bit():
+def test_bf16_parameter_and_16_bit_remainder_are_the_fp32_master_weight():
     patterns = torch.cat(
         [torch.arange(-(2**31), 2**31, 2**16 + 1), torch.arange(0x3F7FF000, 0x3F811000)]
     )
@@ -204,7 +204,7 @@ def test_capturable_keeps_step_and_lr_as_tensors_and_skips_overflows():
         {"master_weights": True, "master_weight_dtype": torch.bfloat16},
     ],
 )
-def test_impossible_options_are_refused(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(RuntimeError, match="FusedAdam"):
         FusedAdam(fresh(), **options)
 

@@ -41,7 +41,7 @@ def test_every_listed_name_is_importable_and_undo_removes_all(clean_modules):
     assert not te.is_substitute()
 
 
-def test_a_missing_piece_is_an_import_error(clean_modules):
+def test_a_missing_name_is_an_import_error(clean_modules):
     journal = Journal()
     te.install(journal, "cpu")
     try:

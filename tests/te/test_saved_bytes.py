@@ -29,7 +29,7 @@ def test_the_output_of_the_qkv_projection_is_freed(ranks, name, spec):
     assert found["equal"]
 
 
-def test_values_are_copied_only_where_that_frees_memory():
+def test_v_is_copied_only_if_that_frees_memory():
     fused = torch.randn(4, 2, 3, 8, requires_grad=True).sin()
     q, k, v = fused.unbind(2)
     assert own_value(q, k, v, None) is v, "q and k hold the projection anyway"

@@ -79,7 +79,7 @@ def expected(steps, beta=0.9, lr=0.1, decay=0.01):
     return weights, moments, means
 
 
-def test_a_rule_of_ones_own_trains_and_keeps_its_states(seams):
+def test_a_custom_update_rule_trains_and_keeps_its_state(seams):
     seams.use_kernels(owner="test", update_rule=lambda: SIGN)
     parameters = fresh()
     optimizer = FusedAdam(parameters, lr=0.1, weight_decay=0.01)

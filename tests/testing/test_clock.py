@@ -83,7 +83,7 @@ SCHEDULES = {  # end, exposed, computing
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.__name__)
-def test_exposed_time_is_what_no_computation_hides(ranks, schedule):
+def test_exposed_time_is_communication_without_overlap(ranks, schedule):
     for found in ranks(2, exposed, schedule):
         assert found == pytest.approx(SCHEDULES[schedule])
 
@@ -137,7 +137,7 @@ def backward() -> list[tuple[str, str, float]]:
     return [(i.kind, i.phase, i.seconds) for i in clock.intervals]
 
 
-def test_intervals_tell_kind_and_phase(ranks):
+def test_intervals_have_kind_and_phase(ranks):
     expected = [("compute", "forward", 1.0)] * 2 + [("compute", "backward", 1.0)] * 2
     expected += [("communication", "forward", 2.5), ("wait", "forward", 2.5)]
     assert ranks(2, backward) == [expected] * 2

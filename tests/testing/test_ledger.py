@@ -91,7 +91,7 @@ def run_every_call() -> dict[str, list[tuple[str, int, int]]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_collective_counts_what_the_hand_counts(ranks, world_size):
+def test_every_collective_counts_its_expected_bytes(ranks, world_size):
     for found in ranks(world_size, run_every_call):
         for name, events in found.items():
             op = "all_gather" if "with gradient" in name else name.split()[0]
@@ -163,7 +163,7 @@ def phases(reentrant: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_forward_recompute_and_backward_are_told_apart(ranks, reentrant):
+def test_forward_recompute_and_backward_are_distinguished(ranks, reentrant):
     expected = {"forward": T, "recompute": T, "backward": T}
     assert ranks(2, phases, reentrant) == [expected, expected]
 
@@ -192,7 +192,7 @@ def checkpointed_exchange(megatron: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("megatron", [True, False], ids=["megatron", "torch"])
-def test_an_exchange_in_a_backward_is_no_recomputation(ranks, megatron):
+def test_communication_in_a_backward_is_not_recomputation(ranks, megatron):
     setup = "tests.support.warm"
     expected = {"forward": 1, "recompute": 1, "backward": 1}
     found = ranks(2, checkpointed_exchange, megatron, setup=setup, timeout=240)
@@ -216,7 +216,7 @@ def two_groups() -> tuple[int, int, int, int, str]:
     )
 
 
-def test_groups_are_told_apart_by_object_and_by_description(ranks):
+def test_groups_are_distinguished_by_object_and_by_description(ranks):
     first, _, third = ranks(3, two_groups)
     assert first[:4] == (4, 2, 2 * T, 2)
     assert third[:4] == (2, 0, 0, 2)

@@ -63,7 +63,7 @@ def test_attention_saves_q_k_v_its_output_and_the_log_sum_exp():
     del output
 
 
-def test_what_a_custom_function_saves_is_seen():
+def test_tensors_saved_by_a_custom_function_are_counted():
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -92,7 +92,7 @@ def test_the_backward_releases_everything_and_the_peak_remains():
     assert saved.bytes == 2 * X
 
 
-def test_micro_batches_one_after_the_other_do_not_add_up():
+def test_sequential_micro_batches_do_not_accumulate():
     with saved_for_backward() as saved:
         for _ in range(3):
             torch.randn(B, H, requires_grad=True).sin().sum().backward()
@@ -122,7 +122,7 @@ def test_an_exception_leaves_no_hook_behind():
     assert saved.bytes == before
 
 
-def test_a_freed_storage_counts_no_longer_and_again_when_it_is_restored():
+def test_a_resized_storage_is_uncounted_when_freed_and_counted_when_restored():
     x = torch.randn(B, H, requires_grad=True)
     before = torch.UntypedStorage.resize_
     with saved_for_backward() as saved:
@@ -142,7 +142,7 @@ def test_a_freed_storage_counts_no_longer_and_again_when_it_is_restored():
     torch.testing.assert_close(x.grad, (w * -x.sin().sin() * x.cos()).detach())
 
 
-def test_a_storage_that_nobody_saved_may_be_resized():
+def test_an_unsaved_storage_may_be_resized():
     x = torch.randn(B, H)
     with saved_for_backward() as saved:
         x.untyped_storage().resize_(0)
@@ -153,7 +153,7 @@ def new_block() -> nn.Sequential:
     return nn.Sequential(nn.Linear(H, H), nn.GELU(), nn.Linear(H, H), nn.GELU())
 
 
-def test_a_checkpoint_drops_what_it_computes_again():
+def test_activation_checkpointing_frees_recomputed_tensors():
     block = new_block()
     x = torch.randn(B, H, requires_grad=True)
     with saved_for_backward(block) as saved:
@@ -245,7 +245,7 @@ def test_only_the_innermost_hooks_decide():
         assert saved.live_bytes == saved.live_host_bytes == 0
 
 
-def test_a_key_to_a_table_counts_while_the_storage_lives_and_then_its_copy():
+def test_a_storage_packed_to_a_key_counts_until_freed_and_then_as_its_copy():
     """Hooks that return a number, copy at the end of a layer, and free or forget the tensor."""
     table: list[torch.Tensor] = []
 

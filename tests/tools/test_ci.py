@@ -53,14 +53,14 @@ def start(tmp_path):
     ],
     ids=["all pass", "a test fails", "the style fails", "the tests are killed"],
 )
-def test_the_summary_comes_last(start, test, others, status, ending):
+def test_the_summary_is_printed_last(start, test, others, status, ending):
     process = start(test, others)
     output = process.communicate(timeout=30)[0]
     assert process.returncode == status
     assert output.endswith(ending)
 
 
-def test_the_summary_comes_also_when_it_is_told_to_stop(start, tmp_path):
+def test_the_summary_is_printed_also_on_sigterm(start, tmp_path):
     process = start(f"echo running; touch {tmp_path}/started; sleep 60")
     while not (tmp_path / "started").exists():
         time.sleep(0.01)

@@ -143,7 +143,7 @@ def test_every_test_gets_its_own_outcome_on_two_ranks(checkout, tmp_path):
     assert "| total     | 5      | 3      | 2             | 1       | 1 " in text
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(checkout, tmp_path):
+def test_an_interrupted_run_resumes_where_it_stopped(checkout, tmp_path):
     results = tmp_path / "results.jsonl"
     done = {"world_size": 1, "file": "tests/unit_tests/test_fates.py"}
     with open(results, "w") as file:

@@ -109,6 +109,6 @@ def test_a_mutant_that_never_ends_is_killed(repository):
         (mutant("max(a, b)", "a", "test_elsewhere"), "there is no tests/test_code.py::test_else"),
     ],
 )
-def test_what_rots_is_named(repository, wrong, said):
+def test_outdated_mutants_are_named(repository, wrong, said):
     (fault,) = mutants.faults([wrong], repository)
     assert said in fault

@@ -255,7 +255,7 @@ def test_policies_of_recomputation_are_megatrons(results):
     assert found["all"] == ("full", "uniform", 1)
 
 
-def test_flags_without_effect_are_said_with_their_reasons():
+def test_flags_without_effect_are_reported_with_reasons():
     from mindspeed.training.legacy_flags import IGNORED, WHY, without_effect
 
     assert set(WHY) == set(IGNORED)
@@ -278,7 +278,7 @@ def test_a_dumped_recipe_repeats_the_run(results, ranks):
         assert dict(second["values"], config=None) == first
 
 
-def test_a_million_ranks_are_not_started_on_one_machine(monkeypatch):
+def test_too_many_ranks_on_one_machine_are_refused(monkeypatch):
     from mindspeed.device import host_memory
     from mindspeed.training.resolve_parallel import check_fits_here
 

@@ -53,14 +53,14 @@ def test_the_settings_are_the_trainers_flags(results):
     assert values["ignored_flags"][1].startswith("ZeRO stage 2 (in fp16 stage 1 is used; ")
 
 
-def test_what_is_wrong_is_named_with_its_place(results):
+def test_errors_name_the_key_and_its_location(results):
     contradiction = "--micro-batch-size 2 contradicts train_micro_batch_size_per_gpu 4 of "
     assert contradiction in results["contradiction"]["error"]
     assert "no json.json is no valid JSON, line 2: " in results["no json"]["error"]
     assert "zero_optimization.stage 7 must be from 0 to 3" in results["a stage"]["error"]
 
 
-def test_keys_that_nothing_here_does_are_refused(results):
+def test_unsupported_keys_are_refused(results):
     assert "train_micro_batch is not known here; did you mean" in results["unknown"]["error"]
     assert "fp16.enable is not known here; did you mean fp16.en" in results["unknown"]["error"]
     assert "optimizer has no effect here: set --optimizer" in results["optimizer"]["error"]

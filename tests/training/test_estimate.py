@@ -46,7 +46,7 @@ def test_activations_are_estimated_within_a_tenth(name, found):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("adapters")])
-def test_adapters_are_counted_to_the_last_entry(name, found):
+def test_adapter_parameters_are_counted_exactly(name, found):
     case = found[name]
     assert case["adapters"] > 0
     assert case["estimated adapters"] == (case["adapters"], 4 * case["adapters"])

@@ -27,7 +27,7 @@ def test_a_loss_that_is_not_finite_names_iteration_rank_and_micro_batch(ranks):
     assert "iteration 3, rank 0, micro-batch 2: the loss is nan" in result["error"]
 
 
-def test_a_step_with_such_a_loss_can_be_left_out_but_not_too_often(ranks, tmp_path):
+def test_a_step_with_non_finite_loss_can_be_skipped_a_limited_number_of_times(ranks, tmp_path):
     file = tmp_path / "metrics.jsonl"
     flags = [*PP2, "--max-skipped-nan-iterations", "1", "--metrics-file", str(file)]
     results = run(ranks, flags, fault.bad_loss_in_step, 2, 0)
@@ -89,7 +89,7 @@ def test_fp16_with_a_loss_that_is_never_finite_fails(iterations, ranks):
         ([(False, 1.0, 1.0)] * 8, "the gradients overflow at the smallest loss scale"),
     ],
 )
-def test_steps_are_skipped_for_some_time_but_not_for_ever(steps, said):
+def test_skipped_steps_are_limited(steps, said):
     def scale_of(value):
         return lambda: torch.tensor(value)
 

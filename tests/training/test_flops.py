@@ -44,7 +44,7 @@ def test_plain_mlp_has_two_matrices_and_every_head_its_key():
 
 
 @pytest.mark.parametrize("frequency, sparse", [(1, 4), (2, 2), ([0, 1, 1, 1], 3)])
-def test_experts_count_as_often_as_tokens_visit_them(frequency, sparse):
+def test_expert_flops_count_top_k_tokens(frequency, sparse):
     moe = {
         "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128,
         "moe_shared_expert_intermediate_size": 64, "moe_layer_freq": frequency,

@@ -49,7 +49,7 @@ def column(records, name):
 
 
 @pytest.mark.parametrize(("model", "flags"), [(MTP, ""), ("", LORA)], ids=["mtp", "lora"])
-def test_a_users_step_equal_to_the_default_gives_its_digits(run, model, flags):
+def test_a_user_step_equal_to_the_default_gives_equal_losses(run, model, flags):
     default, own = (run(2, step, f"{PP} {flags}", model) for step in (None, "sum"))
     names = ("lm_loss", "grad_norm", "validation_loss", *(["mtp_1 loss"] if model else []))
     for name in names:
@@ -146,7 +146,7 @@ def test_the_default_step_makes_schedule_plans():
     checked(forward_step, Namespace(**FLAGS | {"overlap_moe_expert_parallel_comm": True}), ())
 
 
-def test_what_is_collected_does_not_change_with_the_loss():
+def test_collected_outputs_do_not_depend_on_the_loss():
     loss = torch.full((1,), 6.0, requires_grad=True) * 1
     returned, _, collected = loss_of((loss, COUNT, {"lm loss": torch.tensor([6.0, 3.0])}))
     returned /= 3  # as Megatron's schedules do

@@ -175,7 +175,7 @@ def test_every_rank_of_a_group_gets_what_its_stage_needs(prefix, ranks):
         ("--vocab-size 100", "holds the id"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(prefix, ranks, flags, said):
+def test_unsupported_configurations_are_refused(prefix, ranks, flags, said):
     command = flags_for(prefix, flags)
     (result,) = ranks(1, train, command, setup=SETUP, backend=None, timeout=60)
     assert said in str(result["error"])

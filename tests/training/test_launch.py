@@ -53,7 +53,7 @@ def launch(tmp_path: Path, body: str, ranks: int = 4, program: str = RANK) -> su
     )
 
 
-def test_a_rank_that_raises_ends_all_and_its_error_is_the_only_one(tmp_path):
+def test_a_rank_that_raises_ends_all_ranks_and_only_its_error_is_shown(tmp_path):
     job = launch(tmp_path, 'if rank == 2: raise TrainingError("iteration 7: the loss is nan")')
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 1
@@ -62,7 +62,7 @@ def test_a_rank_that_raises_ends_all_and_its_error_is_the_only_one(tmp_path):
     assert "Traceback" not in output
 
 
-def test_a_rank_that_is_killed_ends_all_and_the_others_say_what_they_saw(tmp_path):
+def test_a_killed_rank_ends_all_ranks_and_the_others_report(tmp_path):
     job = launch(tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", ranks=3)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 128 + signal.SIGKILL
@@ -104,7 +104,7 @@ with stop_together("pretrain"):
         ),
     ],
 )
-def test_the_cause_is_shown_when_a_rank_dies_before_the_ranks_have_met(tmp_path, body, said):
+def test_the_cause_is_shown_when_a_rank_dies_before_rendezvous(tmp_path, body, said):
     job = launch(tmp_path, body, 3, EARLY)
     started = time.monotonic()
     output, _ = job.communicate(timeout=120)
@@ -161,7 +161,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_said_not_to_answer(tmp_path):
+def test_a_stopped_rank_is_reported_as_unresponsive(tmp_path):
     """By the launcher at once, by the other ranks when their collective times out."""
     timeout = "__import__('datetime').timedelta(seconds=8)"
     body = (
@@ -184,7 +184,7 @@ def test_a_stopped_rank_is_said_not_to_answer(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchruns_report_ends_with_our_line(tmp_path):
+def test_torchrun_report_ends_with_our_summary(tmp_path):
     body = "if rank == 1: raise MindSpeedError('--lr 0: at least 1e-9')"
     output, _ = (job := torchrun(tmp_path, body)).communicate(timeout=120)
     assert job.returncode == 1

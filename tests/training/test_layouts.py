@@ -189,7 +189,7 @@ DELAYED = f"{EXPERT_OVERLAP} --delay-wgrad-compute"
 
 
 @pytest.mark.slow
-def test_micro_batches_that_hide_expert_communication_train_like_one_after_the_other(one_rank):
+def test_overlapped_moe_micro_batches_train_like_sequential_ones(one_rank):
     reference = one_rank(MOE)
     experts = "--bf16 --expert-model-parallel-size 2"
     plain = reference.train(2, experts)

@@ -32,7 +32,7 @@ def leave(flags: list[str]) -> dict[str, float]:
     return seen
 
 
-def test_the_last_rank_leaves_first_without_readers(rank_pool):
+def test_ranks_exit_in_reverse_order_after_their_data_workers(rank_pool):
     flags = "--train-iters 2 --global-batch-size 6 --num-workers 2 --eval-iters 1 --eval-interval 1"
     ranks = rank_pool.run(3, leave, flags.split(), setup=SETUP, backend=None)
     assert [rank["readers"] for rank in ranks] == [6, 6, 6]  # two for each part of the data

@@ -79,7 +79,7 @@ def test_states_of_other_dtypes_resume_bit_for_bit(run, tmp_path, dtypes):
 
 
 @pytest.mark.parametrize("flags", ["", SHARDED], ids=["fp32", "distributed"])
-def test_a_rule_a_storage_and_a_wrapper_of_ones_own(ranks, tmp_path, flags):
+def test_a_custom_update_rule_state_storage_and_wrapper(ranks, tmp_path, flags):
     save = tmp_path / "save"
     constant = "--lr 1e-2 --lr-decay-style constant"
     words = f"{flags} {constant} --train-iters 4 --save {save} --save-interval 2".split()
@@ -126,6 +126,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_cannot_run_is_one_message(flags):
+def test_unsupported_optimizers_are_refused_with_one_message(flags):
     with pytest.raises(ConfigError, match=REFUSED[flags]):
         resolve(parse_with_recipe([*TINY, *flags.split()], build_parser()), world_size=1)

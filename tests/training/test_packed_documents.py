@@ -115,7 +115,7 @@ def test_a_thread_plans_the_next_micro_batch_while_one_is_trained(prefix, ranks)
         ("--reset-attention-mask --optimization-level 1", "needs --optimization-level 2"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(prefix, ranks, flags, said):
+def test_unsupported_configurations_are_refused(prefix, ranks, flags, said):
     world = 2 if CP in flags else 1
     results = ranks(world, train, flags_for(prefix, flags), setup=SETUP, backend=None, timeout=120)
     assert all(said in result["error"] for result in results), results

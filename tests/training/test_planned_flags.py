@@ -23,7 +23,7 @@ def rows():
     return [row for area in table["area"] for row in area["features"]]
 
 
-def test_the_flags_are_those_of_open_rows(rows):
+def test_planned_flags_are_those_of_the_feature_table(rows):
     done = {
         flag for row in rows if row.get("test") for flag in re.findall(r"--[\w-]+", row["flag"])
     }

@@ -41,7 +41,7 @@ from tests.training.command_line import range_report
         (Range(0, also=(math.inf,)), (math.inf, 0), (-math.inf, math.nan)),
     ],
 )
-def test_a_range_knows_what_lies_in_it(limits, inside, outside):
+def test_a_range_contains_its_values(limits, inside, outside):
     assert [limits.problem(value) for value in inside] == [None] * len(inside)
     assert all(limits.problem(value) for value in outside)
 
@@ -54,12 +54,12 @@ def test_a_problem_names_the_value_and_what_is_allowed():
 
 
 @pytest.mark.parametrize("text", ["", "x", "1.5", "nan", "inf", "1e400", "9" * 5000, "1e300"])
-def test_what_is_no_whole_number_is_refused(text):
+def test_non_integers_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
         whole(0)(text)
 
 
-def test_whole_numbers_may_have_an_exponent():
+def test_integers_may_have_an_exponent():
     assert [whole_number(text) for text in ("1000", "1_000", "1e6")] == [1000, 1000, 10**6]
     assert number()("1e-3") == 1e-3
 
@@ -103,7 +103,7 @@ def test_every_number_of_the_trainer_has_a_range_that_holds_its_default(report):
 
 
 @pytest.mark.parametrize("door", ["command line", "recipe", "Python"])
-def test_no_door_lets_a_number_out_of_its_range_through(door, report):
+def test_out_of_range_numbers_are_refused_from_every_source(door, report):
     assert report[door] == []
 
 

@@ -70,13 +70,13 @@ class TestJsonLines:
         found = [(r["iteration"], r["lm_loss"]) for r in records(path)]
         assert found == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.5), (5, 5.5), (6, 4.5)]
 
-    def test_a_whole_record_without_its_line_end_does_not_swallow_the_next(self, tmp_path):
+    def test_a_record_without_newline_does_not_swallow_the_next(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         path.write_text('{"iteration": 1}\n{"iteration": 2}')
         record_run(sinks.JsonLines(path, 2), [3])
         assert [r["iteration"] for r in records(path)] == [1, 3]
 
-    def test_a_loss_that_is_no_number_is_null_and_the_file_stays_json(self, tmp_path):
+    def test_a_nan_loss_is_written_as_null(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         sinks.JsonLines(path, 0).record(1, {"iteration": 1, "lm_loss": float("nan")}, "")
         assert records(path)[0]["lm_loss"] is None
@@ -89,14 +89,14 @@ class TestJsonLines:
 
 
 class TestTensorBoard:
-    def test_curves_have_the_names_of_megatron_lm(self, tmp_path):
+    def test_metrics_have_the_names_of_megatron_lm(self, tmp_path):
         sink = sinks.TensorBoard(settings(tensorboard_dir=str(tmp_path)), 0)
         sink.record(1, {"lm_loss": 2.0, "learning_rate": 0.1, "memory_gb": 1.0}, "")
         sink.record(1, {"validation_loss": 3.0, "validation_perplexity": 20.0}, "")
         assert sink.close() == f"tensorboard --logdir {tmp_path}"
         assert set(points(tmp_path)) == {"lm loss", "learning-rate", "lm loss validation"}
 
-    def test_flags_of_megatron_lm_choose_curves_and_points(self, tmp_path):
+    def test_megatron_lm_flags_select_metrics_and_intervals(self, tmp_path):
         sink = sinks.TensorBoard(
             settings(
                 tensorboard_dir=str(tmp_path),
@@ -188,7 +188,7 @@ class TestWeightsAndBiases:
         steps = [[step for step, _ in run.logged] for run in fake_wandb.runs]
         assert steps == [[1, 2, 3, 4, 5], [6, 6, 7], [8], [1]]
 
-    def test_without_a_network_a_key_is_not_enough(self, monkeypatch, fake_wandb):
+    def test_wandb_is_offline_without_network_despite_an_api_key(self, monkeypatch, fake_wandb):
         monkeypatch.setenv("WANDB_API_KEY", "k")
         assert sinks._wandb_mode("https://127.0.0.1:9", 0.5) == "offline"
         monkeypatch.setattr(
@@ -261,7 +261,7 @@ class Full:
         self.write("")
 
 
-def test_training_goes_on_when_the_disk_of_the_metrics_is_full(tmp_path, capsys):
+def test_training_continues_when_the_metrics_disk_is_full(tmp_path, capsys):
     _, kept = sinks.open_sinks(settings(metrics_file=str(tmp_path / "m.jsonl")), 0)
     kept.record(1, {"iteration": 1}, "one")
     kept._sink._file.close()

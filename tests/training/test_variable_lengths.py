@@ -57,7 +57,9 @@ def whole(run):
     ],
     ids=str,
 )
-def test_losses_are_those_of_whole_rows(run, whole, world, flags, boundaries, multiple):
+def test_losses_equal_those_of_full_length_sequences(
+    run, whole, world, flags, boundaries, multiple
+):
     ours, results = run(world, "--variable-seq-lengths", flags)
     assert len(ours) == len(whole) == 2
     for mine, other in zip(ours, whole, strict=True):
