@@ -130,7 +130,7 @@ def set_position_ids(position_ids: torch.Tensor) -> None:
     """Replace the positions of the current micro-batch, after ``get_batch_on_this_cp_rank``.
 
     Args:
-        position_ids: ``[tokens of this rank, b]``.
+        position_ids: int64 ``[tokens of this rank, b]``.
 
     Raises:
         ConfigError: No micro-batch was sharded, or it has another shape.

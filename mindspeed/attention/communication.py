@@ -54,7 +54,7 @@ class Exchange:
     to_owner: bool = False
 
     def receive_buffer(self) -> torch.Tensor:
-        """Uninitialised ``[received rows, width]``, source by source."""
+        """Uninitialised ``[received rows, width]``, source by source, in the dtype of ``rows``."""
         return self.rows.new_empty(sum(rows for _, rows in self.receives), self.rows.shape[1])
 
 

@@ -77,12 +77,12 @@ def backward(
     """Partial gradients of q ``[t_q, n, d]``, k ``[t_k, g, d]`` and v ``[t_k, g, d_v]``.
 
     Args:
-        dout: Gradient of the output ``[t_q, n, d_v]``.
+        dout: Gradient of the output ``[t_q, n, d_v]``, dtype of q.
         q: As in :func:`forward`.
         k: As in :func:`forward`.
         v: As in :func:`forward`.
         out: Final output of the queries, over all keys ``[t_q, n, d_v]``.
-        lse: Final log-sum-exp ``[t_q, n]``.
+        lse: Final log-sum-exp ``[t_q, n]``, fp32 (fp64 for fp64 inputs).
         batch: As in :func:`forward`.
         softmax: The object of the forward pass.
 

@@ -39,7 +39,7 @@ class PartialOutputs:
 
     @classmethod
     def empty(cls, q: torch.Tensor, value_size: int, fused: bool = False) -> PartialOutputs:
-        """No key seen yet; ``q`` is ``[t, n, d]``."""
+        """No key seen yet; ``q`` is ``[t, n, d]``, any floating dtype."""
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_zeros(*q.shape[:2], value_size, dtype=wide)
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
@@ -52,8 +52,8 @@ class PartialOutputs:
 
         Args:
             rows: The queries, r of them.
-            part: Partial output ``[r, n, d_v]``.
-            part_lse: Its log-sum-exp ``[r, n]``.
+            part: Partial output ``[r, n, d_v]``, any floating dtype.
+            part_lse: Its log-sum-exp ``[r, n]``, wide dtype.
             first: These rows have seen no key before.
         """
         if first:
@@ -83,7 +83,8 @@ class PartialOutputs:
 
         Args:
             exchange: By which the queries were sent.
-            received: Packed outputs and log-sum-exp ``[rows, columns]``, peer by peer.
+            received: Packed outputs and log-sum-exp ``[rows, columns]`` in the dtype of q, peer by
+                peer.
         """
         shapes = (self.out.shape[1:], self.q.dtype), (self.lse.shape[1:], self.lse.dtype)
         part, lse = unpack(received, *shapes)
@@ -93,7 +94,7 @@ class PartialOutputs:
             self.merge(index, *parts)
 
     def with_sink(self, sink: torch.Tensor | None) -> OutputAndLse:
-        """:func:`with_sink` of the merged output ``[t, n, d_v]``, for a sink ``[n]``."""
+        """:func:`with_sink` of the merged output ``[t, n, d_v]``, wide dtype; sink ``[n]``."""
         return with_sink(self.out, self.lse, sink)
 
 
@@ -118,9 +119,9 @@ def with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -
     """Add a key with a score and no value: only the denominator of the softmax grows.
 
     Args:
-        out: ``[t, n, d_v]``.
-        lse: ``[t, n]``.
-        sink: Scores ``[n]``; None for no such key.
+        out: ``[t, n, d_v]``, wide dtype.
+        lse: ``[t, n]``, wide dtype.
+        sink: Scores ``[n]``, any floating dtype; None for no such key.
     """
     if sink is None:
         return out, lse
@@ -169,7 +170,7 @@ class QueryGradients:
 
         Args:
             exchange: By which the queries were sent.
-            received: ``[rows, n * d]``, peer by peer.
+            received: ``[rows, n * d]``, any floating dtype, peer by peer.
         """
         peers = exchange.send_rows_by_peer
         parts = received.unflatten(1, self.q.shape[1:]).split([index.rows for index in peers])
@@ -198,14 +199,14 @@ class KVGradients:
         self._sums = {OWN: own}
 
     def of(self, buffer: int) -> torch.Tensor:
-        """The accumulated gradients of a buffer ``[rows, width]``."""
+        """The accumulated gradients of a buffer ``[rows, width]``, wide dtype."""
         if buffer not in self._sums:
             rows = self._rows[buffer]
             self._sums[buffer] = self._sums[OWN].new_zeros(rows, self.shape.width)
         return self._sums[buffer]
 
     def add(self, buffer: int, rows: RowIndex, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add ``dk`` ``[r, g, d]`` and ``dv`` ``[r, g, d_v]`` of some rows of a buffer."""
+        """Add ``dk`` ``[r, g, d]`` and ``dv`` ``[r, g, d_v]``, any dtype, to rows of a buffer."""
         if rows.as_slice is None:
             rows.add_to(self.of(buffer), torch.cat((dk.flatten(1), dv.flatten(1)), 1))
             return
@@ -221,7 +222,7 @@ class KVGradients:
         return exchange.send_rows.select(self._sums.pop(exchange.buffer)).to(self._dtype)
 
     def add_received(self, stage: RankStage, received: torch.Tensor) -> None:
-        """Add what other ranks sent after a stage, ``[rows, width]``."""
+        """Add gradients that other ranks sent after a stage, ``[rows, width]``, any dtype."""
         parts = received.split([index.rows for _, index in stage.dkv_targets])
         for (buffer, index), part in zip(stage.dkv_targets, parts, strict=True):
             index.add_to(self.of(buffer), part)

@@ -74,7 +74,7 @@ def cu_seqlens_of_tokens(tokens: torch.Tensor, eod: int) -> CuSeqlens:
     """``cu_seqlens`` with a boundary after each end-of-document token.
 
     Args:
-        tokens: ``[b, s]`` on the host.
+        tokens: int64 ``[b, s]`` on the host.
         eod: The end-of-document token, the last of its document.
     """
     return _with_samples(torch.nonzero(tokens.reshape(-1) == eod).flatten() + 1, tokens.shape)
@@ -164,7 +164,7 @@ def pack(
 
 
 def shard(tensor: torch.Tensor, batch: PackedBatch, rank: int) -> torch.Tensor:
-    """The tokens of a rank: ``[b, s]`` to ``[b, s / cp]``."""
+    """The tokens of a rank: ``[b, s]`` to ``[b, s / cp]``, any dtype."""
     if batch.sharding.ranks == 1:
         return tensor
     own = batch.rows(rank).to(tensor.device, non_blocking=True)

@@ -26,7 +26,7 @@ class PackedKVShape:
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor) -> PackedKVShape:
-        """From keys ``[t, g, d]`` and values ``[t, g, d_v]``."""
+        """From keys ``[t, g, d]`` and values ``[t, g, d_v]``, any dtype."""
         return cls(k.shape[1], k.shape[2], v.shape[2])
 
     @property
@@ -40,7 +40,7 @@ class PackedKVShape:
         return self.groups * (self.head_size + self.value_size)
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views ``[t, g, d]`` and ``[t, g, d_v]`` of ``[t, width]``."""
+        """Views ``[t, g, d]`` and ``[t, g, d_v]`` of ``[t, width]``, any dtype."""
         k, v = packed[:, : self.key_width], packed[:, self.key_width :]
         return k.unflatten(1, (self.groups, -1)), v.unflatten(1, (self.groups, -1))
 

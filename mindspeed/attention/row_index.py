@@ -45,7 +45,7 @@ class RowIndex:
         return any(a[1] > b[0] for a, b in itertools.pairwise(starts))
 
     def select(self, x: torch.Tensor) -> torch.Tensor:
-        """``[self.rows, ...]`` from ``[rows, ...]``; a view if the rows are contiguous."""
+        """``[self.rows, ...]`` from ``[rows, ...]``, any dtype; a view if contiguous."""
         where = self.as_slice
         return x.index_select(0, self.tensor(x.device)) if where is None else x[where]
 
@@ -57,7 +57,7 @@ class RowIndex:
             x[where] += part
 
     def copy_to(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        """Overwrite these rows of ``x`` with ``part`` ``[self.rows, ...]``, in place."""
+        """Overwrite these rows of ``x`` in place; ``part [self.rows, ...]`` has its dtype."""
         if (where := self.as_slice) is None:
             x.index_copy_(0, self.tensor(x.device), part)
         else:

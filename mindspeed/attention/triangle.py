@@ -69,11 +69,11 @@ class TriangleAttention(torch.nn.Module):
         """Attend causally.
 
         Args:
-            query_layer: Queries ``[b, n, s, d]``.
+            query_layer: Queries ``[b, n, s, d]``, any floating dtype.
             key_layer: Keys ``[b, n, s, d]``.
             value_layer: Values ``[b, n, s, d]``.
-            attention_mask: Broadcastable to ``[b, n, s, s]``, True is masked; None for causal. Keys
-                after a block are skipped even if it does not mask them.
+            attention_mask: bool, broadcastable to ``[b, n, s, s]``, True is masked; None for
+                causal. Keys after a block are skipped even if it does not mask them.
 
         Returns:
             ``[s, b, n * d]``.

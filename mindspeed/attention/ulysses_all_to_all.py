@@ -69,7 +69,7 @@ class HeadAllToAll:
         Key heads are repeated where the query heads of a rank use them unequally often.
 
         Args:
-            q: Queries ``[t, n, d]``.
+            q: Queries ``[t, n, d]``, any dtype; k and v have the same.
             k: Keys ``[t, g, d]``.
             v: Values ``[t, g, d_v]``.
             share: Query heads per key head; by default ``n / g``.
@@ -84,7 +84,10 @@ class HeadAllToAll:
         return q, k, v
 
     def repeated(self, heads: int, share: int, *keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``[T, g', d]`` with one key head per query head, where those are used unequally often."""
+        """Repeat key heads where query heads use them unequally often: one per query head.
+
+        ``keys`` are ``[T, g', d]`` of any dtype; the results ``[T, n', d]``, or the same tensors.
+        """
         first = self.key_heads(self.rank, heads, share).start
         used = [head // share - first for head in self.heads(self.rank, heads)]
         if len({used.count(group) for group in used}) <= 1:
@@ -99,8 +102,8 @@ class HeadAllToAll:
 
         Args:
             heads: Query heads, n.
-            k: Keys ``[t, g, d]``.
-            v: Values ``[t, g, d_v]``.
+            k: Keys ``[t, g, d]``, any dtype.
+            v: Values ``[t, g, d_v]``, dtype of k.
             policy: ``full`` for both, ``half`` for the keys only.
             share: As in :meth:`to_heads`.
 
@@ -122,7 +125,7 @@ class HeadAllToAll:
         return KVBeforeAllToAll(self, heads, share, k.detach(), values)
 
     def to_sequence(self, out: torch.Tensor, heads: int) -> torch.Tensor:
-        """From all rows and own heads ``[T, n', d_v]`` back to ``[t, n, d_v]``. Collective."""
+        """From all rows, own heads ``[T, n', d_v]`` to ``[t, n, d_v]``, any dtype. Collective."""
         return _ToSequence.apply(self, out, heads)  # type: ignore[no-any-return]
 
     def order(self) -> torch.Tensor:

@@ -39,7 +39,7 @@ def ulysses_attention(
     """Attend with heads sharded over the ranks of an all-to-all. Collective.
 
     Args:
-        q: This rank's queries ``[t, n, d]``, in the order of the sharding.
+        q: This rank's queries ``[t, n, d]``, in the order of the sharding; fp32, bf16 or fp16.
         k: This rank's keys ``[t, g, d]``.
         v: This rank's values ``[t, g, d_v]``.
         exchange: The all-to-all.
@@ -48,12 +48,12 @@ def ulysses_attention(
         rest: For the heads left over: a plan of the ranks of the all-to-all with its sharding.
         cache: Save ``full`` keys and values, or ``half`` of them (the keys), as they are before the
             all-to-all, see :meth:`HeadAllToAll.kv_cache`.
-        slopes: ALiBi slopes of all heads ``[n]``.
+        slopes: ALiBi slopes of all heads ``[n]``, fp32.
         sink: Scores of all heads ``[n]``.
         **options: Of :func:`context_parallel_attention`.
 
     Returns:
-        ``[t, n, d_v]``.
+        ``[t, n, d_v]`` in the dtype of q.
 
     Raises:
         ConfigError: The shardings differ, or the cache would save no memory.

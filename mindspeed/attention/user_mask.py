@@ -36,7 +36,8 @@ def as_mask(given: UserMask, size: int, sample: int = 0) -> Mask:
     """Convert the mask of one sample.
 
     Args:
-        given: One of the forms above; a mask is returned unchanged.
+        given: One of the forms above (tensors: bool ``[s, s]`` or integer ``[s, m, 2]``); a
+            mask is returned unchanged.
         size: Positions of the sample.
         sample: Its index in the batch, for messages.
 

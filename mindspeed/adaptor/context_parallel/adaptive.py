@@ -27,7 +27,7 @@ def adaptive_attn_context_parallel(
     whose keys follows from the mask.
 
     Args:
-        q: ``[s, b, n * d]``.
+        q: ``[s, b, n * d]``, fp32, bf16 or fp16; k and v have its dtype.
         k: ``[s, b, groups * d]``.
         v: ``[s, b, groups * d_v]``.
         n: Query heads.
@@ -37,7 +37,7 @@ def adaptive_attn_context_parallel(
         dropout_p: Probability of dropping a probability.
 
     Returns:
-        ``[s, b, n * d_v]``.
+        ``[s, b, n * d_v]`` in the dtype of q.
 
     Raises:
         ConfigError: A key is unknown, or a query sees no key.

@@ -68,12 +68,12 @@ def attend_flat(
     lengths: Sequence[int] | None = None,
     zigzag: bool,
 ) -> torch.Tensor:
-    """Attend over ``[s, b, n * d]``.
+    """Attend; the result is ``[s, b, n * d_v]`` in the dtype of q.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
+        q: Queries ``[s, b, n * d]``, fp32, bf16 or fp16; k and v have its dtype.
+        k: Keys ``[s, b, groups * d]``.
+        v: Values ``[s, b, groups * d_v]``.
         n: Query heads.
         cp_para: The original's dictionary.
         strategy: The algorithm.

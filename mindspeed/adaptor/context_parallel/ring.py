@@ -29,7 +29,7 @@ def ringattn_context_parallel(
     packed); without, the r-th part. ``cp_inner_ranks`` are the window of a double ring.
 
     Args:
-        q: ``[s, b, n * d]``.
+        q: ``[s, b, n * d]``, fp32, bf16 or fp16; k and v have its dtype.
         k: ``[s, b, groups * d]``.
         v: ``[s, b, groups * d_v]``.
         n: Query heads.
@@ -41,7 +41,7 @@ def ringattn_context_parallel(
         shapes: Tokens of each rank where they differ (not with ``causal``).
 
     Returns:
-        ``[s, b, n * d_v]``.
+        ``[s, b, n * d_v]`` in the dtype of q.
 
     Raises:
         ConfigError: A key is unknown, or sizes do not fit.

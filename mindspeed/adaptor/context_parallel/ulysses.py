@@ -83,7 +83,11 @@ class UlyssesContextAttention(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend; ``[s, b, n, d]`` of this rank, the result ``[s, b, n * d_v]``. Collective."""
+        """Attend. Collective.
+
+        Query, key and value are ``[s, b, n, d]`` of this rank, fp32, bf16 or fp16; the result is
+        ``[s, b, n * d_v]`` in the dtype of the query.
+        """
         rows, samples, heads = query.shape[:3]
         lengths = self._lengths(rows, self.gather_size_calculator.calculate(*args, **kwargs))
         layout = contiguous_parts(lengths, samples).sharding
@@ -117,7 +121,7 @@ def ulyssesattn_context_parallel(
     """Attend after an all-to-all from sequence to head shards. Collective.
 
     Args:
-        query: ``[s, b, n, d]``: rank r has the r-th part of the sequence.
+        query: ``[s, b, n, d]``: rank r has the r-th part of the sequence; any floating dtype.
         key: ``[s, b, groups, d]``.
         value: ``[s, b, groups, d_v]``.
         attn_para: ``scale``, ``keep_prob``, ``attention_mask`` (True is hidden), ``sparse_mode``
@@ -125,7 +129,7 @@ def ulyssesattn_context_parallel(
         ulysses_comm_para: ``spg``, the ranks that share the sequence, and ``cache_policy``.
 
     Returns:
-        ``[s, b, n * d_v]``.
+        ``[s, b, n * d_v]`` in the dtype of the query.
 
     Raises:
         ConfigError: The mode is unknown.

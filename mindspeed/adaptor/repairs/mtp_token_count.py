@@ -45,7 +45,8 @@ def mean_count(mask: torch.Tensor, cp_group: Any) -> torch.Tensor:
     """The sum of a loss mask over the sequence, divided by the ranks that share it.
 
     Args:
-        mask: ``[b, s / ranks]``. Integer tensors are tokens or positions, whose sum is not used.
+        mask: ``[b, s / ranks]``, floating dtype. Integer tensors are tokens or positions, whose sum
+            is not used.
         cp_group: The ranks that share the sequence; None for one rank.
     """
     total = mask.sum()
