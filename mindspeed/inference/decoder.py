@@ -77,7 +77,10 @@ class Decoder:
         return None if output is None else output[:, -1]
 
     def all_positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """As a call, but logits ``[b, s, v]`` after every token. Not with ``recompute``."""
+        """As a call with int64 ``tokens [b, s]``, but logits ``[b, s, v]`` after every token.
+
+        Not with ``recompute``.
+        """
         self._context.materialize_only_last_token_logits = False  # type: ignore[union-attr]
         try:
             return self._append(tokens)

@@ -167,9 +167,10 @@ class GPTModel(MegatronGPTModel):
         """Continue one or several prompts.
 
         Args:
-            input_ids: A text, a list of texts, token ids, lists of them, or a tensor ``[s]`` or
+            input_ids: A text, a list of texts, token ids, lists of them, or an integer
+                tensor ``[s]`` or ``[b, s]``.
+            attention_mask: bool or integer ``[b, s]``, 0 at left padding; only with a tensor
                 ``[b, s]``.
-            attention_mask: ``[b, s]``, 0 at left padding; only with a tensor ``[b, s]``.
             do_sample: Sample tokens; otherwise greedy decoding or beam search.
             top_k: Sample from the ``top_k`` most likely tokens; 0 keeps all.
             top_p: Sample from the smallest set of tokens whose probabilities sum to this.

@@ -74,7 +74,8 @@ class ModelParallelGroups:
             stage: Calls the model.
 
         Returns:
-            The output of the last stage; None on other stages.
+            The output of the last stage; None on other stages. Hidden states have the dtype of the
+            pipeline, or of the parameters.
         """
         dtype = model.config.pipeline_dtype or model.config.params_dtype
         if not self.is_first_stage:

@@ -145,7 +145,10 @@ def process_logits(
 def filter_top_k_top_p(
     scores: torch.Tensor, options: SamplingOptions, at_least: int = 1
 ) -> torch.Tensor:
-    """Set scores ``[b, v]`` outside ``top_k`` and ``top_p`` to -inf; keep ``at_least`` tokens."""
+    """Set scores ``[b, v]`` outside ``top_k`` and ``top_p`` to -inf; keep ``at_least`` tokens.
+
+    The result has the dtype of ``scores``, a floating one.
+    """
     top_k = max(options.top_k, at_least) if options.top_k else 0
     if 0 < top_k < scores.shape[-1]:
         smallest_kept = scores.topk(top_k).values[:, -1:]

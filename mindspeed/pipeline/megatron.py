@@ -40,7 +40,7 @@ class NoopTransformerLayer(MegatronModule, BaseTransformerLayer):
     def forward(
         self, hidden_states: torch.Tensor, *_: Any, context: Any = None, **__: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Returns the hidden states ``[s, b, h]`` and the cross-attention context unchanged."""
+        """Returns hidden states ``[s, b, h]`` of any dtype and the cross-attention context."""
         return (hidden_states.clone() if self._copies else hidden_states), context
 
     def extra_repr(self) -> str:

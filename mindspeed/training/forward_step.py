@@ -154,7 +154,7 @@ def checked(forward_step: ForwardStep, args: Any, reserved: Collection[str]) -> 
 
 
 def sum_reports(losses: Sequence[MicroBatchLoss]) -> Reports:
-    """Reports of one step on this rank: name -> [2], fp32.
+    """Reports of one step on this rank: name -> ``[2]``, fp32.
 
     Raises:
         TrainingError: the micro-batches have reports of different names.

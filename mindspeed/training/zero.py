@@ -171,7 +171,7 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's shard of a parameter's gradient, in any ZeRO stage.
 
     Args:
-        parameter: Any shape; a DTensor in stages 2 and 3.
+        parameter: Any shape and dtype; a DTensor in stages 2 and 3.
 
     Returns:
         ``main_grad``, else ``grad``: the parameter's shape, in stages 2 and 3 this rank's
