@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,16 @@ import pytest
 import torch
 
 from mindspeed.testing import RankPool
+from tests.support.lazy import HEAVY
+
+
+def pytest_collection_finish() -> None:
+    """Refuse files of tests that import heavy packages when they are collected."""
+    if found := [name for name in HEAVY if name in sys.modules]:
+        raise pytest.UsageError(
+            f"collecting the tests imported {', '.join(found)}: take tests.support.lazy.Lazy, or "
+            "import in the test; `python -X importtime -m pytest -s --collect-only` shows who"
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,7 +16,7 @@ from mindspeed.ops.catalog import operators
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ops.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
-from ops_peers import PEERS  # noqa: E402
+from ops_peers import PEERS
 
 OPERATORS = {one.name: one for one in operators()}
 

@@ -14,17 +14,23 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core", "transformers")
 
 from safetensors.torch import load_file, save_file
 
-from mindspeed.checkpoint.weights.convert import Target, convert, open_weights, verify
 from mindspeed.device import track_memory
 from mindspeed.errors import CheckpointError, ConfigError, SecurityError
 from mindspeed.models.parallel_sizes import ParallelSizes
 from tests.checkpoint import hf_ranks
 from tests.support.tiny import CASES
+
+Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
+convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
+open_weights = Lazy("mindspeed.checkpoint.weights.convert", "open_weights")
+verify = Lazy("mindspeed.checkpoint.weights.convert", "verify")
+
 
 SETUP = "tests.support.warm"
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import needs
+
+needs("megatron.core")
 
 from mindspeed.cli.main import main
 from mindspeed.errors import DamagedCheckpoint

@@ -13,19 +13,25 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core", "transformers")
 
 from safetensors.torch import load_file, save_file
 
-from mindspeed.checkpoint.find import latest, saved_args
-from mindspeed.checkpoint.weights.convert import Target, convert
-from mindspeed.checkpoint.weights.hugging_face import HFWeights, family_like
-from mindspeed.checkpoint.weights.torch_dist import TorchDistWeights
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models.hf_reader import HFReader
 from tests.checkpoint import hf_ranks
 from tests.support.tiny import CASES, batch
+
+latest = Lazy("mindspeed.checkpoint.find", "latest")
+saved_args = Lazy("mindspeed.checkpoint.find", "saved_args")
+Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
+convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
+HFWeights = Lazy("mindspeed.checkpoint.weights.hugging_face", "HFWeights")
+family_like = Lazy("mindspeed.checkpoint.weights.hugging_face", "family_like")
+TorchDistWeights = Lazy("mindspeed.checkpoint.weights.torch_dist", "TorchDistWeights")
+
 
 SETUP = "tests.support.warm"
 TP = "--tensor-model-parallel-size=2"

@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core", "transformers")
 
 from safetensors.torch import load_file
 
-from mindspeed.checkpoint.weights.convert import Target, convert, open_weights
 from tests.checkpoint import hf_ranks
 from tests.support.tiny import CASES
+
+Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
+convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
+open_weights = Lazy("mindspeed.checkpoint.weights.convert", "open_weights")
+
 
 SETUP = "tests.support.warm"
 SCRIPTS = Path(__file__).parents[2] / "tools" / "ckpt_convert"

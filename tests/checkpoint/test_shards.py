@@ -14,9 +14,10 @@ from mindspeed.storage.global_tensors import GlobalTensors
 from mindspeed.testing.ranks import RankError
 from tests.checkpoint.shards_ranks import refusals
 from tests.support import fault
+from tests.support.lazy import needs
 from tests.support.trainer_job import SETUP, metrics, train
 
-pytest.importorskip("einops")
+needs("einops")
 
 SMALL = ["--num-layers", "2", "--train-iters", "4"]
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--dataloader-type", "cyclic"]

@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import needs
+
+needs("megatron.core")
 
 from mindspeed.cli import evaluate
 from mindspeed.cli.inference_flags import command_line

@@ -9,8 +9,11 @@ import torch
 
 from mindspeed.cli import verify
 from mindspeed.errors import ConfigError, DataError
+from tests.support.lazy import Lazy, needs
 
-transformers = pytest.importorskip("transformers")
+needs("transformers")
+
+transformers = Lazy("transformers")
 
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
 

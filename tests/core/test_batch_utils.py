@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mindspeed.errors import ConfigError
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 
 def cut_and_move() -> dict[str, Any]:

@@ -7,23 +7,24 @@ import pickle
 import numpy as np
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core")
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.datasets.utils import Split
 
 from mindspeed.data import packing
-from mindspeed.data.instruction_dataset import (
-    InstructionConfig,
-    InstructionDataset,
-    InstructionFiles,
-    part_prefixes,
-)
 from mindspeed.errors import DataError
+
+IndexedDatasetBuilder = Lazy("megatron.core.datasets.indexed_dataset", "IndexedDatasetBuilder")
+Split = Lazy("megatron.core.datasets.utils", "Split")
+InstructionConfig = Lazy("mindspeed.data.instruction_dataset", "InstructionConfig")
+InstructionDataset = Lazy("mindspeed.data.instruction_dataset", "InstructionDataset")
+InstructionFiles = Lazy("mindspeed.data.instruction_dataset", "InstructionFiles")
+part_prefixes = Lazy("mindspeed.data.instruction_dataset", "part_prefixes")
+
 
 ROOM = 1024
 
@@ -138,6 +139,12 @@ def test_packed_rows_hold_whole_samples_once_each_with_their_own_positions(tmp_p
 
 def blended(folder: str) -> tuple[int, list[int], list[int]]:
     """First tokens of what a builder makes of two data sets; on a rank."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+
+    from mindspeed.data.instruction_dataset import InstructionDataset
+
     prefixes = [f"{folder}/a", f"{folder}/b"]
     config = InstructionConfig(
         random_seed=1,

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import Lazy, needs
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+needs("megatron.core")
+
 
 from mindspeed.data import file_formats
 from mindspeed.data import preprocess as module
@@ -25,6 +26,9 @@ from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
 from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer, train_bpe
 from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
+
+IndexedDataset = Lazy("megatron.core.datasets.indexed_dataset", "IndexedDataset")
+
 
 RECORDS = [
     {"text": f"document {i} " + "lorem ipsum " * (i % 7), "title": f"t{i}"} for i in range(200)

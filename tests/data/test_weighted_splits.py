@@ -5,16 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import Lazy, needs
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+needs("megatron.core")
 
-from mindspeed.data.megatron import WeightedSplitBuilder
+
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.data.weighted_splits import WeightedSplit, parse
 from mindspeed.errors import ConfigError
+
+GPTDatasetConfig = Lazy("megatron.core.datasets.gpt_dataset", "GPTDatasetConfig")
+IndexedDatasetBuilder = Lazy("megatron.core.datasets.indexed_dataset", "IndexedDatasetBuilder")
+WeightedSplitBuilder = Lazy("mindspeed.data.megatron", "WeightedSplitBuilder")
+
 
 DOCUMENTS, LENGTH = 40, 8
 
@@ -29,6 +33,8 @@ def write(prefix: str, first: int) -> None:
 
 def read(folder, train: str, valid: str) -> list[list[int]]:
     """The documents that samples of training and validation come from."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
     parts = [parse("--x", [train]), parse("--x", [valid]), None]
     blends = [some and ([p.prefix for p in some], [p.weight for p in some]) for some in parts]
     config = GPTDatasetConfig(

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
-pytest.importorskip("matplotlib")
+from tests.support.lazy import needs
+
+needs("megatron.core", "tokenizers", "transformers", "matplotlib")
 
 from tests.support import commands_job
 

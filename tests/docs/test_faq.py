@@ -13,8 +13,11 @@ import torch
 from torch.utils.file_baton import FileBaton
 
 from tests.docs import faq_ranks
+from tests.support.lazy import Lazy, needs
 
-helpers = pytest.importorskip("megatron.core.datasets.helpers")
+needs("megatron.core")
+
+helpers = Lazy("megatron.core.datasets.helpers")
 
 
 def sample_index(sizes: list[int], length: int, epochs: int) -> list[list[int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("lm_eval")
+from tests.support.lazy import needs
+
+needs("megatron.core", "lm_eval")
 
 from tests.support import lm_eval_ranks
 from tests.support.lm_eval_ranks import QUESTIONS, TASKS

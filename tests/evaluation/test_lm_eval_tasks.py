@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lm_eval")
+from tests.support.lazy import Lazy, needs
 
-import lm_eval.tasks
-from lm_eval.tasks import TaskManager
-from lm_eval.tasks._factory import TaskFactory
+needs("lm_eval")
+
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.evaluation.lm_eval_datasets import read_splits
-from mindspeed.evaluation.lm_eval_tasks import LocalTasks
 from tests.support.fabricated import WRITERS, write_json_lines
+
+LocalTasks = Lazy("mindspeed.evaluation.lm_eval_tasks", "LocalTasks")
 
 PUBLISHED = {  # what a task of the harness says, and how many rows each split has
     "boolq": ("aps/super_glue", "boolq", {"validation": 10, "train": 10}),
@@ -155,6 +155,9 @@ def test_missing_inputs_are_reported_before_a_model_is_loaded(tasks, tmp_path):
 
 def test_the_private_methods_that_are_overridden_are_still_there():
     """A new version of the harness that moves them fails here first."""
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._factory import TaskFactory
+
     build = inspect.signature(TaskFactory._build_task)
     assert list(build.parameters) == ["self", "entry", "overrides"]
     full = inspect.signature(TaskFactory._load_full_config)
@@ -164,6 +167,8 @@ def test_the_private_methods_that_are_overridden_are_still_there():
 
 
 def test_human_eval_runs_in_our_limited_children(tmp_path):
+    import lm_eval.tasks
+
     WRITERS["human_eval"](tmp_path / "human_eval")
     folder = Path(lm_eval.tasks.__file__).parent / "humaneval"
     manager = LocalTasks(tmp_path, [folder], defaults=False)

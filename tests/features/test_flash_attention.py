@@ -9,8 +9,9 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.te.flash import copied
 from tests.features import flash_ranks, fused_ranks
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 ON = {"use_flash_attn": True}

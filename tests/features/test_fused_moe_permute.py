@@ -7,8 +7,9 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from tests.features import fused_ranks, moe_ranks
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 ON = {"use_fused_moe_token_permute_and_unpermute": True}

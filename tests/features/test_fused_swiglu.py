@@ -8,8 +8,9 @@ import torch
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from tests.features import fused_ranks
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 ON = {"use_fused_swiglu": True}

@@ -9,8 +9,9 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.te.fused_experts import as_one
 from tests.features import fused_ranks, moe_ranks
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 ON = {"moe_grouped_gemm": True}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 
 from tests.features import layer_ranks
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 

@@ -9,8 +9,9 @@ import torch
 
 from mindspeed.features.registry import resolve
 from tests.features import softmax_ranks
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 

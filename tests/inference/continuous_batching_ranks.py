@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mindspeed.inference.continuous_batching import ContinuousBatcher
-from mindspeed.inference.load import Source, load_model
 from mindspeed.inference.sampling import SamplingOptions
-from mindspeed.inference.text_generator import TextGenerator
+from tests.support.lazy import Lazy
 from tests.support.tiny import CASES
+
+ContinuousBatcher = Lazy("mindspeed.inference.continuous_batching", "ContinuousBatcher")
+Source = Lazy("mindspeed.inference.load", "Source")
+load_model = Lazy("mindspeed.inference.load", "load_model")
+TextGenerator = Lazy("mindspeed.inference.text_generator", "TextGenerator")
+
 
 # Prompts of different lengths, longer than the sliding window; each is added before this step.
 REQUESTS: list[tuple[int, list[list[int]], SamplingOptions]] = [

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed.inference.beam_search import beam_search
-from mindspeed.inference.decoder import Decoder
-from mindspeed.inference.generate import ModelParallelGroups, decode_steps, generate
-from mindspeed.inference.load import Source, load_model
 from mindspeed.inference.sampling import SamplingOptions
+from tests.support.lazy import Lazy
 from tests.support.tiny import VOCAB
+
+beam_search = Lazy("mindspeed.inference.beam_search", "beam_search")
+Decoder = Lazy("mindspeed.inference.decoder", "Decoder")
+ModelParallelGroups = Lazy("mindspeed.inference.generate", "ModelParallelGroups")
+decode_steps = Lazy("mindspeed.inference.generate", "decode_steps")
+generate = Lazy("mindspeed.inference.generate", "generate")
+Source = Lazy("mindspeed.inference.load", "Source")
+load_model = Lazy("mindspeed.inference.load", "load_model")
 
 
 def generated(folder: str, layout: tuple[int, int], prompts: Any, jobs: Any) -> list[Any]:

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import needs
+
+needs("megatron.core", "transformers")
 
 from tests.inference import chat_ranks, tiny_chat
 

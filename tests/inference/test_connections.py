@@ -11,7 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-pytest.importorskip("fastapi")
+from tests.support.lazy import needs
+
+needs("fastapi")
 
 import uvicorn
 

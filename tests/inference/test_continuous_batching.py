@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import needs
+
+needs("megatron.core", "transformers")
 
 from tests.inference import continuous_batching_ranks
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import needs
+
+needs("megatron.core", "transformers")
 
 from tests.inference import family_ranks
 from tests.inference.family_ranks import GREEDY

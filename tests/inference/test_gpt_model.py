@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import Lazy, needs
 
-import transformers
+needs("megatron.core", "transformers")
+
 
 from mindspeed.testing.ranks import RankError
 from tests.inference import gpt_model_ranks, tiny_chat
+
+transformers = Lazy("transformers")
+
 
 SETUP = "tests.support.warm"
 TEXTS = ["the cat sat", "user: hello there, how are you", "猫"]

@@ -10,7 +10,9 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core")
 
 from mindspeed import recipes
 from mindspeed.cli.inference_flags import command_line
@@ -18,7 +20,10 @@ from mindspeed.data.preprocess import PreprocessOptions, preprocess
 from mindspeed.data.tokenizer import save_tokenizer, train_bpe
 from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import CheckpointError, ConfigError, DataError
-from mindspeed.inference.load import Source, resolve_source
+
+Source = Lazy("mindspeed.inference.load", "Source")
+resolve_source = Lazy("mindspeed.inference.load", "resolve_source")
+
 
 PROMPT = "the cat"
 

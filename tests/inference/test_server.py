@@ -13,13 +13,16 @@ import urllib.request
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("fastapi")
+from tests.support.lazy import Lazy, needs
 
-import transformers
+needs("megatron.core", "fastapi")
+
 
 from mindspeed.cli.main import main
 from tests.inference import server_ranks, tiny_chat
+
+transformers = Lazy("transformers")
+
 
 SETUP = "tests.support.warm"
 

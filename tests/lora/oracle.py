@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import torch.nn.functional as F
-import transformers as hf
 
 from tests.lora.lora_ranks import VOCAB, batch
+from tests.support.lazy import Lazy
+
+peft = Lazy("peft")
+hf = Lazy("transformers")
+
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

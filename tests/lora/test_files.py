@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 
-import peft
 import pytest
 import torch
-import transformers as hf
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.lora import LoraConfig, is_adapter
 from mindspeed.lora.load import config_of
 from tests.lora import lora_ranks, oracle
+from tests.support.lazy import Lazy
+
+peft = Lazy("peft")
+hf = Lazy("transformers")
+
 
 SETUP = "tests.support.warm"
 SEED_NAMES = ("query_key_value", "dense", "gate_proj", "dense_h_to_4h", "dense_4h_to_h")

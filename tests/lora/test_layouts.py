@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("peft")
+from tests.support.lazy import needs
+
+needs("megatron.core", "peft")
 
 from safetensors.torch import load_file
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import needs
+
+needs("megatron.core")
 
 from mindspeed.lora import LoraConfig
 from mindspeed.lora.attach import _draw

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-import peft as real_peft
 import pytest
 import torch
-import transformers as hf
 from safetensors.torch import load_file
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core")
 
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import LoraConfig, peft, peft_write
@@ -18,6 +18,10 @@ from mindspeed.lora.hf_names import table_of, whole_parts
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import Shape
 from tests.lora import oracle
+
+real_peft = Lazy("peft")
+hf = Lazy("transformers")
+
 
 SIZES = {"hidden": 32, "ffn": 48, "vocab": 99, "padded_vocab": 99, "head": 8, "query": 32}
 SIZES |= {"key": 32, "qkv": 96, "fc1": 96, "mtp": 0, "two_hidden": 64, "positions": 64}

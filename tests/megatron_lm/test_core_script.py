@@ -15,9 +15,10 @@ import torch
 
 from mindspeed.testing import RankError
 from tests.megatron_lm import core_job
+from tests.support.lazy import needs
 from tests.support.megatron_lm_figures import LAYOUTS, as_printed
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 SCRIPT = Path(__file__).with_name("core_script.py")
 ADAPTOR_LINE = "import mindspeed.megatron_adaptor\n"

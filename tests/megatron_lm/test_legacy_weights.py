@@ -13,11 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mindspeed.checkpoint.weights.convert import Target, convert, open_weights
 from mindspeed.models.parallel_sizes import ParallelSizes
 from tests.megatron_lm import weights_ranks
 from tests.megatron_lm.launch import pretrain
+from tests.support.lazy import Lazy
 from tests.support.tiny import CASES
+
+Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
+convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
+open_weights = Lazy("mindspeed.checkpoint.weights.convert", "open_weights")
+
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
 

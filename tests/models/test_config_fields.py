@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import Lazy, needs
 
-import transformers
+needs("megatron.core", "transformers")
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +20,9 @@ from mindspeed.models.config_fields import FIELDS, ROPE
 from mindspeed.models.families import FAMILIES, family_of_config
 from mindspeed.models.presets import model_flags, presets
 from tests.support.tiny import CASES, SIZES, batch
+
+transformers = Lazy("transformers")
+
 
 CLASSES = {name: family for name, family in FAMILIES.items() if family.in_transformers}
 TINY = {

@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import Lazy, needs
 
-import transformers
+needs("megatron.core", "transformers")
+
 from safetensors.torch import load_file, save_file
 
-from mindspeed.checkpoint.weights.hugging_face import HFWeights
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models.presets import model_flags
 from tests.models import model_ranks
 from tests.support.tiny import _YARN, CASES, SIZES, Case, batch
+
+HFWeights = Lazy("mindspeed.checkpoint.weights.hugging_face", "HFWeights")
+transformers = Lazy("transformers")
+
 
 SETUP = "tests.support.warm"
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}

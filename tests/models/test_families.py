@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import needs
+
+needs("megatron.core", "transformers")
 
 from mindspeed.models.families import family_of_config
 from mindspeed.models.shape import shape_of

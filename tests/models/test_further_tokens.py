@@ -8,21 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core", "transformers")
 
 from safetensors.torch import load_file
 
-from mindspeed.checkpoint.weights.convert import Target, convert, open_weights, verify
 from mindspeed.errors import CheckpointError
 from mindspeed.models.parallel_sizes import ParallelSizes
 from tests.models import model_ranks
-from tests.models.further_tokens import CASE, COPIES, FACTOR
 from tests.models.test_families import TOLERANCE, assembled
 from tests.support.tiny import VOCAB
 
+Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
+convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
+open_weights = Lazy("mindspeed.checkpoint.weights.convert", "open_weights")
+verify = Lazy("mindspeed.checkpoint.weights.convert", "verify")
+further_tokens = Lazy("tests.models.further_tokens")
+
+
 SETUP = "tests.support.warm"
-MTP = ("--mtp-num-layers=1", f"--mtp-loss-scaling-factor={FACTOR}")
+MTP = ("--mtp-num-layers=1", "--mtp-loss-scaling-factor=0.3")
 TP_SP = ("--tensor-model-parallel-size=2", "--sequence-parallel")
 PP = ("--pipeline-model-parallel-size=2", "--decoder-first-pipeline-num-layers=1")
 EP = ("--expert-model-parallel-size=2",)
@@ -32,9 +38,10 @@ LOCAL = ("--transformer-impl=local",)
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
     """Directory of the tiny model, and what the formulas give."""
-    folder, model = tmp_path_factory.mktemp("deepseek"), CASE.model()
-    CASE.save(model, folder)
-    return str(folder), CASE.truth(model, tmp_path_factory.mktemp("gradients"))
+    assert MTP[1].endswith(f"={further_tokens.FACTOR}")
+    folder, model = tmp_path_factory.mktemp("deepseek"), further_tokens.CASE.model()
+    further_tokens.CASE.save(model, folder)
+    return str(folder), further_tokens.CASE.truth(model, tmp_path_factory.mktemp("gradients"))
 
 
 def files(folder):
@@ -161,7 +168,7 @@ def test_more_layers_than_there_are_and_copies_that_differ_are_refused(oracle, t
         open_weights(oracle[0], mtp_num_layers=2)
     from safetensors.torch import save_file
 
-    for copy, name in COPIES.items():
+    for copy, name in further_tokens.COPIES.items():
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(Path(oracle[0], "config.json").read_text())

@@ -6,13 +6,17 @@ import dataclasses
 
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core")
 
 from mindspeed.models.model_config import ModelConfig
 from mindspeed.models.presets import presets
 from mindspeed.training.arguments import build_parser
 from mindspeed.training.recipe import flag_words
-from mindspeed.training.resolve import resolve
+
+resolve = Lazy("mindspeed.training.resolve", "resolve")
+
 
 RUN = ["--lr=1", "--train-iters=1", "--mock-data", "--tokenizer-type=NullTokenizer"]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import needs
+
+needs("megatron.core")
 
 from mindspeed.errors import ConfigError
 from mindspeed.models.parallel_sizes import ParallelSizes, shard, shard_shape, unshard

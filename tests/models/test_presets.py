@@ -6,7 +6,9 @@ import math
 
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core")
 
 from mindspeed.errors import ConfigError
 from mindspeed.models.families import FAMILIES, family_of_args, family_of_config
@@ -15,7 +17,9 @@ from mindspeed.models.shape import shape_of
 from mindspeed.models.table import parameters
 from mindspeed.training.arguments import build_parser
 from mindspeed.training.recipe import dump, flag_words, parse_with_recipe
-from mindspeed.training.resolve import resolve
+
+resolve = Lazy("mindspeed.training.resolve", "resolve")
+
 
 # Billions of parameters as the models' own cards and papers give them.
 PUBLISHED = {

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.npu_emulator import training_jobs as jobs
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 MOE = (

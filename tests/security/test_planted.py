@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("transformers")
+from tests.support.lazy import needs
+
+needs("megatron.core", "transformers")
 
 from tests.security import planted_jobs as jobs
 from tests.support.forked import run_all

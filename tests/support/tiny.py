@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers as hf
 from safetensors.torch import load_file, save_file
+
+from tests.support.lazy import Lazy
+
+hf = Lazy("transformers")
+
 
 VOCAB, LENGTH, BATCH = 99, 16, 2
 SIZES = {

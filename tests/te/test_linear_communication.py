@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.lazy import needs
 from tests.te import linear_ranks
 from tests.te.linear_ranks import SCALE, Case
 
-pytest.importorskip("megatron.core")
+needs("megatron.core")
 
 SETUP = "tests.support.warm"
 KERNELS = {

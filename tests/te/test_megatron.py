@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.support import gpt_ranks
+from tests.support.lazy import needs
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.testing import RankError
+from tests.support.lazy import needs
 from tests.te import checkpoint_ranks
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 
 @pytest.mark.parametrize("name", checkpoint_ranks.OPTIONS)

@@ -7,9 +7,10 @@ import torch
 
 from mindspeed.te.attention import own_value
 from tests.support import gpt_ranks
+from tests.support.lazy import needs
 from tests.te import saved_ranks
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+needs("megatron.core")
 
 ROW = 4 * gpt_ranks.SEQUENCE * gpt_ranks.BATCH  # bytes of one fp32 channel
 LAYERS, HEAD = 2, 8

@@ -12,7 +12,7 @@ pytest.importorskip("tomllib")  # Python 3.11
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import mutants  # noqa: E402
+import mutants
 
 ROOMS = """
 adaptor attention cli data device evaluation files inference lora models ops profiling security

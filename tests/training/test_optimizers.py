@@ -7,9 +7,12 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.training.arguments import build_parser
 from mindspeed.training.recipe import parse_with_recipe
-from mindspeed.training.resolve import resolve
+from tests.support.lazy import Lazy
 from tests.support.trainer_job import SETUP, TINY, metrics, train
 from tests.training.optimizer_job import direct_muon, train_muon_with_seams, train_with_signs
+
+resolve = Lazy("mindspeed.training.resolve", "resolve")
+
 
 TP = "--tensor-model-parallel-size 2"
 SHARDED = "--use-distributed-optimizer --use-precision-aware-optimizer --bf16"

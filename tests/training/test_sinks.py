@@ -10,14 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("megatron.core")
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core")
 
 from mindspeed.errors import ConfigError
 from mindspeed.training import sinks
 from mindspeed.training.arguments import build_parser
 from mindspeed.training.recipe import parse_with_recipe
-from mindspeed.training.resolve import resolve
 from tests.support.trainer_job import SETUP, train
+
+resolve = Lazy("mindspeed.training.resolve", "resolve")
 
 
 def settings(**given):
