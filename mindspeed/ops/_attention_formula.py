@@ -70,11 +70,11 @@ class Formula:
 
         Args:
             tile: which part of the scores this is.
-            q: ``[b, n, r, d]``.
-            k: ``[b, n_k, c, d]``.
-            v: ``[b, n_k, c, d_v]``.
-            out: ``[b, n, r, d_v]``, is written to.
-            lse: ``[b, n, r]``, is written to.
+            q: ``[b, n, r, d]``, floating dtype.
+            k: ``[b, n_k, c, d]``, dtype of q.
+            v: ``[b, n_k, c, d_v]``, dtype of q.
+            out: ``[b, n, r, d_v]``, dtype of q; overwritten.
+            lse: ``[b, n, r]``, fp32 (fp64 for fp64 inputs); overwritten.
         """
         keep = 1 - self.problem.dropout
         for part, (heads, groups, count) in enumerate(_parts(q, k)):
@@ -101,16 +101,16 @@ class Formula:
 
         Args:
             tile: as for the forward.
-            dout: gradient of out.
+            dout: gradient of out, ``[b, n, r, d_v]``, dtype of q.
             q: as for the forward.
             k: as for the forward.
             v: as for the forward.
             out: ``[b, n, r, d_v]``, maybe of a larger softmax.
             lse: ``[b, n, r]`` likewise; +inf where a row sees nothing.
-            dq: gradient of q, is written to.
-            dk: gradient of k, is added to.
-            dv: gradient of v, is added to.
-            dbias: gradient of the position bias within the tile, which is added to, or None.
+            dq: gradient of q, overwritten; shape of q.
+            dk: gradient of k, added to; shape of k.
+            dv: gradient of v, added to; shape of v.
+            dbias: gradient of the position bias within the tile, added to, or None.
         """
         scale, keep = self.problem.scale, 1 - self.problem.dropout
         for part, (heads, groups, count) in enumerate(_parts(q, k)):

@@ -154,7 +154,7 @@ class Piece:
 def position_bias(
     problem: Problem, piece: Piece, rows: slice, columns: slice
 ) -> torch.Tensor | None:
-    """The position bias of a tile, to be added to scaled scores; ``[b or 1, n or 1, r, c]``."""
+    """The position bias of a tile, added to scaled scores; ``[b or 1, n or 1, r, c]``, floating."""
     pse = problem.pse
     if pse is None:
         return None

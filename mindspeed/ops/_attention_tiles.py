@@ -52,7 +52,7 @@ class Fused:
 
 
 def vectors(x: torch.Tensor) -> torch.Tensor:
-    """``x [..., d]``, or a dense copy of it unless its last dimension has stride 1."""
+    """``x [..., d]`` of any dtype, or a dense copy unless its last dimension has stride 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -150,8 +150,9 @@ def backward_piece(
         problem: The options.
         fused: A fused kernel for tiles without dropout and bias gradient.
         piece: The sequence.
-        views: dout, q, k, v, out, dq, dk, dv as bnsd views, lse as ``[b, n, s]``.
-        dpse: Gradient of the position bias, or None.
+        views: dout, q, k, v, out, dq, dk, dv as ``[b, n, s, d]`` views of one dtype, lse as fp32
+            ``[b, n, s]``.
+        dpse: Gradient of the position bias in the accumulation dtype, added to, or None.
         operands: As for the forward.
     """
     dout, q, out, dq, lse = (views[i][:, :, piece.rows] for i in (0, 1, 4, 5, 8))
@@ -194,8 +195,8 @@ def settle_blind_rows(pieces: Iterable[Piece], *results: Rows) -> None:
 
     Args:
         pieces: The sequences that the kernel attended in.
-        *results: Tensors ``[b, n, s]`` or ``[b, n, s, d]`` of all rows (views of the result), and
-            what to write.
+        *results: Tensors ``[b, n, s]`` or ``[b, n, s, d]`` of all rows (views of the result),
+            any dtype, each with the value to write.
     """
     for piece in pieces:
         blind = piece.sight.blind(results[0][0].device)
@@ -268,7 +269,7 @@ def tiles(problem: Problem, piece: Piece, q: torch.Tensor, fused: Fused | None) 
 def empty_outputs(
     problem: Problem, q: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``out`` like q with the head size of v; ``lse`` ``[b, n, s]``, or ``[t, n]`` for TND."""
+    """``out`` like q with the head size of v; ``lse`` fp32 ``[b, n, s]``, or ``[t, n]`` for TND."""
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     names = "SN" if problem.layout == "TND" else "BNS"
     shape = [q.shape[axis(problem.layout, name)] for name in names]
@@ -284,5 +285,5 @@ def empty_bias_gradient(problem: Problem, q: torch.Tensor, wanted: bool) -> torc
 
 
 def lse_view(problem: Problem, lse: torch.Tensor) -> torch.Tensor:
-    """``[b, n, s]`` view; for TND b is 1."""
+    """View ``[b, n, s]`` of ``lse``, any dtype; for TND b is 1."""
     return lse.t().unsqueeze(0) if problem.layout == "TND" else lse

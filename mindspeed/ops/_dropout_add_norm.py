@@ -12,7 +12,7 @@ Backward, with ``g`` = the norm's gradient + the gradient that arrives at ``pre`
 
 Everything is computed in fp32. Kept for the backward: pre, 4 or 8 bytes per row and the seed of the
 mask, and x0 only when a scale wants its gradient. 8 bytes per element are moved forward and
-backward in bf16, where eager torch moves 24 and 22. On an NPU, whose generator can't be asked for a
+backward in bf16, where eager torch moves 24 and 22. On an NPU, whose generator cannot return a
 mask again, dropout is torch_npu's own operator in front of this one, with its mask of 1/8 byte per
 element.
 """

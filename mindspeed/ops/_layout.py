@@ -13,7 +13,7 @@ LAYOUTS = ("SBND", "BSND", "BNSD", "TND")
 
 
 def bnsd(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """View ``x`` as ``[b, n, s, d]``; TND becomes one sequence of t tokens."""
+    """View ``x``, any dtype, as ``[b, n, s, d]``; TND becomes one sequence of t tokens."""
     if layout == "TND":
         return x.transpose(0, 1).unsqueeze(0)
     return x.permute([layout.index(axis) for axis in "BNSD"])

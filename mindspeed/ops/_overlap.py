@@ -43,7 +43,10 @@ def pipeline(chunks: int, start: Start, finish: Finish) -> None:
 def matmul_all_reduce(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, chunks: int
 ) -> None:
-    """``out = sum over ranks of a @ b``; moves ``[m, n]`` in ``chunks`` all-reduces."""
+    """``out = sum over ranks of a @ b``; moves ``[m, n]`` in ``chunks`` all-reduces.
+
+    ``a`` is ``[m, k]``, ``b`` ``[k, n]`` and ``out`` ``[m, n]``, all of one dtype.
+    """
     parts, results = a.chunk(chunks), out.chunk(chunks)
 
     def start(i: int) -> dist.Work:
@@ -58,7 +61,8 @@ def matmul_reduce_scatter(
 ) -> None:
     """``out = this rank's rows of the sum of a @ b``; reduce-scatters ``[m, n]`` in all.
 
-    Chunk i holds part i of every rank's rows, so that its piece of ``out`` lies in one place.
+    Chunk i holds part i of every rank's rows, so that its piece of ``out`` is contiguous. ``a`` is
+    ``[m, k]``, ``b`` ``[k, n]`` and ``out`` ``[m / ranks, n]``, all of one dtype.
     """
     ranks = group.size()
     by_rank = a.view(ranks, chunks, -1, a.size(1))
@@ -86,7 +90,8 @@ def all_gather_matmul(
 ) -> None:
     """``out = (a of all ranks) @ b``; gathers ``[m, k]`` in all, into ``gathered`` if given.
 
-    Without ``gathered``, two chunks of it are in memory at a time.
+    Without ``gathered [m, k]``, two chunks of it are in memory at a time. ``a`` is
+    ``[m / ranks, k]``, ``b`` ``[k, n]`` and ``out`` ``[m, n]``, all of one dtype.
     """
     ranks, k = group.size(), a.size(1)
     parts = a.chunk(chunks)

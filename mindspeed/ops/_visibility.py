@@ -81,7 +81,7 @@ class Sight:
     def hidden(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor | None:
         """True where query and key of a tile do not meet; None where all do.
 
-        Broadcastable to ``[b, n, rows, columns]``.
+        bool, broadcastable to ``[b, n, rows, columns]``.
         """
         tile = (rows.start, rows.stop, columns.start, columns.stop)
         given = None if self.mask is None else tile_of(self.mask, rows, columns)
@@ -100,7 +100,7 @@ class Sight:
         return hidden if given is None else hidden | given
 
     def blind(self, device: torch.device) -> torch.Tensor | None:
-        """True for queries that see no key, broadcastable to ``[b, n, queries]``; None: all see."""
+        """bool, broadcastable to ``[b, n, queries]``: True where a query sees no key, or None."""
         everything = slice(0, self.queries), slice(0, self.keys)
         if self.mask is not None:
             hidden = self.hidden(*everything, device)
@@ -174,7 +174,10 @@ def sight(
 
 
 def tile_of(x: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
-    """The tile ``[..., rows, columns]`` of a tensor that broadcasts to ``[..., queries, keys]``."""
+    """The tile ``[..., rows, columns]`` of ``x``, any dtype.
+
+    ``x`` is broadcastable to ``[..., queries, keys]``.
+    """
     if x.dim() > 1 and x.shape[-2] > 1:
         x = x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., columns]

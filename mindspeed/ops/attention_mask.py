@@ -18,12 +18,12 @@ _cache: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
 
 def causal_mask(device: torch.device | str, size: int = COMPRESSED) -> torch.Tensor:
-    """``[size, size]``, True above the diagonal; one per size and device."""
+    """bool ``[size, size]``, True above the diagonal; one per size and device."""
     return _cached("causal", size, device, lambda: _ones(size, size, device).triu(1))
 
 
 def prefix_mask(device: torch.device | str) -> torch.Tensor:
-    """``[3072, 2048]``: the triangle over half a rectangle of False and half a one of True."""
+    """bool ``[3072, 2048]``: the triangle, below it a left half of False, a right one of True."""
 
     def make() -> torch.Tensor:
         rectangle = _ones(COMPRESSED // 2, COMPRESSED, device)
@@ -39,8 +39,8 @@ def generate_attention_mask(
     """Return the causal mask, True is masked.
 
     Args:
-        compress: ``[2048, 2048]`` for any sequence length; else ``[seq_length, seq_length]``.
-        device: Where it lies.
+        compress: bool ``[2048, 2048]`` for any sequence length; else ``[seq_length, seq_length]``.
+        device: Device of the mask.
         seq_length: Size of the mask that is not compressed.
     """
     return causal_mask(device, COMPRESSED if compress else seq_length)

@@ -172,7 +172,14 @@ class _IntoMainGrad(torch.autograd.Function):
 def add_grouped_wgrad(
     left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, parameter: Any
 ) -> None:
-    """Add ``left[g]^T @ right[g]`` to the parameter's ``main_grad`` and say so on the parameter."""
+    """Add ``left[g]^T @ right[g]`` to the parameter's ``main_grad`` and mark the parameter.
+
+    Args:
+        left: ``[T, M]``, floating dtype.
+        right: ``[T, N]``, dtype of left.
+        ends: int64 ``[E]``, cumulative group sizes.
+        parameter: its fp32 ``main_grad`` is viewed as ``[E, M, N]``.
+    """
     shape = (ends.shape[0], left.shape[1], right.shape[1])
     GROUPMATMUL_ADD(left, right, ends, parameter.main_grad.view(shape))
     if hasattr(parameter, "grad_added_to_main_grad"):

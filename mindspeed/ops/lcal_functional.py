@@ -146,7 +146,7 @@ class CocOps:
         comm_output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """The same, and ``comm_output = input1 of all ranks``, ``[m, k]``."""
+        """The same, and ``comm_output = input1 of all ranks``, ``[m, k]``, dtype of input1."""
         self._all_gather(
             Check("coc_ops.all_gather_matmul_v2"), input1, input2, output, comm_output, bias
         )

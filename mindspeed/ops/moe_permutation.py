@@ -52,8 +52,8 @@ def pack(values: torch.Tensor, by_expert: torch.Tensor, empty: float) -> torch.T
     """Move each token's values at its experts to the front: ``[T, E]`` to ``[T, E]``.
 
     Args:
-        values: ``[T, E]``, differentiable.
-        by_expert: second part of :func:`map_rows`.
+        values: ``[T, E]``, any dtype, differentiable.
+        by_expert: int32 ``[T, E]``, second part of :func:`map_rows`.
         empty: fills the remaining columns.
     """
     tokens, experts = by_expert.shape

@@ -68,8 +68,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0)
     """Like :func:`npu_rotary_position_embedding`, for any head size and a part of the channels.
 
     Args:
-        x: ``[..., D]`` with 4 dimensions.
-        cos: its last dimension r <= D is even; channels from r on are copied.
+        x: ``[..., D]`` with 4 dimensions; fp32, bf16 or fp16.
+        cos: ``[..., r]``, dtype of ``x`` or fp32; r <= D is even, channels from r on are copied.
         sin: like ``cos``.
         mode: 0 pairs the halves of the first r channels, 1 pairs neighbours.
     """

@@ -207,7 +207,7 @@ def _npu(
     output_dtype: torch.dtype,
 ) -> torch.Tensor:
     if not x.shape[0] or output_dtype == torch.int8:
-        # torch_npu's meta kernel refuses to be asked for int8, and its default is not documented.
+        # torch_npu's meta kernel refuses int8, and its default is not documented.
         return _reference(x, weight, scale, bias, per_token_scale, ends, act_type, output_dtype)
     return npu_grouped_matmul(
         [x],

@@ -35,7 +35,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` as ``[rows, columns]`` with dense columns; a slice of the last dimension stays a view.
 
     Args:
-        x: ``[..., columns]``.
+        x: ``[..., columns]``, any dtype.
     """
     columns = x.shape[-1]
     if x.numel() and x.stride(-1) == 1:

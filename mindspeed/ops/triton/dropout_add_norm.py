@@ -182,7 +182,7 @@ def _keep_factor(row, columns, seed, offset, p, ROWS: tl.constexpr, BLOCK: tl.co
     """``1 / (1 - p)`` where a value is kept, else 0: columns from ``first`` on, ``[ROWS, BLOCK]``.
 
     Four columns share a call of the generator; its number is ``offset`` and the place of the four
-    among all, a row's last rounded up: never more calls than ``reserve`` was asked for.
+    among all, a row's last rounded up: never more calls than ``reserve`` counted.
     """
     p = tl.cast(p, tl.float32)
     four = tl.cast(row, tl.int64) * ((columns + 3) // 4) + first // 4 + tl.arange(0, BLOCK // 4)
