@@ -178,7 +178,7 @@ def attend_packed(
         key: ``[t_kv, h_kv, d]``.
         value: ``[t_kv, h_kv, d_v]``.
         documents: Cumulative lengths of the documents.
-        mask_type: Mask type inside a document; "padding" in its name has no further effect.
+        mask_type: Mask type inside a document; "padding" in its name has no other effect.
         scale: Factor on the scores.
         window: Sliding window.
         dropout: Probability of dropping a probability (default generator).
@@ -208,7 +208,10 @@ def each_document(
     mask_type: str,
     window: Window,
 ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, Visibility]]]:
-    """Yield the first token of every document, its ``[1, h, s, d]`` tensors and visibility."""
+    """Yield the first token of every document, its ``[1, h, s, d]`` tensors and visibility.
+
+    Query, key and value are ``[t, h, d]`` of any dtype, which the views have, too.
+    """
     q_all, k_all, v_all = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     for q0, k0, len_q, len_k in documents.ranges():
         kind = inside_document(mask_type)

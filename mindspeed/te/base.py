@@ -199,7 +199,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         get_rng_state_tracker: GetTracker | None,
         rng_tracker_name: str | None,
     ) -> Parameter:
-        """Create a weight and draw its values inside the tracker's stream."""
+        """Create a weight, ``[out, in]``, in ``dtype`` and draw it in the tracker's stream."""
         weight = Parameter(torch.empty(shape, dtype=dtype, device=place(device)))
         if weight.device.type == "meta":
             return weight

@@ -30,7 +30,7 @@ def group_size(group: Any) -> int:
 def all_gather_first_dim(
     x: torch.Tensor, group: Any, async_op: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """Gather ``[s/p, ...]`` of all ranks to ``[s, ...]``; return the result and a work handle."""
+    """Gather ``[s/p, ...]``, any dtype, to ``[s, ...]``; return the result and a work handle."""
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     work = dist.all_gather_into_tensor(gathered, x.contiguous(), group=group, async_op=async_op)
     return gathered, work
@@ -39,7 +39,7 @@ def all_gather_first_dim(
 def reduce_scatter_first_dim(
     x: torch.Tensor, group: Any, async_op: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """Sum ``[s, ...]`` over p ranks and keep ``[s/p, ...]``; return it and a work handle."""
+    """Sum ``[s, ...]``, any dtype, over p ranks; return own ``[s/p, ...]`` and a work handle."""
     size = group.size()
     if x.shape[0] % size:
         raise ValueError(
@@ -89,7 +89,7 @@ class _AllReduce(torch.autograd.Function):
 def reduce_output(x: torch.Tensor, group: Any, sequence_parallel: bool) -> torch.Tensor:
     """Sum the partial outputs ``[s, b, h]`` of a row-parallel layer over the ranks; differentiable.
 
-    With ``sequence_parallel`` the result is this rank's ``[s/p, b, h]``.
+    With ``sequence_parallel`` the result is this rank's ``[s/p, b, h]``, in the dtype of ``x``.
     """
     if group_size(group) == 1:
         return x
@@ -98,9 +98,9 @@ def reduce_output(x: torch.Tensor, group: Any, sequence_parallel: bool) -> torch
 
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Gather ``[s/p, b, h]`` of the ranks to ``[s, b, h]``; differentiable.
+    """Gather ``[s/p, b, h]`` of the ranks, any dtype, to ``[s, b, h]``; differentiable.
 
     The gradients of all ranks are summed, so what each computes from the result is its own part
-    of the loss, as behind a column-parallel layer.
+    of the loss, as after a column-parallel layer.
     """
     return _AllGather.apply(x, group)  # type: ignore[no-any-return]

@@ -157,7 +157,8 @@ def attend_thd(
     """Attend within documents that ranks share; differentiable. Collective.
 
     Args:
-        q: ``[t, n, d]``: of every document, in turn, the two chunks of this rank.
+        q: ``[t, n, d]``: of every document, in turn, the two chunks of this rank; any floating
+            dtype, which the result has, too.
         k: ``[t, n_kv, d]``.
         v: ``[t, n_kv, d_v]``.
         documents: Cumulative lengths over all ranks; queries and keys have the same.

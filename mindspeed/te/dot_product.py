@@ -146,6 +146,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> Any:
         """Attend and return ``[s, b, h * d_v]``, ``[b, s, h * d_v]`` or ``[t, h * d_v]``.
 
+        Query, key and value have one floating dtype, which the result has, too; shapes are
+        ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``qkv_format`` says.
         ``packed``, ours, says which documents the tokens of an ``sbhd`` batch belong to. The other
         arguments are those of Transformer Engine's module.
         """

@@ -33,7 +33,7 @@ def attend(
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with ``[b, h, s, d]`` tensors; see :func:`mindspeed.te.attention.attend`."""
+    """Attend with ``[b, h, s, d]`` of one dtype; see :func:`mindspeed.te.attention.attend`."""
     # Megatron's tensors are views of [s, b, h, d] or [b, s, h, d]: no kernel copies them when they
     # are passed in that order.
     layout, order, back = "SBND", (2, 0, 1, 3), (1, 2, 0, 3)
@@ -70,7 +70,7 @@ def attend_packed(
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend within documents of ``[t, h, d]``; arguments as of ``te.attention.attend_packed``."""
+    """Attend within documents of ``[t, h, d]``, one dtype; see ``te.attention.attend_packed``."""
     kind = inside_document(mask_type)
     if kind not in ("causal", "causal_bottom_right", "no_mask"):
         raise ValueError(f"attn_mask_type {mask_type!r} is not available for packed documents")

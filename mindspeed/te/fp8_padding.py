@@ -34,7 +34,7 @@ class Fp8Padding(torch.nn.Module):
         return [-(-rows // multiple) * multiple for rows in m_splits]
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Return the padded rows ``[sum of padded, h]`` and the padded splits."""
+        """Return ``inp`` padded to ``[sum of padded, h]``, in its dtype, and the padded splits."""
         splits = self.padded(m_splits)
         parts = zip(inp.split(list(m_splits)), splits, strict=True)
         return torch.cat([F.pad(x, (0, 0, 0, rows - x.shape[0])) for x, rows in parts]), splits

@@ -90,7 +90,7 @@ def accumulate_grouped_wgrad(
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View n tensors of one shape, adjacent in memory, as ``[n, ...]``; None if they are not."""
+    """View n tensors of one shape and dtype as ``[n, ...]``; None if not adjacent in memory."""
     first = tensors[0]
     storage, size = first.untyped_storage(), first.numel()
     for i, x in enumerate(tensors):

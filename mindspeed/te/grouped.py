@@ -224,7 +224,10 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
         m_splits: Sequence[int] | torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> Any:
-        """Return ``[t, out]`` for ``inp [t, in]``; with ``return_bias`` a pair with the biases."""
+        """Return ``[t, out]`` for ``inp [t, in]``; with ``return_bias`` a pair with the biases.
+
+        The dtype is that of the weights, or of autocast.
+        """
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])
         if len(splits) != self.num_gemms or sum(splits) != rows.shape[0]:

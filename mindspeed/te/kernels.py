@@ -61,7 +61,10 @@ def normalize(
 
 
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU of ``x + bias``: ``silu(gate) * up``; ``[..., 2 f]`` (gate, up) to ``[..., f]``."""
+    """SwiGLU of ``x + bias``: ``silu(gate) * up``; ``[..., 2 f]`` (gate, up) to ``[..., f]``.
+
+    ``x`` has a floating dtype, ``bias [2 f]`` likewise; the result has that of ``x + bias``.
+    """
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -136,7 +139,7 @@ def gather_matmul(
     Forward of a column-parallel layer with sequence parallelism, and dx of a row-parallel one.
 
     Args:
-        x: ``[s/p, b, k]``, this rank's part of ``[s, b, k]``.
+        x: ``[s/p, b, k]``, this rank's part of ``[s, b, k]``, dtype of the weight.
         weight: As in :func:`matmul`.
         group: The p ranks that share s.
         transposed: As in :func:`matmul`.
@@ -164,7 +167,7 @@ def matmul_scatter(
     Forward of a row-parallel layer with sequence parallelism, and dx of a column-parallel one.
 
     Args:
-        x: ``[s, b, k]``, whose product is this rank's term of a sum over ranks.
+        x: ``[s, b, k]``, dtype of the weight; its product is this rank's term of a sum.
         weight: As in :func:`matmul`.
         group: The p ranks.
         transposed: As in :func:`matmul`.
@@ -189,7 +192,8 @@ def matmul_reduce(
 ) -> tuple[torch.Tensor, Any]:
     """:func:`matmul`, then all-reduce: row-parallel forward, column-parallel dx.
 
-    Arguments as in :func:`matmul_scatter`; the result is ``[s, b, n]`` on every rank.
+    Arguments as in :func:`matmul_scatter`; the result is ``[s, b, n]`` on every rank, in the dtype
+    of x.
     """
     product = matmul(x, weight, transposed=transposed, addend=addend)
     return product, dist.all_reduce(product, group=group, async_op=async_op)

@@ -100,7 +100,8 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``[s, b, out]`` for ``inp [s, b, in]``, or their shards.
 
-        With ``return_bias`` the result is ``(output, bias)``.
+        The dtype is that of the weight, or of autocast. With ``return_bias`` the result is
+        ``(output, bias)``.
         """
         self._first_microbatch = is_first_microbatch
         out = self._multiply(
@@ -188,7 +189,7 @@ class LayerNormLinear(Linear):
         """Normalise and multiply; see :meth:`Linear.forward`.
 
         Args:
-            inp: ``[s, b, in]``, or its shard.
+            inp: ``[s, b, in]``, or its shard, any floating dtype.
             is_first_microbatch: See :meth:`Linear.forward`.
             **unused: Ignored.
 

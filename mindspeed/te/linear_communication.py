@@ -122,7 +122,7 @@ def multiply_gradient(
 
     Args:
         grad: dy, ``[s, b, out]``, a shard of it as the layer requires.
-        weight: W of this rank, ``[out, in]``.
+        weight: W of this rank, ``[out, in]``, dtype of dy.
         communication: How the layer is sharded.
         addend: ``[s, b, in]`` of this rank of a column layer without sequence parallelism, added
             before the reduction; overwritten.
@@ -144,7 +144,7 @@ def multiply_gradient(
 
 
 def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Gather ``[s/p, b, h]`` along s, without a product."""
+    """Gather ``[s/p, b, h]``, any dtype, along s, without a product."""
     return comm.all_gather_first_dim(x, group)[0]
 
 

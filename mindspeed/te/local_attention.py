@@ -92,10 +92,10 @@ def core_attention_forward(
 
     Args:
         self: Megatron's attention module.
-        query: ``[s, b, h, d]``, or ``[t, h, d]`` when packed.
+        query: ``[s, b, h, d]``, or ``[t, h, d]`` when packed; any floating dtype.
         key: ``[s, b, h_kv, d]`` or ``[t, h_kv, d]``.
         value: ``[s, b, h_kv, d_v]`` or ``[t, h_kv, d_v]``.
-        attention_mask: ``[b, 1, s, s]``, True is masked.
+        attention_mask: bool ``[b, 1, s, s]``, True is masked.
         attn_mask_type: Not read, like upstream: the module's own type counts.
         attention_bias: Added to the scaled scores.
         packed_seq_params: Cumulative lengths of packed documents, and the group that shares them.

@@ -102,10 +102,10 @@ def visibility(
         len_q: Number of queries.
         len_k: Number of keys.
         window: ``(left, right)``; -1 is unbounded.
-        attention_mask: Megatron's mask: ``[b, 1, 1, s]`` for padding (a pair for queries and keys
-            in cross attention) or anything that broadcasts to ``[b, h, len_q, len_k]``.
-        key_lengths: ``[b]`` real keys per sequence, instead of a padding mask.
-        query_lengths: ``[b]`` real queries per sequence.
+        attention_mask: Megatron's bool mask: ``[b, 1, 1, s]`` for padding (a pair for queries and
+            keys in cross attention) or anything that broadcasts to ``[b, h, len_q, len_k]``.
+        key_lengths: int ``[b]`` real keys per sequence, instead of a padding mask.
+        query_lengths: int ``[b]`` real queries per sequence.
         device: Where to build the mask.
     """
     mask_type = canonical(mask_type)

@@ -16,8 +16,8 @@ def moe_permute(
     """Return the tokens sorted by expert and by token, their probabilities, and a map back.
 
     Args:
-        tokens: ``[t, h]``.
-        probs: ``[t, e]`` or None.
+        tokens: ``[t, h]``, any dtype.
+        probs: ``[t, e]``, any floating dtype, or None.
         routing_map: ``[t, e]``, true where a token goes to an expert.
         num_out_tokens: Rows of the result, truncated or padded with zeros; None or negative: one
             per (token, expert) pair.

@@ -103,8 +103,8 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         """The update of one parameter; subclasses split fused ones.
 
         Args:
-            p: [m, n].
-            grad: [m, n], fp32.
+            p: ``[m, n]``.
+            grad: ``[m, n]``, fp32.
             options: of the param group.
         """
         return self.scaled_orthogonalize_fn(grad)
@@ -121,7 +121,7 @@ def newton_schulz(
     """About the nearest orthogonal matrix: singular values between 0.7 and 1.2.
 
     Args:
-        x: [m, n], fp32; with ``tp_group`` the shard of this rank.
+        x: ``[m, n]``, fp32; with ``tp_group`` the shard of this rank.
         steps: of the iteration.
         coefficient_type: a key of :data:`COEFFICIENTS`.
         transpose: iterate on the transpose; default: where m > n, which is cheaper.
@@ -129,7 +129,7 @@ def newton_schulz(
             m x m (n x n) elements over it.
 
     Returns:
-        [m, n], fp32.
+        ``[m, n]``, fp32.
     """
     transpose = x.shape[0] > x.shape[1] if transpose is None else transpose
     x = x.mT if transpose else x
@@ -163,7 +163,7 @@ def newton_schulz_tp(
     ``distributed`` computes on shards with two small all-reduces a step.
 
     Args:
-        x: [m, n], fp32: the shard of this rank.
+        x: ``[m, n]``, fp32: the shard of this rank.
         steps: of the iteration.
         coefficient_type: a key of :data:`COEFFICIENTS`.
         tp_group: the ranks.
@@ -171,7 +171,7 @@ def newton_schulz_tp(
         mode: see above.
 
     Returns:
-        [m, n], fp32: the shard of this rank.
+        ``[m, n]``, fp32: the shard of this rank.
     """
     if partition_dim is None:
         return newton_schulz(x, steps, coefficient_type)

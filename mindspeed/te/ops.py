@@ -131,7 +131,7 @@ class Bias(FusibleOperation):
         self.bias = Parameter(torch.zeros(size, dtype=dtype, device=place(device)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x + bias`` of ``x [..., h]`` and the bias ``[h]``."""
+        """Return ``x + bias``, ``x [..., h]`` and bias ``[h]``; dtypes promote as in torch."""
         return x + self.bias
 
 
@@ -183,7 +183,8 @@ class BasicLinear(FusibleOperation):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x W^T``, ``[s, b, out]`` for ``x [s, b, in]``, or their shards.
 
-        The output of a row layer is this rank's term of the sum.
+        The output of a row layer is this rank's term of the sum. The dtype is that of the weight
+        (of autocast, if active).
         """
         communication = self.communication
         if communication.row:  # its reduction is another operation

@@ -28,7 +28,7 @@ def state_codec(name: str, dtype: torch.dtype) -> Codec:
 
     Args:
         name: a state of the update rule, or ``master_param``.
-        dtype: what Megatron's flags ask for; ``torch.uint8`` means fp8.
+        dtype: the dtype of Megatron's flags; ``torch.uint8`` means fp8.
     """
     return codec_for(dtype, name)
 

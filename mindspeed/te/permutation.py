@@ -29,8 +29,8 @@ def moe_permute(
     """Return the tokens sorted by expert and the row map for :func:`moe_unpermute`.
 
     Args:
-        inp: ``[t, h]``.
-        routing_map: ``[t, e]``, true where a token goes to an expert.
+        inp: ``[t, h]``, any floating dtype.
+        routing_map: bool or int ``[t, e]``, true where a token goes to an expert.
         num_out_tokens: Rows of the result; None or negative: one per chosen expert.
         max_token_num: Without effect.
         map_type: Only ``"mask"``.
@@ -46,7 +46,7 @@ def moe_permute_with_probs(
     routing_map: torch.Tensor,
     num_out_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Like :func:`moe_permute`; also return the probability ``[copies]`` of each copy."""
+    """Like :func:`moe_permute`; also return ``[copies]`` probabilities, dtype of ``probs``."""
     tokens, row_probs, row_id_map = kernels.moe_permute(inp, probs, routing_map, num_out_tokens)
     assert row_probs is not None
     return tokens, row_probs, row_id_map
@@ -79,7 +79,10 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(
     inp: torch.Tensor, split_sizes: torch.Tensor | Sequence[int], sorted_index: Any
 ) -> torch.Tensor:
-    """Split ``inp [rows, h]`` into chunks of ``split_sizes`` rows, ordered by ``sorted_index``."""
+    """Split ``inp [rows, h]``, any dtype, into chunks of ``split_sizes`` rows, and reorder them.
+
+    ``sorted_index`` is the chunk at each place of the result, int ``[chunks]``.
+    """
     return kernels.moe_sort_chunks([inp], _flat(split_sizes), _flat(sorted_index))[0]
 
 
@@ -89,7 +92,7 @@ def moe_sort_chunks_by_index_with_probs(
     split_sizes: torch.Tensor | Sequence[int],
     sorted_index: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reorder the chunks of ``inp [rows, h]`` and of ``probs [rows]``."""
+    """Reorder the chunks of ``inp [rows, h]`` and of ``probs [rows]``; dtypes stay."""
     tokens, row_probs = kernels.moe_sort_chunks(
         [inp, probs], _flat(split_sizes), _flat(sorted_index)
     )

@@ -171,7 +171,7 @@ def per_block(
     block: tuple[int, int],
     scales: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
 ) -> torch.Tensor:
-    """Quantise ``x [rows, columns]`` with a factor per ``block`` (smaller at the edges)."""
+    """Quantise ``x [rows, columns]`` with a factor per ``block`` (smaller at the edges); fp32."""
     rows, columns = x.shape
     if not x.numel():
         return x.float()
@@ -245,7 +245,7 @@ class AmaxHistory:
             self.history[-kept:] = history[-kept:]
 
     def observe(self, index: int, x: torch.Tensor) -> None:
-        """Record the maximum of tensor ``index``, ``x`` of any shape, for the current step."""
+        """Record the maximum of ``x``, any shape and dtype, as tensor ``index`` of this step."""
         self.history[0, index] = torch.maximum(self.history[0, index], amax_of(x).cpu())
 
     def update(self) -> None:

@@ -68,7 +68,10 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split a joint ``[..., groups, q + k + v]`` projection and rotate queries and keys."""
+    """Split a joint ``[..., groups, q + k + v]`` projection and rotate queries and keys.
+
+    Returns ``[..., n, d]`` queries, ``[..., groups, d]`` keys and values, in the dtype of ``qkv``.
+    """
     head = qkv_split_arg_list[1]
     query, key, value = qkv.split(qkv_split_arg_list, dim=-1)
     query = query.reshape(*query.shape[:2], -1, head)

@@ -88,7 +88,8 @@ def fused_moe_aux_loss(
 ) -> torch.Tensor:
     """Return the scalar ``coeff * e / (topk * T^2) * sum_e (tokens_per_expert * sum_t probs)``.
 
-    ``probs`` is ``[t, e]``, ``tokens_per_expert`` ``[e]``, T ``total_num_tokens``.
+    ``probs`` is ``[t, e]`` of any floating dtype, ``tokens_per_expert`` int ``[e]``, T
+    ``total_num_tokens``.
     """
     factor = num_experts * coeff / (topk * total_num_tokens * total_num_tokens)
     return (probs.sum(0) * tokens_per_expert).sum() * factor

@@ -75,7 +75,7 @@ class Absent(Codec):
     """A state that the update rule does not have, but Megatron's checkpoints do: zeros."""
 
     def allocate(self, param: torch.Tensor) -> torch.Tensor:
-        """A scalar."""
+        """A scalar, fp32."""
         return torch.zeros((), dtype=self.dtype, device=param.device)
 
     def decode(
@@ -130,7 +130,7 @@ class Scaled(Codec):
         scale: torch.Tensor | None,
         param: torch.Tensor,
     ) -> None:
-        """Choose the scale ``[1]`` by the largest magnitude, divide and round, elementwise."""
+        """Choose the fp32 scale ``[1]`` by the largest magnitude, divide and round, elementwise."""
         assert scale is not None
         peak = value.abs().amax() if value.numel() else value.new_zeros(())
         scale.copy_(peak / self.top)

@@ -29,7 +29,7 @@ class StoredStates(torch.optim.Optimizer):
         params: Parameters or param groups.
         defaults: Options of param groups.
         rule: Names and initial values of the states.
-        dtypes: State -> dtype that Megatron asks for. A name that the rule does not have is read as
+        dtypes: State -> dtype that Megatron requires. A name that the rule does not have is read as
             zeros: Megatron's checkpoints hold both moments.
         master_weights: Keep a more precise copy of 16-bit parameters.
         store_param_remainders: Keep only the 16 bits of it that a bf16 parameter lacks.
