@@ -87,7 +87,7 @@ class TransformedWeights(WeightSource):
         return self._dtype or self._source.dtype(self._original[parameter.name])
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The whole parameter, ``[*parameter.shape]``, cast and resized."""
+        """The whole parameter, ``[*parameter.shape]``, cast to :meth:`dtype` and resized."""
         original = self._original[parameter.name]
         tensor = self._source.read(original)
         check_finite(tensor, parameter.name, self.where)

@@ -113,7 +113,7 @@ class HFWeights(WeightSource):
         return self._reader.dtype(parameter)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The whole parameter, ``[*parameter.shape]``, joined from its Hugging Face tensors."""
+        """The whole parameter, ``[*parameter.shape]`` in :meth:`dtype`, joined from tensors."""
         return self._reader.read(parameter)
 
 

@@ -81,7 +81,7 @@ class LegacyWeights(WeightSource):
         return self._part(parameter, 0).dtype
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The whole parameter, ``[*parameter.shape]``, joined from the tensor-parallel shards."""
+        """The whole parameter, ``[*parameter.shape]`` in :meth:`dtype`, joined from its shards."""
         parts = [self._part(parameter, rank) for rank in range(self._tensor)]
         return unshard(parts, parameter, self._scheme)
 

@@ -183,7 +183,7 @@ class RankFile:
         Args:
             chunk: Number of the model chunk.
             name: Name in the chunk.
-            tensor: Any shape, contents of the size in bytes that was announced; on the CPU.
+            tensor: Any shape and dtype with the number of bytes that was announced; on the CPU.
         """
         if tensor.nbytes != self._sizes[chunk, name]:
             raise ValueError(f"{name}: {tensor.nbytes} bytes, not {self._sizes[chunk, name]}")

@@ -51,7 +51,7 @@ class TorchDistWeights(WeightSource):
         return self._tensors.dtype(self._places[parameter.name][0])
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """The whole parameter, ``[*parameter.shape]``, joined from its stored shards."""
+        """The whole parameter, ``[*parameter.shape]`` in :meth:`dtype`, joined from its shards."""
         return self._tensors.read(*self._places[parameter.name])
 
     def _find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
