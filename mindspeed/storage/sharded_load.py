@@ -8,6 +8,7 @@ of all ranks becomes one of our errors, on all ranks alike.
 from __future__ import annotations
 
 import pickle
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ def read_sharded(wanted: dict[str, Any], checkpoint: Path, **options: Any) -> di
 
     Raises:
         DamagedCheckpoint: A file is not what was written; on all ranks.
+        CheckpointError: Loading failed though all that was read has its digest; on all ranks.
         SecurityError: An object would run code; on all ranks.
     """
     digests = Digests.read(checkpoint)
@@ -54,7 +56,7 @@ def read_sharded(wanted: dict[str, Any], checkpoint: Path, **options: Any) -> di
     except MindSpeedError:
         raise
     except _DAMAGE as error:
-        raise _cause(error, checkpoint) from error
+        raise _cause(error, checkpoint, verified=digests is not None) from error
     return state
 
 
@@ -72,7 +74,8 @@ def on_all_ranks(action: Callable[[], Any]) -> Any:
     except MindSpeedError as raised:
         error = raised
     except _DAMAGE as raised:
-        error = DamagedCheckpoint(_first_line(raised))
+        error = DamagedCheckpoint(_described(raised))
+        error.__cause__ = raised
     kind = 0 if error is None else 1 if isinstance(error, DamagedCheckpoint) else 2
     worst = torch.tensor([kind], dtype=torch.int32, device=device.current().torch_device())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -100,18 +103,30 @@ class _CheckedFiles(FileSystem):
             yield file
 
 
-def _cause(error: BaseException, checkpoint: Path) -> MindSpeedError:
-    """What went wrong first, on any rank, in one sentence."""
+def _cause(error: BaseException, checkpoint: Path, *, verified: bool) -> MindSpeedError:
+    """What went wrong first, on any rank, in one sentence.
+
+    Files without digests may hold anything, so that any exception can mean damage. What was read
+    and ``verified`` is what was written: an ``AttributeError`` is then a defect of the program, and
+    an older checkpoint would not help.
+    """
     failures = cast(dict[int, Any], getattr(error, "failures", {}))
     for failure, _ in (failures[rank] for rank in sorted(failures)):
         if isinstance(failure, pickle.UnpicklingError):
             failure = refusal(failure)
         if isinstance(failure, MindSpeedError):
             return type(failure)(f"{checkpoint}: {failure}")
-    first = next((failures[rank][0] for rank in sorted(failures)), error)
-    return DamagedCheckpoint(f"damaged: {_first_line(first)}")
+    first, frames = next((failures[rank] for rank in sorted(failures)), (error, None))
+    if verified and not isinstance(first, _DAMAGE):
+        return CheckpointError(
+            f"{checkpoint} has its digests but cannot be loaded: {_described(first, frames)}"
+        )
+    return DamagedCheckpoint(f"damaged: {_described(first, frames)}")
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or repr(error)
-    return text.splitlines()[0][:200]
+def _described(error: BaseException, frames: traceback.StackSummary | None = None) -> str:
+    """Type, first line of the text, and place of an exception of this rank or of another one."""
+    text = (str(error).strip() or repr(error)).splitlines()[0][:200]
+    found = frames or traceback.extract_tb(error.__traceback__)
+    place = f" ({found[-1].filename}:{found[-1].lineno}, {found[-1].name})" if found else ""
+    return f"{type(error).__name__}: {text}{place}"
