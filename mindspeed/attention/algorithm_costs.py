@@ -1,4 +1,4 @@
-"""What an algorithm costs on a mask, in bytes and pairs: the comparison of all strategies.
+"""Costs of an algorithm on a mask, in bytes and pairs: the comparison of all strategies.
 
 Computed from the plans, nothing is measured. Bytes are those of the plan (keys and values, queries
 and their results, gradients), plus the all-to-alls before and after it (Ulysses and the hybrids).

@@ -1,4 +1,4 @@
-"""What a plan costs, as exact integers: pairs computed, rows sent, messages, rows in buffers.
+"""Costs of a plan, as exact integers: pairs computed, rows sent, messages, rows in buffers.
 
 The executor counts the same quantities while it runs (:class:`~.executor.Traffic`), and a test
 compares the two.

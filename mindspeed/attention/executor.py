@@ -96,7 +96,7 @@ class _RankState:
     def exchange(
         self, exchange: RankExchange, rows: torch.Tensor, *, to_owner: bool = False
     ) -> Exchange:
-        """What to yield to start an exchange of ``rows`` ``[rows, columns]``."""
+        """The request to yield to start an exchange of ``rows`` ``[rows, columns]``."""
         started = Exchange(
             exchange.tag, exchange.collective, rows, exchange.sends, exchange.receives, to_owner
         )

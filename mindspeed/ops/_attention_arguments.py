@@ -174,7 +174,7 @@ class Arguments:
         sequences: int,
         lengths: dict[str, torch.Tensor],
     ) -> dict[str, Any]:
-        """What hides keys; without a mask nothing does."""
+        """The fields that hide keys; without a mask every key is visible."""
         if mask is None:
             return {"mode": MASK_ONLY}
         self.check.dtype((torch.bool, torch.uint8), atten_mask=mask)

@@ -208,7 +208,7 @@ def _parts(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[Heads, Heads, int
 
 
 def _of(x: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """What belongs to some heads of something that broadcasts to ``[b, n, r, c]``."""
+    """The part of some heads of a tensor that broadcasts to ``[b, n, r, c]``, any dtype."""
     if x.dim() < 4:
         return x
     rows, some = (p if n > 1 else slice(None) for p, n in zip(heads, x.shape, strict=False))

@@ -74,7 +74,7 @@ class Problem:
     k_start: int = 0
 
     def options(self) -> tuple[Any, ...]:
-        """What the operators take after their tensors."""
+        """The arguments of the operators after q, k and v."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property

@@ -47,7 +47,7 @@ Part = tuple[Problem, Square]
 
 
 def squares(sight: Sight) -> Iterator[Square]:
-    """What a sequence's queries see, if that is everything or reaches a diagonal."""
+    """Yield the squares that cover what a sequence's queries see: all keys, or up to a diagonal."""
     if sight.is_full:
         yield from _whole(0, 0, sight.queries, sight.keys)
         return

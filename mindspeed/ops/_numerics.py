@@ -1,4 +1,4 @@
-"""What all references and samples share."""
+"""Accumulation dtypes, random samples and row blocks of reference implementations."""
 
 from __future__ import annotations
 

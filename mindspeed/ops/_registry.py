@@ -226,7 +226,7 @@ class Operator:
         return [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
 
     def kernel(self, device: DeviceName) -> Kernel:
-        """What ``device`` runs in this process, below autograd and the dispatcher."""
+        """The kernel of ``device`` in this process, below autograd and the dispatcher."""
         kernel = self._kernels.get(device)
         if kernel is None:
             implementation = self.chosen(device)

@@ -34,7 +34,7 @@ MODES = range(9)
 
 @dataclass(frozen=True)
 class Sight:
-    """What the queries of one sequence see of its keys.
+    """The keys that the queries of one sequence see.
 
     Attributes:
         queries: how many there are.
@@ -117,7 +117,7 @@ class Sight:
         return torch.tensor(prefix, device=device).view(-1, 1, 1).le(0) & beyond
 
     def pairs(self) -> int:
-        """How many (query, key) pairs band and prefix let meet, per sequence and head."""
+        """Number of (query, key) pairs inside band and prefix, per sequence and head."""
         first = torch.arange(self.queries, dtype=torch.int64)
         start = (first + self.low).clamp(0, self.keys)
         stop = (first + self.high + 1).clamp(0, self.keys)

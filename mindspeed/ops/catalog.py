@@ -1,4 +1,4 @@
-"""The operator files, so that somebody who wants all operators gets them registered."""
+"""The operator files: importing them registers all operators."""
 
 from __future__ import annotations
 

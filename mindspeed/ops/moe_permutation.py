@@ -2,8 +2,8 @@
 
     rows [T, W] int32: the row that copy j of token t goes to
 
-Entries below 0 are no copies and stand behind the token's copies; entries that are not below the
-number of rows are copies that are dropped.
+Entries below 0 are no copies and follow the token's copies; entries not below the number of rows
+are copies that are dropped.
 
     moe_permute     out[rows[t, j]] = tokens[t]
     moe_unpermute   out[t] = sum_j probs[t, j] * permuted[rows[t, j]]
@@ -198,7 +198,7 @@ def _permute_npu(
 
 
 def _without_tail(permuted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Zero in place the rows that nobody goes to; they are the last ones."""
+    """Zero in place the rows without a source; they are the last ones."""
     place = torch.arange(permuted.shape[0], device=rows.device)
     return permuted.masked_fill_((place >= (rows >= 0).sum()).unsqueeze(1), 0)
 
@@ -282,7 +282,7 @@ def _unpermute_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None
 
 
 def _maps() -> Iterator[tuple[torch.Tensor, int, bool]]:
-    """Maps with the number of rows, and whether there are rows that nobody goes to."""
+    """Maps with the number of rows, and whether there are rows without a source."""
     generator = torch.Generator().manual_seed(0)
     for tokens, width in ((7, 2), (33, 3), (5, 1), (1, 8)):
         rows = torch.randperm(tokens * width, generator=generator).view(tokens, width).int()

@@ -1,4 +1,4 @@
-"""What the counters of this library share: a ``with`` block watched by a ``TorchDispatchMode``.
+"""Base of the counters of this library: a ``with`` block watched by a ``TorchDispatchMode``.
 
 An instrument sees every operator of its block and knows the phase (forward, backward, recompute)
 it belongs to. Its figures may be read inside and after the block, and instruments may nest.

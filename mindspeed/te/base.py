@@ -1,4 +1,4 @@
-"""What every substituted module shares: parameter creation, tensor-parallel group, extra state.
+"""Base of the substituted modules: parameter creation, tensor-parallel group, extra state.
 
 A parameter is drawn inside ``get_rng_state_tracker().fork(rng_tracker_name)`` so that the ranks of
 a tensor-parallel group draw different shards, and replicas draw the same values. The attributes a
@@ -167,7 +167,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_group = tp_group
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Nothing to prepare: scaling factors are made where a recipe needs them."""
+        """No-op: scaling factors are created where a recipe needs them."""
 
     def get_extra_state(self) -> torch.Tensor:
         """Return the factors of delayed scaling as bytes, uint8 ``[n]``; else ``[0]``."""

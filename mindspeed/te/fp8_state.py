@@ -126,7 +126,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: Any) -> None:
-        """Nothing to skip: there are no CUDA graphs."""
+        """No-op: there are no CUDA graphs."""
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> None:
@@ -139,4 +139,4 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: factors are updated where an autocast ends and in backward."""
+        """No-op: factors are updated at the end of an autocast and in backward."""

@@ -35,7 +35,7 @@ def convert(module: torch.nn.Module) -> None:
 
 
 class _Multiply:
-    """What both layers compute, without their options; adapters override it."""
+    """The product of both layers, without their options; adapters override it."""
 
     gradient_accumulation_fusion: bool
 

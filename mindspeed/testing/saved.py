@@ -47,7 +47,7 @@ _SKIPPED_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__)))
 
 
 class _Holder:
-    """What autograd keeps instead of a saved value; its death says that the value was released."""
+    """Kept by autograd instead of a saved value; its deletion means that the value was released."""
 
     __slots__ = ("__weakref__", "value")
 

@@ -114,7 +114,7 @@ def _copies(width: int) -> int:
 
 
 def _filled(rows: torch.Tensor, padded: bool) -> torch.Tensor | None:
-    """How many rows somebody goes to, on the device; None where all are."""
+    """Number of rows that have a source, int scalar on the device; None if all have one."""
     return (rows >= 0).sum(dtype=torch.int32) if padded else None
 
 
