@@ -219,7 +219,7 @@ def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> 
 
 
 def _fsdp_shards(chunk: Any) -> dict[str, FSDPShard]:
-    """What this rank has of each parameter, by its name in the stage."""
+    """This rank's shard of each parameter, by its name in the stage."""
     buffer = chunk.param_and_grad_buffer
     shards = {}
     for name, main in buffer.optimizer_named_parameters:
@@ -289,7 +289,7 @@ def _moments(chunk: Any, optimizer: Any) -> dict[str, ShardedTensor]:
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What Megatron tells param groups apart by."""
+    """Keys by which Megatron tells param groups apart."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     return tuple((key, group.get(key)) for key in param_group_identifier_keys)

@@ -57,7 +57,7 @@ class ExtraIds:
 
     @property
     def unique_identifiers(self) -> Mapping[str, Any]:
-        """What a data set's index cache depends on."""
+        """Properties that a data set's index cache depends on."""
         return {**self._inner.unique_identifiers, "vocab_extra_ids": self._count}
 
     def token_id(self, text: str) -> int | None:

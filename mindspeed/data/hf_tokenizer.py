@@ -133,7 +133,7 @@ class HuggingFaceTokenizer:
 
     @property
     def unique_identifiers(self) -> Mapping[str, Any]:
-        """What a data set's index cache depends on."""
+        """Properties that a data set's index cache depends on."""
         return OrderedDict(
             {"class": type(self).__qualname__, "tokenizer_path": str(self.directory.resolve())}
         )

@@ -66,7 +66,7 @@ class SentencePieceTokenizer:
 
     @property
     def unique_identifiers(self) -> Mapping[str, Any]:
-        """What a data set's index cache depends on."""
+        """Properties that a data set's index cache depends on."""
         return OrderedDict(
             {"class": type(self).__qualname__, "tokenizer_path": str(self._path.resolve())}
         )

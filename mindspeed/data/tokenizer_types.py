@@ -1,4 +1,4 @@
-"""What a tokenizer is, and the flags that choose one.
+"""The tokenizer interface, and the flags that choose a tokenizer.
 
 Every reader of tokenizer files implements :class:`TextTokenizer`;
 :func:`mindspeed.data.tokenizer.build_tokenizer` makes the one that :class:`TokenizerOptions`
@@ -40,7 +40,7 @@ class Tokens:
 
 
 class TextTokenizer(Protocol):
-    """What preprocessing, Megatron's data sets and generation need of a tokenizer."""
+    """Interface that preprocessing, Megatron's data sets and generation use."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -22,7 +22,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive seeds over all 64 bits
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How many tokens are generated and how they are sampled.
+    """Number of tokens to generate, and sampling options.
 
     Attributes:
         max_new_tokens: Maximum number of new tokens per sequence.

@@ -1,4 +1,4 @@
-"""What is adapted: options of an adapter, and the names that users give to modules.
+"""Targets of adapters: options of an adapter, and the names that users give to modules.
 
 A Megatron linear layer is often several layers of other libraries in one: ``linear_qkv`` holds
 queries, keys and values, ``linear_fc1`` holds gate and up. Such a layer has *parts*, and a name

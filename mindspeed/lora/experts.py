@@ -52,7 +52,7 @@ def expert_tp_shard_of(module: torch.nn.Module) -> TPShard | None:
 
 
 class AdaptedExperts(AdaptedLinear):
-    """What a grouped layer with adapters has beside its own.
+    """Adapters of a grouped layer, in addition to its weights.
 
     ``lora_A`` and ``lora_B`` are lists: for each local expert what :class:`AdaptedLinear` has.
     """

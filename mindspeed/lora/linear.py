@@ -132,7 +132,7 @@ class AdaptedLinear:
 
 
 class Options(NamedTuple):
-    """What an adapter knows of its layer.
+    """Properties of the layer that an adapter uses.
 
     Attributes:
         config: Rank, scale, dropout.

@@ -72,7 +72,7 @@ def is_end(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """What users call a layer: ``linear_proj``, ``experts.linear_fc1``."""
+    """The name of a layer for users: ``linear_proj``, ``experts.linear_fc1``."""
     return ("experts." if is_expert(name) else "") + name.rpartition(".")[2]
 
 

@@ -94,7 +94,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _problem(values: Any) -> str | None:
-    """What is wrong with the numbers of an ``adapter_config.json``."""
+    """Errors in the numbers of an ``adapter_config.json``."""
     if not isinstance(values, dict):
         return "a JSON object is expected"
     for name, limits in {"r": POSITIVE, "lora_alpha": ABOVE_ZERO}.items():

@@ -1,4 +1,4 @@
-"""What an adapter checkpoint holds: the trainable parameters, under names of the whole model.
+"""Contents of an adapter checkpoint: the trainable parameters, under names of the whole model.
 
     decoder.layers.7.self_attention.linear_qkv.lora_A.q     [r, in]
     decoder.layers.7.self_attention.linear_qkv.lora_B.q     [rows of q, r]

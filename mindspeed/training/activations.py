@@ -131,7 +131,7 @@ def _experts(args: argparse.Namespace, widths: _Widths) -> float:
 
 
 def _input(args: argparse.Namespace, name: str, width: float, widths: _Widths) -> float:
-    """What a linear layer saves: its input, and the output of its adapter's first matrix."""
+    """Saved bytes of a linear layer: its input, and the output of its adapter's first matrix."""
     if not args.lora_target_modules:
         return width * widths.element
     parts = parts_kept(args, name)

@@ -93,7 +93,7 @@ def next_token_loss(
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """What a loss function returned for one micro-batch, detached.
+    """Results of the loss function for one micro-batch, detached.
 
     Attributes:
         loss: scalar: a sum over ``num_tokens`` tokens, or a mean.

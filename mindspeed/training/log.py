@@ -1,4 +1,4 @@
-"""What a run reports: one aligned line and one record per log interval.
+"""Reports of a run: one aligned line and one record per log interval.
 
 The last rank speaks, because the last pipeline stage knows the loss. Between log lines a step only
 appends a device tensor to a list; sums over data-parallel ranks and copies to the host happen once

@@ -204,7 +204,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is read, and in which order."""
+    """Data options: files, and the order of samples."""
 
     seq_length: int | None = flag(None, "tokens of one sample", range=SIZE)
     data_path: tuple[str, ...] | None = flag(
@@ -313,7 +313,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What is saved and loaded."""
+    """Checkpoint options: saving and loading."""
 
     save: str | None = flag(None, "directory to save to")
     save_interval: int | None = flag(
@@ -349,7 +349,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class LoggingOptions:
-    """What is printed and recorded."""
+    """Logging options: printed and recorded values."""
 
     log_interval: int = flag(10, "iterations between log lines", range=POSITIVE)
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard")

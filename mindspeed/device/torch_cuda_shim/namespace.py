@@ -47,12 +47,12 @@ def set_device(device: Any) -> None:
 
 
 def local_devices() -> int:
-    """How many devices this host seems to have: one per process of this host."""
+    """Number of devices that this host reports: one per process of this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
 def properties(device: Any = None) -> SimpleNamespace:
-    """What ``torch.cuda.get_device_properties`` tells about a device."""
+    """Result of ``torch.cuda.get_device_properties``."""
     return SimpleNamespace(
         name="cpu",
         major=CAPABILITY[0],

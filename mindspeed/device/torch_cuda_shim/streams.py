@@ -44,10 +44,10 @@ class Event:
         return (end_event._time - self._time) * 1e3
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Nothing to wait for."""
+        """No-op: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """No-op: there is nothing to wait for."""
 
     def query(self) -> bool:
         """All recorded work is complete."""
@@ -67,13 +67,13 @@ class Stream:
         self.stream_id = self.cuda_stream = next(_handles)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Nothing to wait for."""
+        """No-op: there is nothing to wait for."""
 
     def wait_event(self, event: Event) -> None:
-        """Nothing to wait for."""
+        """No-op: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """No-op: there is nothing to wait for."""
 
     def query(self) -> bool:
         """All work is complete."""
@@ -163,7 +163,7 @@ class CUDAGraph:
         return super().__new__(cls)
 
     def register_generator_state(self, generator: Any) -> None:
-        """Nothing to register: no kernel is ever replayed."""
+        """No-op: no kernel is ever replayed."""
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
         """Refused."""
