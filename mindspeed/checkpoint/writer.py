@@ -47,7 +47,7 @@ class Writing:
         _, _, results = request.async_fn_args
         buckets = request.preload_fn()
         if in_background:
-            if device.current().name == "cpu":
+            if device.current().on_host:
                 buckets = _copied(buckets)
             self._thread = threading.Thread(
                 target=self._write, args=(buckets, results), name="checkpoint-writer", daemon=True

@@ -55,6 +55,9 @@ class Device(ABC):
     """The type of its ``torch.device``: ``"cpu"``, ``"cuda"``, ``"npu"`` or a plug-in's."""
     backend: str
     """The torch.distributed backend of this device."""
+    on_host: bool = False
+    """Operators run on the host: its memory holds the tensors, torch's default generator draws the
+    random numbers, and its cores are shared with data workers and writers of checkpoints."""
     _capabilities: frozenset[str] = frozenset()
 
     def has(self, capability: str) -> bool:

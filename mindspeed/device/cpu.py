@@ -18,6 +18,7 @@ class CpuDevice(Device):
 
     name = "cpu"
     backend = "gloo"
+    on_host = True
     _capabilities = frozenset({"fp64_collectives"})
 
     def install(self, journal: Journal) -> None:

@@ -202,7 +202,7 @@ def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -
         return strategy_of(options, comm_type or "p2p", ulysses_degree)
 
     seams.use_kernels(owner=FEATURE.name, context_strategy=context_strategy)
-    if options.use_cp_send_recv_overlap and device.current().name != "cpu":
+    if options.use_cp_send_recv_overlap and not device.current().on_host:
         from mindspeed.adaptor.overlap_groups import OverlapGroups
 
         overlap = OverlapGroups()

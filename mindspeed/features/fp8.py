@@ -65,8 +65,8 @@ def _wanted(options: Fp8Options, megatron: Megatron) -> bool:
 def _validate(options: Fp8Options, megatron: Megatron) -> list[Problem]:
     from mindspeed import device, te
 
-    here = device.current().name
-    if te.choose(here)[0] == "native":
+    here = device.current()
+    if te.choose(here.name)[0] == "native":
         return []
     values = {
         **megatron,
@@ -76,11 +76,11 @@ def _validate(options: Fp8Options, megatron: Megatron) -> list[Problem]:
     if not megatron.get("fp8"):
         return problems
     name, recipe = "--fp8-format", _recipe(megatron)
-    if here != "cpu":
+    if not here.on_host:
         problems.append(
             Problem(
                 name,
-                f"fp8 is emulated on the CPU only, this process runs on {here}",
+                f"fp8 is emulated on the CPU only, this process runs on {here.name}",
                 "install transformer_engine on a GPU with fp8 tensor cores, or remove it",
             )
         )

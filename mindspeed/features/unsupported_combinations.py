@@ -46,7 +46,7 @@ def _has_documents(megatron: Megatron) -> bool:
 
 
 def _on_host(megatron: Megatron) -> bool:
-    return device.current().name == "cpu"
+    return device.current().on_host
 
 
 def _without_cuda(megatron: Megatron) -> bool:

@@ -61,7 +61,7 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
         _carry_gradients(module, config.forward_hooks)
         module.config.moe_router_bias_update_rate = 0.0  # the router is frozen too
         module.lora_config = config
-        module.__class__ = _adapted_class(type(module))
+        module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]
 
 
 def detach(chunk: Any) -> None:

@@ -85,7 +85,7 @@ class Session:
         absent_triton.install(self.hooks)
         enumerations.install(self.hooks, self.journal)
         checkpoint_pickles.install(self.hooks, self.journal)
-        for patch in repairs_for(self.device.name, self.te):
+        for patch in repairs_for(self.device, self.te):
             self.engine.add(patch)
         for patch in argument_patches(_add_flags, own_flags, self._configure_from_namespace):
             self.engine.add(patch)

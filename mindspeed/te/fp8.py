@@ -89,10 +89,10 @@ def _step(histories: Sequence[AmaxHistory], active: Autocast) -> None:
 
 def refuse(recipe: Any) -> None:
     """Raise when a recipe, or this device, is not emulated."""
-    here = devices.current().name
-    if here != "cpu":
+    here = devices.current()
+    if not here.on_host:
         raise NotImplementedError(
-            f"fp8 is emulated on the CPU only, this process runs on {here}: install NVIDIA's "
+            f"fp8 is emulated on the CPU only, this process runs on {here.name}: install NVIDIA's "
             "Transformer Engine on a GPU with fp8 tensor cores, or remove --fp8-format"
         )
     if isinstance(recipe, NVFP4BlockScaling):

@@ -314,7 +314,7 @@ def _loader(
     here = device.current()
     workers = args.num_workers
     if workers is None:  # forked readers only compete with the computation on a CPU
-        workers = 0 if here.name == "cpu" else 2
+        workers = 0 if here.on_host else 2
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -102,3 +102,17 @@ def test_the_import_contracts_hold() -> None:
     command = [sys.executable, "-c", program, "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_outside_device_nobody_asks_whether_the_device_is_called_cpu():
+    """``Device.on_host`` says what the name would be asked for, also of a plug-in's device."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path in sources()
+        if room(path) != "device"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Compare)
+        and ".name" in ast.unparse(node)
+        and "'cpu'" in ast.unparse(node)
+    ]
+    assert not found, found

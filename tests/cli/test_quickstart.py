@@ -80,7 +80,7 @@ class TestPlan:
         monkeypatch.delenv("MINDSPEED_DEVICE")
         if given:
             monkeypatch.setenv("MINDSPEED_DEVICE", given)
-        here = SimpleNamespace(name=name, count=lambda: count)
+        here = SimpleNamespace(name=name, on_host=name == "cpu", count=lambda: count)
         monkeypatch.setattr("mindspeed.device.current", lambda: here)
         console = quiet()
         quickstart._one_device_per_rank(make_plan(), console)

@@ -48,7 +48,8 @@ DEVICES = ("cpu", "cuda", "npu")
 @pytest.fixture
 def unavailable(monkeypatch):
     def problems(values, name):
-        monkeypatch.setattr(device, "current", lambda: SimpleNamespace(name=name))
+        here = SimpleNamespace(name=name, on_host=name == "cpu")
+        monkeypatch.setattr(device, "current", lambda: here)
         return [
             str(p)
             for p in unsupported_combinations.FEATURE.validate(

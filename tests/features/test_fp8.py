@@ -51,6 +51,6 @@ def test_unsupported_options_are_refused(values, text):
 def test_only_the_cpu_emulates(monkeypatch):
     from mindspeed import device
 
-    monkeypatch.setattr(device, "current", lambda: SimpleNamespace(name="npu"))
+    monkeypatch.setattr(device, "current", lambda: SimpleNamespace(name="npu", on_host=False))
     with pytest.raises(ConfigError, match="emulated on the CPU only, this process runs on npu"):
         resolve(ON, "npu")

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from mindspeed import device, plugins
+from mindspeed.adaptor.repairs import repairs_for, rng_tracker
 from mindspeed.cli import features as features_command
 from mindspeed.cli.main import main
 from mindspeed.device import MemoryStats, Properties
@@ -90,6 +91,21 @@ def test_a_fourth_device_is_chosen_by_the_name_of_its_entry_point(packages, monk
     monkeypatch.setenv("MINDSPEED_DEVICE", "acne")
     with pytest.raises(ConfigError, match="'acne' is unknown; use one of cpu, cuda, npu, acme"):
         device.current()
+
+
+def test_a_device_on_the_host_is_treated_as_the_cpu_whatever_its_name(packages, monkeypatch):
+    source = (
+        "from mindspeed.device.cpu import CpuDevice\nclass Near(CpuDevice):\n    name = 'xpu'\n"
+    )
+    packages("near", {"near_device": source}, {plugins.DEVICES: {"near": "near_device:Near"}})
+    monkeypatch.setenv("MINDSPEED_DEVICE", "near")
+    here, megatrons = device.current(), object()
+    assert here.on_host and here.name == "xpu" and not device.Accelerator.on_host
+    assert rng_tracker.fork(megatrons) is not megatrons  # operators draw from torch's generator
+    assert repairs_for(here, "substitute") == repairs_for(device.named("cpu"), "substitute")
+    with pytest.raises(ConfigError, match="history of device memory only"):
+        registry.resolve({"record_memory_history": True}, "xpu")
+    registry.resolve({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "xpu")  # emulated
 
 
 BROKEN = {

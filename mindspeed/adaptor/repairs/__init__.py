@@ -36,11 +36,12 @@ from mindspeed.adaptor.repairs import (
     rng_tracker,
     yarn,
 )
+from mindspeed.device import Device
 
 _EVERYWHERE = (rng_tracker, latent_key_gradient)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
-_ON_CPU = (process_groups, yarn)
+_ON_HOST = (process_groups, yarn)
 _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     packed_batch: lambda values: values.get("sft"),
     mtp_token_count: lambda values: (
@@ -61,8 +62,8 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
 }
 
 
-def repairs_for(device: str, te: str) -> tuple[Patch, ...]:
-    """The repairs needed on ``device`` (``cpu``, ``cuda``, ``npu``), whatever the arguments.
+def repairs_for(device: Device, te: str) -> tuple[Patch, ...]:
+    """The repairs needed on ``device``, whatever the arguments.
 
     Args:
         device: the device of this process.
@@ -72,8 +73,8 @@ def repairs_for(device: str, te: str) -> tuple[Patch, ...]:
         (
             *_EVERYWHERE,
             *(_WITH_SUBSTITUTE if te == "substitute" else ()),
-            *(_WITHOUT_CUDA if device != "cuda" else ()),
-            *(_ON_CPU if device == "cpu" else ()),
+            *(_WITHOUT_CUDA if device.name != "cuda" else ()),
+            *(_ON_HOST if device.on_host else ()),
         )
     )
 
@@ -89,7 +90,7 @@ def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
 
 def all_repairs() -> tuple[Patch, ...]:
     """Every repair of the library, for the contract check."""
-    always = (*_EVERYWHERE, *_WITH_SUBSTITUTE, *_WITHOUT_CUDA, *_ON_CPU)
+    always = (*_EVERYWHERE, *_WITH_SUBSTITUTE, *_WITHOUT_CUDA, *_ON_HOST)
     return _patches_of((*always, *_FOR_ARGUMENTS))
 
 

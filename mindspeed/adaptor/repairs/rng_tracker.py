@@ -67,11 +67,11 @@ def set_states(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], Non
 
 def fork(original: Callable[..., Any]) -> Callable[..., Any]:
     """``fork`` on the default generator for the CPU; Megatron's on other devices."""
-    return _cpu_fork if device.current().name == "cpu" else original
+    return _host_fork if device.current().on_host else original
 
 
 @contextlib.contextmanager
-def _cpu_fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+def _host_fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """Draw from the state ``name`` in the body; nested forks of one name continue it."""
     if name not in self.states_:
         raise KeyError(f"random state {name!r} was never added; known are {sorted(self.states_)}")
@@ -96,7 +96,7 @@ def _open_fork(tracker: Any) -> str:
 
 
 def _live_state(tracker: Any) -> Any:
-    if device.current().name == "cpu":
+    if device.current().on_host:
         return _like(tracker.states_[tracker._current_state_name], torch.get_rng_state())
     random = sys.modules[_RANDOM]
     return random._get_cuda_rng_state(clone=True, graph_safe=tracker.use_cudagraphable_rng)

@@ -109,7 +109,7 @@ def _one_device_per_rank(plan: Plan, console: Console) -> None:
     from mindspeed import device
 
     here = device.current()
-    if here.name != "cpu" and here.count() < plan.ranks:
+    if not here.on_host and here.count() < plan.ranks:
         os.environ["MINDSPEED_DEVICE"] = "cpu"
         console.print(
             f"{plan.ranks} processes need {plan.ranks} devices, this machine has {here.count()} "
