@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,29 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory for temporary files of the tests and of all processes they start.
+
+    Every process with Megatron imports wandb, which makes two directories that a rank that ends
+    by ``os._exit`` leaves behind.
+    """
+    folder = tmp_path_factory.mktemp("tmp")
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        yield folder
+    tempfile.tempdir = before
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Tensors here are tiny: a second thread only waits, the longer the busier the machine is."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
+def rank_pool(temporary_files: Path) -> Iterator[RankPool]:
     """One pool for the session; its servers start when a test first needs them."""
     with RankPool() as pool:
         yield pool
@@ -45,7 +63,7 @@ def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def npu_pool() -> Iterator[RankPool]:
+def npu_pool(temporary_files: Path) -> Iterator[RankPool]:
     """Like `rank_pool`, with device npu: skips when the torch_npu wheel cannot be had."""
     from tests.npu_emulator import fixtures
 

@@ -1,8 +1,9 @@
-"""Collecting tests imports no heavy package; a file of tests that does is refused by name."""
+"""Collecting tests imports no heavy package, and what tests leave behind is theirs to remove."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 
 import pytest
 
@@ -24,3 +25,8 @@ def test_a_lazy_name_imports_when_it_is_used(monkeypatch):
     assert "colorsys" not in sys.modules
     assert colors.rgb_to_hsv(1, 0, 0) == to_hsv(1, 0, 0) == (0.0, 1.0, 1)
     assert "colorsys" in sys.modules
+
+
+def test_ranks_leave_their_temporary_files_where_the_tests_remove_them(ranks, temporary_files):
+    (folder,) = ranks(1, tempfile.gettempdir, setup="tests.support.warm")
+    assert folder == str(temporary_files) == tempfile.gettempdir()
