@@ -69,7 +69,7 @@ def dropout_add_norm(
 
     Returns:
         ``out`` ``[..., H]`` in the dtype of x0; with ``pre`` ``[..., H]`` in the dtype of the
-        residual stream and the bool mask ``[..., H]``, True where kept, a list of those requested.
+        residual stream and the bool mask ``[..., H]``, True where kept, a tuple of those requested.
     """
     check.tensor(x0=x0, weight=weight)
     check.floating(x0=x0, weight=weight, bias=bias, rowscale=rowscale, layerscale=layerscale)
