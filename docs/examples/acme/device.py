@@ -1,4 +1,4 @@
-"""``MINDSPEED_DEVICE=bound-cpu``: the CPU, where each rank has cores of its own."""
+"""``MINDSPEED_DEVICE=bound-cpu``: the CPU, with each rank bound to its own cores."""
 
 import os
 from dataclasses import replace

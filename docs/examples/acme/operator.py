@@ -38,7 +38,7 @@ SQUARED_RELU_BACKWARD = Operator(
 )
 SQUARED_RELU = Operator(
     "acme_squared_relu(Tensor x) -> Tensor",
-    reference=_reference,  # the CPU kernel, and what other devices run without one of their own
+    reference=_reference,  # the CPU kernel, and the fallback of devices without their own
     fake=torch.empty_like,
     autograd=(
         lambda ctx, inputs, output: ctx.save_for_backward(*inputs),

@@ -1,4 +1,4 @@
-"""``mindspeed evaluate --task acme-capitals``: a benchmark of one's own, with its own judge."""
+"""``mindspeed evaluate --task acme-capitals``: a new benchmark with its own scoring function."""
 
 from mindspeed.evaluation.task import Task
 
