@@ -102,14 +102,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def masks(options: argparse.Namespace) -> dict[str, Mask]:
     """The masks by name."""
     size, generator = options.tokens, random.Random(1)
-    borders = [0]
-    while borders[-1] < size:  # many short documents, some long ones
+    cu_seqlens = [0]
+    while cu_seqlens[-1] < size:  # many short documents, some long ones
         length = int(size / 256 * 2 ** (7 * generator.random()))
-        borders.append(min(size, borders[-1] + max(length, 1)))
+        cu_seqlens.append(min(size, cu_seqlens[-1] + max(length, 1)))
     few = (0, size * 5 // 8, size * 6 // 8, size)
     return {
         "causal": Mask.causal(size),
-        f"{len(borders) - 1} documents": Mask.documents(borders),
+        f"{len(cu_seqlens) - 1} documents": Mask.documents(cu_seqlens),
         "3 documents": Mask.documents(few),
         f"window {size // 16}": Mask.causal(size, size // 16),
     }
@@ -218,7 +218,7 @@ def run(one: Plan, options: argparse.Namespace, algorithm: str) -> tuple[list[fl
 
 
 class Clock:
-    """Adds up time: of the processor, or of a device that works behind it."""
+    """Adds up time: of the processor, or of a device that runs asynchronously."""
 
     def __init__(self, device: str) -> None:
         self.device, self.milliseconds, self._start = device, 0.0, 0.0
@@ -253,9 +253,9 @@ def one_process(mask: Mask, options: argparse.Namespace) -> tuple[list[float], l
     if any(region.lo > -options.tokens for region in mask.regions):
         return run(plan(mask, 1, "ring"), options, ONE)
     *qkv, dout = tensors(options, options.heads, options.groups)
-    borders = [0, *(region.q1 for region in mask.regions)]
+    cu_seqlens = [0, *(region.q1 for region in mask.regions)]
     times = Clock(options.device), Clock(options.device)
-    for a, b in pairwise(borders):
+    for a, b in pairwise(cu_seqlens):
         q, k, v, grad = (x[None, a:b].transpose(1, 2) for x in (*qkv, dout))
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with times[0]:

@@ -42,7 +42,9 @@ SAMPLES = 20
 def main() -> None:
     """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="the best of so many is taken")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="number of runs, of which the fastest counts"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--planners", action="store_true", help="compare planners, without times")
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_digests.py --gib 1 --repeat 5
 
-One rank saves a sharded state of so many GiB with this library's writer and loads it as the trainer
+One rank saves a sharded state of N GiB with this library's writer and loads it as the trainer
 does: with digests and, after they were taken away, without. The files are in the page cache, where
 reading is fastest and checking counts most. Prints the shortest times: what
 others do on the machine only adds to them.

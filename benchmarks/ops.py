@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose(options: argparse.Namespace) -> Iterator[tuple[Operator, str, int]]:
-    """Every operator, dtype and hidden size that was asked for."""
+    """Every operator, dtype and hidden size that is selected."""
     for operator in operators():
         if operator.workload is None or operator.name not in (options.operator or [operator.name]):
             continue

@@ -44,7 +44,7 @@ class Case:
         read: Bytes read from memory per element of the tile.
         written: Bytes written per element.
         ahead: Tiles that are on their way while one is computed.
-        extra: Further bytes per element: partial sums, tables, statistics.
+        extra: Additional bytes per element: partial sums, tables, statistics.
     """
 
     operator: str

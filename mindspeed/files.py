@@ -4,7 +4,7 @@ Everything this library writes goes through this module, for three promises:
 
 * **private**: files get at most mode 0640 and directories at most 0750, also under ``umask 000``;
   a stricter umask stays in force. A symbolic link as the last component is never written through.
-* **atomic**: :func:`atomic_writer` writes a neighbour, syncs it to disk and renames it over the
+* **atomic**: :func:`atomic_writer` writes a temporary file, syncs it and renames it over the
   target. A crash, a full disk or an exception leaves the previous file exactly as it was.
 * **checked**: :func:`check_path` says who else could have tampered with a path before it is used.
 
@@ -103,15 +103,15 @@ def atomic_writer(path: PathLike, mode: str = "w", **options: Any) -> Iterator[I
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a directory, a file was expected", str(path))
     make_dirs(path.parent)
-    neighbour = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
     try:
-        with secure_open(neighbour, mode.replace("w", "x"), **options) as file:
+        with secure_open(temporary, mode.replace("w", "x"), **options) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(neighbour, path)
+        os.replace(temporary, path)
     except BaseException as error:
-        neighbour.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
             reason = f"{error.strerror}; nothing was changed, the previous file is intact"
             raise OSError(error.errno, reason, str(path)) from error

@@ -44,7 +44,7 @@ class Patch:
         why: one line for ``mindspeed patches``.
         kind: ``wrap`` keeps calling the original, ``replace`` does not, ``define`` adds a name.
         expects: the signature the patch was written for, ``"(self, tokens, ...)"`` where ``...``
-            allows further parameters; or a table from version ranges to signatures. None skips the
+            allows more parameters; or a table from version ranges to signatures. None skips the
             check (classes, values).
         versions: the megatron-core range in which the target exists; outside it the patch is not
             needed and is left out.

@@ -107,8 +107,8 @@ def _load_one(
     check_architecture(args, saved, str(path))
     weights_only = args.finetune or path.name == directory.RELEASE
     if adapter:
-        cut = [chunk for chunk in model.chunks if fsdp_state.is_sharded(chunk)]
-        check_adapter(model.modules, path, fsdp_state.tensors(cut) if cut else None)
+        sharded = [chunk for chunk in model.chunks if fsdp_state.is_sharded(chunk)]
+        check_adapter(model.modules, path, fsdp_state.tensors(sharded) if sharded else None)
     with_optimizer = (
         isinstance(model, TrainedModel)
         and "opt_param_scheduler" in common  # saved with every optimizer
@@ -148,23 +148,23 @@ def _load_one(
 
 def _apply(model: BuiltModel, state: dict[str, Any], optimizer: bool, path: Path) -> None:
     modules = model.modules
-    cut = fsdp_state.is_sharded(model.chunks[0])
+    sharded = fsdp_state.is_sharded(model.chunks[0])
     for index, (chunk, module) in enumerate(zip(model.chunks, modules, strict=True)):
         key = model_key(index, len(modules))
         if key not in state:  # a stage without layers has no entry
             continue
-        if cut:
+        if sharded:
             fsdp_state.load_model_state(chunk, state[key])
         else:
             module.load_state_dict(state[key], strict=False)
     if not isinstance(model, TrainedModel):
         return
     if optimizer and not model.optimizer.is_stub_optimizer:
-        if cut:
+        if sharded:
             fsdp_state.load_optimizer_state(model.chunks, model.optimizer, state["optimizer"])
         else:
             model.optimizer.load_state_dict(state["optimizer"])
-    if cut:
+    if sharded:
         fsdp_state.distribute(model.chunks, to_optimizer=not optimizer)
     if not optimizer:
         model.optimizer.reload_model_params()  # fp32 copies of bf16 and fp16 weights

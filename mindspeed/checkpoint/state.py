@@ -55,10 +55,10 @@ def state_dict(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**metadata, "dp_cp_group": group}
     modules = model.modules
-    cut = fsdp_state.is_sharded(model.chunks[0])
+    sharded = fsdp_state.is_sharded(model.chunks[0])
     state: dict[str, Any] = {}
     for index, (chunk, module) in enumerate(zip(model.chunks, modules, strict=True)):
-        if cut:
+        if sharded:
             own = fsdp_state.model_state(chunk)
         elif adapter:
             own = adapter_state(module, metadata)
@@ -69,7 +69,7 @@ def state_dict(
         assert isinstance(model, TrainedModel)
         if model.optimizer.is_stub_optimizer:
             pass
-        elif cut:
+        elif sharded:
             state["optimizer"] = fsdp_state.optimizer_state(
                 model.chunks, model.optimizer, is_loading=is_loading
             )

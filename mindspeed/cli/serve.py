@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-connections-per-address",
         type=whole(1),
         default=128,
-        help="maximum open connections of one IP address (default: 128); behind a proxy all "
+        help="maximum open connections of one IP address (default: 128); with a reverse proxy all "
         "clients share its address",
     )
 

@@ -108,7 +108,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
             f"a byte-level vocabulary needs at least {MIN_VOCAB_SIZE} entries (256 bytes and two "
-            f"special tokens), {vocab_size} were asked for"
+            f"special tokens), {vocab_size} were requested"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -89,11 +89,11 @@ def length_note(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> s
     """A note on prompts that were too long for the model; None if there were none."""
     wanted = {question.key: len(question.shots) for question in questions}
     fewer = sum(outcome["shots"] < wanted[outcome["key"]] for outcome in outcomes)
-    cut = sum(outcome["truncated"] for outcome in outcomes)
-    if not fewer and not cut:
+    truncated = sum(outcome["truncated"] for outcome in outcomes)
+    if not fewer and not truncated:
         return None
     return (
-        f"of {len(outcomes)} prompts {fewer} have fewer examples than requested and {cut} are "
+        f"of {len(outcomes)} prompts {fewer} have fewer examples than requested, {truncated} are "
         "truncated on the left, because they exceed the model's context length"
     )
 

@@ -1,6 +1,6 @@
 """Micro-batches of different lengths: ``--variable-seq-lengths``.
 
-A micro-batch is as long as its longest sample, not ``--seq-length``: samples are cut after the last
+A micro-batch is as long as its longest sample, not ``--seq-length``: samples end with the last
 token that is trained in one of them. Losses and gradients of a causal model stay the same.
 Between pipeline stages a micro-batch costs 3 messages, its shape, activations and gradients, and 2
 where every stage reads the data, as in our own trainer; Megatron's communicator takes 4.
@@ -77,7 +77,7 @@ def _attach(seams: Seams, options: VariableLengthsOptions, megatron: Megatron) -
     if stages == 1 and os.environ.get("RANK", "0") == "0":
         logger.warning(
             "--variable-seq-lengths: there is one pipeline stage, so no lengths are exchanged; "
-            "micro-batches are only cut after their last trained token"
+            "micro-batches are only truncated after their last trained token"
         )
     multiple = multiple_of(megatron)
 

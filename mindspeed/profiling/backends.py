@@ -98,15 +98,15 @@ class TorchRecorder:
         return f"profile written to {self.path}\n{self._table}"
 
     def _write(self, profiler: Any) -> None:
-        neighbour = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp.json")
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp.json")
         try:
-            with files.secure_open(neighbour, "x"):
+            with files.secure_open(temporary, "x"):
                 pass
-            profiler.export_chrome_trace(str(neighbour))
-            files.harden_tree(neighbour)
-            os.replace(neighbour, self.path)
+            profiler.export_chrome_trace(str(temporary))
+            files.harden_tree(temporary)
+            os.replace(temporary, self.path)
         finally:
-            neighbour.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         order = "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
         self._table = profiler.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS)
 

@@ -68,7 +68,7 @@ class Session:
         self.seams = Seams(self.engine)
         self.te, self.te_reason = te.choose(self.device.name)
         self.configuration: Configuration | None = None
-        self._repairs: tuple[Patch, ...] = ()  # those that Megatron's arguments ask for
+        self._repairs: tuple[Patch, ...] = ()  # those that Megatron's arguments require
 
     def install(self) -> None:
         """Phase A.

@@ -7,7 +7,7 @@ accidental draw from the host generator. So the device generator is a separate o
 
 Operators on CPU tensors draw from the host generator. A tracker that wants dropout to use one of
 its states must therefore put that state into the host generator for the duration of the body. And
-Megatron's data loaders get a generator of their own: an iterator takes its base seed from the host
+Megatron's data loaders get a separate generator: an iterator takes its base seed from the host
 generator, and only the ranks that own data have one, so dropout masks would diverge between ranks.
 """
 
@@ -50,7 +50,7 @@ device_generator = DeviceGenerator()
 
 
 class DefaultGenerators:
-    """``torch.cuda.default_generators``: one device, whatever index is asked for."""
+    """``torch.cuda.default_generators``: one device, whatever the index."""
 
     def __getitem__(self, index: int) -> DeviceGenerator:
         return device_generator
