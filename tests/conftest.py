@@ -64,7 +64,7 @@ def ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def npu_pool(temporary_files: Path) -> Iterator[RankPool]:
-    """Like `rank_pool`, with device npu: skips when the torch_npu wheel cannot be had."""
+    """Like `rank_pool`, with device npu: skips when the torch_npu wheel is not available."""
     from tests.npu_emulator import fixtures
 
     with fixtures.npu_pool() as pool:

@@ -1,4 +1,4 @@
-"""Models whose rows hold several documents, and the same documents one by one."""
+"""Models on packed documents, and on the same documents one by one."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def _model(name: str, spec: str, cp: int) -> Any:
     )
     engine = spec == "te"
     layers = get_gpt_decoder_block_spec(config, use_transformer_engine=engine)
-    further = None
+    mtp_spec = None
     if config.mtp_num_layers:
-        further = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine)
+        mtp_spec = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine)
     model = GPTModel(
         config, layers, gpt_ranks.VOCABULARY, SIZE, position_embedding_type="rope",
-        mtp_block_spec=further,
+        mtp_block_spec=mtp_spec,
     )  # fmt: skip
     for key, parameter in gpt_ranks.weights_of(model).items():
         parameter.data.copy_(gpt_ranks._slice(parameter, key))
@@ -90,8 +90,8 @@ def alone(names: list[str]) -> dict[str, Any]:
             batch = rows(seed)
             for sample, tokens in enumerate(batch["tokens"]):
                 inside = (torch.nonzero(tokens == EOD).flatten() + 1).tolist()
-                borders = sorted({0, *inside, SIZE})
-                for start, end in itertools.pairwise(borders):
+                cu_seqlens = sorted({0, *inside, SIZE})
+                for start, end in itertools.pairwise(cu_seqlens):
                     part = {key: x[sample : sample + 1, start:end] for key, x in batch.items()}
                     out = model(
                         part["tokens"], torch.arange(end - start)[None], None,
@@ -130,14 +130,14 @@ def packed(
         losses, sums = torch.zeros(2, SAMPLES, SIZE), []
         for seed in range(2):
             batch = rows(seed)
-            borders = cu_seqlens_of_tokens(batch["tokens"], EOD)
+            cu_seqlens = cu_seqlens_of_tokens(batch["tokens"], EOD)
             given = {**batch, "position_ids": None}
             if script:
-                part, params = _cut_by_script(given, borders)
+                part, params = _cut_by_script(given, cu_seqlens)
                 arguments = {}
             else:
                 part, params = shard_batch(
-                    given, borders, SAMPLES, reset_mask=True, reset_positions=True
+                    given, cu_seqlens, SAMPLES, reset_mask=True, reset_positions=True
                 )
                 arguments = {"packed_seq_params": params}
             out = model(
@@ -156,14 +156,16 @@ def packed(
     return found
 
 
-def _cut_by_script(batch: dict[str, Any], borders: tuple[int, ...]) -> tuple[dict[str, Any], Any]:
+def _cut_by_script(
+    batch: dict[str, Any], cu_seqlens: tuple[int, ...]
+) -> tuple[dict[str, Any], Any]:
     from mindspeed.adaptor.current_batch import current_params
     from mindspeed.attention.packed_batch import positions_of
     from mindspeed.core.context_parallel import get_batch_utils as script
 
-    positions = positions_of(borders).view(SAMPLES, SIZE)
+    positions = positions_of(cu_seqlens).view(SAMPLES, SIZE)
     script.generate_actual_seq_len({"position_ids": positions})
-    assert script.get_actual_seq_len() == list(borders[1:])
+    assert script.get_actual_seq_len() == list(cu_seqlens[1:])
     part = script.get_batch_on_this_cp_rank({**batch, "position_ids": positions})
     assert script.get_position_ids().equal(part["position_ids"].t())
     return part, current_params()
@@ -204,7 +206,7 @@ def megatron_reads(checkout: str, ours: bool) -> dict[str, torch.Tensor]:
     )
     global_vars._GLOBAL_TOKENIZER = types.SimpleNamespace(eod=EOD)
     batch = rows(0)
-    if not ours:  # what Megatron reads where a data set tells borders
+    if not ours:  # what Megatron reads where a data set gives cu_seqlens
         batch = {name: x[:1] for name, x in batch.items()}
         batch |= {
             "position_ids": torch.arange(SIZE)[None],
@@ -217,7 +219,7 @@ def megatron_reads(checkout: str, ours: bool) -> dict[str, torch.Tensor]:
 
 
 def conversations_of_megatron(checkout: str) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    """This rank's part of a row that ``--sft`` has packed: tokens, borders, positions."""
+    """This rank's part of a row that ``--sft`` has packed: tokens, cu_seqlens, positions."""
     _take_megatron_lm(checkout)
     from megatron.core import parallel_state, utils
     from megatron.training import global_vars
@@ -231,8 +233,8 @@ def conversations_of_megatron(checkout: str) -> tuple[torch.Tensor, list[int], t
         sft=True, reset_attention_mask=False, reset_position_ids=False, micro_batch_size=1
     )
     batch = {"tokens": torch.arange(SIZE)[None], "labels": None, "position_ids": None}
-    borders = torch.tensor([[0, 5, 6, SIZE]], dtype=torch.int32)
+    cu_seqlens = torch.tensor([[0, 5, 6, SIZE]], dtype=torch.int32)
     longest = torch.tensor([10], dtype=torch.int32)
-    part, params = utils.get_thd_batch_on_this_cp_rank(batch, borders, None, longest)
+    part, params = utils.get_thd_batch_on_this_cp_rank(batch, cu_seqlens, None, longest)
     assert part["labels"] is None and params.qkv_format == "sbhd"
     return part["tokens"], params.cu_seqlens_q.tolist(), part["position_ids"]

@@ -1,4 +1,4 @@
-"""A GPT of experts on two ranks whose layers a feature replaces on the instances."""
+"""A MoE GPT on two ranks; a feature replaces the forward of its layer instances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the repair tests do."""
+"""Jobs for the ranks of test_repairs.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small GPT model with multi-token prediction, built while features hold seams of it."""
+"""A small GPT model with multi-token prediction, built while features are attached to its seams."""
 
 from __future__ import annotations
 

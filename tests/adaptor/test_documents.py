@@ -1,4 +1,4 @@
-"""Packed documents through Megatron's model: each trains as if it were a sequence of its own."""
+"""Packed documents through Megatron's model: each trains like a separate sequence."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_packed_conversations_of_megatron_lm_are_sharded_over_context_parallel_r
     tokens = torch.cat([own for own, _, _ in parts], dim=1).flatten()
     assert tokens.sort().values.equal(torch.arange(documents_ranks.SIZE))
     inside = torch.tensor([0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
-    for own, borders, positions in parts:
-        assert borders == [0, 5, 6, documents_ranks.SIZE]
+    for own, cu_seqlens, positions in parts:
+        assert cu_seqlens == [0, 5, 6, documents_ranks.SIZE]
         assert own.shape == (1, documents_ranks.SIZE // 2)
         assert positions.equal(inside[own])

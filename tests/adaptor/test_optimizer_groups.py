@@ -1,4 +1,4 @@
-"""Parameter groups reach an optimizer of another structure than the one that saved them."""
+"""Param groups load into an optimizer of another structure."""
 
 from __future__ import annotations
 

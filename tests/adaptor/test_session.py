@@ -1,4 +1,4 @@
-"""One import installs, configure attaches, undo restores: each in a process of its own."""
+"""One import installs, configure attaches, undo restores: each in a separate process."""
 
 from __future__ import annotations
 

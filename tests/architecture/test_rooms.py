@@ -1,4 +1,4 @@
-"""The house rules that can be read off the source: layers, and who may know Megatron."""
+"""Architecture rules checked on the source: layers, and which packages may import Megatron."""
 
 from __future__ import annotations
 

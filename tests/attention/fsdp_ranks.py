@@ -1,4 +1,4 @@
-"""What the ranks of ``test_fsdp`` do: run the example of docs/attention-plans.md."""
+"""Jobs for the ranks of ``test_fsdp``: run the example of docs/attention-plans.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_parallel`` do."""
+"""Jobs for the ranks of ``test_context_parallel``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on the emulated NPU for ``test_on_npu``."""
+"""Jobs of ``test_on_npu`` on the emulated NPU."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ def masks(draw: st.DrawFn, most: int = 128) -> Mask:
     """Documents of every kind, and blocks that see blocks."""
     size = draw(st.integers(1, most))
     if draw(st.booleans()):
-        borders = sorted(draw(st.lists(st.integers(0, size), max_size=8)))
+        boundaries = sorted(draw(st.lists(st.integers(0, size), max_size=8)))
         window = draw(st.none() | st.tuples(st.integers(0, 20), st.integers(0, 20)))
         return Mask.documents(
-            (0, *borders, size), causal=draw(st.booleans()), window=window,
+            (0, *boundaries, size), causal=draw(st.booleans()), window=window,
             prefix=draw(st.sampled_from([0, 0, 3])),
         )  # fmt: skip
     count = draw(st.integers(1, min(size, 6)))

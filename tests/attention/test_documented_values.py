@@ -1,4 +1,4 @@
-"""The figures that docs/attention-plans.md states."""
+"""The numbers stated in docs/attention-plans.md."""
 
 from __future__ import annotations
 

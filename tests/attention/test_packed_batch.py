@@ -1,4 +1,4 @@
-"""Packed documents: borders, positions, and every algorithm on many ranks of one process."""
+"""Packed documents: cu_seqlens, positions, and every algorithm on many ranks of one process."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ def possible(strategy: Strategy, ranks: int) -> bool:
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_every_algorithm_equals_the_block_diagonal_mask(name, documents):
-    (borders, samples), strategy = DOCUMENTS[documents], STRATEGIES[name]
-    *qkv, dout = truth.tensors(borders[-1])
-    starts = torch.zeros(borders[-1], dtype=torch.int64)
-    starts[list(borders[:-1])] = 1
+    (boundaries, samples), strategy = DOCUMENTS[documents], STRATEGIES[name]
+    *qkv, dout = truth.tensors(boundaries[-1])
+    starts = torch.zeros(boundaries[-1], dtype=torch.int64)
+    starts[list(boundaries[:-1])] = 1
     document = starts.cumsum(0)
     keep = (document[:, None] == document).tril()
     expected = truth.attend(*qkv, dout, keep, scale=SCALE)
     for ranks in (2, 4, 8):
         if not possible(strategy, ranks):
             continue
-        batch = pack(borders, samples, strategy=strategy, ranks=ranks)
+        batch = pack(boundaries, samples, strategy=strategy, ranks=ranks)
         plan = strategy.plan(batch.mask(), batch.sharding)
         got, _, _ = run(plan, tuple(qkv), dout)
         for mine, wanted in zip(got, expected, strict=True):
@@ -93,7 +93,7 @@ def test_every_algorithm_equals_the_block_diagonal_mask(name, documents):
         # No pair of other documents is computed and no token is padding.
         area = sum(part.area() for stage in plan.forward for own in stage.work for part in own)
         assert area == sum(
-            n * (n + 1) // 2 for n in (b - a for a, b in itertools.pairwise(borders))
+            n * (n + 1) // 2 for n in (b - a for a, b in itertools.pairwise(boundaries))
         )
         owned = torch.cat([batch.rows(rank) for rank in range(ranks)])
         assert owned.sort().values.equal(torch.arange(samples * SIZE))
@@ -102,10 +102,10 @@ def test_every_algorithm_equals_the_block_diagonal_mask(name, documents):
 
 def test_the_eod_token_belongs_to_its_document_and_a_sample_end_ends_one():
     tokens = torch.tensor([[1, EOD, 2, EOD, EOD, 3], [EOD, 1, 1, 1, 1, EOD]])
-    borders = cu_seqlens_of_tokens(tokens, EOD)
-    assert borders == (0, 2, 4, 5, 6, 7, 12)
-    assert positions_of(borders).view(2, 6).tolist() == [[0, 1, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4]]
-    assert cu_seqlens_of_starts(starts_of(borders, 2)) == borders
+    boundaries = cu_seqlens_of_tokens(tokens, EOD)
+    assert boundaries == (0, 2, 4, 5, 6, 7, 12)
+    assert positions_of(boundaries).view(2, 6).tolist() == [[0, 1, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4]]
+    assert cu_seqlens_of_starts(starts_of(boundaries, 2)) == boundaries
     assert cu_seqlens_of_samples(2, 6) == (0, 6, 12)
 
 
@@ -117,16 +117,16 @@ def test_documents_of_a_fixed_length_end_with_their_sample():
 
 @pytest.mark.parametrize("name", ["ring", "adaptive"])
 def test_mask_and_positions_are_reset_independently(name):
-    borders = cu_seqlens_of_tokens(with_ends([5, 40], [63, 11]), EOD)
+    boundaries = cu_seqlens_of_tokens(with_ends([5, 40], [63, 11]), EOD)
     rows = torch.arange(2 * SIZE).view(2, SIZE)
     for reset_mask, reset_positions in itertools.product((False, True), repeat=2):
         for rank in range(4):
             batch = pack(
-                borders, 2, strategy=STRATEGIES[name], ranks=4, rank=rank,
+                boundaries, 2, strategy=STRATEGIES[name], ranks=4, rank=rank,
                 reset_mask=reset_mask, reset_positions=reset_positions,
             )  # fmt: skip
-            assert batch.cu_seqlens == (borders if reset_mask else (0, SIZE, 2 * SIZE))
-            wanted = positions_of(borders if reset_positions else (0, SIZE, 2 * SIZE))
+            assert batch.cu_seqlens == (boundaries if reset_mask else (0, SIZE, 2 * SIZE))
+            wanted = positions_of(boundaries if reset_positions else (0, SIZE, 2 * SIZE))
             mine = shard(rows, batch, rank)
             assert mine.shape == batch.positions.shape == (2, SIZE // 4)
             assert batch.positions.equal(wanted[mine])

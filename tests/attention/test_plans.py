@@ -1,4 +1,4 @@
-"""Plans of every algorithm: proven, and priced as the formulas say."""
+"""Plans of every algorithm: verified, with the costs of the formulas."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def plans(mask: Mask, sharding: SequenceSharding) -> Iterator[Plan]:
 
 @st.composite
 def masks(draw: st.DrawFn, size: int = 96) -> Mask:
-    borders = sorted(draw(st.lists(st.integers(0, size), max_size=8)))
+    boundaries = sorted(draw(st.lists(st.integers(0, size), max_size=8)))
     causal = draw(st.booleans())
     window = draw(st.one_of(st.none(), st.tuples(st.integers(0, 20), st.integers(0, 20))))
     prefix = draw(st.integers(0, 5))
-    cu_seqlens = (0, *borders, size)
+    cu_seqlens = (0, *boundaries, size)
     return Mask.documents(cu_seqlens, causal=causal, window=window, prefix=prefix)
 
 

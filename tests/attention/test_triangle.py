@@ -1,4 +1,4 @@
-"""Triangle attention equals dense causal attention and multiplies what it says."""
+"""Triangle attention equals dense causal attention and computes the documented products."""
 
 from __future__ import annotations
 

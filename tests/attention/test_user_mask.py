@@ -1,4 +1,4 @@
-"""Masks of the user's own become regions that show exactly the same pairs."""
+"""User-defined masks become regions with exactly the same pairs."""
 
 from __future__ import annotations
 

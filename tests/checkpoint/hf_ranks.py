@@ -1,4 +1,4 @@
-"""Weights of a model in any layout, as parts of the whole, loaded from what ``--load`` names."""
+"""Shards of a model's weights in any layout, loaded from ``--load``."""
 
 from __future__ import annotations
 

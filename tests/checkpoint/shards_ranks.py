@@ -1,4 +1,4 @@
-"""What a rank is asked beside training, for the tests of ZeRO 2 and 3."""
+"""Jobs for the ranks of the tests of ZeRO 2 and 3, other than training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A checkpoint is read by an optimizer of another structure: the losses are those of one run.
 
-Each row saves in the middle of a run, and another run goes on from there with other parallel sizes
+Each row saves in the middle of a run, and another run resumes from it with other parallel sizes
 or another optimizer. The truth is the first run's second half: its layout differs, its sums do not.
 Megatron-LM's own chains are in ``tests/megatron_lm/test_checkpoint_chains.py``.
 """

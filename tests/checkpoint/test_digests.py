@@ -1,4 +1,4 @@
-"""Every damage of every file of a checkpoint is noticed, and the file is named."""
+"""Damage of any file of a checkpoint is detected, and the file is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job killed at any moment leaves its last good checkpoint, and goes on from there."""
+"""A job killed at any moment leaves its last good checkpoint and resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that stops and resumes is the run that did not stop."""
+"""A resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3: a run that stops goes on exactly, with any number of ranks and in any stage."""
+"""ZeRO 2 and 3: a stopped run resumes exactly, with any number of ranks and in any stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error of a command is one message; --debug adds the traceback; so in the ranks of a job."""
+"""Every error of a command is one message; --debug adds the traceback; also in ranks."""
 
 from __future__ import annotations
 

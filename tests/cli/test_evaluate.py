@@ -1,4 +1,4 @@
-"""``mindspeed evaluate``: what is wrong is said first; one whole run from files to a table."""
+"""``mindspeed evaluate``: errors come first; one whole run from files to a table."""
 
 from __future__ import annotations
 

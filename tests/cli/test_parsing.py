@@ -1,4 +1,4 @@
-"""YAML and JSON of users: exactly what stands there, or one sentence with file and line."""
+"""YAML and JSON of users: exactly the written value, or one error with file and line."""
 
 from __future__ import annotations
 

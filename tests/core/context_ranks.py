@@ -112,9 +112,9 @@ def _uneven() -> float:
 
 
 def _packed(kind: str) -> float:
-    """Documents of 8 and 24 tokens, their borders in the forms that are in use."""
-    borders = {"whole": [8, 32], "with 0": [0, 8, 32], "own part": [2, 8]}[kind]
-    params = SimpleNamespace(cu_seqlens_q=torch.tensor(borders))
+    """Documents of 8 and 24 tokens, their cu_seqlens in the forms that are in use."""
+    cu_seqlens = {"whole": [8, 32], "with 0": [0, 8, 32], "own part": [2, 8]}[kind]
+    params = SimpleNamespace(cu_seqlens_q=torch.tensor(cu_seqlens))
     chunks = [megatron_layout(n, 4, 1).segments for n in (8, 24)]
     layout = SequenceSharding(
         tuple(

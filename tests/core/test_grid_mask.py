@@ -1,4 +1,4 @@
-"""The original's hooks for masks of one's own."""
+"""The original's hooks for user-defined masks."""
 
 from __future__ import annotations
 

@@ -127,9 +127,11 @@ def test_packed_rows_hold_whole_samples_once_each_with_their_own_positions(tmp_p
     found = []
     for index in range(len(data)):
         row = data[index]
-        borders = row["cu_seqlens"].tolist()
-        assert borders[-1] == len(row["tokens"]) <= ROOM
-        for sample, start, end in zip(data.samples(index), borders, borders[1:], strict=False):
+        cu_seqlens = row["cu_seqlens"].tolist()
+        assert cu_seqlens[-1] == len(row["tokens"]) <= ROOM
+        for sample, start, end in zip(
+            data.samples(index), cu_seqlens, cu_seqlens[1:], strict=False
+        ):
             found.append(int(sample))
             assert row["tokens"][start] == sample
             assert row["position_ids"][start:end].tolist() == list(range(end - start))

@@ -1,4 +1,4 @@
-"""Chat templates that use up time or memory, or raise, end with one sentence; good ones go on."""
+"""Chat templates that use up time or memory, or raise, give one error message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of data sets with weights: which documents are read, how often, and what is refused."""
+"""Weighted splits of data sets: which documents are read, how often, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the collective tests run; every function returns its mismatches."""
+"""Jobs for the ranks of test_collectives.py; every function returns its mismatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of sends and of uneven parts do."""
+"""Jobs for the ranks of test_sends.py and test_uneven.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron is told that there is a device; everybody else gets the truth."""
+"""``torch.cuda`` reports a device to Megatron's modules only; other callers see the real state."""
 
 from __future__ import annotations
 

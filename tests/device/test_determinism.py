@@ -1,4 +1,4 @@
-"""Deterministic computing: what is set per device, refused, and taken back."""
+"""Deterministic computing: what is set per device, refused, and undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Installing the CPU's torch.cuda and taking it back."""
+"""Installing and undoing the CPU's torch.cuda."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The NPU device and what completes torch_npu's transfer layer, on a stand-in for torch_npu."""
+"""The NPU device and the additions to torch_npu's CUDA compatibility layer, on a fake torch_npu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gloo sends memory that nobody has freed."""
+"""Tensors stay alive until gloo has sent them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of different sizes, which NCCL gathers and reduces and plain gloo refuses."""
+"""Uneven all-gather and reduce-scatter, which NCCL supports and plain gloo refuses."""
 
 from __future__ import annotations
 

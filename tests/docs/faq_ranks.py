@@ -1,4 +1,4 @@
-"""What the ranks of test_faq.py do."""
+"""Jobs for the ranks of test_faq.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def sockets_after_groups(number: int) -> int:
-    """Open sockets that ``number`` further groups of all ranks cost before they are used."""
+    """Open sockets that ``number`` additional groups of all ranks cost before they are used."""
     before = _sockets()
     groups = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(number)]
     cost = _sockets() - before

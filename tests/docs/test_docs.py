@@ -1,4 +1,4 @@
-"""Promises of the documents: tables are up to date, links lead somewhere, commands exist."""
+"""Documentation: tables are up to date, links have targets, commands exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as an answer in generated text."""
+"""Matching of generated text with the target answer."""
 
 from __future__ import annotations
 

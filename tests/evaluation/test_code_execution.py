@@ -1,4 +1,4 @@
-"""Programs that are wrong, leave early, do not end or want too much; test_isolation has attacks."""
+"""Programs that fail, exit early, do not end or exceed limits; attacks are in test_isolation."""
 
 from __future__ import annotations
 

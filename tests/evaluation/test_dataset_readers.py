@@ -1,4 +1,4 @@
-"""Whatever is wrong with the data is said in one sentence, before a model is loaded."""
+"""Damaged or missing data is one error message, before a model is loaded."""
 
 from __future__ import annotations
 

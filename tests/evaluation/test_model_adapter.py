@@ -1,4 +1,4 @@
-"""Where a text is cut into ids, and what a short model sees of it."""
+"""Encoding of prompt and continuation, and truncation to the model's context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas share the questions, an interrupted run goes on, the report says what was measured."""
+"""Replicas share the questions, an interrupted run resumes, the report names what was measured."""
 
 from __future__ import annotations
 

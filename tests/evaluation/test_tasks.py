@@ -1,4 +1,4 @@
-"""A stand-in that knows some answers gets exactly the score it deserves, in every benchmark."""
+"""A fake model that knows some answers gets exactly the expected score, in every benchmark."""
 
 from __future__ import annotations
 

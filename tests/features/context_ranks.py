@@ -98,8 +98,8 @@ def _packed(strategy, groups):
 def _thd(strategy, groups):
     """Three documents with padding behind each."""
     starts, lengths = (0, 16, 48, 64), (13, 32, 1)
-    borders = torch.tensor((0, *lengths)).cumsum(0)
-    documents = Documents(borders, borders, torch.tensor(starts), torch.tensor(starts))
+    cu_seqlens = torch.tensor((0, *lengths)).cumsum(0)
+    documents = Documents(cu_seqlens, cu_seqlens, torch.tensor(starts), torch.tensor(starts))
     regions = [
         region.shifted(start, start)
         for start, length in zip(starts, lengths, strict=False)

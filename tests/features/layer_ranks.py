@@ -37,7 +37,7 @@ class Case:
         documents: Borders of packed documents, of all samples.
         groups: Key heads of the whole model.
         size_v: Head size of values.
-        truth: Further options of the formula.
+        truth: Additional options of the formula.
     """
 
     flags: dict[str, Any] = field(default_factory=dict)
@@ -155,14 +155,14 @@ def _packed(case: Case) -> PackedBatch:
 
     from mindspeed.te import attention_policy
 
-    borders = case.documents or cu_seqlens_of_samples(SAMPLES, SIZE)
+    cu_seqlens = case.documents or cu_seqlens_of_samples(SAMPLES, SIZE)
     return pack(
-        borders,
+        cu_seqlens,
         SAMPLES,
         strategy=attention_policy.context_strategy(None, 1),
         ranks=parallel_state.get_context_parallel_world_size(),
         rank=parallel_state.get_context_parallel_rank(),
-        mask=attention_policy.sharding_mask(borders, SAMPLES),
+        mask=attention_policy.sharding_mask(cu_seqlens, SAMPLES),
     )
 
 

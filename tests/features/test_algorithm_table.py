@@ -1,4 +1,4 @@
-"""The table of bytes in docs/context-parallel.md is what the plans say."""
+"""The table of bytes in docs/context-parallel.md equals the bytes of the plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of masks, windows, ALiBi and triangle attention: what is on, what is refused."""
+"""Flags of masks, windows, ALiBi and triangle attention: what they enable, what is refused."""
 
 from __future__ import annotations
 

@@ -65,12 +65,12 @@ def test_packed_documents(ranks, spec, padded):
 
 
 def test_cu_seqlens_are_copied_to_the_host_once_per_micro_batch():
-    borders = torch.tensor([0, 3, 8], dtype=torch.int32)
-    first = copied(borders)
+    cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+    first = copied(cu_seqlens)
     assert first.dtype == torch.int64
-    assert copied(borders) is first  # the next layer
-    borders[1] = 4
-    assert copied(borders).tolist() == [0, 4, 8]
+    assert copied(cu_seqlens) is first  # the next layer
+    cu_seqlens[1] = 4
+    assert copied(cu_seqlens).tolist() == [0, 4, 8]
     assert copied(torch.tensor([0, 2], dtype=torch.int32)).tolist() == [0, 2]
 
 

@@ -1,4 +1,4 @@
-"""A model whose tokens are permuted by operators computes what it computes without."""
+"""A model with fused token permutation computes the same as without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attention layer can have, by flags and configuration, over split heads and sequences.
+"""Options of an attention layer, under tensor and context parallelism.
 
 Both specs, against the formula in fp64. ``test_split_sequence`` has every algorithm; here are the
 ways from Megatron's arguments to it.

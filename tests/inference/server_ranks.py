@@ -1,4 +1,4 @@
-"""The server in one process_logits, asked by starlette's client."""
+"""The server in one process_logits, called by starlette's client."""
 
 from __future__ import annotations
 

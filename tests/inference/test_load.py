@@ -180,7 +180,7 @@ def test_vocabulary_padding_beyond_the_tokenizer_is_counted(ranks, tmp_path):
     pytest.importorskip("transformers")
     from tests.inference import tiny_chat
 
-    model = tiny_chat.write(tmp_path, further_rows=40)
+    model = tiny_chat.write(tmp_path, extra_rows=40)
     with torch.no_grad():  # a row without a token is the most likely one
         model.lm_head.weight[-3] = 3 * model.lm_head.weight[:-40].abs().amax(0)
     model.save_pretrained(tmp_path)

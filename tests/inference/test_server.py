@@ -1,4 +1,4 @@
-"""The server: OpenAI's forms, streams, limits, keys; nothing a client sends ends it."""
+"""The server: OpenAI's formats, streams, limits, keys; no request can stop it."""
 
 from __future__ import annotations
 

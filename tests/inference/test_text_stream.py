@@ -1,4 +1,4 @@
-"""Text piece by piece: whole characters, stop strings, the same as decoding everything at once."""
+"""Streamed text: whole characters, stop strings, equal to decoding everything at once."""
 
 from __future__ import annotations
 

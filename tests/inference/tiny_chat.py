@@ -20,10 +20,10 @@ CHAT_TEMPLATE = (
 CONTEXT = 128
 
 
-def write(folder: Path, further_rows: int = 0) -> Any:
+def write(folder: Path, extra_rows: int = 0) -> Any:
     """Write the model to ``folder``; returns transformers' model.
 
-    ``further_rows`` of its vocabulary have no token, as in many published models.
+    ``extra_rows`` of its vocabulary have no token, as in many published models.
     """
     import transformers
 
@@ -41,7 +41,7 @@ def write(folder: Path, further_rows: int = 0) -> Any:
             **sizes,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=len(vocab) + further_rows,
+            vocab_size=len(vocab) + extra_rows,
             max_position_embeddings=CONTEXT,
             bos_token_id=0,
             eos_token_id=0,

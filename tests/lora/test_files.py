@@ -1,4 +1,4 @@
-"""Adapter files: PEFT's and ours, read, written, merged and resumed; what is wrong is said."""
+"""Adapter files: PEFT's and ours, read, written, merged and resumed; errors name the problem."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from mindspeed.testing import RankError
 from tests.megatron_lm import core_job
 from tests.support.lazy import needs
-from tests.support.megatron_lm_figures import LAYOUTS, as_printed
+from tests.support.megatron_lm_reference import LAYOUTS, as_printed
 
 needs("megatron.core")
 

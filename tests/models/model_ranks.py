@@ -64,10 +64,10 @@ def logits(folder: str, flags: Sequence[str] = ()) -> torch.Tensor:
 
 
 def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Loss and logits (last stage; the rank's part of the vocabulary), both once more for further
-    tokens, and its parts of all gradients.
+    """Loss and logits (last stage; the rank's part of the vocabulary), both again for MTP
+    tokens, and this rank's shards of all gradients.
 
-    Gradients take the place of the weights, so that they are found, cut and named like them.
+    Gradients take the place of the weights, so that they are found, sharded and named like them.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -117,13 +117,13 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
     total, count = reports[0]["lm loss"] if reports else (None, None)
     loss = total / count if reports else None
     rank = parallel_state.get_tensor_model_parallel_rank()
-    further = MTPLossLoggingHelper.tracker.pop("values", [None])[0] if reports else None
+    mtp = MTPLossLoggingHelper.tracker.pop("values", [None])[0] if reports else None
     return {
         "loss": loss,
         "parts": found,
         "logits": (rank, logits[-1]) if logits else None,
-        "further loss": further,
-        "further logits": (rank, logits[0]) if logits else None,
+        "mtp loss": mtp,
+        "mtp logits": (rank, logits[0]) if logits else None,
     }
 
 

@@ -4,7 +4,7 @@
     p_{i+2} = OutHead(RMSNorm(h^1_i)),    loss = L + factor * mean_i -log p_{i+2}[t_{i+2}]
 
 (arXiv 2412.19437, equations 21 to 25, with the concatenation in the order of the published weights;
-h^0 is the main model's output behind its last norm). The decoder layer is transformers' own, the
+h^0 is the main model's output after its last norm). The decoder layer is transformers' own, the
 rest is written out here; embedding and output head are the main model's.
 """
 
@@ -37,7 +37,7 @@ def with_copies(tensors: Tensors) -> Tensors:
     return {**tensors, **{copy: tensors[name].clone() for copy, name in COPIES.items()}}
 
 
-class FurtherToken(DeepseekV3DecoderLayer):
+class MTPLayer(DeepseekV3DecoderLayer):
     """One depth of multi-token prediction, its parameters named as in the published files."""
 
     def __init__(self, config: Any, layer: int) -> None:
@@ -57,7 +57,7 @@ class MultiTokenPrediction(Case):
     def model(self) -> Any:
         """The main model of the case without it, and a layer behind the last that it ignores."""
         model = super().model()
-        layer = FurtherToken(model.config, len(model.model.layers))
+        layer = MTPLayer(model.config, len(model.model.layers))
         generator = torch.Generator().manual_seed(5)
         for name, tensor in layer.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -67,14 +67,14 @@ class MultiTokenPrediction(Case):
         return model
 
     def truth(self, model: Any, scratch: Path) -> dict[str, Any]:
-        """Logits of both heads, main loss, loss of the further tokens, gradients of their sum."""
+        """Logits of both heads, main loss, MTP loss, gradients of their sum."""
         tokens, labels = batch()
         hidden = model.model(tokens).last_hidden_state
         logits = model.lm_head(hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        further = self._further(model, hidden[:, :-1], tokens[:, 1:])
-        further_loss = F.cross_entropy(further.flatten(0, 1), labels[:, 1:].flatten())
-        (loss + FACTOR * further_loss).backward()
+        mtp = self._mtp(model, hidden[:, :-1], tokens[:, 1:])
+        mtp_loss = F.cross_entropy(mtp.flatten(0, 1), labels[:, 1:].flatten())
+        (loss + FACTOR * mtp_loss).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 gradient = parameter.grad
@@ -83,12 +83,12 @@ class MultiTokenPrediction(Case):
         return {
             "logits": logits.detach(),
             "loss": loss.detach(),
-            "further logits": further.detach(),
-            "further loss": further_loss.detach(),
+            "mtp logits": mtp.detach(),
+            "mtp loss": mtp_loss.detach(),
             "gradients": load_file(scratch / "model.safetensors"),
         }
 
-    def _further(self, model: Any, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    def _mtp(self, model: Any, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         layer = model.model.layers[-1]
         embedded = model.model.embed_tokens(following)
         x = layer.eh_proj(torch.cat((layer.enorm(embedded), layer.hnorm(hidden)), -1))

@@ -1,4 +1,4 @@
-"""Every field of transformers' configuration classes has its role, and the role is true."""
+"""Every field of transformers' configuration classes is read, fixed or unused, as declared."""
 
 from __future__ import annotations
 

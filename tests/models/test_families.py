@@ -96,7 +96,7 @@ GROUPED = ("--moe-grouped-gemm",)
 
 
 # With the list below: every family under every kind of parallelism that it can have.
-FURTHER = [
+MORE_LAYOUTS = [
     ("llama2-gqa", 2, PP),
     ("aquila", 2, TP),
     ("aquila", 2, PP),
@@ -137,7 +137,7 @@ FURTHER = [
         ("deepseek-v3", 1, LOCAL),
         ("deepseek-v3", 2, (*LOCAL, *EP)),
         ("deepseek-v3", 2, (*LOCAL, *TP_SP)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_LAYOUTS),
     ],
     ids=lambda value: (
         "+".join(f.strip("-").replace("-parallel-size", "") for f in value)

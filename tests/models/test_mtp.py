@@ -24,7 +24,7 @@ Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
 convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
 open_weights = Lazy("mindspeed.checkpoint.weights.convert", "open_weights")
 verify = Lazy("mindspeed.checkpoint.weights.convert", "verify")
-further_tokens = Lazy("tests.models.further_tokens")
+mtp_oracle = Lazy("tests.models.mtp_oracle")
 
 
 SETUP = "tests.support.warm"
@@ -38,10 +38,10 @@ LOCAL = ("--transformer-impl=local",)
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
     """Directory of the tiny model, and what the formulas give."""
-    assert MTP[1].endswith(f"={further_tokens.FACTOR}")
-    folder, model = tmp_path_factory.mktemp("deepseek"), further_tokens.CASE.model()
-    further_tokens.CASE.save(model, folder)
-    return str(folder), further_tokens.CASE.truth(model, tmp_path_factory.mktemp("gradients"))
+    assert MTP[1].endswith(f"={mtp_oracle.FACTOR}")
+    folder, model = tmp_path_factory.mktemp("deepseek"), mtp_oracle.CASE.model()
+    mtp_oracle.CASE.save(model, folder)
+    return str(folder), mtp_oracle.CASE.truth(model, tmp_path_factory.mktemp("gradients"))
 
 
 def files(folder):
@@ -70,12 +70,12 @@ def test_both_losses_and_all_gradients_equal_the_formulas(oracle, ranks, size, f
     flags = (*MTP, *flags)
     run = model_ranks.loss_and_gradients
     results = ranks(size, run, folder, flags, setup=SETUP, timeout=120)
-    for name in ("loss", "further loss"):
+    for name in ("loss", "mtp loss"):
         found = [result[name] for result in results if result[name] is not None]
         assert found
         for loss in found:
             torch.testing.assert_close(loss, truth[name], **TOLERANCE)
-    for name in ("logits", "further logits"):
+    for name in ("logits", "mtp logits"):
         parts = dict(result[name] for result in results if result[name] is not None)
         logits = torch.cat([parts[rank] for rank in sorted(parts)], -1)[..., :VOCAB]
         logits = logits[:, : truth[name].shape[1]]
@@ -168,7 +168,7 @@ def test_more_layers_than_there_are_and_copies_that_differ_are_refused(oracle, t
         open_weights(oracle[0], mtp_num_layers=2)
     from safetensors.torch import save_file
 
-    for copy, name in further_tokens.COPIES.items():
+    for copy, name in mtp_oracle.COPIES.items():
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(Path(oracle[0], "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a parameter, by hand."""
+"""Shards of parameters by rank, against hand-written ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_collectives.py runs on two ranks with an emulated NPU each."""
+"""Jobs of test_collectives.py on two ranks with an emulated NPU each."""
 
 from __future__ import annotations
 

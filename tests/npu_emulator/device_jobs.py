@@ -1,4 +1,4 @@
-"""What test_device.py runs on an emulated NPU."""
+"""Jobs of test_device.py on an emulated NPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_operators.py runs on an emulated NPU."""
+"""Jobs of test_operators.py on an emulated NPU."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 torch_npu's libraries name six shared objects of CANN. Loading objects of the same SONAME first
 satisfies the dynamic linker, so neither LD_LIBRARY_PATH nor a change of the wheel is needed. The
-wheel is linked with immediate binding and looks further functions up by name at run time: every
+wheel is linked with immediate binding and looks other functions up by name at run time: every
 string in it that looks like a CANN function gets a definition.
 """
 

@@ -1,4 +1,4 @@
-"""Where the wheel comes from, and the words when it cannot be had."""
+"""Installation of the wheel, and the skip reason when it is not available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_attention_npu.py runs on an emulated NPU."""
+"""Jobs of test_attention_npu.py on an emulated NPU."""
 
 from __future__ import annotations
 

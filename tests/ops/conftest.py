@@ -1,4 +1,4 @@
-"""Where tests of operators find Triton."""
+"""Fixture with the path of Triton for the tests of operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_moe_permutation.py runs on an emulated NPU."""
+"""Jobs of test_moe_permutation.py on an emulated NPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_ring_attention_update.py runs on an emulated NPU."""
+"""Jobs of test_ring_attention_update.py on an emulated NPU."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Arguments that lie in memory in every way that torch allows, for every operator.
 
-    transposed   columns one behind the other: no dimension but the first has stride 1
+    transposed   columns concatenated: no dimension but the first has stride 1
     sliced       every second column of wider rows
     cut          some columns of wider rows, so that only the last stride is 1
     offset       dense, from the second element of its storage on
     expanded     one row, column or element for all: stride 0 (floating point and masks; repeated
-                 positions or borders of groups would be another question)
+                 positions or boundaries of groups would be another question)
 
 Whatever lies between the elements is NaN, or the largest number, and must be neither read nor
 written to. What a kernel returns has to be what it returns for a dense copy of its arguments, in

@@ -1,4 +1,4 @@
-"""What every operator promises, checked over the catalogue."""
+"""Properties of every operator, checked over the catalogue."""
 
 from __future__ import annotations
 

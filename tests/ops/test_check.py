@@ -1,4 +1,4 @@
-"""What is no tensor, or no number, is refused with the name of the argument."""
+"""Arguments of a wrong type are refused with the name of the argument."""
 
 from __future__ import annotations
 

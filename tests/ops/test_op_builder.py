@@ -1,4 +1,4 @@
-"""The builders of earlier versions hand out the operators."""
+"""The builders of earlier versions return the operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of the packages that the tests install."""
+"""Source code of the packages that the tests install."""
 
 FEATURE = """
 from dataclasses import dataclass

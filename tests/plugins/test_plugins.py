@@ -1,4 +1,4 @@
-"""Entry points: loaded when they are needed, shown with their package, refused in clear words."""
+"""Entry points: loaded when they are needed, shown with their package, refused with a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes in which phase the pieces of an activation checkpoint run, inside rank processes."""
+"""Records the phase in which parts of an activation checkpoint run, inside rank processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward, backward and repeated forward are told apart, whoever wrote the checkpoint."""
+"""Forward, backward and recomputation are distinguished, for every checkpoint implementation."""
 
 from __future__ import annotations
 

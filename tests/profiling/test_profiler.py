@@ -1,4 +1,4 @@
-"""The right steps on the right ranks, readable by Chrome, with everything that happened in them."""
+"""Traces of the selected steps and ranks, readable by Chrome and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The throughput meter against FLOPs and seconds counted by hand; the clock is ours."""
+"""The throughput meter against FLOPs and seconds counted by hand, with a fake clock."""
 
 from __future__ import annotations
 

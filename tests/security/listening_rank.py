@@ -1,4 +1,4 @@
-"""A rank that meets the others and writes down where it and its launcher listen."""
+"""A rank that joins the rendezvous and records the addresses it and its launcher listen on."""
 
 from __future__ import annotations
 

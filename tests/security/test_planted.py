@@ -1,4 +1,4 @@
-"""Nothing that a checkpoint holds runs, in any entry of any format, by any command.
+"""No payload in a checkpoint is executed, in any entry of any format, by any command.
 
 Each case puts a payload in one kind of entry and runs the commands that read such files; those that
 need the entry refuse it in one line, and the payload never goes off.

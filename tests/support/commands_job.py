@@ -1,4 +1,4 @@
-"""One command of a page, on the ranks of a :class:`mindspeed.testing.RankPool`."""
+"""One command of a documentation page, on the ranks of a :class:`mindspeed.testing.RankPool`."""
 
 from __future__ import annotations
 

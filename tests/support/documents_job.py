@@ -94,7 +94,7 @@ def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:
     """Losses and gradients of one micro-batch, packed, and by Megatron's own dense mask.
 
     Returns:
-        ``borders``, and for each way ``losses`` of all tokens and the ``gradients`` of their sum.
+        ``boundaries``, and for each way ``losses`` of all tokens and ``gradients`` of their sum.
     """
     from megatron.core.datasets import gpt_dataset
 
@@ -118,7 +118,7 @@ def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:
     masks, loss_masks, positions = (torch.stack(parts) for parts in zip(*rows, strict=True))
     assert batch["loss_mask"].equal(loss_masks)
     assert batch["position_ids"].equal(positions)
-    found: dict[str, Any] = {"borders": packing.packed.cu_seqlens}
+    found: dict[str, Any] = {"boundaries": packing.packed.cu_seqlens}
     for name, how in {
         "packed": {"attention_mask": None, "packed_seq_params": packing},
         "dense": {"attention_mask": masks},

@@ -61,7 +61,7 @@ class Case:
         on_disk: Tensors of the class -> tensors as the family's files have them.
         config_json: Changes to ``config.json``; None removes a key.
         change: Changes the built model.
-        inputs: Further arguments of ``forward``, from the model.
+        inputs: Additional arguments of ``forward``, from the model.
         flags: Flags that the comparison needs beyond those of the family.
         z_loss: Weight of the square of the largest logit in the loss.
     """

@@ -59,7 +59,7 @@ def train(
 
 
 def command(flags: Sequence[str]) -> list[str]:
-    """:data:`TINY` and further flags; --train-samples takes the place of --train-iters."""
+    """:data:`TINY` and additional flags; --train-samples takes the place of --train-iters."""
     if "--train-samples" not in flags:
         return [*TINY, *flags]
     at = TINY.index("--train-iters")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 class WheelUnavailable(Exception):
-    """The wheel cannot be had here; the text says why."""
+    """The wheel is not available here; the text says why."""
 
 
 def cache_directory(package: str, version: str) -> Path:

@@ -1,4 +1,4 @@
-"""Training with Megatron's distributed optimizer, saving, and going on in a new model."""
+"""Training with Megatron's distributed optimizer, saving, and resuming in a new model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention keeps for the backward: the values, not the whole output of the projection."""
+"""What attention saves for backward: v, not the whole output of the qkv projection."""
 
 from __future__ import annotations
 

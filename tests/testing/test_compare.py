@@ -1,4 +1,4 @@
-"""The comparison finds a wrong output, a wrong gradient and a missing gradient, and says which."""
+"""The comparison finds a wrong output, a wrong gradient and a missing gradient, and names it."""
 
 from __future__ import annotations
 

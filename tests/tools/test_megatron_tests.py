@@ -1,4 +1,4 @@
-"""The runner of Megatron-LM's tests gives every test its own fate, whatever the others do."""
+"""The runner of Megatron-LM's tests gives every test its own outcome, independent of the others."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _case(flags: str, *, join: bool) -> Any:
 
 
 def chosen(sizes: list[int]) -> list[dict[str, Any]]:
-    """What is recomputed on devices of so many MiB, and the estimate for it and one layer less."""
+    """Recomputed layers on devices of ``sizes`` MiB; the estimate for them and one layer less."""
     import io
     from contextlib import redirect_stderr
 

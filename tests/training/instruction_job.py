@@ -88,9 +88,9 @@ def packed_and_padded(flags: list[str], count: int) -> dict[str, Any]:
 
 
 def _samples(item: dict[str, Any]) -> list[dict[str, Any]]:
-    borders = item["cu_seqlens"].tolist()
+    cu_seqlens = item["cu_seqlens"].tolist()
     names = [name for name in item if name != "cu_seqlens"]
-    return [{name: item[name][start:end] for name in names} for start, end in pairwise(borders)]
+    return [{name: item[name][start:end] for name in names} for start, end in pairwise(cu_seqlens)]
 
 
 def _losses_and_gradients(args: Any, model: Any, items: list[Any], packed: bool) -> dict[str, Any]:

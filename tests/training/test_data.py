@@ -55,7 +55,7 @@ def batches(flags: list[str], count: int) -> list[dict[str, Any]]:
 
 
 def load_a_tokenizer_of(entries: int) -> str:
-    """What is said of a tokenizer with so many entries for a model of a family with 1000."""
+    """The error for a tokenizer with ``entries`` tokens for a model of a family with 1000."""
     from types import SimpleNamespace
 
     from mindspeed.errors import DataError

@@ -1,4 +1,4 @@
-"""The dry run's memory against what autograd really holds, on tiny models."""
+"""The dry run's memory against what autograd really saves, on tiny models."""
 
 from __future__ import annotations
 

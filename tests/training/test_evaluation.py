@@ -1,4 +1,4 @@
-"""Validation records nothing for a backward pass: its memory would never be given back."""
+"""Validation saves nothing for a backward pass."""
 
 from __future__ import annotations
 

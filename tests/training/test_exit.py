@@ -1,4 +1,4 @@
-"""The end of a job: no forked process holds a connection, and gloo's ranks leave in turn."""
+"""The end of a job: no forked process holds a connection, and gloo's ranks exit in order."""
 
 from __future__ import annotations
 

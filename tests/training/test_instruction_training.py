@@ -1,4 +1,4 @@
-"""Conversations train alike in every layout, padded to any length or packed.
+"""Conversations give equal losses in every layout, padded to any length or packed.
 
 Losses and gradient norms of the first steps, fp32, relative 1e-6 and 1e-4: the batch is the same
 set of samples, whatever ranks, lengths and rows it is spread over.

@@ -1,4 +1,4 @@
-"""Local ranks: environment, signals, and one rank that fails ends all."""
+"""Local ranks: environment, signals, and a failing rank ends all."""
 
 from __future__ import annotations
 

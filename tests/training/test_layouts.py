@@ -178,8 +178,8 @@ def test_layout_trains_like_one_rank(layout, one_rank):
     reference = one_rank(model)
     records = reference.train(world_size, flags)
     assert len(records) == 3
-    further = [(name, 1e-6) for name in records[0] if name.endswith("_loss")]
-    for name, tolerance in (*further, ("grad_norm", 1e-4)):
+    additional = [(name, 1e-6) for name in records[0] if name.endswith("_loss")]
+    for name, tolerance in (*additional, ("grad_norm", 1e-4)):
         expected = pytest.approx(column(reference.records, name), rel=tolerance)
         assert column(records, name) == expected
 

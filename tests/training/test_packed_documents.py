@@ -1,4 +1,4 @@
-"""Documents in one row train as if alone, in every layout and with every way to share a sequence.
+"""Packed documents train like separate ones, in every layout, with every context parallelism.
 
 Losses and gradient norms of the first steps, fp32, relative 1e-6 and 1e-4, two rows with different
 documents in a micro-batch. The oracle of one rank is Megatron's dense block-diagonal mask.
@@ -47,8 +47,8 @@ def one_rank(run) -> list[dict]:
 def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, positions):
     flags = flags_for(prefix, RESETS, "--position-embedding-type", positions)
     (found,) = ranks(1, packed_and_dense, flags, setup=SETUP, backend=None, timeout=120)
-    assert 64 in found["borders"] and found["borders"][-1] == 128
-    assert len(found["borders"]) > 8
+    assert 64 in found["boundaries"] and found["boundaries"][-1] == 128
+    assert len(found["boundaries"]) > 8
     packed, dense = found["packed"], found["dense"]
     torch.testing.assert_close(packed["losses"], dense["losses"], rtol=1e-5, atol=1e-5)
     for name, gradient in dense["gradients"].items():

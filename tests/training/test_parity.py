@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.megatron_lm_figures import LAYOUTS, RATES, as_printed
+from tests.support.megatron_lm_reference import LAYOUTS, RATES, as_printed
 from tests.support.trainer_job import SETUP, metrics, printed, train
 
 SLOW = {"one-rank", "data-2", "pipeline-2", "tensor-2-bf16"}

@@ -1,4 +1,4 @@
-"""Flags of features that do not exist yet are refused at every door, and are those of the table."""
+"""Flags of features that do not exist yet are refused from every source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows end where nothing is trained any more: same losses, fewer tokens, no message for lengths."""
+"""Sequences are truncated after the last trained token: same losses, fewer tokens, no messages."""
 
 from __future__ import annotations
 

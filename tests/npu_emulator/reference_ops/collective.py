@@ -70,7 +70,7 @@ def npu_mm_reduce_scatter_base(input, x2, hcom, world_size, *, bias=None, **opti
 def npu_all_gather_base_mm(
     input, x2, hcom, world_size, *, bias=None, gather_index=0, gather_output=True, **options
 ):
-    """``all_gather(input) @ x2`` and, if it is asked for, the gathered input."""
+    """``all_gather(input) @ x2`` and, if requested, the gathered input."""
     op = "npu_all_gather_base_mm"
     group = _plain(op, hcom, world_size, options)
     require(op, bias is None, "bias is not supported by this version")

@@ -30,7 +30,7 @@ def npu_add_rms_norm(x1, x2, gamma, epsilon=1e-6):
 
 
 def npu_add_layer_norm(x1, x2, gamma, beta, epsilon=1e-5, additional_output=False):
-    """Returns y, mean, rstd and, if it is asked for, the sum."""
+    """Returns y, mean, rstd and, if requested, the sum."""
     total = x1.float() + x2.float()
     mean = total.mean(-1, keepdim=True)
     rstd = torch.rsqrt(total.var(-1, unbiased=False, keepdim=True) + epsilon)
