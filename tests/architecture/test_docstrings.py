@@ -1,0 +1,58 @@
+"""Docstrings of public functions on tensors give shapes: the reader need not run the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import mindspeed
+
+PACKAGE = Path(mindspeed.__file__).parent
+SHAPE = re.compile(r"\[[^\]]*\]|scalar|[Aa]ny shape|elementwise")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public_functions(body: list[ast.stmt]) -> Iterator[Function]:
+    """Functions of a module, and methods of its classes, without a leading underscore."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | Function) and node.name.startswith("_"):
+            continue
+        if isinstance(node, ast.ClassDef | ast.If | ast.Try):
+            yield from public_functions(node.body)
+        elif isinstance(node, Function):
+            yield node
+
+
+def takes_or_returns_tensors(function: Function) -> bool:
+    arguments = function.args
+    optional = [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *optional]
+    annotations = [a.annotation for a in named] + [function.returns]
+    return any(a is not None and re.search(r"\bTensor\b", ast.unparse(a)) for a in annotations)
+
+
+def without_shapes(source: str) -> list[str]:
+    return [
+        function.name
+        for function in public_functions(ast.parse(source).body)
+        if takes_or_returns_tensors(function)
+        and not SHAPE.search(ast.get_docstring(function) or "")
+    ]
+
+
+def test_public_functions_on_tensors_give_shapes():
+    missing = {
+        str(path.relative_to(PACKAGE)): names
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (names := without_shapes(path.read_text()))
+    }
+    assert not missing, "say the shapes, such as [s, b, h], in the docstrings"
+
+
+def test_a_docstring_without_shapes_is_found():
+    source = 'class A:\n    def f(self, x: torch.Tensor) -> int:\n        """Count."""\n'
+    assert without_shapes(source) == ["f"]
+    assert not without_shapes(source.replace("Count", "Count x [s, b, h]"))
+    assert not without_shapes(source.replace("def f", "def _f"))
