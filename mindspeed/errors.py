@@ -54,7 +54,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class TrainingError(MindSpeedError, RuntimeError):
-    """Training cannot go on, for example because the loss is not finite."""
+    """Training cannot continue, for example because the loss is not finite."""
 
 
 class SecurityError(MindSpeedError, PermissionError):

@@ -154,7 +154,7 @@ def applied(mutant: Mutant | None, root: Path) -> Iterator[None]:
     path = root / mutant.file
     source, times = path.read_text("utf-8"), (path.stat().st_atime, path.stat().st_mtime)
     path.write_text(source.replace(mutant.old, mutant.new), "utf-8")
-    os.utime(path, (times[0], times[1] + 10))  # the compiled file beside it must not be taken
+    os.utime(path, (times[0], times[1] + 10))  # the compiled file next to it must not be taken
     try:
         yield
     finally:

@@ -65,7 +65,7 @@ class OptimizerConstruction:
         both = (self._seams.optimizer_args, self._seams.optimizer)
         owners = dict.fromkeys(owner for seam in both for owner, _ in seam.functions)
         raise ConfigError(
-            f"--optimizer muon: {', '.join(owners)} would change only the Adam beside Muon, for "
+            f"--optimizer muon: {', '.join(owners)} would change only the Adam next to Muon, for "
             "parameters that are no matrices; use --optimizer adam or sgd, train with `mindspeed "
             "pretrain`, which gives features the whole, or leave them out"
         )

@@ -165,7 +165,7 @@ class PatchEngine:
         }
 
     def _attach(self, target: _Target, module: ModuleType) -> None:
-        if not target.patches:  # taken back before the module was imported
+        if not target.patches:  # undone before the module was imported
             return
         target.holder = self._find_holder(target.patches[0], module)
         target.original = target.current = vars(target.holder).get(target.leaf, _ABSENT)

@@ -210,20 +210,22 @@ def _check_optimizer(
     """
     kind = metadata.get("distrib_optim_sharding_type")
     if kind is None:
-        readable, instead = not args.use_distributed_optimizer, "go on with --zero-stage 0"
+        readable, instead = not args.use_distributed_optimizer, "continue with --zero-stage 0"
     elif not args.use_distributed_optimizer:
         # The fp32 copies of 16-bit parameters have another name in each of the two optimizers.
         half = any(getattr(run, name, False) for run in (args, saved) for name in ("bf16", "fp16"))
         readable = kind == fsdp_state.SHARDING and not half
-        instead = "go on with --use-distributed-optimizer (--zero-stage 1)"
+        instead = "continue with --use-distributed-optimizer (--zero-stage 1)"
     elif args.use_megatron_fsdp:
         readable = kind == fsdp_state.SHARDING
-        instead = "go on with --zero-stage 1, or save it with --dist-ckpt-optim-fully-reshardable"
+        instead = (
+            "continue with --zero-stage 1, or save it with --dist-ckpt-optim-fully-reshardable"
+        )
     else:
         reshardable = DistributedOptimizer.checkpoint_fully_reshardable_formats
         readable = same_layout or kind in reshardable
         instead = (
-            "go on at its tensor and pipeline parallel sizes, or save it with "
+            "continue at its tensor and pipeline parallel sizes, or save it with "
             "--dist-ckpt-optim-fully-reshardable"
         )
     if not readable:

@@ -1,7 +1,7 @@
 """Saving: plan, write, index, rename, tracker, delete old ones.
 
 A save that fails (disk full, no permission) leaves the checkpoints before it as they are. During
-training it is reported and training goes on, with the next save as next try; at the end of a run it
+training it is reported and training continues, with the next save as retry; at the end of a run it
 is an error.
 """
 
@@ -47,7 +47,7 @@ class Saver:
     Args:
         args: final values; the counters of consumed samples in it are saved too.
         model: what is saved.
-        config: recipe of the run, put beside each checkpoint.
+        config: recipe of the run, put next to each checkpoint.
         flops_per_sample: for the count of operations so far.
     """
 
@@ -196,7 +196,7 @@ class Saver:
 
     def _say_failure(self) -> None:
         if self._failure is not None and dist.get_rank() == 0:
-            print(f" WARNING {self._failure}; training goes on", flush=True)
+            print(f" WARNING {self._failure}; training continues", flush=True)
         self._failure = None
 
     def _position(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def state_dict(
     """The sharded state dict of this rank.
 
     ``optimizer`` includes the schedule and needs a :class:`TrainedModel`; with ``adapter`` only
-    what is trained beside a frozen base model counts as the model.
+    what is trained on top of a frozen base model counts as the model.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**metadata, "dp_cp_group": group}

@@ -3,7 +3,7 @@
 Megatron writes with a queue server it spawns and writer processes it forks. Forking a process with
 communication threads is risky, and starting processes takes seconds where the data of a small model
 takes milliseconds. Here Megatron plans and formats the checkpoint and the same files are written by
-this thread, or by one background thread while training goes on. Every byte goes through a hash on
+this thread, or by one background thread while training continues. Every byte goes through a hash on
 its way (:mod:`mindspeed.storage.digests`).
 """
 

@@ -3,7 +3,7 @@
 Three ways, the first that gives the right ids:
 
 * classes that are nothing but their ``tokenizer.json``: that file, with the tokenizers library;
-* remote code (``auto_map``) beside a ``tokenizer.model``, as Baichuan and InternLM have it: that
+* remote code (``auto_map``) next to a ``tokenizer.model``, as Baichuan and InternLM have it: that
   SentencePiece model with the special tokens of the directory, and no foreign code runs;
 * everything else: transformers. The class name ``LLaMATokenizer`` of early Llama directories is
   read as ``LlamaTokenizer``: transformers 5 does not know the former and gives other ids silently.

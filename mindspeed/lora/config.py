@@ -68,7 +68,7 @@ class LoraConfig:
         init: Distribution of A: uniform (Kaiming), or normal with standard deviation 1 / r.
         use_rslora: Multiply by alpha / sqrt(r) instead.
         adapter_name: Name in PEFT directories.
-        forward_hooks: Modules whose output is to carry gradients, beside the embedding.
+        forward_hooks: Modules whose output is to carry gradients, in addition to the embedding.
         seed: Of A; the values do not depend on how the model is sharded.
     """
 

@@ -154,7 +154,7 @@ def read(folder: str | Path) -> PeftFiles:
             )
         elif key.rpartition(".")[0].rpartition(".")[2] in _ENDS:
             whole[key.removeprefix(PREFIX).removesuffix(".weight")] = tensor.float()
-        elif not key.endswith(".base_layer.weight"):  # the base model's, beside its adapter
+        elif not key.endswith(".base_layer.weight"):  # the base model's, next to its adapter
             raise CheckpointError(f"{folder}/{WEIGHTS}: cannot use the tensor {key}")
     pairs, experts = {}, {}
     try:

@@ -165,7 +165,7 @@ _PLAIN_ROPE = Field(
     "fixed",
 )
 _OWN: Fields = {
-    # Classes beside the weights: their rotary base is in the code.
+    # Classes next to the weights: their rotary base is in the code.
     **_GATED,
     "rope_parameters": _PLAIN_ROPE,
     "rope_scaling": _PLAIN_ROPE,
@@ -215,7 +215,7 @@ FIELDS: Mapping[str, Fields] = {
         # Layers of multi-token prediction: read with --mtp-num-layers.
         "num_mtp_layers": Field(or_null(Whole(0, 64)), "no effect"),
         "num_nextn_predict_layers": Field(or_null(Whole(0, 64)), "no effect"),
-        # Of the class beside the weights, which has the same model under more names.
+        # Of the class next to the weights, which has the same model under more names.
         "scoring_func": fixed("sigmoid"),
         "topk_method": fixed("noaux_tc"),
         "moe_layer_freq": fixed(1),

@@ -3,7 +3,7 @@
 To add one, write down its codecs here and its rules in :mod:`~mindspeed.models.tensors`; nothing
 else in the package names a family.
 Sources: the families' model classes in transformers, and for Baichuan, InternLM and Aquila, whose
-code lives beside their weights, the published names of their tensors.
+code lives next to their weights, the published names of their tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SILU = Always(_GATED, {"hidden_act": "silu"})
 _DROPOUT = Fields({"attention_dropout": "attention_dropout"})
 _NO_DROPOUT = Always({"attention_dropout": 0.0})
 _LLAMA_LIKE: tuple[Codec, ...] = (Fields(_SIZES), _SILU, _DROPOUT)
-# What a missing key means in the classes that are published beside the weights.
+# What a missing key means in the classes that are published next to the weights.
 _OWN_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,

@@ -18,7 +18,7 @@ import torch
 
 # Flags with one value per router, or a list of them in Megatron.
 _LISTS = ("moe_aux_loss_coeff", "moe_router_load_balancing_type")
-# What a checkpoint says beside the model: written by one rank, without a training.
+# What a checkpoint says besides the model: written by one rank, without a training.
 _ONE_RANK: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,

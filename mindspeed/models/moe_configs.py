@@ -159,7 +159,7 @@ class Latent:
         flags |= {"position_embedding_type": "rope", "rope_type": "rope"}
         flags["apply_rope_fusion"] = False  # Megatron has it for training with YaRN only
         flags["rotary_base"] = rotary_base(config)
-        # Not the size of a head, but what Megatron wants to be told beside the latent sizes.
+        # Not the size of a head, but what Megatron wants to be told besides the latent sizes.
         flags["kv_channels"] = flags["v_head_dim"]
         flags["group_query_attention"] = False
         return flags | _read_yarn(config.get("rope_scaling", {}))

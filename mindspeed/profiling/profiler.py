@@ -134,7 +134,7 @@ class StepProfiler:
         options = self._options
         if step >= options.step_end and self.rank == 0:
             logger.warning(
-                "nothing is profiled: the run goes on at step %d, the window was [%d, %d)",
+                "nothing is profiled: the run continues at step %d, the window was [%d, %d)",
                 step,
                 options.step_start,
                 options.step_end,

@@ -6,7 +6,7 @@ not import Megatron. Phase B, :meth:`Session.configure`, runs when Megatron's ar
 (or when a framework calls :func:`mindspeed.configure`) and attaches the enabled features to the
 seams.
 
-Everything can be taken back, and configured again with other values in the same process.
+Everything can be undone, and configured again with other values in the same process.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _holds_aliases(module: ModuleType) -> bool:
-    """Megatron, ourselves, the script and the modules beside it."""
+    """Megatron, ourselves, the script and the modules next to it."""
     name = module.__name__
     if name.partition(".")[0] in ("megatron", "mindspeed", "__main__"):
         return True

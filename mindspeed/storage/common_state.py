@@ -10,7 +10,7 @@ from mindspeed.security import safe_torch_load
 
 
 def common_state(path: Path) -> dict[str, Any]:
-    """What a ``torch_dist`` checkpoint holds beside tensors: values of the run, iteration ...
+    """What a ``torch_dist`` checkpoint holds besides tensors: values of the run, iteration ...
 
     Raises:
         SecurityError: It holds more than tensors and plain values.

@@ -68,7 +68,7 @@ def tracked(root: str | Path) -> int | str | None:
 
 
 def tracker_problem(root: str | Path) -> str | None:
-    """How the tracker file disagrees with the checkpoints beside it; None if it agrees.
+    """How the tracker file disagrees with the checkpoints next to it; None if it agrees.
 
     A tracker has no digest: it is Megatron-LM's, and people write it by hand to go back.
     """
@@ -164,7 +164,7 @@ def others(checkpoint: Path) -> str:
         path = path_of(checkpoint.parent, iteration)
         if iteration != found and problem_with(path) is None:
             return f"; {path.name} is complete: take it with --ckpt-step {iteration}"
-    return f" (if it was changed on purpose, delete {digests.NAME} and {SIDECAR} beside it)"
+    return f" (if it was changed on purpose, delete {digests.NAME} and {SIDECAR} next to it)"
 
 
 def begin(root: str | Path, iteration: int) -> Path:
@@ -220,7 +220,7 @@ def publish(
 
 
 def add_digests(folder: Path, written: Mapping[str, digests.FileDigest] | None = None) -> None:
-    """Write the digests of all files of a checkpoint beside them.
+    """Write the digests of all files of a checkpoint next to them.
 
     Args:
         folder: Its directory.

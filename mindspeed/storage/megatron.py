@@ -35,7 +35,7 @@ def queue_in_this_process() -> Iterator[None]:
 def errors_kept(errors: list[BaseException]) -> Iterator[None]:
     """While inside, what Megatron writes on rank 0 alone keeps its error instead of raising it.
 
-    The other ranks go on to a collective, so rank 0 must get there, too. Afterwards all ranks can
+    The other ranks continue to a collective, so rank 0 must get there. Afterwards all ranks can
     agree that the checkpoint has failed.
 
     Args:

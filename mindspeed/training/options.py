@@ -329,7 +329,7 @@ class CheckpointOptions:
     save_retain_interval: int | None = flag(
         None, "with --keep-last: never delete iterations divisible by this", range=POSITIVE
     )
-    async_save: bool = flag(False, "write in the background while training goes on")
+    async_save: bool = flag(False, "write in the background while training continues")
     ckpt_format: Literal["torch_dist"] = flag("torch_dist", "file format")
     ckpt_step: int | None = flag(None, "iteration to load (default: the latest)", range=COUNT)
     finetune: bool = flag(False, "load the weights only and start at iteration 0")

@@ -250,7 +250,7 @@ class WeightsAndBiases(RecordingSink):
     ``wandb sync DIR/wandb/offline-run-*`` uploads what was recorded offline. The variable
     WANDB_MODE overrides our choice. A resumed run keeps its identity, stored in
     ``DIR/wandb/run_id.txt``, and leaves out what a lost run has recorded already: nothing can be
-    taken back there.
+    undone there.
     """
 
     def __init__(self, args: argparse.Namespace, done: int) -> None:

@@ -70,7 +70,7 @@ def test_packed_documents_through_megatron_lm(ranks, megatron_lm):
 
 @pytest.fixture
 def helper_directory(tmp_path, monkeypatch):
-    """A copy of Megatron's helper source, and a ``compile_helpers`` that lives beside it."""
+    """A copy of Megatron's helper source, and a ``compile_helpers`` that lives next to it."""
     spec = importlib.util.find_spec("megatron.core.datasets")
     source = Path(spec.origin).parent / "helpers.cpp"
     shutil.copy(source, tmp_path)

@@ -108,7 +108,7 @@ def test_modules_have_no_import_cycle() -> None:
         module_of(path): {
             next((m for m in (name, name.rpartition(".")[0]) if m in names), "")
             for _, name, _ in imports_of(path)
-            if not module_of(path).startswith(f"{name}.")  # import_module of a module beside it
+            if not module_of(path).startswith(f"{name}.")  # import_module of a module next to it
         }
         - {"", module_of(path), "mindspeed"}  # mindspeed calls the session lazily
         for path in sources()

@@ -1,4 +1,4 @@
-"""Adaptive shardings: exact properties on any mask, and the figures beside other planners."""
+"""Adaptive shardings: exact properties on any mask, and costs compared with other planners."""
 
 from __future__ import annotations
 

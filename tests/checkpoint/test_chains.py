@@ -23,7 +23,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 BF16 = "--bf16"
 slow = pytest.mark.slow
 
-# name: (model, flags of the run that saves, flags of the one that goes on)
+# name: (model, flags of the run that saves, flags of the one that continues)
 CHAINS = {
     "experts 2 to tensor 2": (EXPERTS, EP2, TP2),
     "experts 1 to experts 2": (EXPERTS, "", EP2),
@@ -72,4 +72,4 @@ def test_sixteen_bit_states_of_a_distributed_optimizer_are_refused_by_another(ra
     _run(ranks, tmp_path / "metrics", save)
     load = f"{BF16} --load {tmp_path / 'c'} --train-iters 2".split()
     for result in ranks(2, train, load, setup=SETUP, backend=None, timeout=240):
-        assert "cannot be loaded into this one; go on with --use-dist" in result["error"]
+        assert "cannot be loaded into this one; continue with --use-dist" in result["error"]

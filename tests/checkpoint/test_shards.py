@@ -55,7 +55,7 @@ def second_half(folder):
 
 
 def only(source: Path, iteration: int, target: Path) -> list[str]:
-    """A directory with one checkpoint of another, and the flags to go on there."""
+    """A directory with one checkpoint of another, and the flags to continue there."""
     name = directory.path_of(source, iteration).name
     shutil.copytree(source / name, target / name)
     (target / directory.TRACKER).write_text(str(iteration))

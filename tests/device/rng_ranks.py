@@ -119,7 +119,7 @@ def unrepaired_device_generator() -> list[bool]:
 
 
 def forks_leave_the_host_generator_alone() -> list[bool]:
-    """Nested forks continue one stream; outside, the host's stream goes on undisturbed; no log."""
+    """Nested forks continue one stream; outside, the host's stream is unchanged; no log."""
     _, tracker = _megatron_random()
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -115,7 +115,7 @@ def test_a_token_without_probability_is_never_drawn():
 
 
 def test_beam_sampling_draws_without_replacement():
-    """Which two of six tokens go on: against the sum over all orders of four draws."""
+    """Which two of six tokens continue: against the sum over all orders of four draws."""
     scores = torch.tensor([0.0, 1.5, 0.5, 2.0, 1.0, 0.2]).log_softmax(-1)
     expected: dict[tuple[int, ...], float] = {}
     for order in permutations(range(6), 4):

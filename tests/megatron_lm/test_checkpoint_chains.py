@@ -3,7 +3,7 @@
 Every row is a checkpoint format, an optimizer and a change of layout that Megatron documents
 (docs/api-guide/core/dist_checkpointing.md): ``torch_dist`` changes every size for an optimizer that
 is not distributed and with ``--dist-ckpt-optim-fully-reshardable``, the data-parallel size only in
-the default format of the distributed optimizer; ``torch`` (legacy) and ``fsdp_dtensor`` go on as
+the default format of the distributed optimizer; ``torch`` (legacy) and ``fsdp_dtensor`` continue as
 they are. The truth is the second half of the run that saved.
 
 Repairs: ``optimizer_groups``, ``optimizer_resume``, ``rng_shards``, ``fsdp_swiglu``. The quick
@@ -35,7 +35,7 @@ FSDP = (
     "--ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 )
 
-# name: (model, ranks and flags of the run that saves, ranks and flags of the one that goes on)
+# name: (model, ranks and flags of the run that saves, ranks and flags of the one that continues)
 CHAINS = {
     # torch_dist, an optimizer that is not distributed
     "plain same": (MODEL, 2, "", 2, ""),

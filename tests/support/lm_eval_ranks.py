@@ -141,7 +141,7 @@ def by_us(model: str, data: str, tp: int, pp: int) -> dict[str, Any] | None:
 
 
 def the_rest(model: str) -> dict[str, Any]:
-    """What the harness needs beside numbers: its registry, templates, replicas."""
+    """What the harness needs besides numbers: its registry, templates, replicas."""
     import torch
     import torch.distributed as dist
     from lm_eval.api.registry import get_model

@@ -1,6 +1,6 @@
 """Tiny models of every family on the side of the oracle: Hugging Face's own classes.
 
-Families whose code lives beside their weights are rebuilt from LLaMA's class: Aquila and InternLM
+Families whose code lives next to their weights are rebuilt from LLaMA's class: Aquila and InternLM
 are LLaMA tensor for tensor; Baichuan packs q, k, v, its 13B has ALiBi for rotary positions, its
 second generation an output layer with rows of length one.
 """

@@ -1,4 +1,4 @@
-"""Registration: what is importable, who must not notice, how it is taken back."""
+"""Registration: what is importable, who must not notice, how it is undone."""
 
 from __future__ import annotations
 

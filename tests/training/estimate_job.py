@@ -1,4 +1,4 @@
-"""Bytes that a tiny model really keeps for its backward pass, beside the estimate."""
+"""Bytes that a tiny model really keeps for its backward pass, compared with the estimate."""
 
 from __future__ import annotations
 

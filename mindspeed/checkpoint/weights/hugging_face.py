@@ -174,7 +174,7 @@ def _config(weights: WeightSource, base: dict[str, Any], companions: str | None)
 def _special_tokens(folder: str | None) -> dict[str, Any]:
     """Ids of the special tokens, null where there are none: a class's defaults fit no tokenizer.
 
-    Those of ``config.json`` beside the tokenizer; without one, those of ``generation_config.json``,
+    Those of ``config.json`` next to the tokenizer, otherwise those of ``generation_config.json``,
     so that the two agree, and last the tokenizer's own.
     """
     found: dict[str, Any] = dict.fromkeys(_SPECIAL)

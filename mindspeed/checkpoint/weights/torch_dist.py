@@ -111,7 +111,7 @@ def _extra_states(tensors: Sequence[StoredTensor]) -> Iterator[str]:
 
 
 def _write_common(folder: Path, args: argparse.Namespace) -> None:
-    """The files beside the tensors: values of the model, and what format this is."""
+    """The files besides the tensors: values of the model, and what format this is."""
     common = {
         "args": stored_args(args),
         "checkpoint_version": 3.0,
