@@ -109,6 +109,11 @@ class Merged(WeightSource):
             if (b.shape[0], a.shape[1]) == parameter.shape:
                 return
             there = f"has {parameter.shape[0]} x {parameter.shape[1]}"
+        elif layer.startswith("mtp."):
+            raise CheckpointError(
+                f"{self._adapter} changes {layer}, and files of the family {self.family.name} have "
+                "no multi-token prediction; merge it in the built model, with mindspeed.lora.merge"
+            )
         raise CheckpointError(
             f"{self._adapter} is an adapter of another model: it changes {layer}, and "
             f"{self.where} {there}"

@@ -150,6 +150,10 @@ def test_additional_predicted_tokens_have_adapters(rank_pool, tmp_path):
     for found in (train(2, f"{one} {adapters} {PP2} {save}"), train(2, f"{two} {adapters} {PP2}")):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
     load = f"--load {tmp_path / 'one'} --lora-load {tmp_path / 'adapter' / 'iter_0000002'}"
+    words = f"merge-lora --load {tmp_path / 'one'} --lora-load {tmp_path / 'adapter'}"
+    words = f"{words} --save {tmp_path / 'merged'}".split()
+    ((status, message),) = rank_pool.run(1, lora_ranks.command, words, setup=SETUP, backend=None)
+    assert status != 0 and "files of the family llama have no multi-token prediction" in message
     resumed = train(1, f"{load} {adapters}")
     torch.testing.assert_close(torch.tensor(resumed), torch.tensor(expected[2:]), rtol=1e-5, atol=0)
 
