@@ -138,13 +138,15 @@ def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe"
             problems.append(f"{section}: keys with values are expected, not {_kind(values)}")
             continue
         for key, value in (values or {}).items():
-            home, action = table.get(key, (None, None))
+            expected_section, action = table.get(key, (None, None))
             if reason := planned_flags.problem(str(key)):
                 problems.append(f"{section}.{key}: {reason}")
             elif action is None:
                 problems.append(f"{section}.{key}: unknown key{_closest(key, table)}")
-            elif home != section:
-                problems.append(f"{section}.{key}: this key belongs in section '{home}'")
+            elif expected_section != section:
+                problems.append(
+                    f"{section}.{key}: this key belongs in section '{expected_section}'"
+                )
             elif problem := _wrong_kind(action, value):
                 problems.append(f"{section}.{key}: {problem}")
             else:

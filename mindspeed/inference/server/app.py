@@ -327,7 +327,7 @@ def _api_error_of(error: Exception) -> ApiError:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def respond(request: Request, error: Exception) -> JSONResponse:
+    async def error_response(request: Request, error: Exception) -> JSONResponse:
         response = _api_error_of(error)
         headers = {"Retry-After": "1"} if response.status == 429 else None
         return JSONResponse(response.content, response.status, headers)
@@ -343,6 +343,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(ApiError(error.status_code, message).content, error.status_code)
 
     for kind in (ApiError, MindSpeedError, QueueFull, RequestTimeout, EngineFailed, Exception):
-        app.add_exception_handler(kind, respond)
+        app.add_exception_handler(kind, error_response)
     app.add_exception_handler(RequestValidationError, invalid)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, unknown)  # type: ignore[arg-type]
