@@ -22,7 +22,8 @@ OPERATORS = {one.name: one for one in operators()}
 
 
 def run(*arguments):
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", *map(str, arguments)]
+    quick = ("--device", "cpu", "--quick", "--repeats", "1")
+    command = [sys.executable, str(SCRIPT), *quick, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
