@@ -52,9 +52,9 @@ class FlopCounter(Instrument):
         self.count = FlopCount()
         self.mode = _Mode(self._add)
 
-    def open(self, stack: ExitStack) -> None:
+    def enter_contexts(self, stack: ExitStack) -> None:
         """Receive what :func:`add` reports too."""
-        super().open(stack)
+        super().enter_contexts(stack)
         _active.append(self)
         stack.callback(_active.remove, self)
 

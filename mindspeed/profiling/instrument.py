@@ -31,14 +31,14 @@ class Instrument:
         self.phase = PhaseTracker()
         self._stack = ExitStack()
 
-    def open(self, stack: ExitStack) -> None:
+    def enter_contexts(self, stack: ExitStack) -> None:
         """Enter what else the instrument needs; it is left before the phase tracker."""
         stack.enter_context(self.mode)
 
     def __enter__(self: Self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self.phase)
-            self.open(stack)
+            self.enter_contexts(stack)
             self._stack = stack.pop_all()
         return self
 

@@ -95,7 +95,7 @@ class VirtualClock(Instrument):
         super().__init__()
         self.mode = _Mode(self, self.phase)
 
-    def open(self, stack: ExitStack) -> None:
+    def enter_contexts(self, stack: ExitStack) -> None:
         """Watch ``Work.wait`` too."""
         wait = Work.wait
 
@@ -107,7 +107,7 @@ class VirtualClock(Instrument):
         stack.callback(self._pending.clear)
         stack.callback(journal.undo)
         journal.set(Work, "wait", observed, owner="clock")
-        super().open(stack)
+        super().enter_contexts(stack)
 
     @property
     def exposed(self) -> float:

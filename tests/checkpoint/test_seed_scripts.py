@@ -79,7 +79,7 @@ def test_flags_that_contradict_config_json(llama, ranks, tmp_path):
         "--type 8X": "--type 8X is not one of",
         "--num_layers 3": "--num_layers 3, but the model has 2",
         "--num_kv_heads 4": "--num_kv_heads 4, but the model has 2",
-        "--bias": "--bias: the model has no bias",
+        "--bias": "--bias: the model's attention has no bias",
         "--pse": "--pse: the model has no linear biases",
         "--use_wpack_rotray": "--use_wpack_rotray: the model has no W_pack",
     }

@@ -46,7 +46,10 @@ def folder(tmp_path_factory):
         (("--task", "boolq", *DATA, "--data-dir", "d"), "--data-dir belongs to --engine lm-eval"),
         (("--engine", "lm-eval", "--tasks", "x"), "--data-dir is needed with --engine lm-eval"),
         (("--task", "boolq", *DATA, "--greedy", "--temperature", "1"), "exclude each other"),
-        (("--task", "human_eval", *DATA, "--samples", "5"), "--samples 5: greedy answers are all"),
+        (
+            ("--task", "human_eval", *DATA, "--samples", "5"),
+            "--samples 5: greedy answers are identical",
+        ),
         (("--task", "boolq", *DATA, "--temperature", "0"), "--temperature 0.0: sampling needs"),
         (("--task", "human_eval", *DATA), "--allow-code-execution"),
         (("--task", "boolq", "boolq", "--task-data-path", "a", "b"), "name every task once"),

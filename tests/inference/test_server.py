@@ -318,7 +318,7 @@ def test_a_disconnected_client_ends_its_request(ranks, tiny):
         (["--max-connections-per-address", "-1"], "--max-connections-per-address -1"),
         (["--max-connections", "99999999"], "raise the limit (ulimit -n)"),
         (["--api-key-file", "/no/such"], "--api-key-file /no/such: there is no such file"),
-        (["--prompt-type", "alpaca", "--hf-chat-template"], "give it or --hf-chat-template"),
+        (["--prompt-type", "alpaca", "--hf-chat-template"], "give either it or --hf-chat-template"),
     ],
 )
 def test_wrong_flags_are_refused_before_the_model_is_loaded(words, message, capsys, monkeypatch):

@@ -86,7 +86,7 @@ def train_and_watch_plans(flags: Sequence[str]) -> dict[str, Any]:
 
     watch(batches, "read_batch", lambda: order.append("read"))
     watch(batches, "shard_batch", lambda: order.append("train"))
-    watch(planner, "starts", lambda: threads.append(threading.current_thread().name))
+    watch(planner, "initial_shardings", lambda: threads.append(threading.current_thread().name))
     return {**train(flags), "order": order, "threads": threads}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mindspeed.errors import TrainingError
+from mindspeed.training.forward_step import MicroBatchLoss
 from mindspeed.training.overflow import SkippedSteps
 from tests.support import fault
 from tests.support.forked import run_all
@@ -97,7 +98,8 @@ def test_skipped_steps_are_limited(steps, said):
     error = None
     try:
         for number, (updated, loss, scale) in enumerate(steps, start=1):
-            watch.after_step(updated, torch.tensor([[loss, 1]]), scale_of(scale), number)
+            losses = [MicroBatchLoss(torch.tensor(loss), None, {})]
+            watch.after_step(updated, losses, scale_of(scale), number)
     except TrainingError as problem:
         error = str(problem)
     assert said is None or said in (error or "no error")

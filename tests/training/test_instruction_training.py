@@ -172,7 +172,7 @@ def test_every_rank_of_a_group_gets_what_its_stage_needs(prefix, ranks):
             "needs --moe-token-dispatcher-type alltoall",
         ),
         ("--data-path nowhere", "there is no file nowhere_packed_input_ids_document.idx"),
-        ("--vocab-size 100", "holds the id"),
+        ("--vocab-size 100", "has the id"),
     ],
 )
 def test_unsupported_configurations_are_refused(prefix, ranks, flags, said):
