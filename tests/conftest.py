@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,7 +31,8 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory for temporary files of the tests and of all processes they start.
 
     Every process with Megatron imports wandb, which makes two directories that a rank that ends
-    by ``os._exit`` leaves behind.
+    by ``os._exit`` leaves behind. pytest removes the directory with its base, of which it keeps
+    three: here it would be too early, multiprocessing removes its own directory in it at exit.
     """
     folder = tmp_path_factory.mktemp("tmp")
     before, tempfile.tempdir = tempfile.tempdir, str(folder)
@@ -40,7 +40,6 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TMPDIR", str(folder))
         yield folder
     tempfile.tempdir = before
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

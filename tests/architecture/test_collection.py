@@ -1,4 +1,4 @@
-"""Collecting tests imports no heavy package, and what tests leave behind is theirs to remove."""
+"""Collecting imports no heavy package; temporary files of all ranks are in the run's directory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_a_lazy_name_imports_when_it_is_used(monkeypatch):
     assert "colorsys" in sys.modules
 
 
-def test_ranks_leave_their_temporary_files_where_the_tests_remove_them(ranks, temporary_files):
+def test_ranks_have_their_temporary_files_in_the_directory_of_the_run(ranks, temporary_files):
     (folder,) = ranks(1, tempfile.gettempdir, setup="tests.support.warm")
     assert folder == str(temporary_files) == tempfile.gettempdir()
