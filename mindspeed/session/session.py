@@ -12,6 +12,7 @@ Everything can be undone, and configured again with other values in the same pro
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import sys
@@ -177,7 +178,13 @@ def _holds_aliases(module: ModuleType) -> bool:
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     if not file or not main_file:
         return False
-    return Path(file).parent == Path(main_file).resolve().parent
+    return Path(file).parent == _directory_of_script(main_file)
+
+
+@functools.lru_cache(maxsize=1)
+def _directory_of_script(main_file: str) -> Path:
+    """Resolved once, not for each of thousands of modules under each patch."""
+    return Path(main_file).resolve().parent
 
 
 def _difference(old: Configuration, new: Configuration) -> list[str]:
