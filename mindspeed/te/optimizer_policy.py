@@ -14,8 +14,8 @@ import torch
 
 from mindspeed import te
 from mindspeed.errors import ConfigError
-from mindspeed.te.state_codec import Codec, codec_for
-from mindspeed.te.update_rules import ADAM, UpdateRule
+from mindspeed.optimizer.codecs import Codec, codec_for
+from mindspeed.optimizer.rules import ADAM, UpdateRule
 
 
 def update_rule() -> UpdateRule:

@@ -4,8 +4,8 @@
 those of :mod:`mindspeed.te.stored_states`.
 
 All arithmetic is fp32 (or wider, for wider parameters) and belongs to the update rule
-(:mod:`mindspeed.te.update_rules`). fp32 states are updated in place by one call per group; other
-storages (:mod:`mindspeed.te.state_codec`) are decoded and encoded one parameter at a time. Which
+(:mod:`mindspeed.optimizer.rules`). fp32 states are updated in place by one call per group; other
+storages (:mod:`mindspeed.optimizer.codecs`) are decoded and encoded one parameter at a time. Which
 rule and which storage: :mod:`mindspeed.te.optimizer_policy`.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from mindspeed.optimizer.rules import StepOptions
 from mindspeed.te import optimizer_policy
 from mindspeed.te.stored_states import MASTER, StoredStates, wide_dtype
-from mindspeed.te.update_rules import StepOptions
 
 
 class FusedAdam(StoredStates):

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from mindspeed.optimizer.codecs import Absent, Codec, Full, Remainder
+from mindspeed.optimizer.rules import UpdateRule
 from mindspeed.te import optimizer_policy
-from mindspeed.te.state_codec import Absent, Codec, Full, Remainder
-from mindspeed.te.update_rules import UpdateRule
 
 MASTER = "master_param"
 

@@ -134,7 +134,7 @@ def test_optimizer_rule_and_wrapper(ranks, tmp_path, site, acme):
     assert found["bytes"].get("exp_avg_sq", 0) < 1_000, "Lion has one moment"
     assert sharded == pytest.approx(alone, rel=1e-4)
 
-    from mindspeed.te.update_rules import StepOptions
+    from mindspeed.optimizer.rules import StepOptions
 
     w, g, m = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -0.5]), torch.tensor([0.0, 10.0])
     options = StepOptions(1, 0.1, (0.9, 0.99), 1e-8, 0.5, True, True)

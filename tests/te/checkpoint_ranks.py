@@ -106,8 +106,8 @@ def resume(
 def resume_with_signs(options: dict[str, Any], folder: str, sharding: str) -> dict[str, list[Any]]:
     """:func:`resume` with an update rule of one moment and its storage in bf16."""
     from mindspeed import session
-    from mindspeed.te.state_codec import BFloat16, Full
-    from mindspeed.te.update_rules import UpdateRule
+    from mindspeed.optimizer.codecs import BFloat16, Full
+    from mindspeed.optimizer.rules import UpdateRule
 
     def update(weights: Any, grads: Any, states: Any, step: Any) -> None:
         for w, g, m in zip(weights, grads, states["exp_avg"], strict=True):

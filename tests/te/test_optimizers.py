@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from mindspeed.optimizer.codecs import Remainder
 from mindspeed.te.fused_sgd import FusedSGD
 from mindspeed.te.multi_tensor import (
     multi_tensor_applier,
@@ -14,7 +15,6 @@ from mindspeed.te.multi_tensor import (
     multi_tensor_scale,
 )
 from mindspeed.te.optimizers import FusedAdam
-from mindspeed.te.state_codec import Remainder
 
 F8 = torch.uint8
 

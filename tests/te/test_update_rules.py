@@ -12,9 +12,9 @@ from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import PatchEngine
 from mindspeed.adaptor.seams import Seams
 from mindspeed.errors import ConfigError
+from mindspeed.optimizer.codecs import BFloat16, Codec, Full
+from mindspeed.optimizer.rules import ADAM, UpdateRule
 from mindspeed.te.optimizers import FusedAdam
-from mindspeed.te.state_codec import BFloat16, Codec, Full
-from mindspeed.te.update_rules import ADAM, UpdateRule
 
 
 def sign_of_momentum(weights, grads, states, options):

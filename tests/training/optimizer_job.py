@@ -52,8 +52,8 @@ def train_with_signs(flags: Sequence[str]) -> dict[str, Any]:
     """
     from mindspeed import session
     from mindspeed.cli.pretrain import _prepare
-    from mindspeed.te.state_codec import BFloat16, Full
-    from mindspeed.te.update_rules import UpdateRule
+    from mindspeed.optimizer.codecs import BFloat16, Full
+    from mindspeed.optimizer.rules import UpdateRule
     from mindspeed.training.model import gpt_model
     from mindspeed.training.pretrain import pretrain
 

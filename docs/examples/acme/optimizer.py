@@ -38,7 +38,7 @@ def counted(optimizer):
 def _attach(seams, options, megatron):
     import torch
 
-    from mindspeed.te.update_rules import UpdateRule
+    from mindspeed.optimizer.rules import UpdateRule
 
     rule = UpdateRule(states={"exp_avg": torch.zeros_like}, update=lion)
     seams.use_kernels(owner=FEATURE.name, update_rule=lambda: rule)

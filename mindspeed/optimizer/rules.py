@@ -2,7 +2,7 @@
 
 :class:`mindspeed.te.optimizers.FusedAdam` keeps the states of a rule and calls it with lists of
 tensors of one dtype: fp32, or wider for wider parameters. A rule sees neither how states are stored
-(:mod:`mindspeed.te.state_codec`) nor how parameters are sharded.
+(:mod:`mindspeed.optimizer.codecs`) nor how parameters are sharded.
 """
 
 from __future__ import annotations
