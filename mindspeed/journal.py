@@ -10,8 +10,10 @@ value and the owner. :meth:`Journal.undo` restores the identical objects (``is``
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -85,3 +87,49 @@ class Journal:
             delattr(entry.holder, entry.name)
         else:
             setattr(entry.holder, entry.name, entry.before)
+
+
+_BEFORE = "_methods_before"
+"""Attribute of an object: ``(name, own method or _ABSENT)`` for each replacement, oldest first."""
+
+
+def replace_method(
+    holder: Any,
+    name: str,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    journal: Journal,
+) -> None:
+    """Replace a method of one object until ``journal`` is undone. Replacements stack.
+
+    The journal does not keep the object alive. A method of the class is looked up at each call, so
+    a later change of the object's class (LoRA does that to layers) is seen.
+
+    Args:
+        holder: The object.
+        name: Name of the method.
+        make: Gets the method that there is, returns the new one.
+        journal: Restores the method.
+    """
+    own = vars(holder).get(name, _ABSENT)
+    vars(holder).setdefault(_BEFORE, []).append((name, own))
+    if own is _ABSENT:
+
+        @functools.wraps(getattr(holder, name))
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return getattr(type(holder), name)(holder, *args, **kwargs)
+
+        setattr(holder, name, make(method))
+    else:
+        setattr(holder, name, make(own))
+    journal.call_on_undo(functools.partial(_restore_method, weakref.ref(holder)))
+
+
+def _restore_method(reference: weakref.ref[Any]) -> None:
+    holder = reference()
+    if holder is None:
+        return
+    name, own = vars(holder)[_BEFORE].pop()
+    if own is _ABSENT:
+        delattr(holder, name)
+    else:
+        setattr(holder, name, own)

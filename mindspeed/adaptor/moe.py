@@ -15,20 +15,16 @@ dispatcher and experts of a layer one by one.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from mindspeed.journal import replace_method
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from mindspeed.journal import Journal
-
-Forward = Callable[..., Any]
-_BEFORE = "_forwards_before"
-"""Attribute of a module: the instance's ``forward`` under each replacement, oldest first."""
 
 
 def moe_layers(model: torch.nn.Module) -> Iterator[MoELayer]:
@@ -52,17 +48,4 @@ def replace_forward(
         make: Gets the ``forward`` that there is, returns the new one.
         journal: A feature's ``seams.journal``.
     """
-    vars(module).setdefault(_BEFORE, []).append(vars(module).get("forward"))
-    module.forward = make(module.forward)
-    journal.call_on_undo(functools.partial(_restore, weakref.ref(module)))
-
-
-def _restore(reference: weakref.ref[torch.nn.Module]) -> None:
-    module = reference()
-    if module is None:
-        return
-    before = vars(module)[_BEFORE].pop()
-    if before is None:
-        del module.forward
-    else:
-        module.forward = before
+    replace_method(module, "forward", make, journal)
