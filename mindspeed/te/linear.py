@@ -197,7 +197,21 @@ class LayerNormLinear(Linear):
             ``[s, b, out]``, or its shard; then the bias ``[out]`` with ``return_bias``, and the
             normalised input ``[s, b, in]`` with ``return_layernorm_output``.
         """
-        normed = kernels.normalize(
+        normed = self.normalize(inp)
+        out = super().forward(normed, is_first_microbatch)
+        if not self.return_layernorm_output:
+            return out
+        if self.return_layernorm_output_gathered and self.communication.gathers_input:
+            normed = comm.gather_sequence(normed, self.tp_group)
+        return (*out, normed) if self.return_bias else (out, normed)
+
+    def normalize(self, inp: torch.Tensor) -> torch.Tensor:
+        """The norm alone, ``[s, b, in]``: its activations are treated as a site of their own.
+
+        Args:
+            inp: ``[s, b, in]``, or its shard, any floating dtype; the result has it, too.
+        """
+        return kernels.normalize(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,
@@ -205,12 +219,6 @@ class LayerNormLinear(Linear):
             rms=self.normalization == "RMSNorm",
             zero_centered_gamma=self.zero_centered_gamma,
         )
-        out = super().forward(normed, is_first_microbatch)
-        if not self.return_layernorm_output:
-            return out
-        if self.return_layernorm_output_gathered and self.communication.gathers_input:
-            normed = comm.gather_sequence(normed, self.tp_group)
-        return (*out, normed) if self.return_bias else (out, normed)
 
 
 def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | None) -> None:
