@@ -1,0 +1,6 @@
+"""Activation memory: which saved tensors stay, are computed again, or wait in host memory.
+
+:mod:`~mindspeed.memory.plan` says what happens at each site of each layer,
+:mod:`~mindspeed.memory.runtime` executes it on top of autograd's saved-tensor hooks,
+:mod:`~mindspeed.memory.figures` counts it.
+"""

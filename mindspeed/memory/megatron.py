@@ -1,0 +1,213 @@
+"""Plans on the layers of a Megatron model chunk: which sites a layer has, and how they are wrapped.
+
+    plan = Plan({"decoder.layers.0": {"input_layernorm": Action.RECOMPUTE_OUTPUT}})
+    install(model, plan, journal)
+
+Sites of a layer are ``layer``, its modules by path, and three kinds of computations inside modules:
+
+* ``input_layernorm`` and ``pre_mlp_layernorm`` where they are part of the linear layer after them
+  (Transformer Engine spec), and ``PATH.layer_norm`` for other such layers (latent attention);
+* ``mlp.activation`` and ``mlp.experts.activation``: what is computed between the two linear layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mindspeed.journal import Journal, replace_method
+from mindspeed.memory.between import BetweenCalls
+from mindspeed.memory.plan import LAYER, Plan
+from mindspeed.memory.runtime import MIN_BYTES, Runtime
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_RUNTIME = "_activation_memory"
+"""Attribute of a model chunk: its runtime."""
+_NORM_IN_LINEAR = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+}
+_ACTIVATION = "activation"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a site is: a method of a module, or what lies between two of its linear layers."""
+
+    module: torch.nn.Module
+    method: str = "forward"
+
+
+def layers_of(model: torch.nn.Module) -> dict[str, TransformerLayer]:
+    """The transformer layers of a model chunk by path, multi-token prediction's included."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TransformerLayer)
+    }
+
+
+def sites_of(layer: torch.nn.Module) -> dict[str, Site]:
+    """The sites of a layer, outer ones first; those of sequential experts are not apart."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    sites = {LAYER: Site(layer)}
+    for path, module in layer.named_modules():
+        if not path or isinstance(module, (IdentityOp, IdentityFuncOp, torch.nn.ModuleList)):
+            continue
+        sites[path] = Site(module)
+        if callable(getattr(module, "normalize", None)):
+            name = _NORM_IN_LINEAR.get(path, f"{path}.layer_norm")
+            sites[name] = Site(module, "normalize")
+        if hasattr(module, "linear_fc1") and hasattr(module, "linear_fc2"):
+            sites[f"{path}.{_ACTIVATION}"] = Site(module, _ACTIVATION)
+    return sites
+
+
+def runtime_of(model: torch.nn.Module) -> Runtime | None:
+    """The runtime of a model chunk that has a plan."""
+    return getattr(model, _RUNTIME, None)
+
+
+def install(
+    model: torch.nn.Module, plan: Plan, journal: Journal, *, min_bytes: int = MIN_BYTES
+) -> Runtime:
+    """Execute a plan on a model chunk, together with the plans that were installed before.
+
+    Args:
+        model: The chunk.
+        plan: Layers by their path in the chunk.
+        journal: Restores the layers.
+        min_bytes: Smaller tensors are not copied to the host.
+
+    Returns:
+        The runtime of the chunk; its ``plan`` may be replaced between two iterations.
+
+    Raises:
+        ValueError: A layer or a site does not exist; names the nearest.
+        PlanConflict: Another plan has another action for a site.
+    """
+    runtime = runtime_of(model)
+    if runtime is None:
+        runtime = Runtime(Plan(), environment=_environment(model), min_bytes=min_bytes)
+        setattr(model, _RUNTIME, runtime)
+        journal.call_on_undo(lambda: _uninstall(model))
+    joined = runtime.plan.joined(plan)
+    layers = layers_of(model)
+    check_names(plan, {name: sites_of(layer) for name, layer in layers.items()})
+    for name, sites in plan.layers.items():
+        wrap(runtime, name, layers[name], sites, journal)
+    runtime.plan = joined
+    return runtime
+
+
+def check_names(plan: Plan, known: dict[str, Any]) -> None:
+    """Refuse layers and sites that do not exist.
+
+    Args:
+        plan: The plan.
+        known: Layer -> its sites.
+
+    Raises:
+        ValueError: Names the nearest that exist.
+    """
+    for layer, site, _ in plan.actions():
+        if layer not in known:
+            raise ValueError(f"plan: no layer {layer!r}{_nearest(layer, known)}")
+        if site not in known[layer]:
+            raise ValueError(f"plan: {layer} has no site {site!r}{_nearest(site, known[layer])}")
+
+
+def wrap(
+    runtime: Runtime,
+    name: str,
+    layer: torch.nn.Module,
+    sites: Iterable[str],
+    journal: Journal,
+) -> None:
+    """Wrap a layer and those of its sites that are not wrapped yet."""
+    known, wrapped = sites_of(layer), runtime.wrapped.setdefault(name, set())
+    if not wrapped:
+
+        def tensors() -> Iterator[torch.Tensor]:
+            yield from layer.parameters()
+            yield from layer.buffers()
+
+        replace_method(
+            layer, "forward", lambda forward: runtime.layer(name, forward, tensors), journal
+        )
+        wrapped.add(LAYER)
+    for site in sorted(set(sites) - wrapped, key=list(known).index):
+        wrapped.add(site)
+        module, method = known[site].module, known[site].method
+        if method != _ACTIVATION:
+            replace_method(module, method, _site(runtime, name, site), journal)
+            continue
+        between = BetweenCalls(runtime, name, site)
+        replace_method(module, "forward", between.module, journal)
+        replace_method(module.linear_fc1, "forward", between.first, journal)
+        replace_method(module.linear_fc2, "forward", between.second, journal)
+
+
+def _site(runtime: Runtime, layer: str, site: str) -> Callable[..., Any]:
+    return lambda forward: runtime.site(layer, site, forward)
+
+
+def _uninstall(model: torch.nn.Module) -> None:
+    if hasattr(model, _RUNTIME):
+        delattr(model, _RUNTIME)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    found = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
+    return f"; there are {', '.join(found)}" if found else ""
+
+
+def _environment(model: torch.nn.Module) -> Callable[..., Any]:
+    """What a second run must find, and what it must not leave behind.
+
+    Random states of Megatron's tracker; buffers that count (tokens of experts); the auxiliary
+    losses that are logged, which the router would add a second time.
+    """
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    def remember() -> Callable[[], contextlib.AbstractContextManager[None]]:
+        states = random._get_all_rng_states()
+
+        @contextlib.contextmanager
+        def restored() -> Iterator[None]:
+            buffers = [(x, x._version, x.clone()) for x in model.buffers()]
+            losses = get_moe_layer_wise_logging_tracker()
+            before = {
+                name: {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in entry.items()
+                }
+                for name, entry in losses.items()
+            }
+            with random._fork_rng():
+                random._set_all_rng_states(*states)
+                try:
+                    yield
+                finally:
+                    losses.clear()
+                    losses.update(before)
+                    with torch.no_grad():
+                        for buffer, version, value in buffers:
+                            if buffer._version != version:
+                                buffer.copy_(value)
+
+        return restored
+
+    return remember

@@ -1,0 +1,329 @@
+"""Executes a plan on the layers of a model: one pair of saved-tensor hooks around each layer.
+
+    runtime = Runtime(plan)
+    layer.forward = runtime.layer("layers.0", layer.forward, layer.parameters)
+    norm.forward = runtime.site("layers.0", "input_layernorm", norm.forward)
+
+While a layer runs, a stack knows which site computes, and every tensor that autograd saves is
+treated as the innermost planned site says (:mod:`mindspeed.memory.plan`). Only the innermost pair
+of hooks is called by torch, so sites do not push hooks of their own.
+
+Without gradients, in a second run, and for layers without a plan, the wrapped functions call the
+original at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from mindspeed.memory.figures import CountedStorages, Figures, SiteFigures
+from mindspeed.memory.offload import HostCopy, OnHost, can_offload
+from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
+from mindspeed.memory.saved import Kept, ViewOf
+from mindspeed.memory.segment import Environment, Segment
+
+Forward = Callable[..., Any]
+Tensors = Callable[[], Iterable[torch.Tensor]]
+MIN_BYTES = 1 << 20
+"""Smaller tensors are not worth a copy to the host."""
+
+
+@dataclass
+class _Output:
+    """An output of a segment that is not kept.
+
+    Attributes:
+        alive: Its storage; another tensor may get the address of a freed one.
+        version: Of the tensor; a changed one is no longer what the segment computes.
+    """
+
+    alive: StorageWeakRef
+    version: int
+    dtype: torch.dtype
+    segment: Segment
+    number: int
+
+
+@dataclass
+class _LayerCall:
+    """One forward call of a layer."""
+
+    name: str
+    plan: LayerPlan
+    parameters: set[int]
+    outputs: dict[int, _Output] = field(default_factory=dict)
+    copies: dict[Any, tuple[StorageWeakRef, HostCopy]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A site that is computing, in one call of its layer."""
+
+    call: _LayerCall
+    site: str
+    action: Action
+    segment: Segment | None = None
+
+
+class _State(threading.local):
+    """Of one thread: backward may run in another than forward."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.reruns = 0
+        self.transparent = 0
+
+
+class Runtime:
+    """The plan of a model chunk in execution.
+
+    Args:
+        plan: What to do; :attr:`plan` may be replaced between two iterations.
+        environment: What a second run must find as the first did; default: random states.
+        min_bytes: Smaller tensors are not copied to the host.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        environment: Environment | None = None,
+        min_bytes: int = MIN_BYTES,
+    ) -> None:
+        self.plan, self.figures, self.min_bytes = plan, Figures(), min_bytes
+        self._environment = environment or random_states
+        self._state = _State()
+        self.wrapped: dict[str, set[str]] = {}
+        self._storages = CountedStorages()
+        self._microbatch: Any = None
+        self._segments: list[tuple[Any, weakref.ref[Segment]]] = []
+
+    def layer(self, name: str, forward: Forward, parameters: Tensors) -> Forward:
+        """Return ``forward`` of a layer, with the hooks around it where the layer has a plan.
+
+        Args:
+            name: The layer's name in the plan.
+            forward: The layer's forward.
+            parameters: Returns parameters and buffers of the layer, which exist anyway.
+        """
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            plan = self.plan.layers.get(name)
+            if not plan or not self._active():
+                return forward(*args, **kwargs)
+            call = _LayerCall(name, plan, {_key(p) for p in parameters()})
+            frame = Frame(call, LAYER, Action.KEEP)
+            self._state.frames.append(frame)
+            try:
+                with _hooks(self._pack):
+                    if LAYER in plan:
+                        return self._run_site(frame, LAYER, forward, args, kwargs)
+                    return forward(*args, **kwargs)
+            finally:
+                self.end(frame)
+
+        return run
+
+    def site(self, layer: str, site: str, forward: Forward) -> Forward:
+        """Return ``forward`` of a site of a layer, under the site's action."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outer = self.site_frame(layer, site)
+            if outer is None:
+                return forward(*args, **kwargs)
+            return self._run_site(outer, site, forward, args, kwargs)
+
+        return run
+
+    @contextlib.contextmanager
+    def keep_everything(self) -> Iterator[None]:
+        """Run the block as if nothing were planned."""
+        self._state.transparent += 1
+        try:
+            yield
+        finally:
+            self._state.transparent -= 1
+
+    @contextlib.contextmanager
+    def microbatch(self, key: Any) -> Iterator[None]:
+        """Let :meth:`pending` find the segments of the block under ``key``."""
+        before, self._microbatch = self._microbatch, key
+        try:
+            yield
+        finally:
+            self._microbatch = before
+
+    def pending(self, key: Any) -> list[Segment]:
+        """The segments of a micro-batch that backward has not used up, in order of their forward.
+
+        ``materialize`` of a segment computes it now, ``discard`` drops what was computed.
+        """
+        found = [(k, segment) for k, ref in self._segments if (segment := ref()) and segment.needed]
+        self._segments = [(k, weakref.ref(segment)) for k, segment in found]
+        return [segment for k, segment in found if k == key]
+
+    def site_frame(self, layer: str, site: str) -> Frame | None:
+        """The frame in which a site of ``layer`` would run now; None: it has no action."""
+        state = self._state
+        if not self._active() or not state.frames:
+            return None
+        frame = state.frames[-1]
+        open_to_sites = frame.call.name == layer and frame.segment is None
+        return frame if open_to_sites and site in frame.call.plan else None
+
+    def begin(
+        self, outer: Frame, site: str, forward: Forward, args: tuple[Any, ...], kwargs: Any
+    ) -> Frame:
+        """A site starts to compute inside ``outer``.
+
+        Args:
+            outer: From :meth:`site_frame`.
+            site: Its name.
+            forward: What a second run calls, with ``args`` and ``kwargs``.
+            args: As ``forward`` gets them.
+            kwargs: Likewise.
+        """
+        call, action = outer.call, outer.call.plan[site]
+        figures = self.figures.of(call.name, site)
+        figures.calls += 1
+        segment = None
+        if action.recomputes:
+            segment = Segment(
+                f"{call.name}, {site}", forward, args, kwargs, self._rerun, figures.count_rerun
+            )
+            if self._microbatch is not None:
+                self._segments.append((self._microbatch, weakref.ref(segment)))
+        frame = Frame(call, site, action, segment)
+        self._state.frames.append(frame)
+        return frame
+
+    def end(self, frame: Frame) -> None:
+        """The site of :meth:`begin` has computed, or failed."""
+        assert self._state.frames[-1] is frame
+        self._state.frames.pop()
+
+    def _active(self) -> bool:
+        state = self._state
+        return torch.is_grad_enabled() and not state.reruns and not state.transparent
+
+    def _run_site(
+        self, outer: Frame, site: str, forward: Forward, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        frame = self.begin(outer, site, forward, args, kwargs)
+        try:
+            outputs = forward(*args, **kwargs)
+        finally:
+            self.end(frame)
+        drop_outputs(frame, outputs, (args, kwargs))
+        return outputs
+
+    def _rerun(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        enter = self._environment()
+
+        @contextlib.contextmanager
+        def rerun() -> Iterator[None]:
+            self._state.reruns += 1
+            try:
+                with enter():
+                    yield
+            finally:
+                self._state.reruns -= 1
+
+        return rerun
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        frame = self._state.frames[-1]
+        call, figures = frame.call, self.figures.of(frame.call.name, frame.site)
+        exists = _key(tensor) in call.parameters
+        if frame.segment is not None:
+            if not exists:
+                self._storages.count(tensor, figures, "dropped")
+            return frame.segment.save(tensor)
+        where = f"{call.name}, {frame.site}"
+        if exists:
+            return Kept(tensor, where)
+        if (output := _dropped(call, tensor)) is not None:
+            self._storages.count(tensor, figures, "dropped")
+            return ViewOf(output.segment.save_output(output.number, tensor), tensor)
+        if frame.action is Action.OFFLOAD and can_offload(tensor, self.min_bytes):
+            return OnHost(self._host_copy(call, tensor, figures))
+        self._storages.count(tensor, figures, "kept")
+        return Kept(tensor, where)
+
+    def _host_copy(self, call: _LayerCall, tensor: torch.Tensor, figures: SiteFigures) -> HostCopy:
+        key = (_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
+        key += (tensor.dtype, tensor._version)
+        known = call.copies.get(key)
+        if known is None or known[0].expired():
+            known = StorageWeakRef(tensor.untyped_storage()), HostCopy(tensor, figures)
+            call.copies[key] = known
+        return known[1]
+
+
+def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:
+    """Later sites of the layer get outputs that they save from the second run of the segment.
+
+    Nothing to do unless the site's action is ``recompute_output``.
+
+    Args:
+        frame: The site that has computed.
+        outputs: Its outputs, as its second run returns them.
+        inputs: Its inputs; outputs that share their storage exist anyway.
+    """
+    call, segment = frame.call, frame.segment
+    if frame.action is not Action.RECOMPUTE_OUTPUT or segment is None:
+        return
+    kept = {_key(x) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)} | call.parameters
+    for number, output in enumerate(tree_leaves(outputs)):
+        if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+            continue
+        if _key(output) not in kept:
+            alive = StorageWeakRef(output.untyped_storage())
+            call.outputs[_key(output)] = _Output(
+                alive, output._version, output.dtype, segment, number
+            )
+
+
+def _dropped(call: _LayerCall, tensor: torch.Tensor) -> _Output | None:
+    output = call.outputs.get(_key(tensor))
+    if output is None or output.alive.expired():
+        return None
+    same = (output.version, output.dtype) == (tensor._version, tensor.dtype)
+    return output if same else None
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _hooks(pack: Callable[[torch.Tensor], Any]) -> contextlib.AbstractContextManager[object]:
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.get())
+
+
+def random_states() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """The environment of a model without random streams of its own: torch's generators."""
+    host = torch.random.get_rng_state()
+    accelerator = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(accelerator) if accelerator is not None else None
+    state = module.get_rng_state() if module is not None else None
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        with torch.random.fork_rng(device_type=accelerator.type if accelerator else "cuda"):
+            torch.random.set_rng_state(host)
+            if module is not None:
+                module.set_rng_state(state)
+            yield
+
+    return restored

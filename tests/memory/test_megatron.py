@@ -1,0 +1,65 @@
+"""Plans on GPT models of Megatron: both layer specs, experts, latent attention, TP with SP."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.memory import memory_ranks
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+SETUP = "tests.support.warm"
+PLANS = {
+    "layer": {"layer": "recompute"},
+    "norms": {"input_layernorm": "recompute_output", "pre_mlp_layernorm": "recompute_output"},
+    "activation": {
+        "mlp.activation": "recompute_output",
+        "mlp.experts.activation": "recompute_output",
+    },
+    "attention": {"self_attention": "recompute"},
+    "core attention": {"self_attention.core_attention": "recompute"},
+    "mlp": {"mlp": "recompute"},
+    "norms, activation, core attention": {
+        "input_layernorm": "recompute_output",
+        "pre_mlp_layernorm": "recompute_output",
+        "mlp.activation": "recompute_output",
+        "self_attention.core_attention": "recompute",
+    },
+    "swapped attention": {"self_attention": "offload"},
+    "swapped attention, mlp": {"self_attention": "offload", "mlp": "recompute"},
+    "everything on the host": {"layer": "offload", "input_layernorm": "recompute_output"},
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+MOE = {
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+CASES = [
+    ("rmsnorm-swiglu-gqa", "te", 1, {}),
+    ("rmsnorm-swiglu-gqa", "local", 1, DROPOUT),
+    ("layernorm-gelu-bias", "te", 2, {"sequence_parallel": True, **DROPOUT}),
+    ("layernorm-gelu-bias", "local", 2, {}),
+    ("mla", "te", 1, {}),
+    ("moe-grouped", "te", 1, MOE),
+    ("moe-sequential", "local", 1, MOE),
+]
+
+
+@pytest.mark.parametrize(("name", "spec", "size", "overrides"), CASES)
+def test_every_plan_gives_the_same_losses_gradients_and_random_states(
+    ranks, name, spec, size, overrides
+):
+    for found in ranks(
+        size, memory_ranks.under_plans, name, spec, PLANS, overrides, setup=SETUP, timeout=240
+    ):
+        assert found["again"] == []
+        (plain, *_) = found["no plan"]
+        for title in PLANS:
+            kept, _, _, after, host_after = found[title]["bytes"]
+            assert found[title]["differ"] == [], title
+            assert found[title]["planned"] or (title, name) == ("activation", "moe-sequential")
+            # Attention keeps no scores: its inputs are what it saves.
+            assert kept < plain or title == "core attention" or not found[title]["planned"], title
+            assert (after, host_after) == (0, 0), title
