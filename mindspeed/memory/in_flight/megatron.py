@@ -1,0 +1,55 @@
+"""The order in which Megatron's schedules visit the chunks of a stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.pipeline_parallel.schedules import (
+    get_pp_rank_microbatches,
+    get_schedule_table,
+)
+
+from mindspeed.memory.in_flight import Held, held_at_once
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A process group as ``get_pp_rank_microbatches`` sees it: any stage, in any process."""
+
+    stages: int
+    stage: int
+
+    def size(self) -> int:
+        return self.stages
+
+    def rank(self) -> int:
+        return self.stage
+
+
+@dataclass(frozen=True)
+class _Communicator:
+    pp_group: _Group
+    virtual_pipeline_model_parallel_size: int | None
+
+
+def held_by_stage(stage: int, micro_batches: int, config: Any) -> frozenset[Held]:
+    """:func:`~mindspeed.memory.in_flight.held_at_once` for one pipeline stage.
+
+    Args:
+        stage: rank in the pipeline group.
+        micro_batches: of a step.
+        config: Megatron's ``ModelParallelConfig``.
+    """
+    stages = config.pipeline_model_parallel_size
+    chunks = config.virtual_pipeline_model_parallel_size
+    group = (config.microbatch_group_size_per_vp_stage or stages) if chunks else micro_batches
+    _, _, warm_up, _ = get_pp_rank_microbatches(
+        micro_batches,
+        chunks or 1,
+        group,
+        overlap_moe_expert_parallel_comm=config.overlap_moe_expert_parallel_comm,
+        p2p_communicator=_Communicator(_Group(stages, stage), chunks),
+    )
+    table = get_schedule_table(micro_batches, chunks or 1, group)
+    return held_at_once([chunk for _, chunk in table], warm_up)
