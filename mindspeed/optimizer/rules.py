@@ -56,10 +56,13 @@ class UpdateRule:
         update: changes weights and states in place: ``(weights, gradients, states, options)``.
             Tensors of equal index belong together and have the parameter's shape, which is flat
             under Megatron's distributed optimizer.
+        elementwise: each weight is updated from its own gradient and states alone, so a large
+            tensor may come in parts.
     """
 
     states: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
     update: Callable[[Tensors, Tensors, Mapping[str, Tensors], StepOptions], None]
+    elementwise: bool = False
 
 
 def adam(
@@ -95,4 +98,6 @@ def adam(
     )
 
 
-ADAM = UpdateRule({"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}, adam)
+ADAM = UpdateRule(
+    {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}, adam, elementwise=True
+)

@@ -71,6 +71,8 @@ def multi_tensor_scale(chunk: int, overflow: torch.Tensor, lists: Lists, scale: 
     if all(a is b for a, b in zip(sources, destinations, strict=True)):
         torch._foreach_mul_(destinations, factor)
     else:
-        torch._foreach_copy_(destinations, torch._foreach_mul(sources, factor))
+        copied = isinstance(factor, float) and factor == 1.0  # no second copy for a cast
+        scaled = sources if copied else torch._foreach_mul(sources, factor)
+        torch._foreach_copy_(destinations, scaled)
     peaks = torch.stack(torch._foreach_norm(destinations, float("inf"), dtype=torch.float32))
     overflow.logical_or_(~torch.isfinite(peaks).all())

@@ -2,6 +2,9 @@
 
     seams.use_kernels(owner=..., update_rule=lambda: RULE, state_codec=codec_of)
 
+``state_codec`` is asked for every state, ``remainder_codec`` for master weights of which the bf16
+parameter holds a part (``--reuse-fp32-param``, ``--use-precision-aware-optimizer``).
+
 A :class:`mindspeed.te.optimizers.FusedAdam` asks once, when it is built. Megatron takes this class
 for ``--optimizer adam`` unless NVIDIA's Transformer Engine serves the device.
 """
@@ -14,7 +17,9 @@ import torch
 
 from mindspeed import te
 from mindspeed.errors import ConfigError
-from mindspeed.optimizer.codecs import Codec, codec_for
+from mindspeed.optimizer.block_fp8 import BlockFp8, RootBlockFp8
+from mindspeed.optimizer.codecs import BFloat16, Codec, Full, Scaled
+from mindspeed.optimizer.remainder import Remainder
 from mindspeed.optimizer.rules import ADAM, UpdateRule
 
 
@@ -30,7 +35,22 @@ def state_codec(name: str, dtype: torch.dtype) -> Codec:
         name: a state of the update rule, or ``master_param``.
         dtype: the dtype of Megatron's flags; ``torch.uint8`` means fp8.
     """
-    return codec_for(dtype, name)
+    if dtype == torch.float32:
+        return Full()
+    if dtype == torch.bfloat16:
+        return BFloat16()
+    if dtype == torch.float16:
+        return Scaled(torch.float16, torch.finfo(torch.float16).max / 2)
+    if dtype == torch.uint8:
+        return RootBlockFp8() if name == "exp_avg_sq" else BlockFp8()
+    raise RuntimeError(
+        f"FusedAdam: {name} can be fp32, fp16, bf16 or fp8 (torch.uint8), not {dtype}"
+    )
+
+
+def remainder_codec() -> Codec:
+    """How a master weight is stored next to its bf16 parameter, as int16."""
+    return Remainder()
 
 
 def check_in_use(owner: str) -> None:

@@ -4,9 +4,9 @@
 those of :mod:`mindspeed.te.stored_states`.
 
 All arithmetic is fp32 (or wider, for wider parameters) and belongs to the update rule
-(:mod:`mindspeed.optimizer.rules`). fp32 states are updated in place by one call per group; other
-storages (:mod:`mindspeed.optimizer.codecs`) are decoded and encoded one parameter at a time. Which
-rule and which storage: :mod:`mindspeed.te.optimizer_policy`.
+(:mod:`mindspeed.optimizer.rules`). fp32 states are updated in place by one call per group and
+dtype; other storages (:mod:`mindspeed.optimizer.codecs`) are decoded and encoded one parameter at a
+time, or a part of it. Which rule and which storage: :mod:`mindspeed.te.optimizer_policy`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from mindspeed.optimizer.rules import StepOptions
 from mindspeed.te import optimizer_policy
-from mindspeed.te.stored_states import MASTER, StoredStates, wide_dtype
+from mindspeed.te.stored_states import MASTER, Part, StoredStates, wide_dtype
 
 
 class FusedAdam(StoredStates):
@@ -44,6 +44,10 @@ class FusedAdam(StoredStates):
         store_param_remainders: Keep only the 16 bits of a master weight that its bf16 parameter
             lacks.
         set_grad_none: Only accepted for compatibility.
+
+    Attributes:
+        grad_factors: multiplied into the gradients of the next steps one after the other, in fp32;
+            the gradients themselves are not changed.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class FusedAdam(StoredStates):
         }
         self.adam_w_mode, self.capturable = adam_w_mode, capturable
         self.use_decoupled_grad = use_decoupled_grad
+        self.grad_factors: tuple[float | torch.Tensor, ...] = ()
         exact = master_weights and master_weight_dtype == torch.float32
         defaults = {
             "lr": torch.tensor(lr, dtype=torch.float32) if capturable else lr,
@@ -149,11 +154,13 @@ class FusedAdam(StoredStates):
             if (
                 self._in_place
                 and MASTER not in self.state[p]
+                and not self.grad_factors
                 and len({t.dtype for t in tensors}) == 1
             ):
                 direct.setdefault(p.dtype, []).append(tensors)
-            else:
-                self._step_decoded(group, p, grad, grad_scaler, found_inf)
+                continue
+            for part in self._parts(p, grad):
+                self._step_decoded(group, part, grad_scaler, found_inf)
         for rows in direct.values():
             weights, grads, *states = (list(column) for column in zip(*rows, strict=True))
             by_name = dict(zip(self._rule.states, states, strict=True))
@@ -172,23 +179,28 @@ class FusedAdam(StoredStates):
     def _step_decoded(
         self,
         group: dict[str, Any],
-        p: torch.Tensor,
-        grad: torch.Tensor,
+        part: Part,
         grad_scaler: Any,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Decode the states of one parameter, update, encode."""
-        wide = wide_dtype(p.dtype)
-        names = [name for name in self.state[p] if name in self._codecs]
-        decoded = {name: self.get_unscaled_state(p, name).to(wide) for name in names}
-        weight = decoded[MASTER] if MASTER in decoded else p.detach().to(wide)
+        """Decode the states of a part of a parameter, update, encode."""
+        param, wide = part.param, wide_dtype(part.param.dtype)
+        codecs = {name: self._codec(param, name) for name in part.stored}
+        decoded = {
+            name: codec.decode(part.stored[name], part.extra.get(name), param).to(wide)
+            for name, codec in codecs.items()
+        }
+        weight = decoded[MASTER] if MASTER in decoded else param.to(wide)
+        grad = part.grad.to(wide, copy=bool(self.grad_factors))
+        for factor in self.grad_factors:
+            grad.mul_(factor)
         states = {name: [decoded[name]] for name in self._rule.states}
-        self._update(group, [weight], [grad.to(wide)], states, grad_scaler, found_inf)
+        self._update(group, [weight], [grad], states, grad_scaler, found_inf)
         for name, value in decoded.items():
-            if value is not self.state[p][name]:
-                self.set_scaled_state(p, name, value)
-        if weight is not p and not self._keeps_remainder(p):
-            p.detach().copy_(weight)
+            if value is not part.stored[name]:
+                codecs[name].encode(value, part.stored[name], part.extra.get(name), param)
+        if weight is not param and not self._keeps_remainder(param):
+            param.copy_(weight)
 
     def _update(
         self,

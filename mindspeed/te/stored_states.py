@@ -10,16 +10,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mindspeed.optimizer.codecs import Absent, Codec, Full, Remainder
+from mindspeed.optimizer.codecs import Absent, Codec, Full
 from mindspeed.optimizer.rules import UpdateRule
 from mindspeed.te import optimizer_policy
 
 MASTER = "master_param"
+PART = 2**22
+"""Elements that are decoded, updated and encoded at once: 16 MiB for each fp32 tensor of a part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Views of a parameter, its gradient and its stored states: of all elements, or of some, flat.
+
+    Attributes:
+        param: any shape and floating dtype.
+        grad: shape of ``param``.
+        stored: state -> stored tensor, of ``param``'s shape.
+        extra: state -> what its codec keeps next to that, flat.
+    """
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    stored: Mapping[str, torch.Tensor]
+    extra: Mapping[str, torch.Tensor]
 
 
 class StoredStates(torch.optim.Optimizer):
@@ -52,10 +72,10 @@ class StoredStates(torch.optim.Optimizer):
             else Absent()
             for name, dtype in dtypes.items()
         }
-        self._remainder = Remainder()
+        self._remainder = optimizer_policy.remainder_codec()
         self.master_weights = master_weights
         self.store_param_remainders = store_param_remainders
-        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._extra: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._allocated: set[torch.Tensor] = set()
         self._in_place = all(type(self._codecs[name]) is Full for name in rule.states)
         super().__init__(params, defaults)
@@ -80,9 +100,9 @@ class StoredStates(torch.optim.Optimizer):
         self._allocated.add(param)
         codec = self._codec(param, state_name)
         self.state[param][state_name] = codec.allocate(param)
-        scale = codec.allocate_scale(param)
-        if scale is not None:
-            self._scales.setdefault(param, {})[state_name] = scale
+        extra = codec.allocate_extra(param)
+        if extra is not None:
+            self._extra.setdefault(param, {})[state_name] = extra
 
     def _adopt(self, param: torch.Tensor) -> None:
         """Make states that Megatron has created itself (moments in fp32) those of the rule."""
@@ -115,8 +135,8 @@ class StoredStates(torch.optim.Optimizer):
         stored = self.state[param][state_name]
         if not isinstance(stored, torch.Tensor) or state_name not in self._codecs:
             return stored
-        scale = self._scales.get(param, {}).get(state_name)
-        return self._codec(param, state_name).decode(stored, scale, param)
+        extra = self._extra.get(param, {}).get(state_name)
+        return self._codec(param, state_name).decode(stored, extra, param)
 
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
@@ -135,8 +155,41 @@ class StoredStates(torch.optim.Optimizer):
         codec, stored = self._codec(param, state_name), self.state[param][state_name]
         if unscaled_state.dtype == torch.int16 and codec is not self._remainder:
             unscaled_state = self._remainder.decode(unscaled_state, None, param)
-        scale = self._scales.get(param, {}).get(state_name)
-        codec.encode(unscaled_state, stored, scale, param)
+        extra = self._extra.get(param, {}).get(state_name)
+        codec.encode(unscaled_state, stored, extra, param)
+
+    def state_bytes(self) -> int:
+        """Bytes of all states as they are stored, scales and the like included."""
+        kept = [*self.state.values(), *self._extra.values()]
+        return sum(t.nbytes for state in kept for t in state.values())
+
+    def _parts(self, param: torch.Tensor, grad: torch.Tensor) -> Iterator[Part]:
+        """Cut large parameters where rule and codecs allow it, to bound what is decoded at once."""
+        stored = {name: t for name, t in self.state[param].items() if name in self._codecs}
+        extra = self._extra.get(param, {})
+        param = param.detach()
+        blocks = {name: self._codec(param, name).block for name in stored}
+        tensors = (param, grad, *stored.values())
+        if (
+            param.numel() <= PART
+            or not self._rule.elementwise
+            or any(not block or PART % block for block in blocks.values())
+            or not all(tensor.is_contiguous() for tensor in tensors)
+        ):
+            yield Part(param, grad, stored, extra)
+            return
+        for start in range(0, param.numel(), PART):
+            some = slice(start, start + PART)
+            yield Part(
+                param.view(-1)[some],
+                grad.view(-1)[some],
+                {name: tensor.view(-1)[some] for name, tensor in stored.items()},
+                {
+                    name: tensor[start // block : (start + PART) // block]
+                    for name, tensor in extra.items()
+                    if (block := blocks[name])
+                },
+            )
 
     def _codec(self, param: torch.Tensor, state_name: str) -> Codec:
         if state_name == MASTER and self._keeps_remainder(param):

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from mindspeed.optimizer.codecs import Remainder
 from mindspeed.te.fused_sgd import FusedSGD
 from mindspeed.te.multi_tensor import (
     multi_tensor_applier,
@@ -147,25 +146,6 @@ def test_set_scaled_state_ignores_names_it_does_not_store():
     optimizer.set_scaled_state(p, "padding", False)
     optimizer.set_scaled_state(p, "exp_avg", torch.ones(3))
     assert set(optimizer.state[p]) == {"exp_avg"}
-
-
-def test_bf16_parameter_and_16_bit_remainder_are_the_fp32_master_weight():
-    patterns = torch.cat(
-        [torch.arange(-(2**31), 2**31, 2**16 + 1), torch.arange(0x3F7FF000, 0x3F811000)]
-    )
-    values = patterns.to(torch.int32).view(torch.float32)
-    values = values[values.isfinite() & (values.abs() < 3e38)]
-    param, rest = (
-        torch.empty_like(values, dtype=torch.bfloat16),
-        torch.empty_like(values, dtype=torch.int16),
-    )
-    codec = Remainder()
-    codec.encode(values, rest, None, param)
-    assert torch.equal(codec.decode(rest, None, param).view(torch.int32), values.view(torch.int32))
-    ties = (values.view(torch.int32) & 0xFFFF) == 0x8000
-    assert torch.equal(param[~ties], values[~ties].bfloat16())
-    codec.encode(torch.tensor([float("nan")]), rest[:1], None, param[:1])
-    assert param[0].isnan()
 
 
 def test_capturable_keeps_step_and_lr_as_tensors_and_skips_overflows():

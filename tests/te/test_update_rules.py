@@ -34,7 +34,7 @@ class Halved(Codec):
     def allocate(self, param):
         return torch.empty(param.shape, dtype=torch.bfloat16, device="cpu")
 
-    def allocate_scale(self, param):
+    def allocate_extra(self, param):
         return torch.ones(param.shape[0], dtype=torch.float32)
 
     def decode(self, stored, scale, param):

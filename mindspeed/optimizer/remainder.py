@@ -1,0 +1,106 @@
+"""Master weights without the bits that their bf16 parameters hold.
+
+The fp32 master weight ``x`` of a bf16 parameter ``B`` is stored as what ``B`` lacks, in 16 bits:
+
+    bits(x) = (bits(B) << 16) + R            B = x rounded to nearest even, -32768 <= R <= 32767
+
+``B`` is the parameter itself, with the value that a cast of ``x`` gives, so forward and backward
+are those of a run with a copy of its own. A ``B`` with an even last bit has 65,537 preimages, one
+more than ``R`` has values: ``x`` half way to the next bf16 value would need R = 32768. It is stored
+as 32767, one unit in the last place of fp32 below ``x``, in one of 2 ** 17 cases; with ``exact``
+one more bit per weight says where that happened, and nothing is lost.
+
+(Rounding half away from zero instead makes ``R`` fit, as in Transformer Engine, at the price of
+another ``B`` in those cases. Decoding is the same formula, so such remainders can be read.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed.optimizer.codecs import Codec
+
+_LARGEST = 2**15 - 1
+
+
+class Remainder(Codec):
+    """The int16 rest of a master weight.
+
+    Args:
+        exact: Keep one more bit per weight, and with it every bit of the master weight.
+    """
+
+    dtype = torch.int16
+
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
+        self.block = 8 if exact else 1
+
+    def allocate_extra(self, param: torch.Tensor) -> torch.Tensor | None:
+        """With ``exact`` uint8 ``[ceil(n / 8)]`` for a parameter (any shape) of n elements."""
+        if not self.exact:
+            return None
+        return torch.zeros(-(-param.numel() // 8), dtype=torch.uint8, device=param.device)
+
+    def decode(
+        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
+    ) -> torch.Tensor:
+        """Join bf16 parameter and int16 remainder (any shape) to fp32."""
+        bits = param.detach().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        bits += stored
+        if extra is not None:
+            bits += unpacked(extra, bits.numel()).view(bits.shape)
+        return bits.view(torch.float32)
+
+    def encode(
+        self,
+        value: torch.Tensor,
+        stored: torch.Tensor,
+        extra: torch.Tensor | None,
+        param: torch.Tensor,
+    ) -> None:
+        """Split ``value`` (fp32, any shape) into bf16 parameter and int16 remainder.
+
+        A value in int16 is a remainder already.
+        """
+        if value.dtype == torch.int16:
+            stored.copy_(value)
+            return
+        upper = value.to(torch.bfloat16)
+        rest = value.view(torch.int32) - (upper.view(torch.int16).to(torch.int32) << 16)
+        if extra is not None:
+            extra.copy_(packed(rest > _LARGEST))
+        # Of a NaN the rest has no meaning, and every rest decodes to a NaN.
+        stored.copy_(rest.clamp_(-_LARGEST - 1, _LARGEST))
+        param.detach().copy_(upper)
+
+
+def packed(flags: torch.Tensor) -> torch.Tensor:
+    """Eight flags a byte, the first in the lowest bit.
+
+    Args:
+        flags: bool, any shape, n elements.
+
+    Returns:
+        uint8 ``[ceil(n / 8)]``.
+    """
+    bits = flags.reshape(-1).to(torch.uint8)
+    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    return (bits << _shifts(bits)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(bytes_: torch.Tensor, count: int) -> torch.Tensor:
+    """The inverse of :func:`packed`.
+
+    Args:
+        bytes_: uint8 ``[ceil(count / 8)]``.
+        count: of flags.
+
+    Returns:
+        uint8 ``[count]``, 0 or 1.
+    """
+    return (bytes_[:, None] >> _shifts(bytes_)).bitwise_and_(1).view(-1)[:count]
+
+
+def _shifts(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
