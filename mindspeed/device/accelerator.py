@@ -7,6 +7,9 @@ name, its torch.distributed backend, what it can do, and :meth:`~Device.install`
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -92,3 +95,18 @@ class Accelerator(Device):
 
     _core_counts: tuple[str, ...] = ("multi_processor_count",)
     """Properties with the number of cores; the first non-zero one is used."""
+
+    excluded_by_expandable_segments: tuple[str, ...] = ()
+    """Options of the allocator that cannot be combined with expandable segments."""
+
+    def allocator_setter(self) -> Callable[[str], None] | None:
+        """Changes options (``name:value,...``) of an allocator in use; None: impossible."""
+        return getattr(self.module.memory, "_set_allocator_settings", None)
+
+    def memory_pool(self) -> Callable[[], AbstractContextManager[None]]:
+        """A new pool: allocations of this thread inside ``with pool():`` have their own segments.
+
+        Its memory goes back to the driver when the returned function is deleted and the tensors
+        are freed.
+        """
+        return functools.partial(self.module.use_mem_pool, self.module.MemPool())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mindspeed.device.accelerator import Accelerator
@@ -30,3 +32,8 @@ class CudaDevice(Accelerator):
         if capability == "fp8":
             return torch.cuda.get_device_capability() >= (8, 9)
         return super().has(capability)
+
+    def allocator_setter(self) -> Callable[[str], None] | None:
+        """As documented in the base class; newer torch has one function for all devices."""
+        setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        return setter or super().allocator_setter()

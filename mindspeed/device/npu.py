@@ -7,6 +7,7 @@ torch_npu and explains why that fails without CANN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 from mindspeed.device.accelerator import Accelerator
@@ -30,3 +31,15 @@ class NpuDevice(Accelerator):
         from mindspeed.device import npu_shim
 
         npu_shim.install(journal, self)
+
+    excluded_by_expandable_segments = ("max_split_size_mb", "garbage_collection_threshold")
+
+    def allocator_setter(self) -> Callable[[str], None]:
+        """As documented in the base class; torch_npu takes ``expandable_segments`` alone."""
+
+        def set_option(text: str) -> None:
+            options = dict(part.split(":", 1) for part in text.split(","))
+            value = options["expandable_segments"]
+            self.module.memory._set_allocator_settings(f"expandable_segments:{value}")
+
+        return set_option

@@ -48,7 +48,6 @@ FEATURES: dict[str, str] = {
 }
 # Environment variable that switches a feature on -> the feature, and the values that are off.
 VARIABLES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "MEMORY_FRAGMENTATION": ("Memory fragmentation", ("", "0")),
     "COC_PARALLEL_NUM": ("Computation over communication (CoC)", ("", "0", "1")),
     "USE_COC_FUSED_KERNEL": ("CoC with fused kernels", ("", "0")),
 }

@@ -1,0 +1,23 @@
+"""The caching allocator of torch_npu, as ``--memory-fragmentation`` uses it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.npu_emulator import allocator_jobs as jobs
+
+MIB = 2**20
+
+
+def test_long_lived_tensors_have_their_own_segments(npu):
+    """3 MiB of states, 8 MiB of activations: once these are freed, so is their segment."""
+    found = npu(jobs.long_lived_and_short_lived)
+    assert found == {"plain": (20 * MIB, 20 * MIB), "pools": (40 * MIB, 20 * MIB)}
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_the_setting_reaches_the_allocator(npu, initialized, capsys):
+    """torch_npu answers that the emulated driver has no virtual memory, and goes on without."""
+    found = npu(jobs.expandable, initialized)
+    assert found == ([False], "expandable_segments:True", None)
+    assert "expandable_segments setting failure" in capsys.readouterr().out
