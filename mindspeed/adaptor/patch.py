@@ -13,11 +13,12 @@ replacements of one target are a conflict.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
@@ -112,6 +113,24 @@ class PatchEngine:
         self._version = version
         self._holds_aliases = holds_aliases
         self._targets: dict[str, _Target] = {}
+        # id of an object that was taken from its target -> the object, its module and name there.
+        self._taken: dict[int, tuple[Any, ModuleType, str]] = {}
+        self._batches = 0
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Replace the aliases of all patches added and removed inside in one search at the end.
+
+        The search looks at every name of hundreds of modules. Until then only the names in the
+        modules that define the targets are patched.
+        """
+        self._batches += 1
+        try:
+            yield
+        finally:
+            self._batches -= 1
+            if not self._batches:
+                self._replace_aliases()
 
     def add(self, patch: Patch) -> None:
         """Apply ``patch`` now, or as soon as its module is imported; once, however often added.
@@ -139,22 +158,24 @@ class PatchEngine:
 
     def remove(self, owner: str) -> None:
         """Take back all patches of ``owner``; those of others on the same targets stay."""
-        for name, target in list(self._targets.items()):
-            kept = [patch for patch in target.patches if patch.owner != owner]
-            if len(kept) == len(target.patches):
-                continue
-            target.patches = kept
-            if target.holder is not None:
-                self._rebuild(target)
-            if not kept:
-                del self._targets[name]
+        with self.batch():
+            for name, target in list(self._targets.items()):
+                kept = [patch for patch in target.patches if patch.owner != owner]
+                if len(kept) == len(target.patches):
+                    continue
+                target.patches = kept
+                if target.holder is not None:
+                    self._rebuild(target)
+                if not kept:
+                    del self._targets[name]
 
     def undo(self) -> None:
         """Take back everything."""
-        for target in self._targets.values():
-            target.patches = []
-            if target.holder is not None:
-                self._rebuild(target)
+        with self.batch():
+            for target in self._targets.values():
+                target.patches = []
+                if target.holder is not None:
+                    self._rebuild(target)
         self._targets.clear()
 
     def stacks(self) -> dict[str, tuple[list[Patch], bool]]:
@@ -192,7 +213,23 @@ class PatchEngine:
         else:
             setattr(target.holder, target.leaf, value)
         if isinstance(target.holder, ModuleType) and callable(old) and value is not _ABSENT:
-            _replace_aliases(old, value, filter(self._holds_aliases, _loaded_modules()))
+            self._taken[id(old)] = (old, target.holder, target.leaf)
+            if not self._batches:
+                self._replace_aliases()
+
+    def _replace_aliases(self) -> None:
+        """Put what a target holds now wherever a module holds what it held before."""
+        current = {
+            key: vars(module)[leaf]
+            for key, (old, module, leaf) in self._taken.items()
+            if vars(module).get(leaf, old) is not old
+        }
+        if current:
+            for module in filter(self._holds_aliases, _loaded_modules()):
+                for name, value in list(vars(module).items()):
+                    if id(value) in current:
+                        setattr(module, name, current[id(value)])
+        self._taken.clear()
 
     def _make(self, patch: Patch, target: _Target, value: Any) -> Any:
         if patch.kind == "define":
@@ -222,13 +259,6 @@ class PatchEngine:
 
 def _loaded_modules() -> list[ModuleType]:
     return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-
-
-def _replace_aliases(old: Any, new: Any, modules: Iterable[ModuleType]) -> None:
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if value is old:
-                setattr(module, name, new)
 
 
 def _check_conflict(patch: Patch, others: Iterable[Patch]) -> None:

@@ -86,10 +86,11 @@ class Session:
         absent_triton.install(self.hooks)
         enumerations.install(self.hooks, self.journal)
         checkpoint_pickles.install(self.hooks, self.journal)
-        for patch in repairs_for(self.device, self.te):
-            self.engine.add(patch)
-        for patch in argument_patches(_add_flags, own_flags, self._configure_from_namespace):
-            self.engine.add(patch)
+        with self.engine.batch():
+            for patch in repairs_for(self.device, self.te):
+                self.engine.add(patch)
+            for patch in argument_patches(_add_flags, own_flags, self._configure_from_namespace):
+                self.engine.add(patch)
 
     def configure(self, values: Mapping[str, Any], *, strict: bool = False) -> Configuration:
         """Phase B: decide which features are on and attach them.
@@ -122,20 +123,22 @@ class Session:
                 f"{', '.join(_difference(old, new))}; call mindspeed.undo() and "
                 "destroy_model_parallel() first, or mindspeed.megatron_adaptor.repatch(args)"
             )
-        self.detach_features()
-        for feature in new.enabled:
-            for name, value in feature.corrects(new.options[feature.name], values).items():
-                values[name] = value
-        self._attach(new, MappingProxyType(values))
+        with self.engine.batch():
+            self.detach_features()
+            for feature in new.enabled:
+                for name, value in feature.corrects(new.options[feature.name], values).items():
+                    values[name] = value
+            self._attach(new, MappingProxyType(values))
         self.configuration = new
         _log_choice(new)
         return new
 
     def detach_features(self) -> None:
         """Take all features back; the compatibility layer stays."""
-        self.seams.clear()
-        for patch in self._repairs:
-            self.engine.remove(patch.owner)
+        with self.engine.batch():
+            self.seams.clear()
+            for patch in self._repairs:
+                self.engine.remove(patch.owner)
         self._repairs = ()
         self.configuration = None
 
@@ -178,13 +181,13 @@ def _holds_aliases(module: ModuleType) -> bool:
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     if not file or not main_file:
         return False
-    return Path(file).parent == _directory_of_script(main_file)
+    return os.path.dirname(file) == _directory_of_script(main_file)
 
 
 @functools.lru_cache(maxsize=1)
-def _directory_of_script(main_file: str) -> Path:
-    """Resolved once, not for each of thousands of modules under each patch."""
-    return Path(main_file).resolve().parent
+def _directory_of_script(main_file: str) -> str:
+    """Resolved once, not for each of thousands of modules."""
+    return str(Path(main_file).resolve().parent)
 
 
 def _difference(old: Configuration, new: Configuration) -> list[str]:

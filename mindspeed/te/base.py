@@ -46,12 +46,12 @@ def get_dummy_wgrad(
         shape: Shape of the weight, ``[out, in]`` for a linear layer.
         dtype: Dtype of the weight.
         zero: Fill with zeros.
-        where: Device, see :func:`place`.
+        where: Device, see :func:`torch_device`.
 
     Returns:
         A tensor of this shape and dtype.
     """
-    key = (tuple(shape), dtype, place(where))
+    key = (tuple(shape), dtype, torch_device(where))
     if key not in _dummy_wgrads:
         _dummy_wgrads[key] = torch.empty(key[0], dtype=dtype, device=key[2])
     if zero:
@@ -61,7 +61,7 @@ def get_dummy_wgrad(
 
 def get_workspace() -> torch.Tensor:
     """Return the scratch memory of a matrix multiplication: none is needed, uint8 ``[0]``."""
-    return torch.empty(0, dtype=torch.uint8, device=place())
+    return torch.empty(0, dtype=torch.uint8, device=torch_device())
 
 
 class UserBufferQuantizationMode(enum.Enum):
@@ -79,7 +79,7 @@ def initialize_ub(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def place(where: Any = None) -> torch.device:
+def torch_device(where: Any = None) -> torch.device:
     """Return the device meant by a constructor's ``device``: an index, a name or None.
 
     Megatron passes ``torch.cuda.current_device()``; whatever the accelerator of this process is,
@@ -200,7 +200,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         rng_tracker_name: str | None,
     ) -> Parameter:
         """Create a weight, ``[out, in]``, in ``dtype`` and draw it in the tracker's stream."""
-        weight = Parameter(torch.empty(shape, dtype=dtype, device=place(device)))
+        weight = Parameter(torch.empty(shape, dtype=dtype, device=torch_device(device)))
         if weight.device.type == "meta":
             return weight
         with torch.no_grad(), rng_fork(get_rng_state_tracker, rng_tracker_name):
@@ -211,7 +211,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def new_vector(size: int, value: float, *, dtype: torch.dtype | None, device: Any) -> Parameter:
         """Create a bias or a norm weight filled with ``value``."""
         kind = dtype or torch.get_default_dtype()
-        return Parameter(torch.full((size,), value, dtype=kind, device=place(device)))
+        return Parameter(torch.full((size,), value, dtype=kind, device=torch_device(device)))
 
 
 def rng_fork(get_rng_state_tracker: GetTracker | None, name: str | None = None) -> Any:

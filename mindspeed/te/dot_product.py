@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter
 from mindspeed.errors import ConfigError
 from mindspeed.te import attention_policy, core_attention
 from mindspeed.te.attention import Documents
-from mindspeed.te.base import TransformerEngineBaseModule, place, tensor_parallel_size
+from mindspeed.te.base import TransformerEngineBaseModule, tensor_parallel_size, torch_device
 from mindspeed.te.core_attention import AttentionCall
 from mindspeed.te.masks import Mask, Visibility, Window, visibility
 
@@ -100,7 +100,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_offset: torch.Tensor | None = None
         if softmax_type == "learnable":
             shape = (1, num_attention_heads // tp_size, 1, 1)
-            self.softmax_offset = Parameter(torch.zeros(shape, device=place()))
+            self.softmax_offset = Parameter(torch.zeros(shape, device=torch_device()))
         self.register_load_state_dict_post_hook(_forgive_missing_extra_state)
 
     @property

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.parameter import Parameter
 
 from mindspeed.te import comm, fp8, kernels
-from mindspeed.te.base import TransformerEngineBaseModule, divide, place
+from mindspeed.te.base import TransformerEngineBaseModule, divide, torch_device
 from mindspeed.te.linear_communication import LinearCommunication, linear
 from mindspeed.te.norm import LayerNorm, RMSNorm
 from mindspeed.te.weight_gradient import WgradOptions
@@ -128,7 +128,7 @@ class Bias(FusibleOperation):
 
     def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.bias = Parameter(torch.zeros(size, dtype=dtype, device=place(device)))
+        self.bias = Parameter(torch.zeros(size, dtype=dtype, device=torch_device(device)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x + bias``, ``x [..., h]`` and bias ``[h]``; dtypes promote as in torch."""
@@ -178,7 +178,7 @@ class BasicLinear(FusibleOperation):
         )
         self.wgrad = WgradOptions(accumulate_into_main_grad)
         shape = (out_features, in_features)
-        self.weight = Parameter(torch.empty(shape, dtype=dtype, device=place(device)))
+        self.weight = Parameter(torch.empty(shape, dtype=dtype, device=torch_device(device)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x W^T``, ``[s, b, out]`` for ``x [s, b, in]``, or their shards.

@@ -135,11 +135,11 @@ class FusedAdam(StoredStates):
         return loss
 
     def _step_group(self, group: dict[str, Any], grad_scaler: Any) -> None:
-        place = group["params"][0].device
+        device = group["params"][0].device
         found_inf = None
         if self.capturable and grad_scaler is not None:
-            found_inf = grad_scaler._check_inf_per_device(self)[place]
-        self._count(group, found_inf, place)
+            found_inf = grad_scaler._check_inf_per_device(self)[device]
+        self._count(group, found_inf, device)
         direct: dict[torch.dtype, list[tuple[torch.Tensor, ...]]] = {}
         for p in group["params"]:
             if not self.state[p]:
@@ -167,13 +167,13 @@ class FusedAdam(StoredStates):
             self._update(group, weights, grads, by_name, grad_scaler, found_inf)
 
     def _count(
-        self, group: dict[str, Any], found_inf: torch.Tensor | None, place: torch.device
+        self, group: dict[str, Any], found_inf: torch.Tensor | None, device: torch.device
     ) -> None:
         if not self.capturable:
             group["step"] = group.get("step", 0) + 1
             return
-        step = group.get("step", torch.zeros(1, dtype=torch.int32, device=place))
-        step = step if isinstance(step, torch.Tensor) else torch.tensor([step], device=place)
+        step = group.get("step", torch.zeros(1, dtype=torch.int32, device=device))
+        step = step if isinstance(step, torch.Tensor) else torch.tensor([step], device=device)
         group["step"] = step + (1 if found_inf is None else (found_inf == 0).to(step.dtype))
 
     def _step_decoded(

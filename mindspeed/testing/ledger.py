@@ -14,7 +14,7 @@ with a collective count as that collective. Not seen: calls from other Python th
 process groups written in Python, which do not call the operators. :mod:`mindspeed.testing.clock`
 measures waits.
 
-Two byte figures per call, for a group of p ranks and a tensor of t bytes:
+Two byte counts per call, for a group of p ranks and a tensor of t bytes:
 
 ==============  ===========================  ===================================================
 operation       payload t                    wire: bytes this rank sends (ring algorithms)
@@ -206,12 +206,12 @@ def _nbytes(value: Any) -> int:
 
 # ----------------------------------------------------------- operator -> (operation, payload, wire)
 
-Figures = list[tuple[str, int, "int | Fraction"]]
-Reading = Callable[[Mapping[str, Any], int, int], Figures]
+Traffic = list[tuple[str, int, "int | Fraction"]]
+TrafficOf = Callable[[Mapping[str, Any], int, int], Traffic]
 
 
-def _ring(op: str, payload_argument: str, factor: Callable[[int], int | Fraction]) -> Reading:
-    def read(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+def _ring(op: str, payload_argument: str, factor: Callable[[int], int | Fraction]) -> TrafficOf:
+    def read(given: Mapping[str, Any], size: int, rank: int) -> Traffic:
         payload = _nbytes(given[payload_argument])
         return [(op, payload, payload * factor(size))]
 
@@ -222,22 +222,22 @@ def _all_but_own(size: int) -> Fraction:
     return Fraction(size - 1, size)
 
 
-def _all_reduce(argument: str) -> Reading:
+def _all_reduce(argument: str) -> TrafficOf:
     return _ring("all_reduce", argument, lambda size: 2 * _all_but_own(size))
 
 
-def _all_gather(argument: str) -> Reading:
+def _all_gather(argument: str) -> TrafficOf:
     return _ring("all_gather", argument, lambda size: size - 1)
 
 
-def _reduce_scatter(argument: str) -> Reading:
+def _reduce_scatter(argument: str) -> TrafficOf:
     return _ring("reduce_scatter", argument, _all_but_own)
 
 
-def _fused(collective: Callable[[str], Reading], left: str, right: str) -> Reading:
+def _fused(collective: Callable[[str], TrafficOf], left: str, right: str) -> TrafficOf:
     """The collective of a matrix product inside a fused kernel; 16-bit, also when quantised."""
 
-    def read(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+    def read(given: Mapping[str, Any], size: int, rank: int) -> Traffic:
         a, b = given[left], given[right]
         dtype = a.dtype if a.dtype.is_floating_point else torch.bfloat16
         product = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device="meta")
@@ -246,12 +246,12 @@ def _fused(collective: Callable[[str], Reading], left: str, right: str) -> Readi
     return read
 
 
-def _all_to_all_list(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+def _all_to_all_list(given: Mapping[str, Any], size: int, rank: int) -> Traffic:
     tensors = given["input_tensors"]
     return [("all_to_all", _nbytes(tensors), _nbytes(tensors) - _nbytes(tensors[rank]))]
 
 
-def _all_to_all_single(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+def _all_to_all_single(given: Mapping[str, Any], size: int, rank: int) -> Traffic:
     tensor, splits = given["input"], given["input_split_sizes"]
     payload = _nbytes(tensor)
     if not splits:
@@ -260,27 +260,27 @@ def _all_to_all_single(given: Mapping[str, Any], size: int, rank: int) -> Figure
     return [("all_to_all", payload, payload - splits[rank] * row)]
 
 
-def _send(argument: str) -> Reading:
+def _send(argument: str) -> TrafficOf:
     return _ring("send", argument, lambda size: 1)
 
 
-def _recv(argument: str) -> Reading:
+def _recv(argument: str) -> TrafficOf:
     return _ring("recv", argument, lambda size: 0)
 
 
-def _batch_p2p(given: Mapping[str, Any], size: int, rank: int) -> Figures:
-    figures: Figures = []
+def _batch_p2p(given: Mapping[str, Any], size: int, rank: int) -> Traffic:
+    traffic: Traffic = []
     for op, tensor in zip(given["op_list"], given["tensors"], strict=True):
         payload = _nbytes(tensor)
-        figures.append(("send", payload, payload) if "send" in op else ("recv", payload, 0))
-    return figures
+        traffic.append(("send", payload, payload) if "send" in op else ("recv", payload, 0))
+    return traffic
 
 
-def _barrier(given: Mapping[str, Any], size: int, rank: int) -> Figures:
+def _barrier(given: Mapping[str, Any], size: int, rank: int) -> Traffic:
     return [("barrier", 0, 0)]
 
 
-_OPERATORS: dict[str, Reading] = {
+_OPERATORS: dict[str, TrafficOf] = {
     # the operators of torch.distributed's functions
     "allreduce_": _all_reduce("tensors"),
     "allreduce_coalesced_": _all_reduce("tensors"),

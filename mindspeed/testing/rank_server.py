@@ -17,6 +17,7 @@ with all ranks, when its caller closes the connection or dies. Only
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -296,6 +297,7 @@ def _answer(request: Request, control: Connection) -> Reply:
         load_module(request.module, request.file)
     except BaseException:
         return Reply(failures=[Failure(0, "raised", traceback.format_exc())])
+    gc.freeze()  # a collection in a rank would write to, and so copy, every page of the server
     with tempfile.TemporaryDirectory(prefix="mindspeed-ranks-") as folder:
         return _Supervisor(request, control, Path(folder)).run()
 

@@ -17,6 +17,9 @@ SOURCE = """
 def scale(x, factor=2):
     return x * factor
 
+def rank():
+    return 0
+
 class Layer:
     def forward(self, x, mask=None):
         return x + 1
@@ -69,6 +72,50 @@ def test_wrap_reaches_aliases_and_undo_restores_the_same_object(library, engine)
     assert lib.scale is original
     assert user.times is original
     assert user.late is original
+
+
+def test_a_batch_searches_for_aliases_once(library, engine, monkeypatch):
+    lib, user = library
+    original, user.rank = lib.scale, lib.rank
+    searched = []
+    holds = engine._holds_aliases
+    monkeypatch.setattr(engine, "_holds_aliases", lambda m: searched.append(m) or holds(m))
+    with engine.batch():
+        engine.add(Patch("lib:scale", plus(1), "f"))
+        user.late = lib.scale  # imported by value inside the batch
+        with engine.batch():
+            engine.add(Patch("lib:scale", plus(1), "g"))
+        engine.add(Patch("lib:rank", plus(1), "g"))
+        assert user.times is original
+    assert searched.count(lib) == 1
+    assert user.times is user.late is lib.scale is not original
+    assert user.times(3) == 8
+    assert user.rank() == lib.rank() == 1
+    engine.undo()
+    assert searched.count(lib) == 2
+    assert user.times is user.late is lib.scale is original
+
+
+def test_a_patch_removed_and_added_in_a_batch_keeps_its_aliases(library, engine):
+    lib, user = library
+    original = lib.scale
+
+    def replaced(x):
+        return 0
+
+    def again():
+        with engine.batch():
+            engine.remove("f")
+            engine.add(Patch("lib:scale", lambda _: replaced, "f", kind="replace"))
+
+    again()
+    assert user.times is lib.scale is replaced
+    again()
+    assert user.times is lib.scale is replaced
+    with pytest.raises(PatchTargetMissing), engine.batch():
+        engine.remove("f")
+        engine.add(Patch("lib:absent", plus(1), "f"))
+    assert user.times is lib.scale is original
 
 
 def test_wraps_stack_in_the_order_of_addition_innermost_first(library, engine):

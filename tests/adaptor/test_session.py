@@ -48,7 +48,7 @@ def test_import_loads_the_adaptor_and_no_algorithm():
     )
     assert set(rooms) == {
         "adaptor", "device", "errors", "features", "files", "journal", "megatron_adaptor",
-        "plugins", "ranges", "security", "session", "te", "unpickle",
+        "optimizer", "plugins", "ranges", "security", "session", "te", "unpickle",
     }  # fmt: skip
 
 

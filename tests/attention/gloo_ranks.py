@@ -165,23 +165,23 @@ def ulysses_cache() -> list[Any]:
 
 
 def hybrid(inner: int) -> list[float]:
-    """Heads among neighbours, a ring among the groups of neighbours."""
+    """All-to-all of heads in Ulysses groups, a ring among these groups."""
     *qkv, dout = truth.tensors(SIZE)
     world, rank = dist.get_world_size(), dist.get_rank()
     sharding, mask = zigzag(SIZE, world), Mask.causal(SIZE)
     outer = world // inner
-    mine, place = divmod(rank, inner)
-    neighbours = [dist.new_group(range(u * inner, (u + 1) * inner)) for u in range(outer)]
+    mine, member = divmod(rank, inner)
+    ulysses = [dist.new_group(range(u * inner, (u + 1) * inner)) for u in range(outer)]
     rings = [dist.new_group(range(p, world, inner)) for p in range(inner)]
     members = [sharding.segments[u * inner : (u + 1) * inner] for u in range(outer)]
-    split = HeadAllToAll(SequenceSharding(members[mine]), place, neighbours[mine])
+    split = HeadAllToAll(SequenceSharding(members[mine]), member, ulysses[mine])
     merged = SequenceSharding(
         tuple(union(part for own in group for part in own) for group in members)
     )
     plan = planners.ring(mask, merged)
     rows = sharding.positions(rank)
     leaves = [x[rows].requires_grad_() for x in qkv]
-    out = context_parallel_attention(*split.to_heads(*leaves), plan, rings[place], scale=SCALE)
+    out = context_parallel_attention(*split.to_heads(*leaves), plan, rings[member], scale=SCALE)
     out = split.to_sequence(out, qkv[0].shape[1])
     out.backward(dout[rows])
     expected = truth.attend(*qkv, dout, mask.dense(), scale=SCALE)
