@@ -27,15 +27,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.memory.figures import CountedStorages, Figures, SiteFigures
-from mindspeed.memory.offload import HostCopy, OnHost, can_offload
+from mindspeed.memory.host_copy import HostCopy, OnHost
+from mindspeed.memory.offload import MIN_BYTES, Group, Offload
 from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
 from mindspeed.memory.saved import Kept, ViewOf
 from mindspeed.memory.segment import Environment, Segment
 
 Forward = Callable[..., Any]
 Tensors = Callable[[], Iterable[torch.Tensor]]
-MIN_BYTES = 1 << 20
-"""Smaller tensors are not worth a copy to the host."""
 
 
 @dataclass
@@ -61,6 +60,7 @@ class _LayerCall:
     name: str
     plan: LayerPlan
     parameters: set[int]
+    group: Group | None = None
     outputs: dict[int, _Output] = field(default_factory=dict)
     copies: dict[Any, tuple[StorageWeakRef, HostCopy]] = field(default_factory=dict)
 
@@ -91,6 +91,8 @@ class Runtime:
         plan: What to do; :attr:`plan` may be replaced between two iterations.
         environment: What a second run must find as the first did; default: random states.
         min_bytes: Smaller tensors are not copied to the host.
+        offload: Makes the host copies; :attr:`offload` may be replaced between two iterations.
+            Default: one of its own, with ``min_bytes``.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Runtime:
         plan: Plan,
         environment: Environment | None = None,
         min_bytes: int = MIN_BYTES,
+        offload: Offload | None = None,
     ) -> None:
-        self.plan, self.figures, self.min_bytes = plan, Figures(), min_bytes
+        self.plan, self.figures = plan, Figures()
+        self.offload = offload or Offload(min_bytes=min_bytes)
         self._environment = environment or random_states
         self._state = _State()
         self.wrapped: dict[str, set[str]] = {}
@@ -122,15 +126,22 @@ class Runtime:
             if not plan or not self._active():
                 return forward(*args, **kwargs)
             call = _LayerCall(name, plan, {_key(p) for p in parameters()})
+            if Action.OFFLOAD in plan.values() or self.offload.live:
+                call.group = self.offload.begin(id(self), name)
             frame = Frame(call, LAYER, Action.KEEP)
             self._state.frames.append(frame)
             try:
                 with _hooks(self._pack):
                     if LAYER in plan:
-                        return self._run_site(frame, LAYER, forward, args, kwargs)
-                    return forward(*args, **kwargs)
+                        outputs = self._run_site(frame, LAYER, forward, args, kwargs)
+                    else:
+                        outputs = forward(*args, **kwargs)
             finally:
                 self.end(frame)
+            if call.group is not None:
+                self.offload.end(call.group)
+                _on_backward(outputs, functools.partial(self.offload.reach, call.group))
+            return outputs
 
         return run
 
@@ -212,6 +223,7 @@ class Runtime:
         """The site of :meth:`begin` has computed, or failed."""
         assert self._state.frames[-1] is frame
         self._state.frames.pop()
+        self.offload.poll()
 
     def _active(self) -> bool:
         state = self._state
@@ -256,19 +268,30 @@ class Runtime:
         if (output := _dropped(call, tensor)) is not None:
             self._storages.count(tensor, figures, "dropped")
             return ViewOf(output.segment.save_output(output.number, tensor), tensor)
-        if frame.action is Action.OFFLOAD and can_offload(tensor, self.min_bytes):
-            return OnHost(self._host_copy(call, tensor, figures))
+        if frame.action is Action.OFFLOAD and self.offload.takes(tensor):
+            return OnHost(self._host_copy(call, tensor, where, figures))
         self._storages.count(tensor, figures, "kept")
         return Kept(tensor, where)
 
-    def _host_copy(self, call: _LayerCall, tensor: torch.Tensor, figures: SiteFigures) -> HostCopy:
+    def _host_copy(
+        self, call: _LayerCall, tensor: torch.Tensor, where: str, figures: SiteFigures
+    ) -> HostCopy:
         key = (_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
         key += (tensor.dtype, tensor._version)
         known = call.copies.get(key)
         if known is None or known[0].expired():
-            known = StorageWeakRef(tensor.untyped_storage()), HostCopy(tensor, figures)
-            call.copies[key] = known
+            assert call.group is not None  # the plan has the action
+            copy = self.offload.save(tensor, call.group, where, figures)
+            known = call.copies[key] = StorageWeakRef(tensor.untyped_storage()), copy
         return known[1]
+
+
+def _on_backward(outputs: Any, function: Callable[[], None]) -> None:
+    """Call ``function`` when backward has the gradient of the first of the outputs that has one."""
+    for output in tree_leaves(outputs):
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: function())
+            return
 
 
 def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:

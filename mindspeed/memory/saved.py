@@ -35,10 +35,15 @@ class Kept:
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self._version, self._site = tensor._version, site
 
+    def problem(self) -> InPlaceChange | None:
+        """What is wrong with the tensor, if anything."""
+        changed = self._tensor._version != self._version
+        return InPlaceChange(self._site, self._tensor) if changed else None
+
     def get(self) -> torch.Tensor:
         """The tensor, any shape and dtype."""
-        if self._tensor._version != self._version:
-            raise InPlaceChange(self._site, self._tensor)
+        if (problem := self.problem()) is not None:
+            raise problem
         return self._tensor
 
 

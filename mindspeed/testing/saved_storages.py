@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 Place = Literal["device", "host", "dropped"]
 _PLAIN = (type(None), bool, int, float, str)
+_Key = int | tuple[int, int]
 _DEPTH = 4
 """Levels of objects in which tensors of a packed value are looked for."""
 
@@ -47,6 +48,7 @@ class Saved:
     """One storage.
 
     Attributes:
+        key: Of the storage; a copy on the host may be a part of one, so it has its offset, too.
         alive: Keeps the address, not the memory, of the storage: no other one gets its key.
         nbytes: Live size; full is the one it had when it was saved.
         module: Whose forward saved it first, and at which source line.
@@ -57,6 +59,7 @@ class Saved:
         copies: Its copies on the host.
     """
 
+    key: _Key
     alive: StorageWeakRef
     nbytes: int
     module: str
@@ -101,8 +104,8 @@ class Storages:
         self.peak: Counter[Place] = Counter()
         self.peak_at = 0  # number of changes until the peak of the device
         self._ignored = ignored
-        self._saved: dict[int, Saved] = {}
-        self._watched: dict[int, Saved] = {}  # may be freed without a word of autograd
+        self._saved: dict[_Key, Saved] = {}
+        self._watched: dict[_Key, Saved] = {}  # may be freed without a word of autograd
         self._contiguous: dict[int, tuple[StorageWeakRef, Saved]] = {}
 
     def hold(self, tensor: torch.Tensor, module: str, site: str) -> Saved | None:
@@ -181,7 +184,7 @@ class Storages:
     def copied(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """``target.copy_(source)`` of any shape and dtype: to the host, or back from it."""
         key = source.untyped_storage()._cdata
-        saved = self._saved.get(key)
+        saved = self._saved.get(_host_key(source)) or self._saved.get(key)
         if saved is None and key in self._contiguous:
             saved = self._contiguous[key][1]
         if saved is None or target.untyped_storage()._cdata == key:
@@ -206,15 +209,14 @@ class Storages:
         if key in self._ignored:
             return None
         if key not in self._saved:
-            self._saved[key] = Saved(StorageWeakRef(storage), storage.nbytes(), module, site)
+            self._saved[key] = Saved(key, StorageWeakRef(storage), storage.nbytes(), module, site)
         return self._saved[key]
 
     def _add_copy(self, saved: Saved, tensor: torch.Tensor) -> Saved:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if (old := self._saved.get(key)) is not None and old.place == "host":
-            self._end(old)  # a pool of host memory gives the storage out anew
-        copy = Saved(StorageWeakRef(storage), storage.nbytes(), saved.module, saved.site, "host")
+        storage, key = tensor.untyped_storage(), _host_key(tensor)
+        if (old := self._saved.get(key)) is not None:
+            self._end(old)  # a pool of host memory gives the same place out anew
+        copy = Saved(key, StorageWeakRef(storage), tensor.nbytes, saved.module, saved.site, "host")
         self._saved[key] = self._watched[key] = copy
         saved.copies.append(copy)
         self._count(copy)
@@ -222,7 +224,7 @@ class Storages:
 
     def _end(self, copy: Saved) -> None:
         copy.nbytes = 0
-        self._watched.pop(copy.alive.cdata, None)
+        self._watched.pop(copy.key, None)
         self._count(copy)
 
     def _count(self, saved: Saved) -> None:
@@ -238,12 +240,15 @@ class Storages:
             self._forget(saved)
 
     def _forget(self, saved: Saved) -> None:
-        key = saved.alive.cdata
-        if self._saved.get(key) is saved:
-            del self._saved[key]
+        if self._saved.get(saved.key) is saved:
+            del self._saved[saved.key]
         for alias, (_, origin) in list(self._contiguous.items()):
             if origin is saved:
                 del self._contiguous[alias]
+
+
+def _host_key(tensor: torch.Tensor) -> _Key:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
 
 
 def _is_key(packed: Any) -> bool:

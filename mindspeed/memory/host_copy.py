@@ -1,0 +1,205 @@
+"""A saved tensor in host memory: copied out when it is saved, back before backward needs it.
+
+    compute   ... forward ....|wait|........... backward ...|wait arrived| use ...
+    out            |wait compute|copy|written
+    back                                 |wait compute|copy|arrived
+
+The host never waits. What keeps memory from being written too early:
+
+* The tensor on the device is held until the host has seen ``written`` complete, so the caching
+  allocator cannot give its memory to someone else while the copy reads it. Only then may the copy
+  back start; before, the tensor is still there.
+* A block of host memory that is used again may still be read by the copy to the device before: the
+  stream ``out`` waits for that copy's event.
+* The restored tensor is allocated on the compute stream, from memory that earlier kernels of this
+  stream may still use: the stream ``back`` waits for them. It is freed to the compute stream,
+  which has waited for ``arrived`` before. One that nobody used is freed after the stream has
+  waited, too; one that is used on another stream is recorded there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mindspeed.device import Device
+from mindspeed.memory.figures import SiteFigures
+from mindspeed.memory.host_pool import HostPool
+from mindspeed.memory.saved import InPlaceChange, Kept
+
+
+class Streams:
+    """The streams of copies in both directions, made when they are first needed."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._made: tuple[Any, Any] | None = None
+
+    @property
+    def out(self) -> Any:
+        """From the device to the host."""
+        return self._streams()[0]
+
+    @property
+    def back(self) -> Any:
+        """From the host to the device."""
+        return self._streams()[1]
+
+    def _streams(self) -> tuple[Any, Any]:
+        if self._made is None:
+            self._made = self.device.stream(), self.device.stream()
+        return self._made
+
+    def recorded(self, stream: Any) -> Any:
+        """A new event after the present work of a stream."""
+        event = self.device.event()
+        event.record(stream)
+        return event
+
+
+class HostCopy:
+    """One tensor in host memory; it comes back once, for all who saved the same tensor.
+
+    Args:
+        tensor: Any shape and dtype, as :func:`can_offload` allows.
+        where: Layer and site, for messages.
+        streams: Of copies.
+        pool: Of host memory.
+        figures: Of the site that saved the tensor.
+        on_get: Called before the tensor is needed, if it has not been called before.
+        on_death: Called when nobody needs the copy any more.
+
+    Attributes:
+        nbytes: Bytes of the elements.
+        written: Event after the copy to the host.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        where: str,
+        streams: Streams,
+        pool: HostPool,
+        figures: SiteFigures,
+        on_get: Callable[[], None],
+        on_death: Callable[[], None],
+    ) -> None:
+        self.nbytes = tensor.nbytes
+        self._streams, self._figures = streams, figures
+        self._on_get, self._on_death = on_get, on_death
+        self._source: Kept | None = Kept(tensor, where)
+        self._problem: InPlaceChange | None = None
+        self._stays = False
+        self._restored: torch.Tensor | None = None
+        self._home: Any = None  # the stream on which it was allocated
+        self._arrived: Any = None
+        self._waited = False
+        self._device = tensor.device
+        self._block = pool.take(tensor.nbytes)
+        # A slice of a larger tensor comes back without the gaps, with the same order of strides.
+        dense = torch.empty_like(tensor, device="meta").stride()
+        self._host = self._block.memory.view(tensor.dtype).as_strided(tensor.size(), dense)
+        out = streams.out
+        out.wait_stream(streams.device.current_stream())
+        if self._block.read is not None:
+            out.wait_event(self._block.read)
+        with streams.device.use_stream(out):
+            self._host.copy_(tensor.detach(), non_blocking=True)
+        self.written = streams.recorded(out)
+        figures.host += self.nbytes
+        figures.copied_out += self.nbytes
+
+    def release(self) -> None:
+        """Let go of the tensor on the device; its copy is complete.
+
+        An in-place change that came before may have reached the copy.
+        """
+        if self._source is not None and not self._stays:
+            self._problem = self._source.problem()
+            self._source = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the tensor is in host memory only, and not on its way back."""
+        return self._restored is None and not self._stays
+
+    def start(self) -> None:
+        """Begin to bring the tensor back. One whose copy is not complete is still there."""
+        if not self.waits:
+            return
+        if self._source is not None:
+            self._stays = True
+            return
+        device, back = self._streams.device, self._streams.back
+        self._home = device.current_stream()
+        self._restored = torch.empty_strided(
+            self._host.size(), self._host.stride(), dtype=self._host.dtype, device=self._device
+        )
+        back.wait_stream(self._home)
+        with device.use_stream(back):
+            self._restored.copy_(self._host, non_blocking=True)
+        self._arrived = self._block.read = self._streams.recorded(back)
+        self._figures.copied_in += self.nbytes
+
+    def get(self) -> torch.Tensor:
+        """The tensor on its device, any shape and dtype, as it was when it was saved.
+
+        Raises:
+            InPlaceChange: It was changed before its copy was complete.
+        """
+        self._on_get()
+        self.start()
+        if self._source is not None:
+            return self._source.get()
+        if self._problem is not None:
+            raise self._problem
+        assert self._restored is not None
+        stream = self._streams.device.current_stream()
+        stream.wait_event(self._arrived)
+        self._waited = True
+        if stream != self._home:
+            self._home.wait_event(self._arrived)
+            self._restored.record_stream(stream)
+        return self._restored
+
+    def __del__(self) -> None:
+        if self._arrived is not None and not self._waited:
+            self._home.wait_event(self._arrived)
+        self._on_death()
+
+
+class OnHost:
+    """What autograd holds instead of a tensor in host memory."""
+
+    __slots__ = ("__weakref__", "copy")
+
+    def __init__(self, copy: HostCopy) -> None:
+        self.copy = copy
+
+    def get(self) -> torch.Tensor:
+        """The tensor on its device, any shape and dtype, as it was when it was saved."""
+        return self.copy.get()
+
+
+def can_offload(tensor: torch.Tensor, min_bytes: int, device: str) -> bool:
+    """Whether a copy in host memory frees memory of the device.
+
+    Args:
+        tensor: Any shape and dtype. Leaves exist anyway, and so do tensors without a gradient
+            history (masks, tables); an expanded tensor repeats elements; a subclass holds tensors
+            of its own.
+        min_bytes: A smaller one is not worth it.
+        device: Type of the device.
+    """
+    return (
+        tensor.grad_fn is not None
+        and tensor.nbytes >= max(min_bytes, 1)
+        and tensor.device.type == device
+        and not is_traceable_wrapper_subclass(tensor)
+        and all(
+            stride or size == 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+        )
+    )

@@ -1,0 +1,93 @@
+"""Host memory for copies of activations, which is given out again and again.
+
+Pinning pages takes milliseconds and stalls the device, so memory comes in slabs, and blocks return
+to a free list of their size class: once a step has seen all its sizes, no more slabs are made.
+
+Slabs are powers of two, because torch's allocator of pinned memory rounds up to these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+ALIGNMENT = 512
+SLAB = 1 << 26
+"""Bytes of a slab; one block may need a larger one."""
+
+
+class Block:
+    """Bytes of host memory, which return to their pool when this object dies.
+
+    Args:
+        memory: uint8 [n].
+        read: See below.
+        give_back: Called with the last ``read``.
+
+    Attributes:
+        read: Event after the last copy from the memory to the device, or None. Who writes next
+            has to wait for it on the device: that copy may still be queued.
+    """
+
+    __slots__ = ("_give_back", "memory", "read")
+
+    def __init__(self, memory: torch.Tensor, read: Any, give_back: Callable[[Any], None]) -> None:
+        self.memory, self.read, self._give_back = memory, read, give_back
+
+    def __del__(self) -> None:
+        self._give_back(self.read)
+
+
+class HostPool:
+    """Blocks of host memory by size class.
+
+    Args:
+        pinned: Lock the memory, for copies that run next to computation.
+        slab: Bytes of a slab.
+
+    Attributes:
+        slabs: Slabs made so far; constant in the steady state.
+        reserved: Their bytes.
+        used: Bytes in blocks that are given out.
+    """
+
+    def __init__(self, *, pinned: bool, slab: int = SLAB) -> None:
+        self._pinned, self._slab_bytes = pinned, slab
+        self.slabs = self.reserved = self.used = 0
+        self._free: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> Block:
+        """A block of ``nbytes`` bytes, at least one."""
+        size = size_class(nbytes)
+        if self._free[size]:
+            memory, read = self._free[size].pop()
+        else:
+            memory, read = self._cut(size), None
+        self.used += size
+        return Block(memory[:nbytes], read, functools.partial(self._give_back, memory))
+
+    def _give_back(self, memory: torch.Tensor, read: Any) -> None:
+        self.used -= memory.numel()
+        self._free[memory.numel()].append((memory, read))
+
+    def _cut(self, size: int) -> torch.Tensor:
+        if self._rest.numel() < size:
+            self._add_slab(max(self._slab_bytes, 1 << (size - 1).bit_length()))
+        memory, self._rest = self._rest[:size], self._rest[size:]
+        return memory
+
+    def _add_slab(self, size: int) -> None:
+        self._rest = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self.slabs += 1
+        self.reserved += size
+
+
+def size_class(nbytes: int) -> int:
+    """Bytes of the block for ``nbytes``: eight classes between two powers of two."""
+    step = max(ALIGNMENT, 1 << max((nbytes - 1).bit_length() - 4, 0))
+    return -(-nbytes // step) * step
