@@ -321,7 +321,7 @@ def test_prefetch_is_bounded_by_bytes_and_layers(options, ahead, log):
 
 
 def test_the_order_of_a_pipeline_schedule_is_learned(log):
-    """1F1B with two micro-batches in flight: the first layer of one fetches the last of the next."""
+    """1F1B with two micro-batches in flight: after the first layer of one, the last of the next."""
     layers, runtime = swapped(FakeDevice(), 2)
     one = ["backward 1", "1", "0", "backward 0"]
     ahead = ["backward 1", "0", "backward 0"]
