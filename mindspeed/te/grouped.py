@@ -44,6 +44,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.x_dtype = x.dtype
         x = x.to(dtype)
         keep = any(w.requires_grad for w in weights)
+        # Saved-tensor hooks hand back tensors without the attributes of the parameters.
+        ctx.parameters = parameters
         ctx.save_for_backward(x if keep else None, *parameters)
         cast = [w.to(dtype) for w in weights]
         if casts:
@@ -61,7 +63,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         grad = grads[0].contiguous()
-        x, *parameters = ctx.saved_tensors
+        x, parameters = ctx.saved_tensors[0], ctx.parameters
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         dgrad = None
         for one, rows in zip(ctx.casts, grad.split(ctx.splits) if ctx.casts else (), strict=True):

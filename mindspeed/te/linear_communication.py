@@ -171,13 +171,15 @@ class _Linear(torch.autograd.Function):
             out, gathered = _cast_multiply(x, weight, bias, communication, casts)
         ctx.gathered = keep and gathered is not None
         kept = gathered if ctx.gathered else x
+        # Saved-tensor hooks hand back a tensor without the attributes of the parameter.
+        ctx.weight = weight
         ctx.save_for_backward(kept if weight.requires_grad else None, weight)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (grad,) = grads
-        x, weight = ctx.saved_tensors
+        (x, _), weight = ctx.saved_tensors, ctx.weight
         communication, casts = ctx.communication, ctx.casts
         local_grad, (needs_x, needs_weight, needs_bias) = grad, ctx.needs_input_grad[:3]
         gathering = None
