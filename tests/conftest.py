@@ -10,11 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 from mindspeed.testing import RankPool
 from tests.support.lazy import HEAVY
+
+# How long an example takes depends on who else uses the machine.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
