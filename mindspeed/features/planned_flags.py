@@ -19,10 +19,8 @@ FEATURES: dict[str, str] = {
     "Fold3D": "--fold-mode",
     "Adaptive selective recomputation": "--adaptive-recompute-device-swap "
     "--adaptive-recompute-device-size --adaptive-recompute-profiling-step",
-    "Recomputation of the activation function": "--recompute-activation-function",
     "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
     "--recompute-in-advance",
-    "Recomputation of norms": "--recompute-norm",
     "BF16 parameter copies reused": "--reuse-fp32-param",
     "Mixed-precision memory reuse O1: no gradient copies": "--release-fp32-grad",
     "Attention activations swapped to the host": "--swap-attention --swap-modules",

@@ -23,6 +23,7 @@ import torch
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory.between import BetweenCalls
 from mindspeed.memory.plan import LAYER, Plan
+from mindspeed.memory.presets import ChunkLayers
 from mindspeed.memory.runtime import MIN_BYTES, Runtime
 
 if TYPE_CHECKING:
@@ -71,6 +72,24 @@ def sites_of(layer: torch.nn.Module) -> dict[str, Site]:
         if hasattr(module, "linear_fc1") and hasattr(module, "linear_fc2"):
             sites[f"{path}.{_ACTIVATION}"] = Site(module, _ACTIVATION)
     return sites
+
+
+def chunk_layers(model: torch.nn.Module, config: Any, vp_stage: int | None) -> ChunkLayers:
+    """The layers of a model chunk as flags with a number of layers count them.
+
+    Args:
+        model: A chunk, as the seam ``chunk`` gives it.
+        config: Its transformer config.
+        vp_stage: Number of the chunk among those of its rank; None without virtual stages.
+    """
+    paths = layers_of(model)
+    decoder = {path: int(path.rsplit(".", 1)[1]) for path in paths if path.startswith("decoder.")}
+    return ChunkLayers(
+        decoder,
+        tuple(path for path in paths if path not in decoder),
+        vp_stage or 0,
+        config.virtual_pipeline_model_parallel_size or 1,
+    )
 
 
 def runtime_of(model: torch.nn.Module) -> Runtime | None:

@@ -86,3 +86,99 @@ def under_plans(
         }
     found["again"] = differences(_step(model)["results"], plain["results"])
     return found
+
+
+def trained(flags: list[str]) -> dict[str, Any]:
+    """Train on this rank: what the parameters became, and what the plans did."""
+    import os
+
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.memory.megatron import runtime_of
+    from mindspeed.training.model import gpt_model
+    from mindspeed.training.pretrain import pretrain
+    from tests.support.trainer_job import digest
+    from tests.training.matrix_job import MODEL, TRAINING
+
+    modules = []
+
+    def provider(*given: Any) -> Any:
+        modules.append(gpt_model(*given))
+        return modules[-1]
+
+    pretrain(_prepare([*MODEL, *TRAINING, *flags], int(os.environ["WORLD_SIZE"])), provider)
+    runtimes = [runtime for module in modules if (runtime := runtime_of(module)) is not None]
+    return {
+        "digest": digest(modules),
+        "plans": [runtime.plan.to_json() for runtime in runtimes],
+        "reruns": sum(runtime.figures.total().reruns for runtime in runtimes),
+        "host": sum(runtime.figures.total().host for runtime in runtimes),
+    }
+
+
+def saved_bytes(
+    flags: dict[str, Any], spec: str, sizes: dict[str, int], **overrides: Any
+) -> dict[str, int]:
+    """Bytes kept for backward by a LLaMA-like bf16 model under the flags, by place, and by layer.
+
+    Args:
+        flags: Of :func:`mindspeed.configure`.
+        spec: ``te`` or ``local``.
+        sizes: ``s b h F a g`` and ``L``.
+        overrides: Further options of the transformer config.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+
+    import mindspeed
+    from mindspeed import session
+    from mindspeed.memory.megatron import runtime_of
+
+    mindspeed.configure(**flags)
+    size = dist.get_world_size()
+    if not parallel_state.model_parallel_is_initialized():
+        gpt_ranks.start(size)
+    options = {
+        "num_layers": sizes["L"],
+        "hidden_size": sizes["h"],
+        "ffn_hidden_size": sizes["F"],
+        "num_attention_heads": sizes["a"],
+        "num_query_groups": sizes["g"],
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": False,
+        "tensor_model_parallel_size": size,
+        "sequence_parallel": size > 1,
+        **overrides,
+    }
+    cfg = TransformerConfig(**options)
+    layers = get_gpt_decoder_block_spec(cfg, use_transformer_engine=spec == "te")
+    torch.manual_seed(1)
+    model = GPTModel(cfg, layers, 512, sizes["s"], position_embedding_type="rope").bfloat16()
+    with saved_for_backward(model) as saved:
+        hidden = model.decoder(
+            torch.randn(
+                sizes["s"] // size, sizes["b"], sizes["h"], dtype=torch.bfloat16
+            ).requires_grad_(),
+            None,
+            rotary_pos_emb=model.rotary_pos_emb(sizes["s"]),
+        )
+        found = {"device": saved.live_bytes, "host": saved.live_host_bytes}
+    runtime = runtime_of(model)
+    if runtime is not None:
+        total = runtime.figures.total()
+        found |= {"dropped": total.dropped, "kept": total.kept}
+    hidden.float().sum().backward()
+    if runtime is not None:
+        found |= {"copied_in": total.copied_in, "copied_out": total.copied_out}
+    session.current().detach_features()
+    return found

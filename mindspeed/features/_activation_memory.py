@@ -1,0 +1,134 @@
+"""What the features that plan the memory of activations share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.feature import Megatron, Problem
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.memory.plan import Plan
+    from mindspeed.memory.presets import ChunkLayers
+
+_INCOMPATIBLE = {
+    "overlap_moe_expert_parallel_comm": (
+        "--overlap-moe-expert-parallel-comm",
+        "its schedule runs parts of layers one by one, never a whole layer",
+    ),
+    "cpu_offloading": (
+        "--cpu-offloading",
+        "both decide what becomes of the same activations",
+    ),
+    "fine_grained_activation_offloading": (
+        "--fine-grained-activation-offloading",
+        "both decide what becomes of the same activations",
+    ),
+    "use_legacy_models": ("--use-legacy-models", "its layers have no sites"),
+}
+
+
+def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
+    """Combinations that no plan of activations can run with."""
+    for name, (other, why) in _INCOMPATIBLE.items():
+        if megatron.get(name):
+            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
+    if megatron.get("cuda_graph_impl") not in (None, "none"):
+        yield Problem(
+            flag,
+            "cannot be combined with --cuda-graph-impl: a captured graph cannot run parts of "
+            "itself again",
+            "remove one",
+        )
+
+
+def layer_count_problems(
+    flag: str, number_flag: str, wanted: bool, number: int | None, megatron: Megatron
+) -> Iterator[Problem]:
+    """A number of layers without its switch, too large, or next to uniform recomputation.
+
+    Args:
+        flag: The switch.
+        number_flag: The flag of the number of layers.
+        wanted: Whether the switch is on.
+        number: The number of layers; None: all.
+        megatron: Megatron's arguments.
+    """
+    if number is not None and not wanted:
+        yield Problem(number_flag, f"has no effect without {flag}", f"add {flag}, or remove it")
+    total = megatron.get("num_layers")
+    if number is not None and total and number > total:
+        yield Problem(number_flag, f"{number} of {total} layers (--num-layers)", "give fewer")
+    if (
+        wanted
+        and megatron.get("recompute_granularity") == "full"
+        and megatron.get("recompute_method") == "uniform"
+    ):
+        yield Problem(
+            flag,
+            "has no effect with --recompute-method uniform, which recomputes every layer as a "
+            "whole",
+            "use --recompute-method block, or remove one",
+        )
+
+
+def selective_problem(flag: str, module: str, megatron: Megatron) -> Iterator[Problem]:
+    """Megatron recomputes the same already."""
+    if megatron.get("recompute_granularity") != "selective":
+        return
+    if module in (megatron.get("recompute_modules") or ()):
+        yield Problem(
+            flag, f"--recompute-modules {module} recomputes the same already", "remove one"
+        )
+
+
+def recomputed_layers(megatron: Megatron) -> int:
+    """Layers at the start that are recomputed as a whole, by Megatron or by our own plan."""
+    per_rank = megatron.get("enable_recompute_layers_per_pp_rank")
+    block = megatron.get("recompute_method") == "block"
+    if per_rank or (megatron.get("recompute_granularity") == "full" and block):
+        return megatron.get("recompute_num_layers") or 0
+    return 0
+
+
+def attach_plan(
+    seams: Seams,
+    feature: str,
+    flag: str,
+    megatron: Megatron,
+    make: Callable[[dict[str, dict[str, Any]], ChunkLayers], Plan],
+) -> None:
+    """Install a plan on every model chunk.
+
+    Args:
+        seams: The feature's.
+        feature: Its name.
+        flag: Its flag, for messages.
+        megatron: Megatron's arguments.
+        make: Gets the sites of each layer by path, and how layers are counted; returns the plan.
+    """
+
+    # Under saved-tensor hooks Megatron's own linear layers return no placeholder of a gradient
+    # that they have added to main_grad, and the reduction that overlaps backward waits for it.
+    convert = bool(megatron.get("overlap_grad_reduce"))
+
+    def plan_chunk(model: Any, config: Any, vp_stage: int | None) -> None:
+        from mindspeed.memory import megatron as engine
+        from mindspeed.te import local_linears
+
+        sites = {path: engine.sites_of(layer) for path, layer in engine.layers_of(model).items()}
+        plan = make(sites, engine.chunk_layers(model, config, vp_stage))
+        for layer, actions in plan.layers.items():
+            if not actions:
+                raise ConfigError(
+                    f"{flag}: {layer} has no such computation of its own; its sites are "
+                    f"{', '.join(sites[layer])}"
+                )
+        if plan:
+            engine.install(model, plan, seams.journal)
+            if convert and config.gradient_accumulation_fusion:
+                local_linears.convert_chunk(model, config, vp_stage)
+
+    seams.chunk.add(plan_chunk, owner=feature)

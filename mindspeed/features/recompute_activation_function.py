@@ -1,0 +1,93 @@
+"""``--recompute-activation-function``: the output of the MLP's activation is computed again.
+
+``linear_fc1`` keeps its output for the activation's gradient and ``linear_fc2`` keeps the
+activation's output for its weight gradient. The latter is dropped and computed again from the
+former: ``2 s b F / t`` bytes less for each layer with a fused activation, twice that with a gated
+one that is not fused, for one element-wise operator more in backward. Dense layers, grouped and
+sequential experts, shared experts; both layer specs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features._activation_memory import (
+    attach_plan,
+    common_problems,
+    layer_count_problems,
+    recomputed_layers,
+    selective_problem,
+)
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+
+@dataclass(frozen=True)
+class RecomputeActivationFunctionOptions:
+    """Which activations are computed again."""
+
+    recompute_activation_function: bool = flag(
+        False, "compute the output of the MLP's activation function again in backward"
+    )
+    recompute_activation_function_num_layers: int | None = flag(
+        None,
+        "only in this many layers of every model chunk, after those recomputed as a whole",
+        range=Range(1, 100_000),
+    )
+
+
+def _validate(options: RecomputeActivationFunctionOptions, megatron: Megatron) -> list[Problem]:
+    name, wanted = "--recompute-activation-function", options.recompute_activation_function
+    number = options.recompute_activation_function_num_layers
+    problems = list(layer_count_problems(name, f"{name}-num-layers", wanted, number, megatron))
+    if not wanted:
+        return problems
+    problems += common_problems(name, megatron)
+    for module in ("mlp", "moe", "moe_act"):
+        problems += selective_problem(name, module, megatron)
+    if megatron.get("moe_shared_expert_overlap"):
+        problems.append(
+            Problem(
+                name,
+                "cannot be combined with --moe-shared-expert-overlap, which computes the shared "
+                "experts in parts",
+                "remove one",
+            )
+        )
+    return problems
+
+
+def _attach(seams: Seams, options: RecomputeActivationFunctionOptions, megatron: Megatron) -> None:
+    number, after = options.recompute_activation_function_num_layers, recomputed_layers(megatron)
+    per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
+
+    def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
+        from mindspeed.memory.plan import Action
+        from mindspeed.memory.presets import plan_of
+
+        def activations(layer: str) -> tuple[str, ...]:
+            return tuple(site for site in sites[layer] if site.endswith(".activation"))
+
+        chosen = layers.first(number, after=after, of_rank=per_rank)
+        return plan_of(chosen, activations, Action.RECOMPUTE_OUTPUT)
+
+    attach_plan(seams, FEATURE.name, "--recompute-activation-function", megatron, plan)
+
+
+FEATURE = Feature(
+    name="recompute-activation-function",
+    summary="the output of the MLP's activation function is computed again in backward",
+    level=2,
+    options=RecomputeActivationFunctionOptions,
+    enabled=lambda o, megatron: (
+        o.recompute_activation_function or o.recompute_activation_function_num_layers is not None
+    ),
+    validate=_validate,
+    attach=_attach,
+    seams=("chunk",),
+)

@@ -1,0 +1,66 @@
+"""Which layers of a model chunk a flag with a number of layers means.
+
+Megatron counts the first N layers of every model chunk. With virtual pipeline stages the layers of
+a rank may be counted across its chunks instead:
+
+    8 layers, 2 stages of 2 chunks: [0 1] [2 3] [4 5] [6 7]        the first 3 of every rank
+    stage 0 has [0 1] and [4 5]: r = 0 2 and 1 3                   -> 0, 1, 4
+    stage 1 has [2 3] and [6 7]                                    -> 2, 3, 6
+
+Layer ``i`` of chunk ``c`` of ``v`` has the number ``r = i v + c``, so every chunk gets its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mindspeed.memory.plan import Action, Plan
+
+
+@dataclass(frozen=True)
+class ChunkLayers:
+    """The layers of one model chunk.
+
+    Attributes:
+        decoder: Path and position (from 0) of the decoder's layers in the chunk.
+        others: Paths of other layers: multi-token prediction.
+        chunk: Number of the chunk among those of its rank, from 0.
+        chunks: Model chunks of the rank.
+    """
+
+    decoder: Mapping[str, int]
+    others: tuple[str, ...] = ()
+    chunk: int = 0
+    chunks: int = 1
+
+    def first(
+        self, number: int | None, *, after: int = 0, of_rank: bool = False
+    ) -> tuple[str, ...]:
+        """Paths of the first layers.
+
+        Args:
+            number: How many; None: all, those of multi-token prediction included.
+            after: Start after this many.
+            of_rank: Count over the chunks of the rank instead of in each.
+        """
+        scale, offset = (self.chunks, self.chunk) if of_rank else (1, 0)
+        ranked = {path: i * scale + offset for path, i in self.decoder.items()}
+        end = float("inf") if number is None else after + number
+        found = tuple(path for path, r in ranked.items() if after <= r < end)
+        return found + (self.others if number is None else ())
+
+
+def plan_of(
+    layers: tuple[str, ...],
+    sites: Callable[[str], tuple[str, ...]],
+    action: Action,
+) -> Plan:
+    """One action for the same sites of several layers.
+
+    Args:
+        layers: Paths of the layers.
+        sites: The sites of a layer by its path.
+        action: What happens to them.
+    """
+    return Plan({layer: dict.fromkeys(sites(layer), action) for layer in layers})

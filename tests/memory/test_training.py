@@ -1,0 +1,81 @@
+"""Training with a plan of the activations ends with the same parameters, bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.memory import memory_ranks
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+SETUP = "tests.support.warm"
+BOTH = "--recompute-norm --recompute-activation-function"
+LOCAL = "--transformer-impl local"
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64 "
+    "--moe-shared-expert-intermediate-size 64 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 "
+    "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+)
+VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
+CASES = {
+    "dropout, tensor and sequence parallel": (
+        2,
+        "--bf16 --tensor-model-parallel-size 2 --sequence-parallel --hidden-dropout 0.1 "
+        "--attention-dropout 0.1",
+        BOTH,
+    ),
+    "virtual pipeline, local spec": (
+        2,
+        f"{LOCAL} {VPP}",
+        f"{BOTH} --recompute-norm-num-layers 1 --recompute-activation-function-num-layers 1",
+    ),
+    "experts": (2, f"{MOE} --expert-model-parallel-size 2 {BLOCK} 1", BOTH),
+    "latent attention, multi-token prediction, context parallel": (
+        2,
+        "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo "
+        "--mtp-num-layers 1 --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 "
+        "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
+        BOTH,
+    ),
+    "packed documents, distributed optimizer": (
+        2,
+        "--bf16 --use-distributed-optimizer --reset-attention-mask --reset-position-ids "
+        "--overlap-grad-reduce --overlap-param-gather",
+        BOTH,
+    ),
+    "local spec, gradients reduced during backward": (
+        2,
+        f"{LOCAL} --bf16 --overlap-grad-reduce",
+        BOTH,
+    ),
+    "layers of a rank": (2, f"{VPP} {BLOCK} 1", "--enable-recompute-layers-per-pp-rank"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_after_training_are_those_without_a_plan(ranks, case):
+    world, layout, flags = CASES[case]
+    plain = ranks(
+        world, memory_ranks.trained, layout.split(), setup=SETUP, backend=None, timeout=240
+    )
+    ours = ranks(
+        world,
+        memory_ranks.trained,
+        [*layout.split(), *flags.split()],
+        setup=SETUP,
+        backend=None,
+        timeout=240,
+    )
+    for rank, reference in zip(ours, plain, strict=True):
+        assert rank["digest"] == reference["digest"]
+        assert rank["reruns"] > 0 and reference["reruns"] == 0
+        assert rank["host"] == 0
+    if case == "layers of a rank":  # 4 layers; N = 1 is the first layer of the first chunk
+        assert [list(map(json.loads, rank["plans"])) for rank in ours] == [
+            [{"decoder.layers.0": {"layer": "recompute"}}]
+        ] * 2
