@@ -7,6 +7,7 @@ instead of ``torch.cuda`` or ``torch.npu``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ CAPABILITIES = frozenset(
     {
         "streams",  # work of two streams can run at the same time
         "pinned_memory",  # host memory can be locked for asynchronous copies
+        "host_mapped_memory",  # kernels can read and write host memory at an address of the device
         "graphs",  # a stream of kernels can be captured and replayed
         "triton",  # Triton kernels run here
         "fp64_collectives",  # all_reduce of float64
@@ -117,6 +119,14 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all work of this device is complete."""
+
+    def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory, any shape and dtype, that kernels of this device address.
+
+        Raises:
+            NotImplementedError: the device has no ``host_mapped_memory``.
+        """
+        raise NotImplementedError(f"kernels of {self.name} cannot address host memory")
 
     @abstractmethod
     def memory_stats(self) -> MemoryStats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +20,7 @@ class CpuDevice(Device):
     name = "cpu"
     backend = "gloo"
     on_host = True
-    _capabilities = frozenset({"fp64_collectives"})
+    _capabilities = frozenset({"fp64_collectives", "host_mapped_memory"})
 
     def install(self, journal: Journal) -> None:
         """Map the names of torch.cuda that Megatron uses to the CPU."""
@@ -63,6 +64,10 @@ class CpuDevice(Device):
 
     def synchronize(self) -> None:
         """No-op: operators are synchronous."""
+
+    def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory, any shape and dtype: all memory of the CPU is host memory."""
+        return torch.empty(shape, dtype=dtype)
 
     def memory_stats(self) -> MemoryStats:
         """Live tensors inside ``track_memory()``, else the resident set of the process."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,7 +17,15 @@ class CudaDevice(Accelerator):
     name = "cuda"
     backend = "nccl"
     _capabilities = frozenset(
-        {"streams", "pinned_memory", "graphs", "triton", "fp64_collectives", "compile"}
+        {
+            "streams",
+            "pinned_memory",
+            "host_mapped_memory",
+            "graphs",
+            "triton",
+            "fp64_collectives",
+            "compile",
+        }
     )
 
     def __init__(self) -> None:
@@ -37,3 +46,25 @@ class CudaDevice(Accelerator):
         """As documented in the base class; newer torch has one function for all devices."""
         setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         return setter or super().allocator_setter()
+
+    def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Pinned host memory, any shape and dtype, as a tensor on the device.
+
+        Pinned memory has the same address on host and device (unified virtual addressing).
+        """
+        size = math.prod(shape) * dtype.itemsize
+        memory = _PinnedMemory(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        return torch.as_tensor(memory, device=self.torch_device()).view(dtype).view(*shape)
+
+
+class _PinnedMemory:
+    """Bytes of host memory, uint8 ``[n]``, described as memory of the device."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 2,
+        }

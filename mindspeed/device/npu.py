@@ -7,8 +7,10 @@ torch_npu and explains why that fails without CANN.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
+
+import torch
 
 from mindspeed.device.accelerator import Accelerator
 from mindspeed.journal import Journal
@@ -19,12 +21,17 @@ class NpuDevice(Accelerator):
 
     name = "npu"
     backend = "hccl"
-    _capabilities = frozenset({"streams", "pinned_memory"})
+    _capabilities = frozenset({"streams", "pinned_memory", "host_mapped_memory"})
     _core_counts = ("cube_core_num", "multi_processor_count")
 
     def __init__(self, torch_npu: ModuleType) -> None:
         super().__init__(torch_npu.npu)
         self.torch_npu = torch_npu
+
+    def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Swapped memory, any shape and dtype: kernels may use it, copies may not."""
+        empty = torch.ops.npu.empty_with_swapped_memory
+        return empty(list(shape), dtype=dtype, device=self.torch_device())
 
     def install(self, journal: Journal) -> None:
         """Install torch_npu's transfer layer and :mod:`mindspeed.device.npu_shim`."""

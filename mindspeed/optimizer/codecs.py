@@ -31,7 +31,7 @@ class Codec:
         return torch.empty_like(param, dtype=self.dtype, requires_grad=False)
 
     def allocate_extra(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return what decoding needs next to the stored tensor, flat: scales or bits; or None."""
+        """Return what decoding needs next to it, flat: scales or bits ``[n]``; or None."""
         return None
 
     def decode(
@@ -79,8 +79,8 @@ class Absent(Codec):
     """A state that the update rule does not have, but Megatron's checkpoints do: zeros."""
 
     def allocate(self, param: torch.Tensor) -> torch.Tensor:
-        """A scalar, fp32."""
-        return torch.zeros((), dtype=self.dtype, device=param.device)
+        """Nothing: fp32 ``[0]``."""
+        return torch.empty(0, dtype=self.dtype, device=param.device)
 
     def decode(
         self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor

@@ -19,6 +19,7 @@ from mindspeed import te
 from mindspeed.errors import ConfigError
 from mindspeed.optimizer.block_fp8 import BlockFp8, RootBlockFp8
 from mindspeed.optimizer.codecs import BFloat16, Codec, Full, Scaled
+from mindspeed.optimizer.placement import Placement
 from mindspeed.optimizer.remainder import Remainder
 from mindspeed.optimizer.rules import ADAM, UpdateRule
 
@@ -51,6 +52,22 @@ def state_codec(name: str, dtype: torch.dtype) -> Codec:
 def remainder_codec() -> Codec:
     """How a master weight is stored next to its bf16 parameter, as int16."""
     return Remainder()
+
+
+def state_placement(name: str) -> Placement | None:
+    """Where one state of every parameter is; None: on the device, as its codec allocates it.
+
+    Args:
+        name: a state of the update rule, or ``master_param``; it must be stored in fp32.
+    """
+    return None
+
+
+def pipeline_rank() -> int:
+    """The pipeline stage of this rank, once the parallel groups exist."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def check_in_use(owner: str) -> None:

@@ -11,11 +11,12 @@ time, or a part of it. Which rule and which storage: :mod:`mindspeed.te.optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from mindspeed.optimizer.placement import Span
 from mindspeed.optimizer.rules import StepOptions
 from mindspeed.te import optimizer_policy
 from mindspeed.te.stored_states import MASTER, Part, StoredStates, wide_dtype
@@ -141,6 +142,7 @@ class FusedAdam(StoredStates):
             found_inf = grad_scaler._check_inf_per_device(self)[device]
         self._count(group, found_inf, device)
         direct: dict[torch.dtype, list[tuple[torch.Tensor, ...]]] = {}
+        swapped: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for p in group["params"]:
             if not self.state[p]:
                 self.initialize_state(p)
@@ -150,6 +152,9 @@ class FusedAdam(StoredStates):
                 continue
             if grad.is_sparse:
                 raise RuntimeError("FusedAdam: sparse gradients are not supported")
+            if self._swap is not None:
+                swapped.setdefault(p.dtype, []).append((p, grad))
+                continue
             tensors = (p.detach(), grad, *(self.state[p][name] for name in self._rule.states))
             if (
                 self._in_place
@@ -165,6 +170,30 @@ class FusedAdam(StoredStates):
             weights, grads, *states = (list(column) for column in zip(*rows, strict=True))
             by_name = dict(zip(self._rule.states, states, strict=True))
             self._update(group, weights, grads, by_name, grad_scaler, found_inf)
+        for pairs in swapped.values():
+            self._step_swapped(group, pairs)
+
+    def _step_swapped(
+        self, group: dict[str, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Update parameters of one dtype whose states are in host memory, window by window."""
+        assert self._swap is not None
+        place, wide = pairs[0][0].device, wide_dtype(pairs[0][0].dtype)
+
+        def update(window: Sequence[Span], parts: Mapping[str, list[torch.Tensor]]) -> None:
+            cut = [slice(span.start, span.stop) for span in window]
+            params = [
+                pairs[s.index][0].detach().view(-1)[c] for s, c in zip(window, cut, strict=True)
+            ]
+            grads = [pairs[s.index][1].reshape(-1)[c] for s, c in zip(window, cut, strict=True)]
+            weights = parts.get(MASTER) or [p.to(wide) for p in params]
+            states = {name: parts[name] for name in self._rule.states}
+            self._update(group, weights, [g.to(wide) for g in grads], states, None, None)
+            for p, weight in zip(params, weights, strict=True):
+                p.copy_(weight)
+
+        total = sum(p.numel() for other in self.param_groups for p in other["params"])
+        self._swap.stream([self.state[p] for p, _ in pairs], place, total, update)
 
     def _count(
         self, group: dict[str, Any], found_inf: torch.Tensor | None, device: torch.device

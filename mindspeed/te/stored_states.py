@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from mindspeed.optimizer.codecs import Absent, Codec, Full
+from mindspeed.optimizer.placement import HostSwap
 from mindspeed.optimizer.rules import UpdateRule
 from mindspeed.te import optimizer_policy
 
 MASTER = "master_param"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 PART = 2**22
 """Elements that are decoded, updated and encoded at once: 16 MiB for each fp32 tensor of a part."""
 
@@ -72,6 +74,10 @@ class StoredStates(torch.optim.Optimizer):
             else Absent()
             for name, dtype in dtypes.items()
         }
+        self._placements = {
+            name: optimizer_policy.state_placement(name) if type(codec) is Full else None
+            for name, codec in self._codecs.items()
+        }
         self._remainder = optimizer_policy.remainder_codec()
         self.master_weights = master_weights
         self.store_param_remainders = store_param_remainders
@@ -99,7 +105,12 @@ class StoredStates(torch.optim.Optimizer):
         """Create the storage of one state."""
         self._allocated.add(param)
         codec = self._codec(param, state_name)
-        self.state[param][state_name] = codec.allocate(param)
+        placement = self._placements[state_name]
+        self.state[param][state_name] = (
+            codec.allocate(param)
+            if placement is None
+            else placement.allocate(param.shape, wide_dtype(param.dtype), param.device)
+        )
         extra = codec.allocate_extra(param)
         if extra is not None:
             self._extra.setdefault(param, {})[state_name] = extra
@@ -111,7 +122,7 @@ class StoredStates(torch.optim.Optimizer):
             return
         self._allocated.add(param)
         names = self._names(param)
-        if set(states) == set(names) and all(type(self._codec(param, n)) is Full for n in names):
+        if set(states) == set(names) and all(self._is_plain(param, name) for name in names):
             return
         given = dict(states)
         states.clear()
@@ -132,9 +143,13 @@ class StoredStates(torch.optim.Optimizer):
         Returns:
             Shape of ``param``, fp32.
         """
+        self._adopt(param)
         stored = self.state[param][state_name]
         if not isinstance(stored, torch.Tensor) or state_name not in self._codecs:
             return stored
+        placement = self._placements[state_name]
+        if placement is not None:
+            return placement.read(stored)
         extra = self._extra.get(param, {}).get(state_name)
         return self._codec(param, state_name).decode(stored, extra, param)
 
@@ -155,6 +170,10 @@ class StoredStates(torch.optim.Optimizer):
         codec, stored = self._codec(param, state_name), self.state[param][state_name]
         if unscaled_state.dtype == torch.int16 and codec is not self._remainder:
             unscaled_state = self._remainder.decode(unscaled_state, None, param)
+        placement = self._placements[state_name]
+        if placement is not None:
+            placement.write(stored, unscaled_state)
+            return
         extra = self._extra.get(param, {}).get(state_name)
         codec.encode(unscaled_state, stored, extra, param)
 
@@ -167,7 +186,6 @@ class StoredStates(torch.optim.Optimizer):
         """Cut large parameters where rule and codecs allow it, to bound what is decoded at once."""
         stored = {name: t for name, t in self.state[param].items() if name in self._codecs}
         extra = self._extra.get(param, {})
-        param = param.detach()
         blocks = {name: self._codec(param, name).block for name in stored}
         tensors = (param, grad, *stored.values())
         if (
@@ -190,6 +208,28 @@ class StoredStates(torch.optim.Optimizer):
                     if (block := blocks[name])
                 },
             )
+
+    @property
+    def _swap(self) -> HostSwap | None:
+        """The swap space of the states; all of them have the same."""
+        spaces = (place for place in self._placements.values() if isinstance(place, HostSwap))
+        return next(spaces, None)
+
+    @property
+    def additional_states(self) -> tuple[str, ...]:
+        """States of the rule besides the two moments of Adam."""
+        return tuple(name for name in self._rule.states if name not in MOMENTS)
+
+    @property
+    def holds_plain_moments(self) -> bool:
+        """Whether ``state`` has Adam's two moments in fp32 on the device, and no other state."""
+        codecs = {type(self._codecs[name]) for name in MOMENTS}
+        return (
+            codecs == {Full} and not self.additional_states and not any(self._placements.values())
+        )
+
+    def _is_plain(self, param: torch.Tensor, state_name: str) -> bool:
+        return type(self._codec(param, state_name)) is Full and not self._placements[state_name]
 
     def _codec(self, param: torch.Tensor, state_name: str) -> Codec:
         if state_name == MASTER and self._keeps_remainder(param):
