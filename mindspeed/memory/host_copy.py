@@ -61,10 +61,11 @@ class Streams:
 
 
 class HostCopy:
-    """One tensor in host memory; it comes back once, for all who saved the same tensor.
+    """Elements in host memory; they come back once, for all who saved a view of them.
 
     Args:
-        tensor: Any shape and dtype, as :func:`can_offload` allows.
+        tensor: Any shape and dtype, as :func:`can_offload` allows. A slice of a larger tensor is
+            copied without the gaps.
         where: Layer and site, for messages.
         streams: Of copies.
         pool: Of host memory.
@@ -99,15 +100,14 @@ class HostCopy:
         self._waited = False
         self._device = tensor.device
         self._block = pool.take(tensor.nbytes)
-        # A slice of a larger tensor comes back without the gaps, with the same order of strides.
-        dense = torch.empty_like(tensor, device="meta").stride()
-        self._host = self._block.memory.view(tensor.dtype).as_strided(tensor.size(), dense)
+        self._host = self._block.memory.view(tensor.dtype)
+        target = self._host.as_strided(tensor.size(), dense_strides(tensor))
         out = streams.out
         out.wait_stream(streams.device.current_stream())
         if self._block.read is not None:
             out.wait_event(self._block.read)
         with streams.device.use_stream(out):
-            self._host.copy_(tensor.detach(), non_blocking=True)
+            target.copy_(tensor.detach(), non_blocking=True)
         self.written = streams.recorded(out)
         figures.host += self.nbytes
         figures.copied_out += self.nbytes
@@ -135,25 +135,30 @@ class HostCopy:
             return
         device, back = self._streams.device, self._streams.back
         self._home = device.current_stream()
-        self._restored = torch.empty_strided(
-            self._host.size(), self._host.stride(), dtype=self._host.dtype, device=self._device
-        )
+        self._restored = torch.empty_like(self._host, device=self._device)
         back.wait_stream(self._home)
         with device.use_stream(back):
             self._restored.copy_(self._host, non_blocking=True)
         self._arrived = self._block.read = self._streams.recorded(back)
         self._figures.copied_in += self.nbytes
 
-    def get(self) -> torch.Tensor:
-        """The tensor on its device, any shape and dtype, as it was when it was saved.
+    def get(self, size: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
+        """The elements on their device, as they were when they were saved, any shape and dtype.
+
+        Args:
+            size: Of a view of them.
+            strides: Of this view, without gaps.
 
         Raises:
-            InPlaceChange: It was changed before its copy was complete.
+            InPlaceChange: They were changed before their copy was complete.
         """
         self._on_get()
         self.start()
         if self._source is not None:
-            return self._source.get()
+            source = self._source.get()
+            if source.stride() != dense_strides(source):
+                return source
+            return source.as_strided(size, strides, source.storage_offset())
         if self._problem is not None:
             raise self._problem
         assert self._restored is not None
@@ -163,7 +168,7 @@ class HostCopy:
         if stream != self._home:
             self._home.wait_event(self._arrived)
             self._restored.record_stream(stream)
-        return self._restored
+        return self._restored.as_strided(size, strides)
 
     def __del__(self) -> None:
         if self._arrived is not None and not self._waited:
@@ -172,16 +177,40 @@ class HostCopy:
 
 
 class OnHost:
-    """What autograd holds instead of a tensor in host memory."""
+    """What autograd holds instead of a tensor in host memory.
 
-    __slots__ = ("__weakref__", "copy")
+    Args:
+        copy: Of its elements.
+        tensor: Any shape and dtype.
+    """
 
-    def __init__(self, copy: HostCopy) -> None:
+    __slots__ = ("__weakref__", "_size", "_strides", "copy")
+
+    def __init__(self, copy: HostCopy, tensor: torch.Tensor) -> None:
         self.copy = copy
+        self._size, self._strides = tensor.size(), dense_strides(tensor)
 
     def get(self) -> torch.Tensor:
-        """The tensor on its device, any shape and dtype, as it was when it was saved."""
-        return self.copy.get()
+        """The tensor on its device, any shape and dtype, as it was when it was saved.
+
+        Without gaps between its elements, and with the same order of strides.
+        """
+        return self.copy.get(self._size, self._strides)
+
+
+def elements_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors (any shape and dtype) of one storage that have the same elements.
+
+    Tensors without gaps have if they begin at the same place and are as long: reshaped, transposed.
+    """
+    key = tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version
+    dense = tensor.stride() == dense_strides(tensor)
+    return key if dense else (*key, tensor.size(), tensor.stride())
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in the same order without gaps, for a tensor of any shape and dtype."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def can_offload(tensor: torch.Tensor, min_bytes: int, device: str) -> bool:

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.memory.figures import CountedStorages, Figures, SiteFigures
-from mindspeed.memory.host_copy import HostCopy, OnHost
+from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
 from mindspeed.memory.offload import MIN_BYTES, Group, Offload
 from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
 from mindspeed.memory.saved import Kept, ViewOf
@@ -269,15 +269,14 @@ class Runtime:
             self._storages.count(tensor, figures, "dropped")
             return ViewOf(output.segment.save_output(output.number, tensor), tensor)
         if frame.action is Action.OFFLOAD and self.offload.takes(tensor):
-            return OnHost(self._host_copy(call, tensor, where, figures))
+            return OnHost(self._host_copy(call, tensor, where, figures), tensor)
         self._storages.count(tensor, figures, "kept")
         return Kept(tensor, where)
 
     def _host_copy(
         self, call: _LayerCall, tensor: torch.Tensor, where: str, figures: SiteFigures
     ) -> HostCopy:
-        key = (_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
-        key += (tensor.dtype, tensor._version)
+        key = (_key(tensor), *elements_of(tensor))
         known = call.copies.get(key)
         if known is None or known[0].expired():
             assert call.group is not None  # the plan has the action

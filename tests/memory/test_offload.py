@@ -10,7 +10,7 @@ import torch
 
 from mindspeed.memory import host_pool
 from mindspeed.memory.figures import SiteFigures
-from mindspeed.memory.host_copy import HostCopy
+from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
 from mindspeed.memory.host_pool import HostPool, size_class
 from mindspeed.memory.offload import Offload
 from mindspeed.memory.plan import Action, Plan
@@ -22,11 +22,11 @@ from tests.memory.test_runtime import Layer, model, plan_of, planned, step
 ROWS, SIZE = 6, 8
 
 
-def saved(engine: Offload, x: torch.Tensor, layer: str = "0") -> HostCopy:
+def saved(engine: Offload, x: torch.Tensor, layer: str = "0") -> OnHost:
     group = engine.begin(0, layer)
     copy = engine.save(x, group, f"{layer}, site", SiteFigures())
     engine.end(group)
-    return copy
+    return OnHost(copy, x)
 
 
 def swapped(device: FakeDevice, count: int = 3, **options) -> tuple[list[Layer], Runtime]:
@@ -91,12 +91,35 @@ GEOMETRIES = {
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_a_tensor_comes_back_as_it_was(geometry, dtype):
     x = GEOMETRIES[geometry](torch.arange(4 * 6 * 8).view(4, 6, 8).remainder(7).to(dtype))
-    copy = saved(Offload(FakeDevice(), min_bytes=0), x)
-    back = copy.get()
+    held = saved(Offload(FakeDevice(), min_bytes=0), x)
+    back = held.get()
     assert torch.equal(back, x) and back.dtype == dtype
     assert back.stride() == torch.empty_like(x).stride()
-    assert copy.nbytes == x.numel() * x.element_size()
-    assert back.untyped_storage().nbytes() == copy.nbytes  # without the gaps
+    nbytes = x.numel() * x.element_size()
+    assert (held.copy.nbytes, back.untyped_storage().nbytes()) == (nbytes, nbytes)  # no gaps
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["on the host", "still there"])
+def test_views_of_the_same_elements_share_a_copy(complete):
+    device = FakeDevice()
+    device.complete = complete
+    x = torch.arange(48.0).view(4, 12)
+    views = [x, x.t(), x.view(2, 2, 12), x.flatten()]
+    assert len({elements_of(view) for view in views}) == 1
+    copy = saved(Offload(device, min_bytes=0), x).copy
+    for view in views:
+        back = OnHost(copy, view).get()
+        assert torch.equal(back, view) and back.stride() == view.stride()
+    others = [x[1:], x[:3], x[:, 1:], x[:, :11], x.view(torch.int32)]
+    assert len({elements_of(view) for view in [x, *others]}) == 6
+
+
+def test_a_slice_that_is_still_there_is_used_as_it_is():
+    device = FakeDevice()
+    device.complete = False
+    x = torch.arange(48.0).view(4, 12)[:, 3:6]
+    back = saved(Offload(device, min_bytes=0), x).get()
+    assert torch.equal(back, x) and back.stride() == x.stride()
 
 
 def test_what_is_not_worth_a_copy_or_cannot_be_copied_stays():
@@ -234,7 +257,7 @@ def test_a_copy_back_that_nobody_used_is_over_before_its_memory_is_used_again():
     engine = Offload(device, min_bytes=0)
     with Races(device):
         copy = saved(engine, torch.ones(16))
-        copy.start()
+        copy.copy.start()
         before = device.compute.clock["back"]
         del copy
     assert device.compute.clock["back"] > before
