@@ -21,8 +21,6 @@ FEATURES: dict[str, str] = {
     "--adaptive-recompute-device-size --adaptive-recompute-profiling-step",
     "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
     "--recompute-in-advance",
-    "BF16 parameter copies reused": "--reuse-fp32-param",
-    "Mixed-precision memory reuse O1: no gradient copies": "--release-fp32-grad",
     "Attention activations swapped to the host": "--swap-attention --swap-modules",
     "MLP layer fusion": "--mlp-layer-fusion",
     "MC2: matmul and collective in one kernel": "--use-ascend-mc2",
@@ -54,7 +52,6 @@ INSTEAD: dict[str, str] = {
     "--manual-mbs": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--optimized-pipeline": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--fold-mode": "--overlap-grad-reduce reduces gradients while the backward pass runs",
-    "--release-fp32-grad": "--grad-reduce-in-bf16 keeps gradients at 16 bits",
     "--mlp-layer-fusion": "with --swiglu gate and up projection are one layer already",
     "--n-shared-experts": "--moe-shared-expert-intermediate-size gives their width",
 }

@@ -5,8 +5,9 @@ that share an optimizer):
 
     weights              2 p  (fp16, bf16) or 4 p; and 4 a of adapters, which are fp32
     gradients            4 p  (2 p without fp32 accumulation); of adapters alone 4 a
-    optimizer            8 p  and 4 p main weights in 16-bit training, all / d if distributed;
-                         of adapters alone 8 a
+    optimizer            8 p  and 4 p main weights in 16-bit training, all / d if distributed; of
+                         adapters alone 8 a; other storages: .optimizer_size
+    gradient copies      4 p  of 16-bit gradients, / d if distributed, when activations are gone
     ZeRO 2, 3            gradients / d; ZeRO 3: weights / d, and for a moment two layers whole, and
                          embedding and output layer
     activations          s b per layer times what it keeps of a token (.activations); with full
@@ -32,6 +33,7 @@ from mindspeed.training.flops import (
     mlp_weights,
     training_flops,
 )
+from mindspeed.training.optimizer_size import gradient_copy_bytes, state_bytes
 from mindspeed.training.resolve import Settings
 from mindspeed.training.zero import STRATEGIES
 
@@ -47,6 +49,7 @@ class Estimate:
     weights: float
     gradients: float
     optimizer: float
+    gradient_copies: float
     gathered: float
     activations: float
     bubble: float
@@ -55,7 +58,8 @@ class Estimate:
     @property
     def memory(self) -> float:
         """Total bytes on the rank that needs most."""
-        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
+        kept = self.weights + self.gathered + self.gradients + self.optimizer
+        return kept + max(self.activations, self.gradient_copies)
 
 
 def estimate(args: argparse.Namespace) -> Estimate:
@@ -70,7 +74,6 @@ def estimate(args: argparse.Namespace) -> Estimate:
     expert_here = sum(expert[-layers:]) // experts_per_rank
     on_rank = dense_here + expert_here
     narrow = args.fp16 or args.bf16
-    main = 12 if narrow else 8
     replicas = args.data_parallel_size * args.context_parallel_size
     expert_replicas = max(1, args.world_size // (experts_per_rank * pp))
     if not args.use_distributed_optimizer:
@@ -92,7 +95,8 @@ def estimate(args: argparse.Namespace) -> Estimate:
         weights=weights[0] * width + weights[1] * 4,
         gathered=width * (2 * layer + edges * edge / tp) if gathers else 0.0,
         gradients=trained * gradients[0] * (4 if wide_gradients else 2) + gradients[1] * 4,
-        optimizer=trained * share[0] * main + share[1] * 8,
+        optimizer=trained * share[0] * state_bytes(args) + share[1] * 8,
+        gradient_copies=trained * share[0] * gradient_copy_bytes(args),
         activations=_activations(args),
         bubble=bubble_fraction(args),
         flops_per_step=training_flops(args, args.global_batch_size),
@@ -117,6 +121,7 @@ def describe(settings: Settings) -> str:
         ("gathered weights", f"{e.gathered / GIB:10.3f} GiB per rank"),
         ("gradients", f"{e.gradients / GIB:10.3f} GiB per rank"),
         ("optimizer", f"{e.optimizer / GIB:10.3f} GiB per rank"),
+        ("gradient copies", f"{e.gradient_copies / GIB:10.3f} GiB per rank, not with activations"),
         ("activations", f"{e.activations / GIB:10.3f} GiB per rank"),
         ("memory", f"{e.memory / GIB:10.3f} GiB per rank, estimated"),
         ("pipeline bubble", f"{100 * e.bubble:.1f} %"),

@@ -153,3 +153,38 @@ def train_muon_with_seams(flags: Sequence[str], directly: bool = False) -> dict[
     except ConfigError as error:
         return {"error": str(error)}
     return seen
+
+
+def counted_and_estimated(flags: Sequence[str]) -> dict[str, float]:
+    """Bytes that the optimizer keeps on this rank, and the estimate of ``--dry-run``."""
+    from mindspeed import session
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.training.estimate import estimate
+    from mindspeed.training.pretrain import pretrain
+
+    settings = _prepare(command(flags), int(os.environ["WORLD_SIZE"]))
+    built: list[Any] = []
+
+    def remember(optimizer: Any) -> Any:
+        built.extend(part.optimizer for part in optimizer.chained_optimizers)
+        return optimizer
+
+    session.install().seams.optimizer.add(remember, owner="test")
+    pretrain(settings)
+    total = sum(inner.state_bytes() for inner in built)
+    if settings.args.bf16 or settings.args.fp16:  # fp32 weights of the optimizer's own
+        weights = [p for inner in built for group in inner.param_groups for p in group["params"]]
+        total += sum(p.nbytes for p in weights if p.dtype == torch.float32)
+    return {"counted": total, "estimated": estimate(settings.args).optimizer}
+
+
+def bytes_per_parameter(cases: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """For each command line: bytes of states per parameter, and of gradient copies."""
+    from mindspeed.training.initialize import prepare
+    from mindspeed.training.optimizer_size import gradient_copy_bytes, state_bytes
+
+    found = {}
+    for flags in cases:
+        args = prepare(command(flags.split()), 2).args
+        found[flags] = state_bytes(args), gradient_copy_bytes(args)
+    return found

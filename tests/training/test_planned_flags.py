@@ -63,8 +63,8 @@ def test_a_flag_that_megatron_has_itself_is_left_alone():
 
 
 def test_python_and_the_environment_are_refused_too(monkeypatch):
-    with pytest.raises(ConfigError, match="--reuse-fp32-param is not available yet"):
-        registry.refuse_unknown(["reuse_fp32_param"])
+    with pytest.raises(ConfigError, match="--use-nanopipe is not available yet"):
+        registry.refuse_unknown(["use_nanopipe"])
     monkeypatch.setenv("COC_PARALLEL_NUM", "1")
     registry.resolve({}, "cpu")
     monkeypatch.setenv("COC_PARALLEL_NUM", "4")

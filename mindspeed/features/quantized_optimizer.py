@@ -1,0 +1,107 @@
+"""Optimizer states in fp8 and gradients in bf16: ``--quant-states``, ``--quant-grads``.
+
+``--quant-states fp8`` stores both moments of Adam in 1 + 1/64 bytes instead of 4 each
+(:mod:`mindspeed.optimizer.block_fp8`): 6 bytes less per parameter, 6 / DP with the distributed
+optimizer. Megatron's ``--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8`` choose the same storage, with
+the distributed optimizer only. The formats ``hif8`` and ``mxfp8`` need hardware that computes in
+them.
+
+``--quant-grads`` accumulates and reduces the gradients of bf16 training in bf16
+(``--grad-reduce-in-bf16``) and updates from them without fp32 copies (``--release-fp32-grad``):
+2 bytes less per parameter.
+
+Both change losses within rounding: compare a short run with one in fp32 first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed.features import _precision_aware
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.optimizer.codecs import Codec
+
+
+@dataclass(frozen=True)
+class QuantizedOptimizerOptions:
+    """In which formats moments and gradients are kept."""
+
+    quant_states: Literal["fp8", "hif8", "mxfp8"] | None = flag(
+        None, "store both moments of Adam in this format"
+    )
+    quant_grads: bool = flag(False, "accumulate and reduce gradients in bf16, update from them")
+
+
+def _validate(options: QuantizedOptimizerOptions, megatron: Megatron) -> list[Problem]:
+    found = []
+    if options.quant_states:
+        name = f"--quant-states {options.quant_states}"
+        found += _precision_aware.problems(name, megatron)
+        if options.quant_states != "fp8":
+            found.append(Problem(name, "this device does not compute in that format", "use fp8"))
+        if not _precision_aware.is_narrow(megatron):
+            found.append(Problem(name, "needs 16-bit training", "add --bf16 or --fp16"))
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if str(given := megatron.get(f"{moment}_dtype", "fp32")) not in _FP32:
+                flag_name = f"--{moment.replace('_', '-')}-dtype"
+                found.append(
+                    Problem(name, f"cannot be combined with {flag_name} {given}", "drop one")
+                )
+    if options.quant_grads:
+        name = "--quant-grads"
+        found += _precision_aware.problems(name, megatron)
+        if megatron.get("fp16") or not megatron.get("bf16", True):
+            found.append(
+                Problem(
+                    name,
+                    "keeps gradients of bf16 training in bf16",
+                    "add --bf16; with --fp16 gradients have 16 bits already, and "
+                    "--release-fp32-grad updates from them",
+                )
+            )
+    return found
+
+
+_FP32 = ("fp32", "torch.float32")
+
+
+def _corrects(options: QuantizedOptimizerOptions, megatron: Megatron) -> dict[str, Any]:
+    if not options.quant_grads:
+        return {}
+    return {"grad_reduce_in_bf16": True, "accumulate_allreduce_grads_in_fp32": False}
+
+
+def _attach(seams: Seams, options: QuantizedOptimizerOptions, megatron: Megatron) -> None:
+    from mindspeed.optimizer.block_fp8 import BlockFp8, RootBlockFp8
+    from mindspeed.te import optimizer_policy
+
+    _precision_aware.attach(seams, FEATURE.name, narrow=options.quant_grads)
+    if not options.quant_states:
+        return
+    others = optimizer_policy.state_codec
+    moments = {"exp_avg": BlockFp8, "exp_avg_sq": RootBlockFp8}
+
+    def codec_of(name: str, dtype: torch.dtype) -> Codec:
+        return moments[name]() if name in moments else others(name, dtype)
+
+    seams.use_kernels(owner=FEATURE.name, state_codec=codec_of)
+
+
+FEATURE = Feature(
+    name="quantized-optimizer",
+    summary="moments of Adam in fp8, gradients in bf16",
+    level=2,
+    options=QuantizedOptimizerOptions,
+    enabled=lambda options, megatron: bool(options.quant_states or options.quant_grads),
+    validate=_validate,
+    corrects=_corrects,
+    attach=_attach,
+    seams=_precision_aware.SEAMS,
+)

@@ -1,0 +1,140 @@
+"""Flags of the optimizer: what they refuse, and that doors accept them."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.features import registry
+from tests.support.lazy import needs
+from tests.support.trainer_job import SETUP, metrics, train
+
+needs("megatron.core")
+
+BF16 = {"bf16": True, "fp16": False, "accumulate_allreduce_grads_in_fp32": True}
+FP16 = {"bf16": False, "fp16": True, "accumulate_allreduce_grads_in_fp32": False}
+REUSE, RELEASE = {"reuse_fp32_param": True}, {"release_fp32_grad": True}
+FSDP = {"use_megatron_fsdp": True}
+
+REFUSED = {
+    "reuse fp16": (FP16 | REUSE, "--reuse-fp32-param: cannot be combined with --fp16"),
+    "reuse fp32": ({"bf16": False} | REUSE, "--reuse-fp32-param: .* with fp32 training.*--bf16"),
+    "reuse zero": (BF16 | REUSE | FSDP, "--reuse-fp32-param: .* --use-megatron-fsdp .--zero-stage"),
+    "reuse sgd": (BF16 | REUSE | {"optimizer": "sgd"}, "--reuse-fp32-param: .* --optimizer sgd"),
+    "reuse lora": (
+        BF16 | REUSE | {"lora_target_modules": ("q",)},
+        "--reuse-fp32-param: .* --lora-target-modules",
+    ),
+    "reuse fp16 masters": (
+        BF16 | REUSE | {"main_params_dtype": "fp16"},
+        "--reuse-fp32-param: .* --main-params-dtype fp16",
+    ),
+    "reuse on the host": (
+        BF16
+        | REUSE
+        | {
+            "optimizer_cpu_offload": True,
+            "use_precision_aware_optimizer": True,
+            "use_distributed_optimizer": True,
+        },
+        "--reuse-fp32-param: .* --optimizer-cpu-offload",
+    ),
+    "exact alone": (BF16 | {"reuse_fp32_param_exact": True}, "no effect without --reuse-fp32"),
+    "release fp32": (
+        {"bf16": False, "fp16": False} | RELEASE,
+        "--release-fp32-grad: gradients of fp32 training have no copies",
+    ),
+    "release wide": (
+        BF16 | RELEASE,
+        "--release-fp32-grad: has no effect.*fp32.*--grad-reduce-in-bf16",
+    ),
+    "release muon": (
+        FP16 | RELEASE | {"optimizer": "muon"},
+        "--release-fp32-grad: .* --optimizer muon",
+    ),
+    "hif8": (BF16 | {"quant_states": "hif8"}, "--quant-states hif8: this device .*; use fp8"),
+    "mxfp8": (BF16 | {"quant_states": "mxfp8"}, "--quant-states mxfp8: this device"),
+    "fp4": (BF16 | {"quant_states": "fp4"}, "--quant-states 'fp4': choose one of fp8"),
+    "states fp32": ({"bf16": False, "quant_states": "fp8"}, "needs 16-bit training"),
+    "states twice": (
+        BF16 | {"quant_states": "fp8", "exp_avg_dtype": "bf16"},
+        "--quant-states fp8: cannot be combined with --exp-avg-dtype bf16",
+    ),
+    "gradients fp16": (FP16 | {"quant_grads": True}, "--quant-grads: .*--release-fp32-grad"),
+    "selection sgd": (
+        {"optimizer": "sgd", "optimizer_selection": "fused_torch_adamw"},
+        "--optimizer-selection fused_torch_adamw: has no effect with --optimizer sgd",
+    ),
+    "selection": ({"optimizer_selection": "lamb"}, "'lamb': choose one of fused_adamw"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(case):
+    values, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        registry.resolve(values, "cpu")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        BF16 | REUSE,
+        FP16 | RELEASE,
+        BF16 | REUSE | RELEASE | {"accumulate_allreduce_grads_in_fp32": False},
+        BF16 | REUSE | {"quant_states": "fp8", "quant_grads": True},
+        REUSE,  # a framework that does not say what it trains in
+        {"optimizer": "fused_adam", "optimizer_selection": "fused_torch_adamw"},
+    ],
+    ids=str,
+)
+def test_what_can_work_is_accepted(values):
+    registry.resolve(values, "cpu")
+
+
+def test_megatron_lms_parser_knows_the_old_name():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--optimizer", default="adam", choices=["adam", "sgd", "muon"])
+    args = registry.add_arguments(parser).parse_args(["--optimizer", "fused_adam"])
+    (feature,) = registry.resolve(vars(args), "cpu").enabled
+    assert feature.name == "fused-adam"
+    assert feature.corrects(None, {}) == {"optimizer": "adam"}
+
+
+SHARDED = "--use-distributed-optimizer"
+RUNS = {
+    "plain": "--bf16",
+    "fused": "--bf16 --optimizer fused_adam --optimizer-selection fused_torch_adamw",
+    "exact": "--bf16 --reuse-fp32-param --npu-deterministic",
+    "exact-sharded": f"--bf16 --reuse-fp32-param --reuse-fp32-param-exact {SHARDED}",
+}
+
+
+def test_the_trainer_trains_to_the_same_bits(rank_pool, tmp_path):
+    digests = {}
+    for name, flags in RUNS.items():
+        (result, _) = rank_pool.run(
+            2, train, [*flags.split(), "--train-iters", "3"], setup=SETUP, backend=None, timeout=240
+        )
+        assert result["error"] is None
+        digests[name] = result["digest"]
+    assert len(set(digests.values())) == 1, digests
+
+
+LOW = "--bf16 --quant-states fp8 --quant-grads --reuse-fp32-param"
+
+
+@pytest.mark.parametrize("flags", [LOW, f"{LOW} {SHARDED}"], ids=["plain", "sharded"])
+def test_low_precision_resumes_bit_for_bit(rank_pool, tmp_path, flags):
+    given = {"setup": SETUP, "backend": None, "timeout": 240}
+    words = [*flags.split(), "--train-iters", "4"]
+    save, file = tmp_path / "save", tmp_path / "metrics.jsonl"
+    keep = ["--save", str(save), "--save-interval", "2"]
+    first = rank_pool.run(2, train, [*words, *keep, "--metrics-file", str(file)], **given)
+    assert {result["error"] for result in first} == {None}
+    second = rank_pool.run(2, train, [*words, "--load", str(save), "--ckpt-step", "2"], **given)
+    assert [r["digest"] for r in second] == [r["digest"] for r in first]
+    losses = [record["lm_loss"] for record in metrics(file)]
+    assert losses[-1] < losses[0]

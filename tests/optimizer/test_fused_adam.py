@@ -1,0 +1,162 @@
+"""``FusedAdam``: one operator per group and dtype; other storages of states and gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed.te import stored_states
+from mindspeed.te.optimizers import FusedAdam
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.overloadpacket._qualified_op_name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def parameters(count, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(13, 7), (5,), (1,), (64, 3)]
+    values = [torch.randn(*shapes[i % 4], generator=generator).to(dtype) for i in range(count)]
+    return [torch.nn.Parameter(value) for value in values]
+
+
+def set_gradients(params, step):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+@pytest.mark.parametrize("count", [4, 40])
+def test_a_step_launches_one_operator_per_group_and_dtype(count):
+    one, two = parameters(count), parameters(count, torch.float64)
+    groups = [{"params": [*one, *two]}, {"params": (three := parameters(count)), "lr": 1e-3}]
+    optimizer = FusedAdam(groups, lr=1e-2, weight_decay=0.1)
+    set_gradients([*one, *two, *three], 0)
+    optimizer.step()  # creates the states
+    with Launches() as launches:
+        optimizer.step()
+    assert launches.count["aten::_fused_adamw_"] == 3
+    assert sum(launches.count.values()) <= 3 * 3 + 3 * count  # views of parameters are no kernels
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+def test_it_equals_the_reference_loop(decoupled):
+    ours, theirs = parameters(8), parameters(8)
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    fused = FusedAdam(ours, adam_w_mode=decoupled, **options)
+    loop = kind(theirs, foreach=False, fused=False, **options)
+    for step in range(20):
+        for params, optimizer in ((ours, fused), (theirs, loop)):
+            set_gradients(params, step)
+            optimizer.step()
+    a, b = (torch.cat([p.detach().flatten() for p in params]) for params in (ours, theirs))
+    assert (a - b).norm() <= 1e-7 * b.norm()
+
+
+F8 = torch.uint8
+STORAGES = {
+    "remainder": {"store_param_remainders": True},
+    "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    "fp8": {"exp_avg_dtype": F8, "exp_avg_sq_dtype": F8},
+    "fp32": {},
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("size", [256, 512])
+def test_large_parameters_are_updated_in_parts_to_the_same_bits(monkeypatch, storage, size):
+    def trained():
+        torch.manual_seed(3)
+        params = [torch.nn.Parameter(torch.randn(n).bfloat16()) for n in (1000, 2048, 3, 0)]
+        params.append(torch.nn.Parameter(torch.randn(40, 30).bfloat16().t()))  # not contiguous
+        optimizer = FusedAdam(
+            params, lr=1e-2, master_weights=True, use_decoupled_grad=True, **STORAGES[storage]
+        )
+        for _ in range(4):
+            for p in params:
+                p.decoupled_grad = torch.randn(p.shape).half()
+            optimizer.step()
+        return params, [
+            optimizer.get_unscaled_state(p, n) for p in params for n in optimizer.state[p]
+        ]
+
+    whole = trained()
+    monkeypatch.setattr(stored_states, "PART", size)
+    parts = trained()
+    for one, other in zip(whole, parts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_part_bounds_what_is_decoded_at_once(monkeypatch):
+    monkeypatch.setattr(stored_states, "PART", 1024)
+    param = torch.nn.Parameter(torch.zeros(10_000).bfloat16())
+    optimizer = FusedAdam([param], master_weights=True, use_decoupled_grad=True)
+    param.decoupled_grad = torch.ones(10_000)
+    sizes = []
+    update = optimizer._update
+    monkeypatch.setattr(
+        optimizer,
+        "_update",
+        lambda group, w, *rest: (sizes.append(w[0].numel()), update(group, w, *rest)),
+    )
+    optimizer.step()
+    assert sizes == [1024] * 9 + [784]
+
+
+def test_factors_of_gradients_are_multiplied_in_fp32_and_in_order():
+    def stepped(grad, factors):
+        param = torch.nn.Parameter(torch.ones(100).half())
+        optimizer = FusedAdam([param], master_weights=True, use_decoupled_grad=True, eps=1e-3)
+        param.decoupled_grad, optimizer.grad_factors = grad, factors
+        optimizer.step()
+        return optimizer.state[param]["exp_avg"]
+
+    grad = torch.randn(100).half()
+    expected = grad.float() * 0.3 * 0.7
+    kept = grad.clone()
+    assert torch.equal(stepped(grad, (torch.tensor([0.3]), 0.7)), stepped(expected, ()))
+    assert torch.equal(grad, kept)
+
+
+def regression(**options):
+    """Losses of a small network on noisy data, and the largest update per learning rate."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1, bias=False)
+    )
+    target, lr = torch.randn(32, 1), 2e-3
+    optimizer = FusedAdam(net.parameters(), lr=lr, betas=(0.9, 0.999), **options)
+    losses, largest = [], 0.0
+    for _ in range(200):
+        x = torch.randn(256, 32) * torch.logspace(-3, 0, 32)
+        loss = (net(x) - (x @ target).sin() - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer.step()
+        moved = [
+            (p.detach() - b).abs().max() for p, b in zip(net.parameters(), before, strict=True)
+        ]
+        largest = max(largest, max(moved).item() / lr)
+        losses.append(loss.item())
+    return losses, largest
+
+
+def test_fp8_states_train_like_fp32_ones():
+    plain, _ = regression()
+    narrow, largest = regression(exp_avg_dtype=F8, exp_avg_sq_dtype=F8)
+    assert largest <= 3
+    assert plain[-1] < 0.9 * plain[0]
+    assert sum(narrow[-20:]) == pytest.approx(sum(plain[-20:]), rel=5e-3)

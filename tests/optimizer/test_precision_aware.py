@@ -1,0 +1,99 @@
+"""Master weights and 16-bit gradients inside ``FusedAdam``, under Megatron's optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.optimizer.optimizer_ranks import PART, Case, resume_all, save_all, train_all
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+SETUP = "tests.support.warm"
+BF16, FP16 = {"bf16": True}, {"fp16": True, "bf16": False}
+REUSE = {**BF16, "reuse_fp32_param": True}
+EXACT = {**REUSE, "reuse_fp32_param_exact": True}
+KINDS = pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+
+
+def run(rank_pool, world_size, function, *args):
+    return rank_pool.run(world_size, function, *args, setup=SETUP, timeout=240)
+
+
+@KINDS
+def test_exact_remainders_train_to_the_same_bits(rank_pool, distributed):
+    cases = {
+        "plain": Case(BF16, distributed),
+        "exact": Case(EXACT, distributed),
+        "rounded": Case(REUSE, distributed),
+    }
+    for result in run(rank_pool, 2, train_all, cases, 12):
+        plain, exact, rounded = (result[name] for name in cases)
+        assert exact.losses == plain.losses and exact.norms == plain.norms
+        assert exact.digests == plain.digests
+        assert rounded.losses == pytest.approx(plain.losses, abs=2e-3)
+        per_parameter = [o.state_bytes / o.numel for o in (plain, rounded, exact)]
+        share = 2 if distributed else 1
+        expected = [12 / share, 10 / share, 10.125 / share]
+        assert per_parameter == pytest.approx(expected, rel=2e-3)
+
+
+FORMATS = [
+    ("torch", 2, 2),
+    ("fully_reshardable", 2, 1),
+    pytest.param("fully_reshardable", 1, 2, marks=pytest.mark.slow),
+    pytest.param("dp_reshardable", 2, 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("format_", "before", "after"), FORMATS)
+def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, before, after):
+    """Whichever of the two wrote a checkpoint, both continue it with the same bits."""
+    runs = {
+        f"{name}-{kind}": Case(flags, kind == "distributed")
+        for name, flags in (("plain", BF16), ("exact", EXACT))
+        for kind in ("whole", "distributed")
+    }
+    run(rank_pool, before, save_all, runs, str(tmp_path), format_)
+    continued = {
+        (one, other): runs[other]
+        for one in runs
+        for other in runs
+        if one.partition("-")[2] == other.partition("-")[2]
+    }
+    for result in run(rank_pool, after, resume_all, continued, str(tmp_path), format_):
+        for (one, other), outcome in result.items():
+            assert outcome.digests == result[one, one].digests, (one, other)
+            assert outcome.losses == result[one, one].losses
+            kind = one.partition("-")[2]
+            assert outcome.digests == result[f"plain-{kind}", f"plain-{kind}"].digests
+
+
+GRADIENTS = {
+    "fp16": (FP16, torch.float16, {}, (2, 9)),
+    "fp16-constant-scale": (FP16, torch.float16, {"loss_scale": 512.0}, ()),
+    "fp16-experts": (FP16, torch.float16, {}, (3,), "moe-grouped"),
+    "bf16": ({**BF16, "grad_reduce_in_bf16": True}, torch.bfloat16, {}, ()),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_without_copies_of_gradients_the_weights_are_the_same_bits(rank_pool, distributed, kind):
+    flags, dtype, options, overflows, *model = GRADIENTS[kind]
+    given = (distributed, dtype, False, options, *(model or ["rmsnorm-swiglu-gqa"]), overflows)
+    cases = {
+        "copies": Case(flags, *given),
+        "released": Case({**flags, "release_fp32_grad": True}, *given),
+    }
+    for result in run(rank_pool, 2, train_all, cases, 20):
+        copies, released = result["copies"], result["released"]
+        assert released.updated == copies.updated
+        assert released.updated == [number not in overflows for number in range(20)]
+        assert released.losses == copies.losses and released.norms == copies.norms
+        assert released.digests == copies.digests
+        assert released.state_bytes == copies.state_bytes
+        share = 2 if distributed else 1
+        saved = copies.peaks[-1] - released.peaks[-1]
+        assert saved == pytest.approx(4 * copies.numel / share, abs=32 * PART)

@@ -1,0 +1,48 @@
+"""Bytes of the optimizer in the estimate against those that it keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.trainer_job import SETUP
+from tests.training.optimizer_job import bytes_per_parameter, counted_and_estimated
+
+SHARDED = "--use-distributed-optimizer"
+LOW = "--quant-states fp8 --quant-grads --reuse-fp32-param"
+CASES = {
+    "fp32": "",
+    "bf16-exact-sharded": f"--bf16 --reuse-fp32-param --reuse-fp32-param-exact {SHARDED}",
+    "bf16-low": f"--bf16 {LOW}",
+    "bf16-moments": f"--bf16 {SHARDED} --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype fp8 --no-store-param-remainders",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimate_is_what_the_optimizer_keeps(rank_pool, case):
+    words = [*CASES[case].split(), "--train-iters", "1"]
+    given = {"setup": SETUP, "backend": None, "timeout": 240}
+    for result in rank_pool.run(2, counted_and_estimated, words, **given):
+        assert result["estimated"] == pytest.approx(result["counted"], rel=0.02)
+
+
+# Flags -> bytes of states per parameter, and of gradient copies.
+TABLE = {
+    "": (8, 0),
+    "--optimizer sgd": (4, 0),
+    "--bf16": (12, 0),
+    "--bf16 --reuse-fp32-param": (10, 0),
+    "--bf16 --reuse-fp32-param --npu-deterministic": (10.125, 0),
+    "--fp16": (12, 4),
+    "--fp16 --release-fp32-grad": (12, 0),
+    "--bf16 --grad-reduce-in-bf16": (12, 4),
+    "--bf16 --quant-states fp8": (4 + 2 + 8 / 256, 0),
+    f"--bf16 {LOW}": (2 + 2 + 8 / 256, 0),
+    f"--bf16 {SHARDED} --use-precision-aware-optimizer": (10, 0),
+}
+
+
+def test_bytes_per_parameter(rank_pool):
+    given = {"setup": SETUP, "backend": None, "timeout": 120}
+    (found,) = rank_pool.run(1, bytes_per_parameter, list(TABLE), **given)
+    assert found == TABLE
