@@ -127,7 +127,10 @@ def attach_plan(
                     f"{', '.join(sites[layer])}"
                 )
         if plan:
-            engine.install(model, plan, seams.journal)
+            try:
+                engine.install(model, plan, seams.journal, owner=flag)
+            except ValueError as error:
+                raise ConfigError(f"{flag}: {error}") from None
             if convert and config.gradient_accumulation_fusion:
                 local_linears.convert_chunk(model, config, vp_stage)
 

@@ -42,10 +42,7 @@ class BetweenCalls:
 
         @functools.wraps(forward)
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            outer = self._runtime.site_frame(self._layer, self._site)
-            if outer is None:
-                return forward(x, *args, **kwargs)
-            call = self._current.call = _Call(outer, forward, x.shape, args, kwargs)
+            call = self._current.call = _Call(forward, x.shape, args, kwargs)
             try:
                 return forward(x, *args, **kwargs)
             finally:
@@ -63,12 +60,12 @@ class BetweenCalls:
             if (replay := self._current.replay) is not None:
                 return replay.start()
             outputs = forward(*args, **kwargs)
-            if (call := self._current.call) is not None:
+            # Asked here: the module itself may be a site that is computed again, begun meanwhile.
+            outer = self._runtime.site_frame(self._layer, self._site)
+            if outer is not None and (call := self._current.call) is not None:
                 call.inputs = outputs, call.args, call.kwargs
                 second_run = functools.partial(self._replay, call.forward, call.shape)
-                call.frame = self._runtime.begin(
-                    call.outer, self._site, second_run, call.inputs, {}
-                )
+                call.frame = self._runtime.begin(outer, self._site, second_run, call.inputs, {})
             return outputs
 
         return run
@@ -115,7 +112,6 @@ def _not_the_sites() -> Any:
 class _Call:
     """One call of the module in forward."""
 
-    outer: Frame
     forward: Forward
     shape: torch.Size
     args: tuple[Any, ...]

@@ -22,7 +22,7 @@ import torch
 
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory.between import BetweenCalls
-from mindspeed.memory.plan import LAYER, Plan
+from mindspeed.memory.plan import LAYER, Action, Plan
 from mindspeed.memory.presets import ChunkLayers
 from mindspeed.memory.runtime import MIN_BYTES, Runtime
 
@@ -86,6 +86,7 @@ def chunk_layers(model: torch.nn.Module, config: Any, vp_stage: int | None) -> C
     decoder = {path: int(path.rsplit(".", 1)[1]) for path in paths if path.startswith("decoder.")}
     return ChunkLayers(
         decoder,
+        {path: x.layer_number - 1 if path in decoder else None for path, x in paths.items()},
         tuple(path for path in paths if path not in decoder),
         vp_stage or 0,
         config.virtual_pipeline_model_parallel_size or 1,
@@ -98,7 +99,12 @@ def runtime_of(model: torch.nn.Module) -> Runtime | None:
 
 
 def install(
-    model: torch.nn.Module, plan: Plan, journal: Journal, *, min_bytes: int = MIN_BYTES
+    model: torch.nn.Module,
+    plan: Plan,
+    journal: Journal,
+    *,
+    owner: str = "this plan",
+    min_bytes: int = MIN_BYTES,
 ) -> Runtime:
     """Execute a plan on a model chunk, together with the plans that were installed before.
 
@@ -106,23 +112,32 @@ def install(
         model: The chunk.
         plan: Layers by their path in the chunk.
         journal: Restores the layers.
+        owner: Whose plan it is, for messages.
         min_bytes: Smaller tensors are not copied to the host.
 
     Returns:
         The runtime of the chunk; its ``plan`` may be replaced between two iterations.
 
     Raises:
-        ValueError: A layer or a site does not exist; names the nearest.
-        PlanConflict: Another plan has another action for a site.
+        ValueError: A layer or a site does not exist; names the nearest. Another plan has another
+            action for a site; names both owners.
     """
     runtime = runtime_of(model)
     if runtime is None:
         runtime = Runtime(Plan(), environment=_environment(model), min_bytes=min_bytes)
         setattr(model, _RUNTIME, runtime)
         journal.call_on_undo(lambda: _uninstall(model))
-    joined = runtime.plan.joined(plan)
     layers = layers_of(model)
     check_names(plan, {name: sites_of(layer) for name, layer in layers.items()})
+    for layer, site, action in plan.actions():
+        before = runtime.plan.layers.get(layer, {}).get(site, action)
+        if before is not action:
+            raise ValueError(
+                f"{layer}, {site}: {action.value} by {owner}, but {before.value} by "
+                f"{runtime.owners[layer, site]}; remove one"
+            )
+        runtime.owners[layer, site] = owner
+    joined = runtime.plan.joined(plan)
     for name, sites in plan.layers.items():
         wrap(runtime, name, layers[name], sites, journal)
     runtime.plan = joined
@@ -139,9 +154,14 @@ def check_names(plan: Plan, known: dict[str, Any]) -> None:
     Raises:
         ValueError: Names the nearest that exist.
     """
-    for layer, site, _ in plan.actions():
+    for layer, site, action in plan.actions():
         if layer not in known:
             raise ValueError(f"plan: no layer {layer!r}{_nearest(layer, known)}")
+        if (site, action) == (LAYER, Action.RECOMPUTE_OUTPUT):
+            raise ValueError(
+                f"plan: {layer}: the output of a whole layer is saved by the next one, outside of "
+                f"the plan; use {Action.RECOMPUTE.value}"
+            )
         if site not in known[layer]:
             raise ValueError(f"plan: {layer} has no site {site!r}{_nearest(site, known[layer])}")
 

@@ -46,16 +46,6 @@ LayerPlan = Mapping[str, Action]
 """Site -> action."""
 
 
-class PlanConflict(ValueError):
-    """Two plans give one site different actions."""
-
-    def __init__(self, layer: str, site: str, first: Action, second: Action) -> None:
-        super().__init__(
-            f"{layer}: the site {site} cannot be both {first.value} and {second.value}"
-        )
-        self.layer, self.site = layer, site
-
-
 @dataclass(frozen=True)
 class Plan:
     """The plan of one model chunk.
@@ -77,16 +67,10 @@ class Plan:
                 yield layer, site, action
 
     def joined(self, other: Plan) -> Plan:
-        """Both plans together.
-
-        Raises:
-            PlanConflict: They give one site different actions.
-        """
+        """Both plans; where both have an action for a site, that of ``other``."""
         layers = {layer: dict(sites) for layer, sites in self.layers.items()}
         for layer, site, action in other.actions():
-            before = layers.setdefault(layer, {}).setdefault(site, action)
-            if before is not action:
-                raise PlanConflict(layer, site, before, action)
+            layers.setdefault(layer, {})[site] = action
         return Plan(layers)
 
     def to_json(self) -> str:

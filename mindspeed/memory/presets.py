@@ -24,12 +24,15 @@ class ChunkLayers:
 
     Attributes:
         decoder: Path and position (from 0) of the decoder's layers in the chunk.
+        numbers: Path of every layer and its number (from 0) in the model; None: multi-token
+            prediction.
         others: Paths of other layers: multi-token prediction.
         chunk: Number of the chunk among those of its rank, from 0.
         chunks: Model chunks of the rank.
     """
 
     decoder: Mapping[str, int]
+    numbers: Mapping[str, int | None]
     others: tuple[str, ...] = ()
     chunk: int = 0
     chunks: int = 1

@@ -107,6 +107,7 @@ class Runtime:
         self._environment = environment or random_states
         self._state = _State()
         self.wrapped: dict[str, set[str]] = {}
+        self.owners: dict[tuple[str, str], str] = {}
         self._storages = CountedStorages()
         self._microbatch: Any = None
         self._segments: list[tuple[Any, weakref.ref[Segment]]] = []

@@ -182,3 +182,21 @@ def saved_bytes(
         found |= {"copied_in": total.copied_in, "copied_out": total.copied_out}
     session.current().detach_features()
     return found
+
+
+def conflict() -> str:
+    """What is said about two plans that disagree."""
+    gpt_ranks.start()
+    model = gpt_ranks.build(gpt_ranks.config("rmsnorm-swiglu-gqa"), "te")
+    journal = Journal()
+    first = Plan({"decoder.layers.0": {"mlp": Action.OFFLOAD}})
+    install(model, first, journal, owner="--first")
+    install(model, first, journal, owner="--again")
+    try:
+        second = Plan({"decoder.layers.0": {"mlp": Action.RECOMPUTE}})
+        install(model, second, journal, owner="--second")
+    except ValueError as error:
+        return str(error).replace("--again", "--first")
+    finally:
+        journal.undo()
+    return ""

@@ -26,6 +26,7 @@ PLANS = {
         "mlp.activation": "recompute_output",
         "self_attention.core_attention": "recompute",
     },
+    "mlp and its activation": {"mlp": "recompute", "mlp.activation": "recompute_output"},
     "swapped attention": {"self_attention": "offload"},
     "swapped attention, mlp": {"self_attention": "offload", "mlp": "recompute"},
     "everything on the host": {"layer": "offload", "input_layernorm": "recompute_output"},

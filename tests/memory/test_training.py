@@ -57,7 +57,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("experts", "layers of a rank")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
 def test_parameters_after_training_are_those_without_a_plan(ranks, case):
     world, layout, flags = CASES[case]
     plain = ranks(
@@ -79,3 +84,36 @@ def test_parameters_after_training_are_those_without_a_plan(ranks, case):
         assert [list(map(json.loads, rank["plans"])) for rank in ours] == [
             [{"decoder.layers.0": {"layer": "recompute"}}]
         ] * 2
+
+
+PLAN = """
+all: {input_layernorm: recompute_output, mlp.activation: recompute_output}
+1,3: {layer: recompute}
+2: {self_attention: offload, mlp: recompute}
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_in_a_file_trains_stages_and_adapters(ranks, tmp_path):
+    def train(*flags):
+        given = [word for text in flags for word in text.split()]
+        return ranks(2, memory_ranks.trained, given, setup=SETUP, backend=None, timeout=240)
+
+    file = tmp_path / "plan.yaml"
+    file.write_text(PLAN)
+    stages, plan = "--pipeline-model-parallel-size 2 --bf16", f"--activation-plan {file}"
+    plain, ours = train(stages), train(stages, plan)
+    assert [rank["digest"] for rank in ours] == [rank["digest"] for rank in plain]
+    assert all(rank["reruns"] for rank in ours)
+    first, second = (json.loads(rank["plans"][0]) for rank in ours)
+    assert first["decoder.layers.1"]["layer"] == second["decoder.layers.1"]["layer"] == "recompute"
+    assert second["decoder.layers.0"]["self_attention"] == "offload"
+
+    train(stages, f"--train-iters 1 --save {tmp_path / 'base'}")
+    adapters = (
+        f"--load {tmp_path / 'base'} --lora-target-modules linear_qkv linear_fc1 linear_fc2 "
+        "--lora-r 4 --lora-alpha 8 --lora-dropout 0.1"
+    )
+    plain, ours = train(stages, adapters), train(stages, adapters, plan)
+    assert [rank["digest"] for rank in ours] == [rank["digest"] for rank in plain]
+    assert all(rank["reruns"] for rank in ours)
