@@ -20,17 +20,33 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
+ADDED = ("fused_adam", "cadam")  # Megatron does not know them and is given adam
+NAMES = ("adam", "sgd", "muon", "dist_muon", *ADDED)
+
+
 @dataclass(frozen=True)
 class FusedAdamOptions:
     """Names of the fused Adam."""
 
-    optimizer: str = flag("adam", "the optimizer", megatron=True, adds=("fused_adam",))
-    optimizer_selection: Literal["fused_adamw", "fused_torch_adamw"] = flag(
-        "fused_adamw", "which fused AdamW; both are torch's fused operator"
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "fused_adam", "cadam"] = flag(
+        "adam", "the optimizer", megatron=True, adds=ADDED
+    )
+    optimizer_selection: Literal["fused_adamw", "fused_torch_adamw", "fused_ema_adamw"] = flag(
+        "fused_adamw", "which AdamW: the first two are torch's, the third also averages weights"
     )
 
 
+def chosen(megatron: Megatron) -> str:
+    """The optimizer that the user chose, also after Megatron was given another name."""
+    return str(megatron.get("update_rule") or megatron.get("optimizer") or "adam")
+
+
 def _validate(options: FusedAdamOptions, megatron: Megatron) -> list[Problem]:
+    level = megatron.get("optimization_level")
+    if options.optimizer == "cadam" and level is not None and level < 2:
+        return [Problem("--optimizer cadam", f"needs --optimization-level >= 2 (got {level})")]
+    if options.optimizer_selection == "fused_adamw":
+        return []
     if options.optimizer in ("adam", "fused_adam"):
         return []
     name = f"--optimizer-selection {options.optimizer_selection}"
@@ -51,7 +67,7 @@ FEATURE = Feature(
     level=0,
     options=FusedAdamOptions,
     enabled=lambda options, megatron: (
-        options.optimizer == "fused_adam" or options.optimizer_selection != "fused_adamw"
+        options.optimizer in ADDED or options.optimizer_selection != "fused_adamw"
     ),
     validate=_validate,
     corrects=_corrects,

@@ -33,7 +33,12 @@ from mindspeed.training.flops import (
     mlp_weights,
     training_flops,
 )
-from mindspeed.training.optimizer_size import gradient_copy_bytes, state_bytes
+from mindspeed.training.optimizer_size import (
+    gradient_copy_bytes,
+    host_bytes,
+    state_bytes,
+    window_bytes,
+)
 from mindspeed.training.resolve import Settings
 from mindspeed.training.zero import STRATEGIES
 
@@ -49,6 +54,8 @@ class Estimate:
     weights: float
     gradients: float
     optimizer: float
+    host: float
+    windows: float
     gradient_copies: float
     gathered: float
     activations: float
@@ -59,7 +66,7 @@ class Estimate:
     def memory(self) -> float:
         """Total bytes on the rank that needs most."""
         kept = self.weights + self.gathered + self.gradients + self.optimizer
-        return kept + max(self.activations, self.gradient_copies)
+        return kept + max(self.activations, self.gradient_copies + self.windows)
 
 
 def estimate(args: argparse.Namespace) -> Estimate:
@@ -89,13 +96,16 @@ def estimate(args: argparse.Namespace) -> Estimate:
     sharded = args.use_megatron_fsdp
     gathers = sharded and args.data_parallel_sharding_strategy == STRATEGIES[3]
     weights, gradients = share if gathers else whole, share if sharded else whole
+    host = trained * host_bytes(args, share[0])
     return Estimate(
         parameters=sum(dense) + sum(expert) + edges * edge + adapters,
         parameters_per_rank=on_rank + adapters_here,
         weights=weights[0] * width + weights[1] * 4,
         gathered=width * (2 * layer + edges * edge / tp) if gathers else 0.0,
         gradients=trained * gradients[0] * (4 if wide_gradients else 2) + gradients[1] * 4,
-        optimizer=trained * share[0] * state_bytes(args) + share[1] * 8,
+        optimizer=trained * share[0] * state_bytes(args) + share[1] * 8 - host,
+        host=host,
+        windows=trained * share[0] * window_bytes(args),
         gradient_copies=trained * share[0] * gradient_copy_bytes(args),
         activations=_activations(args),
         bubble=bubble_fraction(args),
@@ -121,6 +131,8 @@ def describe(settings: Settings) -> str:
         ("gathered weights", f"{e.gathered / GIB:10.3f} GiB per rank"),
         ("gradients", f"{e.gradients / GIB:10.3f} GiB per rank"),
         ("optimizer", f"{e.optimizer / GIB:10.3f} GiB per rank"),
+        ("optimizer (host)", f"{e.host / GIB:10.3f} GiB of host memory"),
+        ("swap windows", f"{e.windows / GIB:10.3f} GiB per rank, not with activations"),
         ("gradient copies", f"{e.gradient_copies / GIB:10.3f} GiB per rank, not with activations"),
         ("activations", f"{e.activations / GIB:10.3f} GiB per rank"),
         ("memory", f"{e.memory / GIB:10.3f} GiB per rank, estimated"),

@@ -1,8 +1,13 @@
 """Bytes of the optimizer per trained parameter, from the flags.
 
 master weight     4 in 16-bit training; 2 with remainders (--reuse-fp32-param), 2 1/8 exact ones
-moments           4 each; 2 in bf16 and fp16, 1 + 4/256 in fp8; SGD and Muon have one
+moments           4 each; 2 in bf16 and fp16, 1 + 4/256 in fp8; SGD and Muon have one; Cadam has
+                  one of 2 + 4/row
+average           4 with --optimizer-selection fused_ema_adamw
 gradient copies   4 of 16-bit gradients, while the optimizer runs (--release-fp32-grad: none)
+
+In host memory: all states with --swap-optimizer, of which the device has two windows while the
+optimizer runs; both moments with --virtual-optimizer, or some GiB of them.
 """
 
 from __future__ import annotations
@@ -11,13 +16,32 @@ import argparse
 
 import torch
 
+from mindspeed.features.fused_adam import chosen
+from mindspeed.features.virtual_optimizer import GIB, limits
+
 _FP8 = 1 + 4 / 256
 _MOMENT = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2.0, torch.uint8: _FP8}
 
 
 def state_bytes(args: argparse.Namespace) -> float:
     """Bytes of the states of one parameter, its master weight included."""
-    return _master(args) + _moments(args)
+    average = 4.0 if args.optimizer_selection == "fused_ema_adamw" else 0.0
+    return _master(args) + _moments(args) + average
+
+
+def host_bytes(args: argparse.Namespace, parameters: float) -> float:
+    """Bytes of the states of some parameters that are in host memory."""
+    if args.swap_optimizer:
+        return parameters * state_bytes(args)
+    if not args.virtual_optimizer:
+        return 0.0
+    limit = limits(tuple(args.virtual_optimizer))[-1]  # the last stage is fullest
+    return min(parameters * _moments(args), limit * GIB)
+
+
+def window_bytes(args: argparse.Namespace) -> float:
+    """Bytes per parameter of the windows through which states in host memory are streamed."""
+    return 2 * state_bytes(args) / args.swap_optimizer_times if args.swap_optimizer else 0.0
 
 
 def gradient_copy_bytes(args: argparse.Namespace) -> float:
@@ -31,24 +55,26 @@ def gradient_copy_bytes(args: argparse.Namespace) -> float:
 
 def _precision_aware(args: argparse.Namespace) -> bool:
     """Whether the optimizer keeps the master weights, by a flag of Megatron's or of ours."""
-    own = args.reuse_fp32_param or args.release_fp32_grad or args.quant_states or args.quant_grads
-    return bool(args.use_precision_aware_optimizer or own)
+    own = ("reuse_fp32_param", "release_fp32_grad", "quant_states", "quant_grads", "swap_optimizer")
+    return bool(args.use_precision_aware_optimizer or any(getattr(args, name) for name in own))
 
 
 def _master(args: argparse.Namespace) -> float:
     if not (args.fp16 or args.bf16):
         return 0.0  # the parameter itself
-    chosen = args.use_precision_aware_optimizer and args.store_param_remainders and args.bf16
+    remainders = args.use_precision_aware_optimizer and args.store_param_remainders and args.bf16
     if args.main_params_dtype == torch.float16:
         return 2.0
-    if not (args.reuse_fp32_param or chosen):
+    if not (args.reuse_fp32_param or remainders):
         return 4.0
     exact = args.reuse_fp32_param_exact or args.npu_deterministic or args.deterministic_mode
     return 2.125 if args.reuse_fp32_param and exact else 2.0
 
 
 def _moments(args: argparse.Namespace) -> float:
-    if args.optimizer != "adam":
+    if (name := chosen(vars(args))) == "cadam":
+        return 2 + 4 / args.hidden_size
+    if name not in ("adam", "fused_adam"):
         return 4.0
     if args.quant_states:
         return 2 * _FP8

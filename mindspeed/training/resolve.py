@@ -17,10 +17,9 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import indivisible
+from mindspeed.features.fused_adam import NAMES
 from mindspeed.training.resolve_parallel import parallel
 from mindspeed.training.resolve_run import data, duration, output
-
-OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon")
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,8 @@ def _experts(args: argparse.Namespace) -> Iterator[str]:
 def _optimizer(args: argparse.Namespace) -> Iterator[str]:
     if args.optimizer == "fused_adam":  # the original suite's name; every Adam here is fused
         args.optimizer = "adam"
-    if args.optimizer not in OPTIMIZERS:
-        yield f"--optimizer {args.optimizer}: choose one of {', '.join(OPTIMIZERS)}"
+    if args.optimizer not in NAMES:
+        yield f"--optimizer {args.optimizer}: choose one of {', '.join(NAMES)}"
     if "muon" in args.optimizer:
         yield from _muon(args)
     if args.accumulate_allreduce_grads_in_fp32 and args.main_grads_dtype != torch.float32:

@@ -30,6 +30,8 @@ EP2 = "--expert-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 RESHARDABLE = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
 LEGACY = "--ckpt-format torch"
+CADAM = "--optimizer cadam --adam-beta1 0.965 --lr 1e-4"
+AVERAGES = "--optimizer-selection fused_ema_adamw --ema-decay 0.9"
 FSDP = (
     f"{DISTRIBUTED} --use-megatron-fsdp --no-gradient-accumulation-fusion "
     "--ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
@@ -71,6 +73,25 @@ CHAINS = {
     # torch, the legacy format
     "legacy plain": (MODEL, 2, f"{LEGACY} {TP2}", 2, f"{LEGACY} {TP2}"),
     "legacy distributed": (MODEL, 2, f"{LEGACY} {DISTRIBUTED}", 2, f"{LEGACY} {DISTRIBUTED}"),
+    # states that Megatron's optimizer does not have, or that are stored elsewhere
+    "cadam data 2 to 1": (MODEL, 2, f"{DISTRIBUTED} {CADAM}", 1, f"{DISTRIBUTED} {CADAM}"),
+    "cadam legacy": (
+        MODEL,
+        2,
+        f"{LEGACY} {DISTRIBUTED} {CADAM}",
+        2,
+        f"{LEGACY} {DISTRIBUTED} {CADAM}",
+    ),
+    "averages": (MODEL, 2, f"{RESHARDABLE} {AVERAGES}", 1, f"{RESHARDABLE} {AVERAGES}"),
+    "averages legacy": (
+        MODEL,
+        2,
+        f"{LEGACY} {DISTRIBUTED} {AVERAGES}",
+        2,
+        f"{LEGACY} {DISTRIBUTED} {AVERAGES}",
+    ),
+    "swapped to plain": (MODEL, 2, f"{DISTRIBUTED} --swap-optimizer", 2, DISTRIBUTED),
+    "plain to virtual": (MODEL, 2, DISTRIBUTED, 2, f"{DISTRIBUTED} --virtual-optimizer all"),
     # Megatron-FSDP
     "fsdp optimizer": (MODEL, 2, f"{FSDP} optim", 2, f"{FSDP} optim"),
     "fsdp gradients": (MODEL, 2, f"{FSDP} optim_grads", 2, f"{FSDP} optim_grads"),

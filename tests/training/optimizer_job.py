@@ -156,7 +156,7 @@ def train_muon_with_seams(flags: Sequence[str], directly: bool = False) -> dict[
 
 
 def counted_and_estimated(flags: Sequence[str]) -> dict[str, float]:
-    """Bytes that the optimizer keeps on this rank, and the estimate of ``--dry-run``."""
+    """Bytes that the optimizer keeps on the device and the host, and as estimated."""
     from mindspeed import session
     from mindspeed.cli.pretrain import _prepare
     from mindspeed.training.estimate import estimate
@@ -175,7 +175,20 @@ def counted_and_estimated(flags: Sequence[str]) -> dict[str, float]:
     if settings.args.bf16 or settings.args.fp16:  # fp32 weights of the optimizer's own
         weights = [p for inner in built for group in inner.param_groups for p in group["params"]]
         total += sum(p.nbytes for p in weights if p.dtype == torch.float32)
-    return {"counted": total, "estimated": estimate(settings.args).optimizer}
+    host = sum(
+        tensor.nbytes
+        for inner in built
+        for state in inner.state.values()
+        for name, tensor in state.items()
+        if inner._placements[name] is not None
+    )
+    figures = estimate(settings.args)
+    return {
+        "counted": total - host,
+        "estimated": figures.optimizer,
+        "host": host,
+        "estimated host": figures.host,
+    }
 
 
 def bytes_per_parameter(cases: Sequence[str]) -> dict[str, tuple[float, float]]:

@@ -11,6 +11,10 @@ SHARDED = "--use-distributed-optimizer"
 LOW = "--quant-states fp8 --quant-grads --reuse-fp32-param"
 CASES = {
     "fp32": "",
+    "cadam": f"--bf16 --optimizer cadam {SHARDED}",
+    "ema": f"--optimizer-selection fused_ema_adamw {SHARDED}",
+    "swap": f"--bf16 --swap-optimizer {SHARDED}",
+    "virtual": "--bf16 --virtual-optimizer all",
     "bf16-exact-sharded": f"--bf16 --reuse-fp32-param --reuse-fp32-param-exact {SHARDED}",
     "bf16-low": f"--bf16 {LOW}",
     "bf16-moments": f"--bf16 {SHARDED} --use-precision-aware-optimizer --exp-avg-dtype bf16 "
@@ -24,6 +28,7 @@ def test_the_estimate_is_what_the_optimizer_keeps(rank_pool, case):
     given = {"setup": SETUP, "backend": None, "timeout": 240}
     for result in rank_pool.run(2, counted_and_estimated, words, **given):
         assert result["estimated"] == pytest.approx(result["counted"], rel=0.02)
+        assert result["estimated host"] == pytest.approx(result["host"], rel=0.02)
 
 
 # Flags -> bytes of states per parameter, and of gradient copies.
@@ -39,6 +44,8 @@ TABLE = {
     "--bf16 --quant-states fp8": (4 + 2 + 8 / 256, 0),
     f"--bf16 {LOW}": (2 + 2 + 8 / 256, 0),
     f"--bf16 {SHARDED} --use-precision-aware-optimizer": (10, 0),
+    "--bf16 --optimizer cadam": (4 + 2 + 4 / 64, 0),
+    "--bf16 --optimizer-selection fused_ema_adamw": (16, 0),
 }
 
 
