@@ -100,6 +100,8 @@ def _forget_main_param(param: torch.Tensor) -> None:
 class PrecisionAwareFloat16(Float16OptimizerWithFloat16Params):
     """Megatron's optimizer of 16-bit models, with the master weights inside ``FusedAdam``."""
 
+    fp32_from_float16_groups: list[list[torch.Tensor]]
+
     def take_masters_back(self) -> None:
         """Give ``FusedAdam`` the 16-bit parameters, and drop the fp32 copies of the constructor."""
         parameter_of = {
