@@ -19,7 +19,7 @@ from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
 
-ADAPTOR = "mindspeed.megatron_adaptor"
+ADAPTOR = "tests.support.warm"
 
 
 @pytest.mark.parametrize("repaired", [False, True])
@@ -140,7 +140,7 @@ def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("impl", ["te", "local"])
 def test_mla_gradients_are_reduced_under_tensor_parallelism(ranks, impl, sequence_parallel):
-    run, setup = repair_ranks.latent_attention, "mindspeed.megatron_adaptor"
+    run, setup = repair_ranks.latent_attention, ADAPTOR
     (truth,) = ranks(1, run, impl, False, True, setup=setup, timeout=240)
     for gradients in ranks(2, run, impl, sequence_parallel, True, setup=setup, timeout=240):
         for name, gradient in gradients.items():
