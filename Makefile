@@ -18,7 +18,9 @@ WORKERS ?= auto
 ARGS ?=
 
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
+# A file of tests shares its preparation on one worker; files go out in tests/conftest.py's order.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile \
+	--no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help

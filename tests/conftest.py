@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mindspeed.testing import RankPool
+from tests.support.forked import HUGE_PAGES
 from tests.support.lazy import HEAVY
 
 # How long an example takes depends on who else uses the machine.
@@ -31,6 +32,15 @@ def pytest_collection_finish() -> None:
             f"collecting the tests imported {', '.join(found)}: take tests.support.lazy.Lazy, or "
             "import in the test; `python -X importtime -m pytest -s --collect-only` shows who"
         )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: none of them then keeps one worker busy alone at the end.
+
+    pytest-xdist hands out files in this order with ``--no-loadscope-reorder``.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -58,7 +68,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def rank_pool(temporary_files: Path) -> Iterator[RankPool]:
     """One pool for the session; its servers start when a test first needs them."""
-    with RankPool() as pool:
+    with RankPool(HUGE_PAGES) as pool:
         yield pool
 
 

@@ -169,8 +169,17 @@ class Case:
 
 
 def known() -> list[Case]:
-    """The cases that were found by hand."""
-    cases = [Case("size", (*DRY, f"--{size}={value}"), True) for size in SIZES for value in NO_SIZE]
+    """The cases that were found by hand.
+
+    Of sizes and wrong values a third of the pairs, every size with four or five of the values and
+    every value with five or six of the sizes: all sizes are read by one function.
+    """
+    cases = [
+        Case("size", (*DRY, f"--{size}={value}"), True)
+        for row, size in enumerate(SIZES)
+        for column, value in enumerate(NO_SIZE)
+        if (row + column) % 3 == 0
+    ]
     for text in KNOWN_DRY:
         words = [word.strip("'") for word in text.split()]
         cases.append(Case("known", (*DRY, *words), True))
