@@ -242,7 +242,6 @@ class Nursery:
             **os.environ,
             **ENVIRONMENT,
             "MINDSPEED_DEVICE": args.device,
-            "PYTHONPYCACHEPREFIX": str(copy.parent / "pycache"),
             "PYTHONPATH": os.pathsep.join(
                 [str(copy), str(TOOLS), os.environ.get("PYTHONPATH", "")]
             ).rstrip(os.pathsep),

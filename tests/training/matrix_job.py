@@ -12,7 +12,7 @@ MODEL = shlex.split("""
     --hidden-dropout 0 --attention-dropout 0 --seq-length 64
 """)
 TRAINING = shlex.split("""
-    --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 3 --mock-data
+    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 3 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 1000 --log-interval 1 --eval-iters 0
 """)
 

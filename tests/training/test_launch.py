@@ -54,7 +54,9 @@ def launch(tmp_path: Path, body: str, ranks: int = 4, program: str = RANK) -> su
 
 
 def test_a_rank_that_raises_ends_all_ranks_and_only_its_error_is_shown(tmp_path):
-    job = launch(tmp_path, 'if rank == 2: raise TrainingError("iteration 7: the loss is nan")')
+    job = launch(
+        tmp_path, 'if rank == 2: raise TrainingError("iteration 7: the loss is nan")', ranks=3
+    )
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 1
     assert output.count("mindspeed pretrain [rank") == 1
@@ -105,7 +107,7 @@ with stop_together("pretrain"):
     ],
 )
 def test_the_cause_is_shown_when_a_rank_dies_before_rendezvous(tmp_path, body, said):
-    job = launch(tmp_path, body, 3, EARLY)
+    job = launch(tmp_path, body, 2, EARLY)
     started = time.monotonic()
     output, _ = job.communicate(timeout=120)
     assert job.returncode != 0
@@ -220,32 +222,25 @@ def test_sigterm_to_the_launcher_reaches_every_rank(tmp_path):
     assert job.returncode == 0, output
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_know_each_other_and_the_store_listens_on_loopback_only(tmp_path, ranks):
-    body = (
-        "line = f'{rank} {dist.get_world_size()} {os.environ[\"MASTER_ADDR\"]}\\n'; "
-        "os.write(1, line.encode()); os._exit(0)"
-    )
-    job = launch(tmp_path, body, ranks)
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, output
-    assert sorted(output.split("\n")[:-1]) == [f"{r} {ranks} 127.0.0.1" for r in range(ranks)]
-
-
-@pytest.mark.parametrize("given", [None, "1"], ids=["default", "given"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_share_the_cores_unless_the_user_says_otherwise(given, ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("ranks, threads", [(1, "1"), (2, "2"), (3, None)])
+def test_ranks_know_each_other_share_the_cores_and_listen_on_loopback_only(
+    ranks, threads, tmp_path, monkeypatch
+):
+    """Cores are shared unless OMP_NUM_THREADS is set."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
     body = (
-        "line = f'{os.environ[\"OMP_NUM_THREADS\"]} {torch.get_num_threads()}\\n'; "
-        "os.write(1, line.encode()); os._exit(0)"
+        "words = (rank, dist.get_world_size(), os.environ['MASTER_ADDR'], "
+        "os.environ['OMP_NUM_THREADS'], torch.get_num_threads()); "
+        "os.write(1, (' '.join(map(str, words)) + chr(10)).encode()); os._exit(0)"
     )
     job = launch(tmp_path, body, ranks)
     output, _ = job.communicate(timeout=240)
-    share = given or str(max(1, len(os.sched_getaffinity(0)) // ranks))
-    assert sorted(output.split("\n")[:-1]) == [f"{share} {share}"] * ranks
+    assert job.returncode == 0, output
+    share = threads or str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    expected = [f"{rank} {ranks} 127.0.0.1 {share} {share}" for rank in range(ranks)]
+    assert sorted(output.split("\n")[:-1]) == expected
 
 
 def test_a_single_process_leaves_the_number_of_threads_alone(tmp_path):

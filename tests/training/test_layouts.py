@@ -191,7 +191,7 @@ DELAYED = f"{EXPERT_OVERLAP} --delay-wgrad-compute"
 @pytest.mark.slow
 def test_overlapped_moe_micro_batches_train_like_sequential_ones(one_rank):
     reference = one_rank(MOE)
-    experts = "--bf16 --expert-model-parallel-size 2"
+    experts = "--bf16 --expert-model-parallel-size 2 --global-batch-size 8"
     plain = reference.train(2, experts)
     for flags in (
         EXPERT_OVERLAP,
