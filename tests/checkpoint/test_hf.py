@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import commands_job
 from tests.support.lazy import Lazy, needs
 
 needs("megatron.core", "transformers")
@@ -62,6 +63,19 @@ def mindspeed(*words):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture
+def command(ranks):
+    """``command(*words)``: standard output of our command, in a fork that has imported it."""
+
+    def run(*words):
+        words = [str(word) for word in words]
+        ((status, text, errors),) = ranks(1, commands_job.run, words, setup=SETUP, backend=None)
+        assert status == 0, errors
+        return text
+
+    return run
 
 
 def import_hf(folder, output, **options):
@@ -139,10 +153,10 @@ def test_a_converted_checkpoint_is_the_model_in_every_layout(
             assert (name, start) == (name_, start_) and torch.equal(tensor, tensor_), name
 
 
-def test_transformers_loads_what_tp_2_trained(directories, ranks, tmp_path):
+def test_transformers_loads_what_tp_2_trained(directories, ranks, command, tmp_path):
     source, run, out = directories("qwen3"), str(tmp_path / "run"), str(tmp_path / "hf")
     ranks(2, hf_ranks.save_trained, str(source), run, (TP,), setup=SETUP, timeout=120)
-    assert "qwen3" in mindspeed("export", "--hf", "--load", run, "--output", out)
+    assert "qwen3" in command("export", "--hf", "--load", run, "--output", out)
     from transformers import AutoModelForCausalLM
 
     original = AutoModelForCausalLM.from_pretrained(source)
@@ -259,12 +273,12 @@ def test_bin_files_are_read_too(directories, tmp_path):
     same(files(tmp_path / "hf"), files(source))
 
 
-def test_the_commands_convert_both_ways_and_list_models(directories, tmp_path):
+def test_the_commands_convert_both_ways_and_list_models(directories, command, tmp_path):
     source, checkpoint, out = directories("mistral-window"), tmp_path / "ck", tmp_path / "hf"
     assert "release" in mindspeed("convert", "--input", source, "--output", checkpoint)
-    assert "mistral" in mindspeed("convert", "--input", checkpoint, "--output", out)
+    assert "mistral" in command("convert", "--input", checkpoint, "--output", out)
     same(files(out), files(source))
-    assert '"rotary_base": 1000000' in mindspeed("models", "qwen3-8b", "--json")
+    assert '"rotary_base": 1000000' in command("models", "qwen3-8b", "--json")
 
 
 def test_an_exported_config_equals_the_source(directories, tmp_path):

@@ -17,12 +17,19 @@ pytestmark = pytest.mark.slow
 FLAGS = ["--tensor-model-parallel-size", "2", "--hidden-dropout", "0.1", "--train-iters", "12"]
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(rank_pool, tmp_path_factory):
+    """Directory and results of a run that nobody kills."""
+    whole = tmp_path_factory.mktemp("whole")
+    flags = [*FLAGS, "--save", str(whole)]
+    return whole, rank_pool.run(2, train, flags, setup=SETUP, backend=None, timeout=300)
+
+
 @pytest.mark.parametrize("seconds", [0.35, 0.8])
-def test_a_killed_job_resumes_bit_equal_to_one_that_was_not(seconds, ranks, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    straight = ranks(
-        2, train, [*FLAGS, "--save", str(whole)], setup=SETUP, backend=None, timeout=300
-    )
+def test_a_killed_job_resumes_bit_equal_to_one_that_was_not(
+    seconds, uninterrupted, ranks, tmp_path
+):
+    (whole, straight), killed = uninterrupted, tmp_path / "killed"
     save = ["--save", str(killed), "--save-interval", "1", "--auto-resume"]
     environment = {**os.environ, "MINDSPEED_DEVICE": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     job = subprocess.Popen(

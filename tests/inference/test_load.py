@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from tests.support import commands_job
 from tests.support.lazy import Lazy, needs
 
 needs("megatron.core")
@@ -28,8 +29,11 @@ resolve_source = Lazy("mindspeed.inference.load", "resolve_source")
 PROMPT = "the cat"
 
 
+SETUP = "tests.support.warm"
+
+
 def mindspeed(*words):
-    """Run our command and return its standard output."""
+    """Run our command in new processes and return its standard output."""
     env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
@@ -39,8 +43,16 @@ def mindspeed(*words):
     return done.stdout
 
 
+def run_all_ranks(pool, size, words):
+    """Run our command on ranks that have imported everything; what rank 0 prints."""
+    words = [str(word) for word in words]
+    answers = pool.run(size, commands_job.run, words, setup=SETUP, backend=None, timeout=280)
+    assert [status for status, *_ in answers] == [0] * size, answers
+    return answers[0][1]
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def checkpoints(rank_pool, tmp_path_factory):
     """A tiny model trained for a few steps on TP 2 x DP 2, its optimizer split (ZeRO)."""
     folder = tmp_path_factory.mktemp("trained")
     texts = [f"the cat number {i} sat on the mat and looked at {i * i} birds\n" for i in range(300)]
@@ -48,33 +60,32 @@ def checkpoints(tmp_path_factory):
     save_tokenizer(train_bpe(texts, 300), folder / "tok")
     tokenizer = TokenizerOptions(tokenizer_model=str(folder / "tok"))
     data = preprocess(PreprocessOptions((folder / "c.jsonl",), folder / "c", tokenizer, ("text",)))
-    mindspeed(
+    words = [
         "pretrain",
         f"--config={recipes.path('quickstart')}",
         f"--data-path={data.outputs[0]}",
         f"--tokenizer-model={folder / 'tok'}",
         f"--save={folder / 'ck'}",
         "--pipeline-model-parallel-size=1",
-        "--nproc=4",
         "--zero-stage=1",
         "--train-iters=12",
         "--lr-warmup-iters=2",
         "--eval-iters=0",
         "--seq-length=32",
-    )
+    ]
+    run_all_ranks(rank_pool, 4, words)
     return folder / "ck"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_greedy_text_is_the_same_in_every_layout(checkpoints):
-    def text(*words):
-        flags = ("--prompt", PROMPT, "--greedy", "--max-new-tokens", 16)
-        return mindspeed("generate", "--load", checkpoints, *flags, *words)
-
-    alone = text()
+def test_greedy_text_is_the_same_in_every_layout(checkpoints, rank_pool):
+    words = ("generate", "--load", checkpoints, "--prompt", PROMPT, "--greedy")
+    words = (*words, "--max-new-tokens", 16)
+    alone = mindspeed(*words)
     assert alone.startswith(PROMPT) and len(alone) > len(PROMPT) + 5
-    assert text("--tp", 2, "--pp", 2) == alone  # the layouts between: test_families
+    cut = run_all_ranks(rank_pool, 4, [*words, "--tp", 2, "--pp", 2])
+    assert cut == alone  # the layouts between: test_families
 
 
 @pytest.mark.slow
