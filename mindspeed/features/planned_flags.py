@@ -17,8 +17,6 @@ from mindspeed.errors import ConfigError
 FEATURES: dict[str, str] = {
     "Dynamic pipeline parallelism (DPP)": "--optimized-pipeline --manual-mbs",
     "Fold3D": "--fold-mode",
-    "Adaptive selective recomputation": "--adaptive-recompute-device-swap "
-    "--adaptive-recompute-device-size --adaptive-recompute-profiling-step",
     "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
     "--recompute-in-advance",
     "Attention activations swapped to the host": "--swap-attention --swap-modules",

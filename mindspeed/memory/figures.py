@@ -101,6 +101,12 @@ class CountedStorages:
     def __init__(self) -> None:
         self._known: dict[int, tuple[StorageWeakRef, SiteFigures, str]] = {}
 
+    def copy(self) -> CountedStorages:
+        """Another count that knows the same storages."""
+        other = CountedStorages()
+        other._known = dict(self._known)
+        return other
+
     def count(
         self, tensor: torch.Tensor, figures: SiteFigures, kind: Literal["kept", "dropped"]
     ) -> None:

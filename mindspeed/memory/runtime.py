@@ -104,11 +104,12 @@ class Runtime:
     ) -> None:
         self.plan, self.figures = plan, Figures()
         self.offload = offload or Offload(min_bytes=min_bytes)
-        self._environment = environment or random_states
+        self.environment = environment or random_states
         self._state = _State()
         self.wrapped: dict[str, set[str]] = {}
         self.owners: dict[tuple[str, str], str] = {}
         self._storages = CountedStorages()
+        self._trial_offload: Offload | None = None
         self._microbatch: Any = None
         self._segments: list[tuple[Any, weakref.ref[Segment]]] = []
 
@@ -166,6 +167,23 @@ class Runtime:
             yield
         finally:
             self._state.transparent -= 1
+
+    @contextlib.contextmanager
+    def trial(self, layer: str, plan: LayerPlan) -> Iterator[Figures]:
+        """Run the block with another plan for ``layer``, and count it apart.
+
+        Storages that are counted already do not count: they exist whatever the layer does.
+        """
+        before = self.plan, self.figures, self._storages, self.offload
+        self.plan = Plan({**self.plan.layers, layer: plan})
+        self.figures, self._storages = Figures(), self._storages.copy()
+        self.offload = self._trial_offload = self._trial_offload or Offload(
+            min_bytes=self.offload.min_bytes
+        )
+        try:
+            yield self.figures
+        finally:
+            self.plan, self.figures, self._storages, self.offload = before
 
     @contextlib.contextmanager
     def microbatch(self, key: Any) -> Iterator[None]:
@@ -242,7 +260,7 @@ class Runtime:
         return outputs
 
     def _rerun(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        enter = self._environment()
+        enter = self.environment()
 
         @contextlib.contextmanager
         def rerun() -> Iterator[None]:

@@ -142,7 +142,7 @@ def solve(layers: Sequence[LayerCosts], budget: Budget) -> Solution:
         states = _states(layers, cap, budget.device - budget.static - cap, budget.host)
         if states is not None:
             seconds = states[-1].seconds + budget.exposed_seconds(states[-1].moved)
-            fastest = int(np.lexsort((states[-1].kept, seconds))[0])
+            fastest = int(np.lexsort((states[-1].kept, states[-1].moved, seconds))[0])
             if best is None or seconds[fastest] < best[0]:
                 best = seconds[fastest], _choices(states, fastest)
     if best is None:

@@ -55,6 +55,18 @@ LAYOUTS = {
         MODEL,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
+    "adaptive-memory": (
+        2,
+        MODEL,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--adaptive-memory-optimization --adaptive-recompute-profiling-step 2",
+    ),
+    "adaptive-memory-moe": (
+        2,
+        MOE,
+        "--expert-model-parallel-size 2 --adaptive-recompute-device-swap "
+        "--adaptive-recompute-profiling-step 2 --memory-fragmentation auto",
+    ),
     "full-recompute": (
         2,
         MODEL,

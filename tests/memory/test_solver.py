@@ -185,6 +185,13 @@ def test_copies_that_computation_hides_cost_nothing():
     assert solve(layers, hides_two).seconds == 2.0
 
 
+def test_nothing_is_copied_without_need():
+    kept, moved = Candidate("keep", 8, 0.0), Candidate("offload", 0, 0.0, host=8)
+    layers = [LayerCosts((kept, moved))] * 4
+    assert solve(layers, Budget(100, hidden_seconds=8.0)).runs() == [(4, "keep")]
+    assert solve(layers, Budget(20, hidden_seconds=8.0)).runs() == [(2, "offload"), (2, "keep")]
+
+
 def test_error_names_the_smallest_peak_and_what_reaches_it():
     mib = 2**20
     layers = [LayerCosts((Candidate("keep", 8 * mib, 0.0), Candidate("again", mib, 1.0, 7 * mib)))]

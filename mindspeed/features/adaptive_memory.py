@@ -1,0 +1,165 @@
+"""Activations within a memory budget: ``--adaptive-recompute-device-size MIB`` and its relatives.
+
+The first steps keep as little as possible while the plans of a layer are tried; then as much is
+kept as fits, and what is computed again is what costs least time per byte.
+
+    --adaptive-recompute-device-size MIB    the budget; alone: layers keep or compute again
+    --adaptive-recompute-device-swap        layers may also move to the host where nothing else fits
+    --adaptive-memory-optimization          attention and MLP of each layer may move to the host
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features._activation_memory import common_problems
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.device import Device
+
+_SIZE = "--adaptive-recompute-device-size"
+_SWAP = "--adaptive-recompute-device-swap"
+_STEPS = "--adaptive-recompute-profiling-step"
+_OPTIMIZATION = "--adaptive-memory-optimization"
+_MOST_MIB = 10**7
+_OF_DEVICE, _OF_HOST = 0.9, 0.8
+_BOTH = "both decide what becomes of the same activations"
+_MIN_BYTES = "MIN_SWAP_TENSOR_SIZE"
+
+
+@dataclass(frozen=True)
+class AdaptiveMemoryOptions:
+    """The budget, and what may be done to stay within it."""
+
+    adaptive_recompute_device_size: int = flag(
+        -1,
+        "MiB of a device that training may use; -1: 90 % of its memory",
+        range=Range(1, also=(-1,)),
+    )
+    adaptive_recompute_device_swap: bool = flag(
+        False, "layers may move to host memory where recomputation alone does not fit"
+    )
+    adaptive_recompute_profiling_step: int = flag(
+        10, "first steps, in which plans are tried", range=Range(1, 100_000)
+    )
+    adaptive_memory_optimization: bool = flag(
+        False, "attention and MLP may move to host memory while others compute"
+    )
+
+    @property
+    def flags(self) -> list[str]:
+        """Those that switch the feature on."""
+        given = {
+            _SIZE: self.adaptive_recompute_device_size != -1,
+            _SWAP: self.adaptive_recompute_device_swap,
+            _OPTIMIZATION: self.adaptive_memory_optimization,
+        }
+        return [name for name, on in given.items() if on]
+
+
+_CONFLICTS = {
+    "recompute_granularity": ("--recompute-granularity", _BOTH),
+    "recompute_activation_function": ("--recompute-activation-function", _BOTH),
+    "recompute_norm": ("--recompute-norm", _BOTH),
+    "enable_recompute_layers_per_pp_rank": ("--enable-recompute-layers-per-pp-rank", _BOTH),
+    "swap_attention": ("--swap-attention", _BOTH),
+    "activation_plan": ("--activation-plan", _BOTH),
+    "use_megatron_fsdp": ("--use-megatron-fsdp", "a second run would gather weights again"),
+    "use_torch_fsdp2": ("--use-torch-fsdp2", "a second run would gather weights again"),
+    "fp8": ("--fp8-format", "trial runs would change the scaling factors"),
+    "fp4": ("--fp4-format", "trial runs would change the scaling factors"),
+}
+
+
+def _validate(options: AdaptiveMemoryOptions, megatron: Megatron) -> list[Problem]:
+    given = options.flags
+    if not given:
+        return [Problem(_STEPS, f"has no effect without {_SIZE}, {_SWAP} or {_OPTIMIZATION}")]
+    problems = [
+        Problem(given[0], f"cannot be combined with {other}: {why}", "remove one")
+        for name, (other, why) in _CONFLICTS.items()
+        if megatron.get(name)
+    ]
+    problems += common_problems(given[0], megatron)
+    if options.adaptive_recompute_device_swap and options.adaptive_memory_optimization:
+        problems.append(Problem(_SWAP, f"cannot be combined with {_OPTIMIZATION}", "remove one"))
+    size = options.adaptive_recompute_device_size
+    if size > _MOST_MIB:
+        problems.append(Problem(f"{_SIZE} {size}", "is in MiB", f"did you mean {size >> 20}?"))
+    steps, total = options.adaptive_recompute_profiling_step, megatron.get("train_iters")
+    if total is not None and steps >= total:
+        problems.append(
+            Problem(f"{_STEPS} {steps}", f"leaves no step of --train-iters {total} to profit")
+        )
+    return problems
+
+
+def _attach(seams: Seams, options: AdaptiveMemoryOptions, megatron: Megatron) -> None:
+    from mindspeed import device
+    from mindspeed.memory.adaptive.megatron import Controller
+    from mindspeed.memory.adaptive.settings import Settings
+
+    here = device.current()
+    settings = Settings(
+        flag=" ".join(options.flags),
+        device_bytes=_device_bytes(options, here),
+        host_bytes=int(_OF_HOST * _available_on_host() / max(1, here.count())),
+        profiled_steps=options.adaptive_recompute_profiling_step,
+        min_bytes=max(1024, int(os.environ.get(_MIN_BYTES, 2**20))),
+        offload=options.adaptive_memory_optimization,
+        rescue=options.adaptive_recompute_device_swap,
+    )
+    controller = Controller(settings, here, seams.journal, _print_on_the_first_rank)
+    seams.schedule.add(controller.with_schedule, owner=FEATURE.name)
+    if megatron.get("overlap_grad_reduce"):
+        seams.chunk.add(_convert_linears, owner=FEATURE.name)
+
+
+def _convert_linears(model: Any, config: Any, vp_stage: int | None) -> None:
+    """As :func:`~mindspeed.features._activation_memory.attach_plan` does."""
+    from mindspeed.te import local_linears
+
+    if config.gradient_accumulation_fusion:
+        local_linears.convert_chunk(model, config, vp_stage)
+
+
+def _device_bytes(options: AdaptiveMemoryOptions, here: Device) -> int:
+    total, size = here.properties().total_memory, options.adaptive_recompute_device_size
+    if size == -1:
+        return int(_OF_DEVICE * total)
+    if size * 2**20 > total:
+        _print_on_the_first_rank(
+            f"{_SIZE} {size}: the {here.name} has {total / 2**20:,.0f} MiB, which is the budget"
+        )
+    return min(size * 2**20, total)
+
+
+def _available_on_host() -> int:
+    from mindspeed.device import host_memory
+
+    return host_memory.available()
+
+
+def _print_on_the_first_rank(text: str) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+FEATURE = Feature(
+    name="adaptive-memory",
+    summary="keep as many activations as fit into a budget, chosen after the first steps",
+    level=2,
+    options=AdaptiveMemoryOptions,
+    enabled=lambda options, megatron: options != AdaptiveMemoryOptions(),
+    validate=_validate,
+    attach=_attach,
+    seams=("chunk", "schedule"),
+)

@@ -1,0 +1,266 @@
+"""Chooses the activation plan of a Megatron model while it trains.
+
+The controller wraps the function that runs the micro-batches of a step, so it reaches every
+training loop. Plans change between steps only.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+from megatron.core.utils import get_model_config, unwrap_model
+
+from mindspeed.device import Device
+from mindspeed.errors import TrainingError
+from mindspeed.journal import Journal, replace_method
+from mindspeed.memory import agreement
+from mindspeed.memory.adaptive import Adaptation
+from mindspeed.memory.adaptive.profile import Kind, agree
+from mindspeed.memory.adaptive.replay import Replay
+from mindspeed.memory.adaptive.settings import Settings
+from mindspeed.memory.candidates import ALL_ON_HOST, KEEP_ALL, LEAST, name_of, plans_for
+from mindspeed.memory.estimate import device_clock
+from mindspeed.memory.in_flight import most_held
+from mindspeed.memory.in_flight.megatron import held_by_stage
+from mindspeed.memory.megatron import install, layers_of, sites_of, wrap
+from mindspeed.memory.plan import LayerPlan, Plan
+from mindspeed.memory.runtime import Runtime
+from mindspeed.memory.solver import Budget, LayerCosts, NothingFits, Solution
+
+_MIB = 2**20
+_OUT_OF_MEMORY = torch.OutOfMemoryError
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer of this rank; ``kind`` is a key of the controller's kinds."""
+
+    chunk: int
+    name: str
+    kind: Any
+    runtime: Runtime
+
+
+class Controller:
+    """One process's part: all chunks of its pipeline stage.
+
+    Args:
+        settings: what the user asked for.
+        device: whose peaks are measured.
+        journal: restores the layers.
+        show: gets messages; called on every rank.
+    """
+
+    def __init__(
+        self, settings: Settings, device: Device, journal: Journal, show: Callable[[str], None]
+    ) -> None:
+        self._settings, self._device, self._journal, self._show = settings, device, journal, show
+        self._clock = device_clock(device)
+        self._chunks: list[Any] = []
+        self._layers: list[_Layer] = []
+        self._kinds: dict[Any, Kind] = {}
+        self._plans: dict[str, LayerPlan] = {}
+        self._in_force = LEAST
+        self._steps, self._micro_batches = 0, 1
+        self._adaptation: Adaptation | None = None
+
+    def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """For the seam ``schedule``: ``function`` runs the micro-batches of a step."""
+
+        @functools.wraps(function)
+        def run(**options: Any) -> Any:
+            if options.get("forward_only"):
+                return function(**options)
+            if not self._chunks:
+                self._begin(options["model"], options["num_microbatches"])
+            self._device.reset_peak_memory()
+            result = self._run(function, options)
+            self._after_step(self._device.memory_stats().peak)
+            return result
+
+        return run
+
+    # The first step
+
+    def _begin(self, model: Any, micro_batches: int) -> None:
+        self._chunks, self._micro_batches = unwrap_model(_as_list(model)), micro_batches
+        tried: dict[Any, Any] = {}  # the last layer: the first may have an input without gradient
+        for index, chunk in enumerate(self._chunks):
+            layers = layers_of(chunk)
+            least = Plan({name: LEAST for name in layers})
+            runtime = install(chunk, least, self._journal, min_bytes=self._settings.min_bytes)
+            for name, layer in layers.items():
+                sites = list(sites_of(layer))
+                weights = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
+                kind = (tuple(sites), weights)
+                plans = plans_for(
+                    sites, offload=self._settings.offload, rescue=self._settings.rescue
+                )
+                self._plans |= {name_of(plan): plan for plan in plans}
+                wrap(runtime, name, layer, {s for plan in plans for s in plan}, self._journal)
+                self._kinds.setdefault(kind, Kind(plans))
+                tried[kind] = runtime, name, layer
+                self._layers.append(_Layer(index, name, kind, runtime))
+        for kind, representative in tried.items():
+            self._try_in(*representative, self._kinds[kind])
+        self._agree_on([(one.chunk, one.name, *one.kind[0]) for one in self._layers])
+
+    def _try_in(self, runtime: Runtime, name: str, layer: Any, kind: Kind) -> None:
+        """Try the candidates once in every profiled step, from the layer's second call on.
+
+        By then all tensors that layers share exist, such as the rotary table.
+        """
+        called, tried = False, -1
+
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                nonlocal called, tried
+                profiled = tried < self._steps < self._settings.profiled_steps
+                if called and profiled and torch.is_grad_enabled():
+                    tried = self._steps
+                    kind.try_all(runtime, name, forward, (args, kwargs), self._clock)
+                called = True
+                return forward(*args, **kwargs)
+
+            return run
+
+        replace_method(layer, "forward", make, self._journal)
+
+    # Out of memory
+
+    def _run(self, function: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """Run a step, again with a smaller plan where memory is exhausted and no rank waits."""
+        if dist.get_world_size() > 1:
+            try:
+                return function(**options)
+            except _OUT_OF_MEMORY as error:
+                raise self._exhausted(error, "only a run of one rank can repeat a step") from error
+        data = Replay(options["data_iterator"])
+        states = random._get_all_rng_states()
+        while True:
+            try:
+                return function(**{**options, "data_iterator": data.from_the_start()})
+            except _OUT_OF_MEMORY as error:
+                reason = str(error)
+                self._reduce(error)
+            self._show(f"activations: step {self._steps + 1} is repeated: {reason}")
+            for chunk in _as_list(options["model"]):
+                _zero_gradients(chunk)
+            random._set_all_rng_states(*states)
+            self._device.empty_cache()
+
+    def _reduce(self, error: BaseException) -> None:
+        """Install a plan that needs less, or raise."""
+        if self._adaptation is not None:
+            try:
+                self._install(self._adaptation.after_out_of_memory(), "memory is exhausted")
+            except NothingFits as nothing:
+                raise self._exhausted(error, str(nothing)) from error
+        elif self._settings.rescue and self._in_force is LEAST:
+            self._in_force = ALL_ON_HOST
+            for layer in self._layers:
+                layer.runtime.plan = Plan({name: ALL_ON_HOST for name in layer.runtime.plan.layers})
+        else:
+            hint = "--adaptive-recompute-device-swap moves activations to the host"
+            raise self._exhausted(error, hint) from error
+
+    def _exhausted(self, error: BaseException, hint: str) -> TrainingError:
+        stats = self._device.memory_stats()
+        return TrainingError(
+            f"{self._settings.flag}: out of memory in step {self._steps + 1} "
+            f"({stats.allocated / _MIB:,.0f} of {stats.total / _MIB:,.0f} MiB allocated, budget "
+            f"{self._settings.device_bytes / _MIB:,.0f} MiB): {error}; {hint}"
+        )
+
+    # Between steps
+
+    def _after_step(self, peak: int) -> None:
+        self._steps += 1
+        settings, adaptation = self._settings, self._adaptation
+        if self._steps < settings.profiled_steps or (adaptation and adaptation.finished):
+            return
+        (peak,) = agreement.largest([peak], self._groups(), self._device.torch_device())
+        reason = f"step {self._steps} needed {peak / _MIB:,.1f} MiB"
+        if adaptation is None:
+            adaptation = self._adaptation = self._profiled()
+        try:
+            solution = adaptation.next(peak)
+        except NothingFits as error:
+            raise TrainingError(f"{settings.flag}: {error}; {reason}") from None
+        self._install(solution, reason)
+
+    def _profiled(self) -> Adaptation:
+        """The largest costs of all ranks of the stage, as the solver takes them."""
+        if any(not kind.costs for kind in self._kinds.values()):
+            raise TrainingError(
+                f"{self._settings.flag}: a layer was called less than twice in "
+                f"{self._settings.profiled_steps} steps; raise --adaptive-recompute-profiling-step"
+            )
+        copies = self._settings.offload or self._settings.rescue
+        kinds = list(self._kinds.values())
+        measured = agree(kinds, self._groups(), self._device, self._clock, copies=copies)
+        candidates = dict(zip(self._kinds, measured.candidates, strict=True))
+        forward = dict(zip(self._kinds, measured.forward, strict=True))
+        held = most_held(self._held())
+        layers = [LayerCosts(candidates[one.kind], held[one.chunk]) for one in self._layers]
+        budget = Budget(
+            device=self._settings.device_bytes,
+            host=self._settings.host_bytes,
+            seconds_per_host_byte=measured.seconds_per_host_byte,
+            hidden_seconds=3 * sum(forward[one.kind] for one in self._layers),
+        )
+        name = name_of(self._in_force)
+        in_force = [one for layer in layers for one in layer.candidates if one.plan == name]
+        return Adaptation(layers, budget, in_force)
+
+    def _held(self) -> frozenset[tuple[int, ...]]:
+        config = get_model_config(self._chunks[0])
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return held_by_stage(stage, self._micro_batches, config)
+
+    def _install(self, solution: Solution, reason: str) -> None:
+        """Put the plans in force; refused if ranks of the stage chose different ones."""
+        self._agree_on([one.plan for one in solution.chosen])
+        plans: dict[int, dict[str, LayerPlan]] = {one.chunk: {} for one in self._layers}
+        for layer, chosen in zip(self._layers, solution.chosen, strict=True):
+            plan = self._plans[chosen.plan]
+            plans[layer.chunk][layer.name] = {} if plan == KEEP_ALL else plan
+        for layer in self._layers:
+            layer.runtime.plan = Plan(plans[layer.chunk])
+        rows = "".join(f"\n  {count:>4} x {plan}" for count, plan in solution.runs())
+        self._show(
+            f"activations: {reason}; next plan: {solution.peak / _MIB:,.1f} MiB, "
+            f"{solution.host / _MIB:,.1f} MiB on the host, "
+            f"{1e3 * solution.seconds:,.2f} ms more per micro-batch{rows}"
+        )
+
+    def _agree_on(self, what: Any) -> None:
+        digest = hashlib.sha256(repr(what).encode()).hexdigest()
+        device = self._device.torch_device()
+        agreement.refuse_different(digest, self._groups(), device, "the activation plan")
+
+    def _groups(self) -> list[Any]:
+        """Groups that connect all ranks of a pipeline stage."""
+        return [
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ]
+
+
+def _zero_gradients(chunk: Any) -> None:
+    if hasattr(chunk, "zero_grad_buffer"):
+        chunk.zero_grad_buffer()
+    chunk.zero_grad()
+
+
+def _as_list(model: Any) -> list[Any]:
+    return model if isinstance(model, list) else [model]

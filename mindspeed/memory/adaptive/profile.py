@@ -1,0 +1,111 @@
+"""What was measured of the layers of a rank, and the largest values of all ranks of its stage."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mindspeed.device import Device
+from mindspeed.memory import agreement
+from mindspeed.memory.candidates import name_of
+from mindspeed.memory.estimate import Clock, Cost, like_activations, try_plan
+from mindspeed.memory.plan import LayerPlan
+from mindspeed.memory.runtime import Runtime
+from mindspeed.memory.solver import Candidate
+
+_COPIED = 16 * 2**20
+_BYTES = ("kept", "transient", "host")
+
+
+@dataclass
+class Kind:
+    """Layers with equal sites and shapes, and what was measured of one of them."""
+
+    plans: list[LayerPlan]
+    costs: list[list[Cost]] = field(default_factory=list)  # of each try, one of each plan
+    forward: list[float] = field(default_factory=list)  # seconds of the layer
+
+    def try_all(
+        self,
+        runtime: Runtime,
+        name: str,
+        forward: Callable[..., Any],
+        arguments: tuple[Any, Any],
+        clock: Clock,
+    ) -> None:
+        """Call a layer once under each plan, with equal random states; they stay as they are.
+
+        Args:
+            runtime: has wrapped the layer.
+            name: of the layer.
+            forward: of the layer, as the runtime wrapped it.
+            arguments: positional and keyword arguments of a call.
+            clock: times second runs and the forward.
+        """
+
+        def call() -> object:
+            args, kwargs = like_activations(arguments)
+            return forward(*args, **kwargs)
+
+        costs = []
+        for plan in self.plans:
+            with runtime.environment()():
+                costs.append(try_plan(runtime, name, call, plan, clock))
+        with runtime.environment()():
+            self.forward.append(clock(call))
+        self.costs.append(costs)
+
+    def numbers(self) -> Iterator[int]:
+        """Bytes and nanoseconds of all plans, and of the forward."""
+        for tries in zip(*self.costs, strict=True):
+            yield from (max(getattr(one, name) for one in tries) for name in _BYTES)
+            yield int(1e9 * statistics.median(one.seconds for one in tries))
+        yield int(1e9 * statistics.median(self.forward))
+
+    def read(self, numbers: Iterator[int]) -> tuple[tuple[Candidate, ...], float]:
+        """The candidates and the seconds of the forward, from :meth:`numbers` of all ranks."""
+        candidates = []
+        for plan in self.plans:
+            kept, transient, host, nanoseconds = (next(numbers) for _ in range(4))
+            candidates.append(Candidate(name_of(plan), kept, nanoseconds / 1e9, transient, host))
+        return tuple(candidates), next(numbers) / 1e9
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Agreed between all ranks of a stage.
+
+    Attributes:
+        candidates: of each kind.
+        forward: seconds of a layer of each kind.
+        seconds_per_host_byte: of a copy to the host and back.
+    """
+
+    candidates: list[tuple[Candidate, ...]]
+    forward: list[float]
+    seconds_per_host_byte: float
+
+
+def agree(
+    kinds: Sequence[Kind], groups: Sequence[Any], device: Device, clock: Clock, *, copies: bool
+) -> Measured:
+    """The largest values over the ranks of ``groups``; ``copies``: time a copy to the host, too."""
+    own = [number for kind in kinds for number in kind.numbers()]
+    own.append(int(1e15 * _seconds_per_host_byte(device, clock)) if copies else 0)
+    numbers = iter(agreement.largest(own, groups, device.torch_device()))
+    read = [kind.read(numbers) for kind in kinds]
+    return Measured(
+        candidates=[candidates for candidates, _ in read],
+        forward=[seconds for _, seconds in read],
+        seconds_per_host_byte=next(numbers) / 1e15,
+    )
+
+
+def _seconds_per_host_byte(device: Device, clock: Clock) -> float:
+    tensor = torch.zeros(_COPIED, dtype=torch.uint8, device=device.torch_device())
+    host = torch.empty(_COPIED, dtype=torch.uint8)
+    return clock(lambda: tensor.copy_(host.copy_(tensor))) / _COPIED

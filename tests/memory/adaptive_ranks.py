@@ -1,0 +1,131 @@
+"""Jobs for ranks: adaptive plans on a model and in the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+
+import torch
+
+from mindspeed.testing import saved_for_backward
+from tests.support import gpt_ranks, trainer_job
+
+
+def predicted_and_executed(name, spec, count):
+    """Bytes of random plans: the sum of the layers' costs, and what autograd really keeps."""
+    from mindspeed import device
+    from mindspeed.journal import Journal
+    from mindspeed.memory.adaptive.megatron import Controller
+    from mindspeed.memory.adaptive.settings import Settings
+    from mindspeed.memory.plan import Plan
+
+    gpt_ranks.start()
+    model = gpt_ranks.build(gpt_ranks.config(name, num_layers=4), spec)
+    journal = Journal()
+    settings = Settings("", 2**40, 2**40, profiled_steps=3, min_bytes=0, offload=True)
+    controller = Controller(settings, device.current(), journal, lambda text: None)
+
+    def forward():
+        tokens, positions, labels = gpt_ranks.batch()
+        with saved_for_backward(model) as saved:
+            loss = model(tokens, positions, None, labels=labels)
+            live = saved.live_bytes, saved.live_host_bytes
+        loss.sum().backward()
+        return live
+
+    schedule = controller.with_schedule(lambda **options: [forward(), forward()])
+    for _ in range(2):
+        schedule(model=[model], num_microbatches=2, data_iterator=None)
+    adaptation, layers = controller._profiled(), controller._layers
+    base = forward()
+    kept = sum(one.kept for one in adaptation.in_force)  # computed again, nothing on the host
+    draw, found = random.Random(1), []
+    for _ in range(count):
+        chosen = [draw.choice(layer.candidates) for layer in adaptation.layers]
+        plans = zip(layers, chosen, strict=True)
+        layers[0].runtime.plan = Plan({a.name: controller._plans[b.plan] for a, b in plans})
+        expected = base[0] - kept + sum(b.kept for b in chosen), sum(b.host for b in chosen)
+        runs_again = ("recompute layer", "recompute self_attention")
+        takes_table = any(again in b.plan.split(" + ") for b in chosen for again in runs_again)
+        found.append((expected, forward(), takes_table))
+    journal.undo()
+    return found, len(adaptation.layers[0].candidates)
+
+
+def train(flags, prepare=None, *args):
+    """The trainer's result and what it printed; memory counts tensors."""
+    from mindspeed.device import track_memory
+
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        if prepare is not None:
+            stack.enter_context(prepare(*args))
+        stack.enter_context(track_memory())
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        result = trainer_job.train(["--train-iters", "6", *flags])
+    return result, printed.getvalue()
+
+
+@contextlib.contextmanager
+def out_of_memory(step, call):
+    """One call of an MLP in one step (both from 1) fails as if the device had no memory left."""
+    from megatron.core.transformer.mlp import MLP
+
+    from mindspeed.memory.adaptive.megatron import Controller
+
+    forward, run, steps, calls = MLP.forward, Controller._run, 0, 0
+
+    def failing(self, *args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if (steps, calls) == (step, call):
+            raise torch.OutOfMemoryError("pretended")
+        return forward(self, *args, **kwargs)
+
+    def counting(self, *args):
+        nonlocal steps, calls
+        steps, calls = steps + 1, 0
+        return run(self, *args)
+
+    MLP.forward, Controller._run = failing, counting
+    yield
+    MLP.forward, Controller._run = forward, run
+
+
+@contextlib.contextmanager
+def different_clocks():
+    """Every rank's clock runs at another speed."""
+    import torch.distributed as dist
+
+    from mindspeed.memory.adaptive import megatron
+
+    plain = megatron.device_clock
+
+    def clock(device):
+        seconds = plain(device)
+        return lambda run: seconds(run) * (1 + 5 * dist.get_rank())
+
+    megatron.device_clock = clock
+    yield
+    megatron.device_clock = plain
+
+
+@contextlib.contextmanager
+def different_sites():
+    """The second rank finds no norms."""
+    import os
+
+    from mindspeed.memory.adaptive import megatron
+
+    plain = megatron.sites_of
+
+    def sites(layer):
+        found = plain(layer)
+        if os.environ["RANK"] == "1":
+            del found["input_layernorm"]
+        return found
+
+    megatron.sites_of = sites
+    yield
+    megatron.sites_of = plain

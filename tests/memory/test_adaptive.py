@@ -1,0 +1,222 @@
+"""Adaptive plans: predictions hold to the byte, ranks agree, budgets are kept, results stay."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.registry import resolve
+from mindspeed.memory.adaptive import Adaptation
+from mindspeed.memory.adaptive.replay import Replay
+from mindspeed.memory.solver import Budget, Candidate, LayerCosts, NothingFits
+from tests.memory import adaptive_ranks as jobs
+from tests.support import gpt_ranks
+from tests.support.trainer_job import SETUP
+
+STEPS = ["--adaptive-recompute-profiling-step", "2"]
+SIZE = "--adaptive-recompute-device-size"
+# The rotary table, which layers share, is kept for layers that compute attention as a whole again.
+ROTARY = 4 * gpt_ranks.SEQUENCE * 8
+PEAK = re.compile(r"step (\d+) needed ([\d.]+) MiB; next plan: ([\d.]+) MiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [("rmsnorm-swiglu-gqa", "te"), ("layernorm-gelu-bias", "local")]
+)
+def test_twenty_random_plans_keep_the_predicted_bytes(ranks, name, spec):
+    ((found, candidates),) = ranks(
+        1, jobs.predicted_and_executed, name, spec, 20, setup=SETUP, timeout=200
+    )
+    assert candidates == 66
+    assert len({expected for expected, *_ in found}) > 10
+    assert {takes_table for *_, takes_table in found} == {False, True}
+    for (kept, host), executed, takes_table in found:
+        assert executed == (kept if takes_table else kept - ROTARY, host)
+
+
+@pytest.fixture(scope="module")
+def train(rank_pool):
+    """``train(world, flags, prepare, *args)``: results of all ranks, and what the first printed."""
+
+    def run(world, flags, *prepare, env=None):
+        options = {"setup": SETUP, "backend": None, "timeout": 240, "env": env}
+        found = rank_pool.run(world, jobs.train, flags, *prepare, **options)
+        return [result for result, _ in found], found[0][1]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(train):
+    """One rank without the feature."""
+    return train(1, [])
+
+
+def losses(printed):
+    return re.findall(r"lm loss: (\S+) .*? grad norm: (\S+)", printed)
+
+
+def test_budget_is_kept_and_weights_are_those_of_plain_training(train, plain):
+    results, printed = train(1, [SIZE, "7", *STEPS])
+    assert results == plain[0]
+    peaks = [tuple(map(float, found)) for found in PEAK.findall(printed)]
+    assert [step for step, *_ in peaks] == [2, 3, 4, 5]
+    assert all(needed <= 7 and planned <= 7 for _, needed, planned in peaks)
+    assert peaks[0][1] < peaks[1][1]  # the first steps need least
+    assert "recompute" in printed
+
+
+def test_ranks_with_different_clocks_agree(train):
+    tensor = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    flags = [*tensor, "--pipeline-model-parallel-size", "2"]
+    expected, _ = train(4, flags)
+    results, printed = train(4, [*flags, SIZE, "6", *STEPS], jobs.different_clocks)
+    assert results == expected
+    assert len(PEAK.findall(printed)) == 4
+
+
+def test_different_sites_are_refused_on_all_ranks_before_the_first_step(train):
+    results, printed = train(2, [SIZE, "7", *STEPS], jobs.different_sites)
+    for result in results:
+        assert "the activation plan of ranks 1 differs from that of rank 0" in result["error"]
+    assert "iteration " not in printed
+
+
+def test_out_of_memory_is_survived_by_swapping(train, plain):
+    """The profiled step is repeated with the same numbers, activations on the host."""
+    flags = ["--adaptive-recompute-device-swap", *STEPS]
+    env = {"MIN_SWAP_TENSOR_SIZE": "1024"}
+    results, printed = train(1, flags, jobs.out_of_memory, 1, 6, env=env)
+    assert results[0]["error"] is None
+    # Slices come back from the host without gaps, which a CPU multiplies in another order.
+    assert losses(printed) == losses(plain[1]) and len(losses(printed)) == 6
+    assert printed.count("is repeated: pretended") == 1
+
+
+def test_out_of_memory_after_the_choice_takes_a_smaller_budget(train, plain):
+    results, printed = train(1, [SIZE, "7", *STEPS], jobs.out_of_memory, 4, 6)
+    assert results == plain[0]
+    assert printed.count("is repeated: pretended") == 1
+    assert printed.count("memory is exhausted; next plan") == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "hint"),
+    [
+        (1, "--adaptive-recompute-device-swap moves activations to the host"),
+        (2, "only a run of one rank can repeat a step"),
+    ],
+)
+def test_out_of_memory_that_cannot_be_survived_says_the_numbers(train, world, hint):
+    results, _ = train(world, [SIZE, "7", *STEPS], jobs.out_of_memory, 1, 6)
+    for result in results:
+        assert re.search(
+            rf"{SIZE}: out of memory in step 1 \(\d+ of [\d,]+ MiB allocated, budget 7 MiB\): "
+            rf"pretended; {hint}",
+            result["error"],
+        )
+
+
+def test_budget_that_nothing_meets_names_the_smallest_peak(train):
+    results, _ = train(1, [SIZE, "5", *STEPS])
+    assert re.search(
+        rf"{SIZE}: no plan fits into 5.0 MiB: the smallest peak is 5.\d MiB, .*; it is reached "
+        r"with 4 x .*; step 2 needed 5.\d MiB",
+        results[0]["error"],
+    )
+
+
+KEEP, AGAIN = Candidate("keep", 10, 0.0), Candidate("again", 2, 1.0, transient=8)
+
+
+def adaptation(device, layers=10):
+    return Adaptation([LayerCosts((KEEP, AGAIN))] * layers, Budget(device), [AGAIN] * layers)
+
+
+def kept(solution):
+    return sum(one.kept for one in solution.chosen)
+
+
+def test_budget_is_approached_from_below():
+    """30 bytes apart from layers, needed in backward: peaks grow to the budget, never above."""
+    state = adaptation(device=100)
+    peak, peaks = 30 + 20 + 8, []
+    while not state.finished:
+        solution = state.next(peak)
+        peak = 30 + kept(solution) + max(one.transient for one in state.in_force)
+        peaks.append(peak)
+    assert peaks == sorted(peaks)
+    assert 90 < peaks[-1] <= 100
+    assert len(peaks) == 4
+
+
+def test_a_peak_at_the_loss_does_not_count_second_runs():
+    """With 40 bytes at the loss and 20 in backward there is room for 60 of layers."""
+    state = adaptation(device=100)
+    peak = max(40 + 20, 20 + 20 + 8)
+    for _ in range(4):
+        assert peak <= 100
+        solution = state.next(peak)
+        peak = max(40 + kept(solution), 20 + kept(solution) + 8)
+    assert 92 <= peak <= 100
+
+
+def test_a_peak_above_the_prediction_is_believed():
+    state = adaptation(device=100)
+    first = kept(state.next(58))
+    assert kept(state.next(58 + first - 20 + 30)) < first  # 30 more than predicted
+    with pytest.raises(NothingFits):
+        state.next(1000)
+
+
+def test_replay_starts_again_and_has_the_attributes_of_the_source():
+    class Source:
+        length = 3
+
+        def __init__(self):
+            self._items = iter("abc")
+
+        def __next__(self):
+            return next(self._items)
+
+    data = Replay(Source())
+    assert [next(data) for _ in range(2)] == ["a", "b"]
+    again = data.from_the_start()
+    assert [next(again) for _ in range(3)] == ["a", "b", "c"]
+    assert again.length == 3
+    assert Replay(None).from_the_start() is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"adaptive_recompute_profiling_step": 5},
+            "--adaptive-recompute-profiling-step: has no effect without "
+            "--adaptive-recompute-device-size, --adaptive-recompute-device-swap or "
+            "--adaptive-memory-optimization",
+        ),
+        (
+            {"adaptive_recompute_device_size": 80 << 30},
+            "--adaptive-recompute-device-size 85899345920: is in MiB; did you mean 81920?",
+        ),
+        (
+            {"adaptive_recompute_device_swap": True, "recompute_granularity": "full"},
+            "--adaptive-recompute-device-swap: cannot be combined with --recompute-granularity",
+        ),
+        (
+            {"adaptive_recompute_device_swap": True, "adaptive_memory_optimization": True},
+            "--adaptive-recompute-device-swap: cannot be combined with "
+            "--adaptive-memory-optimization",
+        ),
+        (
+            {"adaptive_memory_optimization": True, "train_iters": 10},
+            "--adaptive-recompute-profiling-step 10: leaves no step of --train-iters 10",
+        ),
+    ],
+)
+def test_refused(values, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(values, "cpu")
