@@ -10,6 +10,7 @@ from mindspeed.features.feature import Megatron, Problem
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.memory.offload import Offload
     from mindspeed.memory.plan import Plan
     from mindspeed.memory.presets import ChunkLayers
 
@@ -99,6 +100,7 @@ def attach_plan(
     flag: str,
     megatron: Megatron,
     make: Callable[[dict[str, dict[str, Any]], ChunkLayers], Plan],
+    offload: Offload | None = None,
 ) -> None:
     """Install a plan on every model chunk.
 
@@ -108,6 +110,7 @@ def attach_plan(
         flag: Its flag, for messages.
         megatron: Megatron's arguments.
         make: Gets the sites of each layer by path, and how layers are counted; returns the plan.
+        offload: Copies what the plan offloads; the chunks share it.
     """
 
     # Under saved-tensor hooks Megatron's own linear layers return no placeholder of a gradient
@@ -128,7 +131,7 @@ def attach_plan(
                 )
         if plan:
             try:
-                engine.install(model, plan, seams.journal, owner=flag)
+                engine.install(model, plan, seams.journal, owner=flag, offload=offload)
             except ValueError as error:
                 raise ConfigError(f"{flag}: {error}") from None
             if convert and config.gradient_accumulation_fusion:

@@ -19,7 +19,6 @@ FEATURES: dict[str, str] = {
     "Fold3D": "--fold-mode",
     "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
     "--recompute-in-advance",
-    "Attention activations swapped to the host": "--swap-attention --swap-modules",
     "MLP layer fusion": "--mlp-layer-fusion",
     "MC2: matmul and collective in one kernel": "--use-ascend-mc2",
     "Nano-pipe pipeline parallelism": "--use-nanopipe",

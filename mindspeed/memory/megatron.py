@@ -22,9 +22,10 @@ import torch
 
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory.between import BetweenCalls
+from mindspeed.memory.offload import MIN_BYTES, Offload
 from mindspeed.memory.plan import LAYER, Action, Plan
 from mindspeed.memory.presets import ChunkLayers
-from mindspeed.memory.runtime import MIN_BYTES, Runtime
+from mindspeed.memory.runtime import Runtime
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -90,6 +91,8 @@ def chunk_layers(model: torch.nn.Module, config: Any, vp_stage: int | None) -> C
         tuple(path for path in paths if path not in decoder),
         vp_stage or 0,
         config.virtual_pipeline_model_parallel_size or 1,
+        bool(getattr(model, "post_process", True)),
+        0 if config.recompute_granularity else config.recompute_num_layers or 0,
     )
 
 
@@ -105,6 +108,7 @@ def install(
     *,
     owner: str = "this plan",
     min_bytes: int = MIN_BYTES,
+    offload: Offload | None = None,
 ) -> Runtime:
     """Execute a plan on a model chunk, together with the plans that were installed before.
 
@@ -113,7 +117,8 @@ def install(
         plan: Layers by their path in the chunk.
         journal: Restores the layers.
         owner: Whose plan it is, for messages.
-        min_bytes: Smaller tensors are not copied to the host.
+        min_bytes: Smaller tensors are not copied to the host, unless ``offload`` says otherwise.
+        offload: Makes the host copies of the chunk from now on; chunks may share one.
 
     Returns:
         The runtime of the chunk; its ``plan`` may be replaced between two iterations.
@@ -141,6 +146,8 @@ def install(
     for name, sites in plan.layers.items():
         wrap(runtime, name, layers[name], sites, journal)
     runtime.plan = joined
+    if offload is not None:
+        runtime.offload = offload
     return runtime
 
 

@@ -66,6 +66,10 @@ class Plan:
             for site, action in sites.items():
                 yield layer, site, action
 
+    def offloading_layers(self) -> list[str]:
+        """Layers of which something is offloaded."""
+        return [name for name, sites in self.layers.items() if Action.OFFLOAD in sites.values()]
+
     def joined(self, other: Plan) -> Plan:
         """Both plans; where both have an action for a site, that of ``other``."""
         layers = {layer: dict(sites) for layer, sites in self.layers.items()}

@@ -12,10 +12,10 @@ Layer ``i`` of chunk ``c`` of ``v`` has the number ``r = i v + c``, so every chu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed.memory.plan import Action, Plan
+from mindspeed.memory.plan import LAYER, Action, Plan
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class ChunkLayers:
         others: Paths of other layers: multi-token prediction.
         chunk: Number of the chunk among those of its rank, from 0.
         chunks: Model chunks of the rank.
+        post_process: Whether the loss follows: the backward of the last layer begins at once.
+        recomputed_mlps: ``recompute_num_layers`` of Megatron's config where it has no granularity.
     """
 
     decoder: Mapping[str, int]
@@ -36,6 +38,8 @@ class ChunkLayers:
     others: tuple[str, ...] = ()
     chunk: int = 0
     chunks: int = 1
+    post_process: bool = True
+    recomputed_mlps: int = 0
 
     def first(
         self, number: int | None, *, after: int = 0, of_rank: bool = False
@@ -52,6 +56,31 @@ class ChunkLayers:
         end = float("inf") if number is None else after + number
         found = tuple(path for path, r in ranked.items() if after <= r < end)
         return found + (self.others if number is None else ())
+
+
+def swap_plan(
+    sites: Mapping[str, Container[str]], layers: ChunkLayers, swapped: Sequence[str]
+) -> Plan:
+    """Sites of every layer in host memory, and MLPs of the first layers computed again.
+
+    The last layer before the loss is kept: its copies would be fetched at once. While its backward
+    runs, those of the layer before it come back. On all other chunks the last layer has to wait for
+    the pipeline, and its copies have time.
+
+    Args:
+        sites: The sites of each layer by path, in the order in which layers run.
+        layers: Of the chunk.
+        swapped: Sites that are offloaded, where a layer has them.
+    """
+    plan = {
+        layer: {site: Action.OFFLOAD for site in swapped if site in known}
+        for layer, known in sites.items()
+    }
+    if layers.post_process and plan:
+        plan[list(plan)[-1]] = {LAYER: Action.KEEP}
+    for layer in layers.first(layers.recomputed_mlps, of_rank=True):
+        plan[layer] = {**plan[layer], "mlp": Action.RECOMPUTE}
+    return Plan({layer: actions for layer, actions in plan.items() if actions})
 
 
 def plan_of(

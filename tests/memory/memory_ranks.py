@@ -107,16 +107,47 @@ def trained(flags: list[str]) -> dict[str, Any]:
 
     pretrain(_prepare([*MODEL, *TRAINING, *flags], int(os.environ["WORLD_SIZE"])), provider)
     runtimes = [runtime for module in modules if (runtime := runtime_of(module)) is not None]
+    figures = [runtime.figures.total() for runtime in runtimes]
     return {
         "digest": digest(modules),
         "plans": [runtime.plan.to_json() for runtime in runtimes],
-        "reruns": sum(runtime.figures.total().reruns for runtime in runtimes),
-        "host": sum(runtime.figures.total().host for runtime in runtimes),
+        "reruns": sum(figure.reruns for figure in figures),
+        "host": sum(figure.host for figure in figures),
+        "copied_in": sum(figure.copied_in for figure in figures),
+        "live": [runtime.offload.live for runtime in runtimes],
     }
 
 
+def swapped(flags: list[str]) -> dict[str, Any]:
+    """Like :func:`trained`; ``copies_before`` is how many copies there were at the last slab."""
+    from mindspeed.memory.host_pool import HostPool
+    from mindspeed.memory.offload import Offload
+
+    copies, copies_before = 0, 0
+    save, add_slab = Offload.save, HostPool._add_slab
+
+    def counted_save(*args: Any) -> Any:
+        nonlocal copies
+        copies += 1
+        return save(*args)
+
+    def noted_slab(pool: HostPool, size: int) -> None:
+        nonlocal copies_before
+        copies_before = copies
+        add_slab(pool, size)
+
+    journal = Journal()
+    journal.set(Offload, "save", counted_save, owner="test")
+    journal.set(HostPool, "_add_slab", noted_slab, owner="test")
+    journal.set(HostPool.__init__, "__kwdefaults__", {"slab": 1 << 14}, owner="test")
+    try:
+        return {**trained(flags), "copies": copies, "copies_before": copies_before}
+    finally:
+        journal.undo()
+
+
 def saved_bytes(
-    flags: dict[str, Any], spec: str, sizes: dict[str, int], **overrides: Any
+    flags: dict[str, Any], spec: str, sizes: dict[str, int], overrides: dict[str, Any]
 ) -> dict[str, int]:
     """Bytes kept for backward by a LLaMA-like bf16 model under the flags, by place, and by layer.
 
@@ -166,9 +197,9 @@ def saved_bytes(
     model = GPTModel(cfg, layers, 512, sizes["s"], position_embedding_type="rope").bfloat16()
     with saved_for_backward(model) as saved:
         hidden = model.decoder(
-            torch.randn(
-                sizes["s"] // size, sizes["b"], sizes["h"], dtype=torch.bfloat16
-            ).requires_grad_(),
+            torch.randn(sizes["s"] // size, sizes["b"], sizes["h"], dtype=torch.bfloat16)
+            .requires_grad_()
+            .neg(),  # of the embedding, not a leaf
             None,
             rotary_pos_emb=model.rotary_pos_emb(sizes["s"]),
         )
@@ -179,6 +210,7 @@ def saved_bytes(
         found |= {"dropped": total.dropped, "kept": total.kept}
     hidden.float().sum().backward()
     if runtime is not None:
+        total = runtime.figures.total()
         found |= {"copied_in": total.copied_in, "copied_out": total.copied_out}
     session.current().detach_features()
     return found

@@ -27,7 +27,7 @@ FUSED = {
 SIZES = {"s": 64, "b": 2, "h": 64, "F": 96, "a": 8, "g": 4}
 
 
-def a_layer(ranks, world, spec, **flags):
+def a_layer(ranks, world, spec, config=None, **flags):
     """Bytes of the second layer."""
     one, two = (
         ranks(
@@ -36,6 +36,7 @@ def a_layer(ranks, world, spec, **flags):
             FUSED | flags,
             spec,
             SIZES | {"L": layers},
+            config or {},
             setup="tests.support.warm",
             timeout=240,
         )[0]
@@ -62,3 +63,27 @@ def test_bytes_of_a_layer_and_what_flags_free(ranks, world, spec):
     found = a_layer(ranks, world, spec, recompute_activation_function=True)
     assert found["device"] == found["kept"] == plain - freed
     assert found["dropped"] == freed
+
+
+@pytest.mark.parametrize(("world", "spec"), [(1, "te"), (1, "local"), (2, "te")])
+def test_bytes_of_a_layer_on_the_device_and_on_the_host(ranks, world, spec):
+    s, b, h, f, a, g = (SIZES[name] for name in ("s", "b", "h", "F", "a", "g"))
+    # Inputs of both norms and the output of the first; queries, keys, values and output.
+    swapped = (6 + 4 + 4 * g // a) * s * b * h // world
+    # The output of the second norm, rstd of both, and the log-sum-exp, which has no gradient.
+    stays = (2 * s * b * h + 8 * s * b + 4 * a * s * b + 6 * s * b * f) // world + 8 * s * (h // a)
+    found = a_layer(ranks, world, spec, swap_attention=True, swap_min_bytes=0)
+    copies = {"host": swapped, "copied_out": swapped, "copied_in": swapped}
+    assert found == {"device": stays, "kept": stays, "dropped": 0, **copies}
+
+    # With the MLP computed again, its input is left of it. In the Transformer Engine spec the norm
+    # before it is part of it, so its input is the norm's, and stays.
+    again = {"recompute_num_layers": 2}
+    found = a_layer(ranks, world, spec, again, swap_attention=True, swap_min_bytes=0)
+    mlp, te = 6 * s * b * f // world, spec == "te"
+    norm, rstd = 2 * s * b * h // world * te, 4 * s * b // world * te
+    swapped -= norm
+    assert found == {
+        **{"device": stays - mlp - rstd, "kept": stays - mlp - rstd, "dropped": mlp + norm + rstd},
+        **dict.fromkeys(copies, swapped),
+    }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import (
     get_pp_rank_microbatches,
     get_schedule_table,
@@ -53,3 +55,25 @@ def held_by_stage(stage: int, micro_batches: int, config: Any) -> frozenset[Held
     )
     table = get_schedule_table(micro_batches, chunks or 1, group)
     return held_at_once([chunk for _, chunk in table], warm_up)
+
+
+def layer_calls_in_flight(
+    layers: Mapping[int, int], samples: tuple[int | None, int | None], config: Any
+) -> int:
+    """The most layer calls of this rank that wait for backward at once.
+
+    Args:
+        layers: Chunk -> number of its layers that count.
+        samples: Of a step and of a micro-batch; None: a step has many micro-batches.
+        config: Megatron's ``ModelParallelConfig``.
+    """
+    in_step, in_micro_batch = samples
+    if in_step and in_micro_batch:
+        ranks = parallel_state.get_data_parallel_world_size()
+        micro_batches = max(in_step // (in_micro_batch * ranks), 1)
+    else:
+        group = config.microbatch_group_size_per_vp_stage or 1
+        micro_batches = 4 * max(config.pipeline_model_parallel_size, group)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    moments = held_by_stage(stage, micro_batches, config)
+    return max(sum(n * layers.get(chunk, 0) for chunk, n in enumerate(held)) for held in moments)

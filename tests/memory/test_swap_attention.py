@@ -1,0 +1,80 @@
+"""``--swap-attention``: training is the same bit for bit, copies come back, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.memory import memory_ranks
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+OPTIONS = {"setup": "tests.support.warm", "backend": None, "timeout": 240}
+SWAP = "--swap-attention --swap-min-bytes 0"
+PP, TP = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+VPP = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
+MLA = (
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16"
+)
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.1"
+)
+CASES = {
+    "virtual pipeline": (2, VPP, ""),
+    "pipeline, local spec": (2, f"{PP} --transformer-impl local", "--recompute-num-layers 1"),
+    "sequence parallel, dropout": (
+        2,
+        f"--bf16 {TP} --sequence-parallel --hidden-dropout 0.1 --attention-dropout 0.1",
+        "--recompute-num-layers 2",
+    ),
+    "latent attention, multi-token prediction, context parallel": (
+        2,
+        f"--context-parallel-size 2 --context-parallel-algo megatron_cp_algo --mtp-num-layers 1 "
+        f"{MLA}",
+        "",
+    ),
+    "experts": (
+        2,
+        f"{MOE} --expert-model-parallel-size 2",
+        "--recompute-num-layers 4 --swap-modules self_attention,mlp.router",
+    ),
+    "packed documents, distributed optimizer": (
+        2,
+        "--bf16 --use-distributed-optimizer --reset-attention-mask --reset-position-ids "
+        "--overlap-grad-reduce --overlap-param-gather",
+        "--recompute-activation-function",
+    ),
+    "core attention computed again by Megatron": (1, "--recompute-granularity selective", ""),
+    "fp8": (
+        1,
+        "--bf16 --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe delayed "
+        "--fp8-amax-history-len 4 --fp8-amax-compute-algo max",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_after_training_are_those_without_swapping(ranks, case):
+    world, layout, flags = CASES[case]
+    plain = ranks(world, memory_ranks.trained, layout.split(), **OPTIONS)
+    ours = ranks(world, memory_ranks.swapped, f"{layout} {SWAP} {flags}".split(), **OPTIONS)
+    for rank, reference in zip(ours, plain, strict=True):
+        assert rank["digest"] == reference["digest"]
+        assert rank["copied_in"] == rank["host"] > 0
+        assert set(rank["live"]) == {0}
+        # Three steps: host memory is allocated in the first one.
+        assert 0 < rank["copies_before"] <= rank["copies"] / 3
+        assert (rank["reruns"] > 0) == ("--recompute" in flags)
+    if case == "virtual pipeline":
+        swap = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm", "self_attention"), "offload")
+        # Layers 0 and 2, and 1 and 3; the last layer of the model stays.
+        assert [list(map(json.loads, rank["plans"])) for rank in ours] == [
+            [{"decoder.layers.0": swap}] * 2,
+            [{"decoder.layers.0": swap}, {"decoder.layers.0": {"layer": "keep"}}],
+        ]
