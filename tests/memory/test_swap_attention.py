@@ -50,6 +50,17 @@ CASES = {
         "--recompute-activation-function",
     ),
     "core attention computed again by Megatron": (1, "--recompute-granularity selective", ""),
+    "norms computed again": (
+        1,
+        "--bf16 --eval-interval 1 --eval-iters 1",
+        "--swap-modules self_attention --recompute-norm",
+    ),
+    "adapters": (
+        2,
+        f"{TP} --lora-target-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj "
+        "--lora-r 4 --lora-alpha 8",
+        "--recompute-num-layers 2",
+    ),
     "fp8": (
         1,
         "--bf16 --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe delayed "

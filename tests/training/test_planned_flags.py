@@ -51,15 +51,15 @@ def test_the_trainer_refuses_each_on_the_command_line_and_in_recipes(rank_pool):
 def test_megatron_lms_parser_refuses_them_too(capsys):
     parser = registry.add_arguments(argparse.ArgumentParser())
     with pytest.raises(SystemExit):
-        parser.parse_args(["--swap-attention"])
-    said = "--swap-attention is not available yet (Attention activations swapped to the host)"
+        parser.parse_args(["--use-nanopipe"])
+    said = "--use-nanopipe is not available yet (Nano-pipe pipeline parallelism)"
     assert said in capsys.readouterr().err
 
 
 def test_a_flag_that_megatron_has_itself_is_left_alone():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--swap-attention", action="store_true")
-    assert registry.add_arguments(parser).parse_args(["--swap-attention"]).swap_attention
+    parser.add_argument("--use-nanopipe", action="store_true")
+    assert registry.add_arguments(parser).parse_args(["--use-nanopipe"]).use_nanopipe
 
 
 def test_python_and_the_environment_are_refused_too(monkeypatch):
