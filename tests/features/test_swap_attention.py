@@ -89,7 +89,7 @@ def test_the_last_layer_before_the_loss_stays_and_the_first_mlps_are_computed_ag
     decoder = {path: i for i, path in enumerate(sites) if path.startswith("decoder")}
 
     def plan(**chunk):
-        layers = ChunkLayers(decoder, ("mtp.layers.0.mtp_model_layer",), **chunk)
+        layers = ChunkLayers(decoder, {}, ("mtp.layers.0.mtp_model_layer",), **chunk)
         return [dict(actions) for actions in swap_plan(sites, layers, swapped).layers.values()]
 
     swapped = ["input_layernorm", "self_attention"]
@@ -103,6 +103,6 @@ def test_the_last_layer_before_the_loss_stays_and_the_first_mlps_are_computed_ag
     second = {"chunk": 1, "chunks": 2, "recomputed_mlps": 3, "post_process": False}
     assert plan(**second) == [swap | again, swap, swap, attention]
     only = {"decoder.layers.0": ("self_attention", "mlp")}
-    layers = ChunkLayers({"decoder.layers.0": 0}, recomputed_mlps=1)
+    layers = ChunkLayers({"decoder.layers.0": 0}, {}, recomputed_mlps=1)
     assert swap_plan(only, layers, swapped).layers == {"decoder.layers.0": keep | again}
-    assert swap_plan({}, ChunkLayers({}), swapped).layers == {}
+    assert swap_plan({}, ChunkLayers({}, {}), swapped).layers == {}

@@ -24,6 +24,7 @@ MOE = (
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.1"
 )
+ADAPTED = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 CASES = {
     "virtual pipeline": (2, VPP, ""),
     "pipeline, local spec": (2, f"{PP} --transformer-impl local", "--recompute-num-layers 1"),
@@ -55,12 +56,6 @@ CASES = {
         "--bf16 --eval-interval 1 --eval-iters 1",
         "--swap-modules self_attention --recompute-norm",
     ),
-    "adapters": (
-        2,
-        f"{TP} --lora-target-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj "
-        "--lora-r 4 --lora-alpha 8",
-        "--recompute-num-layers 2",
-    ),
     "fp8": (
         1,
         "--bf16 --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe delayed "
@@ -72,7 +67,25 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_after_training_are_those_without_swapping(ranks, case):
-    world, layout, flags = CASES[case]
+    ours = swapped_and_plain(ranks, *CASES[case])
+    if case == "virtual pipeline":
+        swap = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm", "self_attention"), "offload")
+        # Layers 0 and 2, and 1 and 3; the last layer of the model stays.
+        assert [list(map(json.loads, rank["plans"])) for rank in ours] == [
+            [{"decoder.layers.0": swap}] * 2,
+            [{"decoder.layers.0": swap}, {"decoder.layers.0": {"layer": "keep"}}],
+        ]
+
+
+def test_adapters(ranks, tmp_path):
+    save = f"{TP} --save {tmp_path} --train-iters 1"
+    ranks(2, memory_ranks.trained, save.split(), **OPTIONS)
+    lora = f"{TP} --load {tmp_path} --lora-target-modules {ADAPTED} --lora-r 4 --lora-alpha 8"
+    swapped_and_plain(ranks, 2, lora, "--recompute-num-layers 2")
+
+
+def swapped_and_plain(ranks, world, layout, flags):
+    """Train with and without swapping, and compare; returns what ranks say with it."""
     plain = ranks(world, memory_ranks.trained, layout.split(), **OPTIONS)
     ours = ranks(world, memory_ranks.swapped, f"{layout} {SWAP} {flags}".split(), **OPTIONS)
     for rank, reference in zip(ours, plain, strict=True):
@@ -82,10 +95,4 @@ def test_parameters_after_training_are_those_without_swapping(ranks, case):
         # Three steps: host memory is allocated in the first one.
         assert 0 < rank["copies_before"] <= rank["copies"] / 3
         assert (rank["reruns"] > 0) == ("--recompute" in flags)
-    if case == "virtual pipeline":
-        swap = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm", "self_attention"), "offload")
-        # Layers 0 and 2, and 1 and 3; the last layer of the model stays.
-        assert [list(map(json.loads, rank["plans"])) for rank in ours] == [
-            [{"decoder.layers.0": swap}] * 2,
-            [{"decoder.layers.0": swap}, {"decoder.layers.0": {"layer": "keep"}}],
-        ]
+    return ours
