@@ -88,8 +88,8 @@ def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
     Raises:
         CheckpointError: A tensor of the checkpoint is no rows of a parameter.
     """
-    parameters = sorted(stage.named_parameters(), key=lambda named: named[1].data_ptr())
-    buffers = {buffer.data_ptr() for buffer in stage.buffers()}
+    parameters = sorted(stage.named_parameters(), key=lambda named: _place(named[1]))
+    buffers = {_place(buffer) for buffer in stage.buffers()}
     state = dict(state)
     apply_factories(state)
     parts, others = [], {}
@@ -98,7 +98,7 @@ def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
             if not isinstance(tensor, ShardedTensor):  # extra state
                 others[name] = tensor
                 continue
-            if tensor.data.data_ptr() in buffers:
+            if _place(tensor.data) in buffers:
                 others[name] = tensor
             else:
                 parts.append(_part(tensor, parameters))
@@ -203,13 +203,19 @@ def distribute(chunks: Sequence[Any], *, to_optimizer: bool) -> None:
         chunk.start_param_sync()
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its storage and its first element there, also on the meta device, which has no addresses."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
 def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> Part:
-    """Find the rows that a tensor is, among parameters in the order of their addresses."""
+    """Find the rows that a tensor is, among parameters in the order of their places."""
     data = tensor.data
-    index = bisect_right(parameters, data.data_ptr(), key=lambda named: named[1].data_ptr()) - 1
+    index = bisect_right(parameters, _place(data), key=lambda named: _place(named[1])) - 1
     name, parameter = parameters[max(0, index)]
-    start = (data.data_ptr() - parameter.data_ptr()) // data.element_size()
-    inside = start >= 0 and start + data.numel() <= parameter.numel()
+    start = data.storage_offset() - parameter.storage_offset()
+    same = _place(data)[0] == _place(parameter)[0]
+    inside = same and start >= 0 and start + data.numel() <= parameter.numel()
     if not inside or data.shape[1:] != parameter.shape[1:] or not data.is_contiguous():
         raise CheckpointError(
             f"{tensor.key} is not stored as rows of a parameter, and rows are what --zero-stage 2 "

@@ -16,6 +16,7 @@ import contextlib
 import enum
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,8 +119,22 @@ def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
     parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class ParameterInit:
+    """What Megatron-FSDP asks of a parameter on the meta device: it will not be fp8."""
+
+    fp8_meta_index: int | None = None
+
+
 class TransformerEngineBaseModule(torch.nn.Module):
     """Base class of the substituted modules."""
+
+    primary_weights_in_fp8 = False
+
+    @property
+    def param_init_meta(self) -> dict[str, ParameterInit]:
+        """For each parameter, how it is to be initialised."""
+        return dict.fromkeys(self._parameters, ParameterInit())
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.enums import ModelType
@@ -33,7 +35,7 @@ from mindspeed.checkpoint.load_weights import needs_whole_stages
 from mindspeed.lora import LoraConfig, adapted, attach
 from mindspeed.lora.gradients import summed_over_tp
 from mindspeed.models import model_extras
-from mindspeed.training import zero
+from mindspeed.training import sharded_init, zero
 from mindspeed.training.adapters import load_base
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
 
@@ -124,7 +126,7 @@ def _mtp_spec(
 def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> TrainedModel:
     """Build this rank's stages, wrap them for data parallelism and create their optimizer."""
     config = transformer_config(args)
-    modules = build_modules(args, config, provider)
+    modules = build_modules(args, config, provider, sharded=_never_whole(args))
     adapters = LoraConfig.from_args(args)
     if adapters is not None:
         attach(modules, adapters)
@@ -162,28 +164,56 @@ def _load_unsharded(
         load(args, BuiltModel(config, modules))
 
 
+def _never_whole(args: argparse.Namespace) -> bool:
+    """Whether nothing needs the weights of a stage before Megatron-FSDP shards them."""
+    adapters = args.lora_target_modules or args.lora_load
+    whole = adapters or args.data_parallel_random_init or (args.load and needs_whole_stages(args))
+    return bool(args.use_megatron_fsdp and not whole)
+
+
+def _replicas(parameter: torch.Tensor) -> Any:
+    """The ranks that have the same parameter, any shape and dtype."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
+
+
 def build_modules(
-    args: argparse.Namespace, config: TransformerConfig, provider: ModelProvider
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    provider: ModelProvider,
+    *,
+    sharded: bool = False,
 ) -> list[Any]:
-    """This rank's stages, on its device and in its precision, without data parallelism."""
+    """This rank's stages, on its device and in its precision, without data parallelism.
+
+    Args:
+        args: final values.
+        config: the model's configuration.
+        provider: builds one stage.
+        sharded: keep only shards of parameters (:mod:`mindspeed.training.sharded_init`).
+    """
     chunks = args.virtual_pipeline_model_parallel_size
     modules = []
     for vp_stage in range(chunks) if chunks else [None]:
         where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
-        module = provider(
-            args,
-            config,
-            parallel_state.is_pipeline_first_stage(**where),
-            parallel_state.is_pipeline_last_stage(**where),
-            vp_stage,
-        )
+        with sharded_init.construction(_replicas) if sharded else nullcontext():
+            module = provider(
+                args,
+                config,
+                parallel_state.is_pipeline_first_stage(**where),
+                parallel_state.is_pipeline_last_stage(**where),
+                vp_stage,
+            )
+        if sharded:
+            sharded_init.shard_rest(module, _replicas)
         module.model_type = ModelType.encoder_or_decoder
         module.vp_stage = vp_stage
         modules.append(module)
     for module in modules:
         for parameter in module.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        module.to(device.current().torch_device())
+        sharded_init.move(module, device.current().torch_device())
     if args.fp16 or args.bf16:
         modules = [Float16Module(config, module) for module in modules]
     return modules

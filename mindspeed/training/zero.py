@@ -28,6 +28,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.lora.attach import adapted
 from mindspeed.lora.state import remember_base
 from mindspeed.lora.state import sharded_state as adapter_state
+from mindspeed.training import sharded_init
 
 STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 # What Megatron-FSDP 0.16.1 leaves out, and the value that stands for "not used".
@@ -131,6 +132,9 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
     frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
     for parameter in frozen:  # Megatron registers hooks on them, which torch refuses
         parameter.register_post_accumulate_grad_hook = _never
+    # Modules with an instance attribute `reset_parameters` give their parameters one by one.
+    config.init_model_with_meta_device = sharded_init.is_sharded(stage)
+    sharded_init.keep_buffers(stage)
     try:
         chunk = FullyShardedDataParallel(config=config, ddp_config=ddp, module=module)
     except RuntimeError as error:
@@ -141,6 +145,8 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
             "with a parameter that is smaller than a row of another one; use another number of "
             "ranks, a larger --lora-r, or --zero-stage 1"
         ) from error
+    finally:
+        config.init_model_with_meta_device = False
     for parameter in frozen:
         del parameter.register_post_accumulate_grad_hook
     # It gave all tensor-parallel ranks one dropout mask where each needs its own.
