@@ -53,6 +53,7 @@ from mindspeed.journal import Journal
 from mindspeed.session.config_file import CONFIG_FILE, read_config_file
 
 logger = logging.getLogger("mindspeed")
+_HOLDERS = ("megatron.", "mindspeed.", "__main__")
 
 
 class Session:
@@ -173,21 +174,22 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _holds_aliases(module: ModuleType) -> bool:
-    """Megatron, ourselves, the script and the modules next to it."""
-    name = module.__name__
-    if name.partition(".")[0] in ("megatron", "mindspeed", "__main__"):
+    """Megatron, ourselves, the script and the modules next to it; asked of thousands of modules."""
+    if module.__name__.startswith(_HOLDERS):
         return True
     file = getattr(module, "__file__", None)
-    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not file or not main_file:
-        return False
-    return os.path.dirname(file) == _directory_of_script(main_file)
+    directory = _directory_of_script(getattr(sys.modules.get("__main__"), "__file__", None))
+    return (
+        isinstance(file, str)
+        and directory is not None
+        and file.startswith(directory)
+        and (os.path.dirname(file) == directory)
+    )
 
 
 @functools.lru_cache(maxsize=1)
-def _directory_of_script(main_file: str) -> str:
-    """Resolved once, not for each of thousands of modules."""
-    return str(Path(main_file).resolve().parent)
+def _directory_of_script(main_file: str | None) -> str | None:
+    return str(Path(main_file).resolve().parent) if main_file else None
 
 
 def _difference(old: Configuration, new: Configuration) -> list[str]:

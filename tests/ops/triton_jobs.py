@@ -32,14 +32,21 @@ def launcher(name: str) -> tuple[Operator, Kernel]:
     return operator, operator.laid_out(kernel)
 
 
-def interpret(name: str, dtype: torch.dtype) -> float:
-    """Run every sample through Triton's interpreter; the largest error over what is allowed."""
+def interpret(name: str) -> dict[torch.dtype, float]:
+    """Run every sample of every dtype through Triton's interpreter.
+
+    Returns:
+        For every dtype, the largest error over what is allowed.
+    """
     operator, kernel = launcher(name)
-    worst = 0.0
-    for sample in operator.samples(dtype):
-        written = operator.mutated()  # a clone would lose the strides of the others
-        arguments = tuple(x.clone() if i in written else x for i, x in enumerate(sample))
-        worst = max(worst, compare(operator, outputs(operator, kernel, arguments), sample, dtype))
+    written = operator.mutated()  # a clone would lose the strides of the others
+    worst: dict[torch.dtype, float] = {}
+    for dtype in operator.dtypes:
+        errors = [0.0]
+        for sample in operator.samples(dtype):
+            arguments = tuple(x.clone() if i in written else x for i, x in enumerate(sample))
+            errors.append(compare(operator, outputs(operator, kernel, arguments), sample, dtype))
+        worst[dtype] = max(errors)
     return worst
 
 

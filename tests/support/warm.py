@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 
 import mindspeed.megatron_adaptor
+import mindspeed.plugins
 import mindspeed.training.arguments
 
 ROOMS = (
@@ -39,3 +40,4 @@ for name in (*(name for room in ROOMS for name in modules_of(room)), *OTHERS):
     with contextlib.suppress(ImportError):  # of an optional dependency
         importlib.import_module(name)
 mindspeed.training.arguments.build_parser()
+mindspeed.plugins.installed()  # reads the metadata of every installed package
