@@ -58,14 +58,13 @@ def is_narrow(megatron: Megatron) -> bool:
     return bool(megatron.get("fp16") or megatron.get("bf16", True))
 
 
-def attach(seams: Seams, owner: str, *, remainders: bool = False, narrow: bool = False) -> None:
+def attach(seams: Seams, owner: str, *, remainders: bool = False) -> None:
     """Let ``FusedAdam`` keep the master weights and read gradients where they are.
 
     Args:
         seams: with those of :data:`SEAMS`.
         owner: the feature.
         remainders: master weights are stored as what the bf16 parameters lack.
-        narrow: gradients have 16 bits: unscale and clip them in the update.
     """
     from mindspeed.optimizer import megatron as optimizers
     from mindspeed.te import optimizer_policy
@@ -74,5 +73,4 @@ def attach(seams: Seams, owner: str, *, remainders: bool = False, narrow: bool =
     change = partial(optimizers.precision_aware, remainders=remainders)
     seams.optimizer_args.add(change, owner=owner)
     seams.optimizer.add(optimizers.masters_inside, owner=owner)
-    if narrow:
-        seams.optimizer.add(optimizers.narrow_gradients, owner=owner)
+    seams.optimizer.add(optimizers.narrow_gradients, owner=owner)

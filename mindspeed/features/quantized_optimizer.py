@@ -82,7 +82,7 @@ def _attach(seams: Seams, options: QuantizedOptimizerOptions, megatron: Megatron
     from mindspeed.optimizer.block_fp8 import BlockFp8, RootBlockFp8
     from mindspeed.te import optimizer_policy
 
-    _precision_aware.attach(seams, FEATURE.name, narrow=options.quant_grads)
+    _precision_aware.attach(seams, FEATURE.name)
     if not options.quant_states:
         return
     others = optimizer_policy.state_codec

@@ -51,7 +51,7 @@ def _validate(options: ReleaseFp32GradOptions, megatron: Megatron) -> list[Probl
 
 
 def _attach(seams: Seams, options: ReleaseFp32GradOptions, megatron: Megatron) -> None:
-    _precision_aware.attach(seams, FEATURE.name, narrow=True)
+    _precision_aware.attach(seams, FEATURE.name)
 
 
 FEATURE = Feature(

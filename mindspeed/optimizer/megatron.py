@@ -10,7 +10,7 @@ Features use the functions on the seams of the optimizer:
 
     optimizer_args   :func:`precision_aware`     let Megatron build it so
     optimizer        :func:`masters_inside`      the same without the distributed optimizer
-                     :func:`narrow_gradients`    scale and clip 16-bit gradients in the update
+                     :func:`narrow_gradients`    unscale and clip 16-bit gradients in the update
 """
 
 from __future__ import annotations
@@ -70,7 +70,12 @@ def masters_inside(optimizer: Any) -> Any:
 
 
 def narrow_gradients(optimizer: Any) -> Any:
-    """Let precision-aware optimizers unscale and clip in the update, not in the gradients."""
+    """Let precision-aware optimizers unscale and clip 16-bit gradients in the update.
+
+    Megatron would do it in the gradients themselves, and round them.
+    """
+    if not any(_has_narrow_gradients(part) for part in _parts(optimizer)):
+        return optimizer
     kinds = {
         DistributedOptimizer: _NarrowDistributed,
         PrecisionAwareFloat16: _NarrowFloat16,
@@ -80,6 +85,14 @@ def narrow_gradients(optimizer: Any) -> Any:
     for part in (optimizer, *_parts(optimizer)):
         part.__class__ = kinds.get(type(part), type(part))
     return optimizer
+
+
+def _has_narrow_gradients(part: Any) -> bool:
+    if part.is_stub_optimizer:
+        return False
+    if isinstance(part, DistributedOptimizer):
+        return any(buffer.grad_dtype != torch.float32 for buffer in part.buffers)
+    return any(getattr(p, "main_grad", p).dtype != torch.float32 for p in part.get_parameters())
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -188,7 +188,8 @@ class FusedAdam(StoredStates):
             grads = [pairs[s.index][1].reshape(-1)[c] for s, c in zip(window, cut, strict=True)]
             weights = parts.get(MASTER) or [p.to(wide) for p in params]
             states = {name: parts[name] for name in self._rule.states}
-            self._update(group, weights, [g.to(wide) for g in grads], states, None, None)
+            grads = [self._wide_grad(grad, wide) for grad in grads]
+            self._update(group, weights, grads, states, None, None)
             for p, weight in zip(params, weights, strict=True):
                 p.copy_(weight)
 
@@ -220,16 +221,21 @@ class FusedAdam(StoredStates):
             for name, codec in codecs.items()
         }
         weight = decoded[MASTER] if MASTER in decoded else param.to(wide)
-        grad = part.grad.to(wide, copy=bool(self.grad_factors))
-        for factor in self.grad_factors:
-            grad.mul_(factor)
+        grads = [self._wide_grad(part.grad, wide)]
         states = {name: [decoded[name]] for name in self._rule.states}
-        self._update(group, [weight], [grad], states, grad_scaler, found_inf)
+        self._update(group, [weight], grads, states, grad_scaler, found_inf)
         for name, value in decoded.items():
             if value is not part.stored[name]:
                 codecs[name].encode(value, part.stored[name], part.extra.get(name), param)
         if weight is not param and not self._keeps_remainder(param):
             param.copy_(weight)
+
+    def _wide_grad(self, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        """The gradient (any shape and dtype) times ``grad_factors``, in the wide dtype."""
+        grad = grad.to(wide, copy=bool(self.grad_factors))
+        for factor in self.grad_factors:
+            grad.mul_(factor)
+        return grad
 
     def _update(
         self,

@@ -138,3 +138,30 @@ def test_low_precision_resumes_bit_for_bit(rank_pool, tmp_path, flags):
     assert [r["digest"] for r in second] == [r["digest"] for r in first]
     losses = [record["lm_loss"] for record in metrics(file)]
     assert losses[-1] < losses[0]
+
+
+LAYOUTS = {
+    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pipeline": "--pipeline-model-parallel-size 2",
+    "overlap": f"{SHARDED} --overlap-grad-reduce --overlap-param-gather",
+    "experts": f"{SHARDED} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall",
+}
+ALIKE = {
+    "exact": ("--bf16", "--reuse-fp32-param --reuse-fp32-param-exact"),
+    "release": ("--fp16 --initial-loss-scale 65536", "--release-fp32-grad"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALIKE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_to_the_same_bits(rank_pool, layout, kind):
+    given, added = ALIKE[kind]
+    digests = []
+    for flags in (given, f"{given} {added}"):
+        words = f"{flags} {LAYOUTS[layout]} --train-iters 3".split()
+        results = rank_pool.run(2, train, words, setup=SETUP, backend=None, timeout=240)
+        assert {result["error"] for result in results} == {None}
+        digests.append([result["digest"] for result in results])
+    assert digests[0] == digests[1]

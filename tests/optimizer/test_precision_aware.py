@@ -14,6 +14,7 @@ SETUP = "tests.support.warm"
 BF16, FP16 = {"bf16": True}, {"fp16": True, "bf16": False}
 REUSE = {**BF16, "reuse_fp32_param": True}
 EXACT = {**REUSE, "reuse_fp32_param_exact": True}
+SHARDED = {"use_distributed_optimizer": True}
 KINDS = pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 
 
@@ -76,6 +77,30 @@ GRADIENTS = {
     "fp16-experts": (FP16, torch.float16, {}, (3,), "moe-grouped"),
     "bf16": ({**BF16, "grad_reduce_in_bf16": True}, torch.bfloat16, {}, ()),
 }
+
+
+ALIKE = {
+    # Flags of two runs that have 16-bit gradients and end with the same bits.
+    "swapped": ({**FP16, **SHARDED}, {"release_fp32_grad": True, "swap_optimizer": True}),
+    "exact": (BF16, {"reuse_fp32_param": True, "reuse_fp32_param_exact": True}),
+    "fp8": ({**FP16, "quant_states": "fp8"}, {"release_fp32_grad": True}),
+}
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_narrow_gradients_are_not_rounded_again(rank_pool, kind):
+    """Whichever feature lets the update read them, and wherever the states are."""
+    flags, added = ALIKE[kind]
+    dtype = torch.float16 if flags.get("fp16") else torch.bfloat16
+    options = {"clip_grad": 0.1}
+    cases = {
+        "one": Case(flags, True, dtype, False, options),
+        "other": Case({**flags, **added}, True, dtype, False, options),
+    }
+    for result in run(rank_pool, 2, train_all, cases, 6):
+        assert result["one"].norms == result["other"].norms
+        assert min(result["one"].norms) > 0.1, "clipped"
+        assert result["one"].digests == result["other"].digests
 
 
 @KINDS
