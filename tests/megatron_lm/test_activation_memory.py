@@ -1,0 +1,32 @@
+"""Flags that save memory of activations, with an unmodified ``pretrain_gpt.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.megatron_lm.launch import pretrain
+from tests.megatron_lm.test_matrix import MODEL, TRAINING
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
+
+BOTH = "--recompute-norm --recompute-activation-function"
+STAGES = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+PLAN = "all: {mlp.activation: recompute_output, self_attention: offload}\n1: {layer: recompute}\n"
+# Flags of a run, and those that are added to it.
+CASES = {
+    "tensor parallel": (f"--bf16 {TENSOR}", BOTH),
+    "stages": (f"--bf16 {STAGES} {BLOCK}", f"{BOTH} --enable-recompute-layers-per-pp-rank"),
+    "plan": ("--bf16 --use-distributed-optimizer --overlap-grad-reduce", "--activation-plan {}"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_printed_losses_are_those_of_a_run_without_it(tmp_path, case):
+    given, added = CASES[case]
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    base = f"{MODEL} {TRAINING} {given}"
+    plain = pretrain(tmp_path, 2, *base.split())
+    other = pretrain(tmp_path, 2, *base.split(), *added.format(tmp_path / "plan.yaml").split())
+    assert other.losses == plain.losses and other.grad_norms == plain.grad_norms
