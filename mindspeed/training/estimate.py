@@ -15,7 +15,8 @@ that share an optimizer):
     in flight            stages - rank micro-batches with the 1F1B schedule, a part more with the
                          interleaved one
 
-It is an estimate for choosing a layout, not a promise.
+It is an estimate for choosing a layout, not a promise. Below it is a table of the bytes that one
+micro-batch keeps at each site (:mod:`mindspeed.training.activation_trace`), which are exact.
 """
 
 from __future__ import annotations
@@ -140,7 +141,22 @@ def describe(settings: Settings) -> str:
         ("model FLOPs", f"{e.flops_per_step:.3e} per step"),
     ]
     figures = "\n".join(f"  {name:<16} {value}" for name, value in lines)
-    return f"# resolved configuration\n{settings.recipe}\n# figures\n{figures}"
+    return (
+        f"# resolved configuration\n{settings.recipe}\n# figures\n{figures}\n"
+        f"# MiB that one micro-batch keeps for backward, by site\n{_sites(args)}"
+    )
+
+
+def _sites(args: argparse.Namespace) -> str:
+    from mindspeed.training import activation_trace
+
+    try:
+        return activation_trace.table(activation_trace.trace(args))
+    except activation_trace.VALUES_NEEDED as error:
+        reason = f"shapes depend on values, as those of routed experts do ({error})"
+    except Exception as error:  # the other figures do not depend on it
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"  not traced, see activations above: {reason}"
 
 
 def _micro_batches(args: argparse.Namespace) -> int:

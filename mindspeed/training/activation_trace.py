@@ -1,0 +1,219 @@
+"""What one micro-batch keeps for backward, site by site, from a forward pass on FakeTensors.
+
+``--dry-run`` builds one rank of each kind of pipeline stage in a process group of torch's ``fake``
+backend, so it needs neither devices nor memory: shapes alone pass through the model, autograd
+saves, and :func:`mindspeed.testing.saved_for_backward` counts. Recomputation and offloading
+are in force as in training, so bytes are those of a real step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+_LAYER = re.compile(
+    r"^(?:module\.)*(decoder|mtp)\.layers\.\d+(?:\.(?:transformer|mtp_model)_layer)?"
+)
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an operator raises whose result has a shape that depends on values."""
+OUTSIDE = "outside of layers"
+"""Embedding, final norm, output layer and loss."""
+
+
+@dataclass
+class Kept:
+    """Bytes of one micro-batch in one model chunk.
+
+    Attributes:
+        sites: on the device, by site, summed over the layers.
+        host: copies in host memory.
+        dropped: computed again in backward.
+    """
+
+    sites: Counter[str] = field(default_factory=Counter)
+    host: int = 0
+    dropped: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device."""
+        return self.sites.total()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of a pipeline stage.
+
+    Attributes:
+        number: of the stage.
+        chunks: what a micro-batch keeps in each of its chunks.
+        held: micro-batches of each chunk that are held at the fullest moments.
+    """
+
+    number: int
+    chunks: list[Kept]
+    held: frozenset[tuple[int, ...]]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all micro-batches in flight, at the moment at which they are most."""
+        return max(
+            sum(k * chunk.total for k, chunk in zip(held, self.chunks, strict=True))
+            for held in self.held
+        )
+
+
+def trace(args: argparse.Namespace) -> list[Stage]:
+    """The first, second and last pipeline stage; others are like the second.
+
+    Args:
+        args: final values.
+
+    Raises:
+        RuntimeError: the process is part of a job.
+        VALUES_NEEDED: a shape depends on the values of a tensor.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("the process is part of a job")
+    last = args.pipeline_model_parallel_size - 1
+    return [_trace_stage(args, stage) for stage in sorted({0, min(1, last), last})]
+
+
+def _trace_stage(args: argparse.Namespace, stage: int) -> Stage:
+    from mindspeed.memory.in_flight.megatron import held_by_stage
+    from mindspeed.training.configs import transformer_config
+
+    args = copy.copy(args)
+    args.enable_gloo_process_groups = False
+    with _fake_job(args, stage):
+        config = transformer_config(args)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            chunks = [forward(args, config, chunk) for chunk in _build(args, config)]
+        per_step = args.micro_batch_size * args.data_parallel_size
+        held = held_by_stage(stage, max(1, args.global_batch_size // per_step), config)
+    return Stage(stage, chunks, held)
+
+
+@contextlib.contextmanager
+def _fake_job(args: argparse.Namespace, stage: int) -> Iterator[None]:
+    """Process groups without communication, of a rank in ``stage``."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mindspeed.training import setup
+
+    stages = args.pipeline_model_parallel_size
+    stride = args.world_size // stages
+    if args.use_tp_pp_dp_mapping:
+        stride = args.tensor_model_parallel_size * args.context_parallel_size
+    dist.init_process_group(
+        "fake", rank=stage * stride, world_size=args.world_size, store=FakeStore()
+    )
+    tracker = get_cuda_rng_tracker()
+    try:
+        setup.parallel_groups(args)
+        setup.seed_everything(args)
+        tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no random state
+        yield
+    finally:
+        vars(tracker).pop("fork", None)
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _build(args: argparse.Namespace, config: Any) -> list[Any]:
+    """This rank's chunks, in the precision of their parameters."""
+    from megatron.core import parallel_state
+
+    from mindspeed.lora import LoraConfig, attach
+    from mindspeed.training.model import gpt_model
+
+    def build(vp_stage: int | None) -> Any:
+        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        first = parallel_state.is_pipeline_first_stage(**where)
+        last = parallel_state.is_pipeline_last_stage(**where)
+        return gpt_model(args, config, first, last, vp_stage)
+
+    count = args.virtual_pipeline_model_parallel_size
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.params_dtype)
+    try:
+        chunks = [build(vp_stage) for vp_stage in (range(count) if count else [None])]
+    finally:
+        torch.set_default_dtype(before)
+    adapters = LoraConfig.from_args(args)
+    if adapters is not None:
+        attach(chunks, adapters)
+    return chunks
+
+
+def forward(args: argparse.Namespace, config: Any, chunk: Any) -> Kept:
+    """What a forward pass of one model chunk keeps.
+
+    Args:
+        args: final values.
+        config: Megatron's configuration of the model.
+        chunk: the chunk, with real or with FakeTensors.
+    """
+    from mindspeed.testing import saved_for_backward
+
+    model = getattr(chunk, "module", chunk)
+    shape = (args.micro_batch_size, args.seq_length // args.context_parallel_size)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    positions = torch.arange(shape[1]).expand(shape)
+    if not model.pre_process:
+        rows = shape[1]
+        if config.sequence_parallel:
+            rows //= config.tensor_model_parallel_size
+        size = (rows, shape[0], config.hidden_size)
+        received = torch.zeros(size, dtype=config.pipeline_dtype, requires_grad=True)
+        model.set_input_tensor(received.view_as(received))
+    labels = tokens if model.post_process else None
+    with saved_for_backward(chunk) as saved:
+        output = chunk(tokens, positions, None, labels=labels)
+        kept = Kept(host=saved.live_host_bytes, dropped=saved.dropped_bytes)
+        for module, nbytes in saved.by_module().items():
+            kept.sites[_site(module)] += nbytes
+    del output
+    return kept
+
+
+def _site(module: str) -> str:
+    found = _LAYER.match(module)
+    return module[found.end() + 1 :] or "layer" if found else OUTSIDE
+
+
+def table(stages: list[Stage]) -> str:
+    """MiB by site and stage."""
+    names = sorted({site for stage in stages for chunk in stage.chunks for site in chunk.sites})
+
+    def row(name: str, values: list[int]) -> str:
+        return f"  {name:<{width}}" + "".join(f"{value / 2**20:>14,.3f}" for value in values)
+
+    def summed(read: Any) -> list[int]:
+        return [sum(read(chunk) for chunk in stage.chunks) for stage in stages]
+
+    last = ("total", "on the host", "computed again", "all micro-batches in flight")
+    width = max(len(name) for name in (*names, *last))
+    lines = [f"  {'':<{width}}" + "".join(f"{'stage ' + str(s.number):>14}" for s in stages)]
+    lines += [row(name, summed(lambda chunk, name=name: chunk.sites[name])) for name in names]
+    lines.append(row(last[0], summed(lambda chunk: chunk.total)))
+    lines.append(row(last[1], summed(lambda chunk: chunk.host)))
+    lines.append(row(last[2], summed(lambda chunk: chunk.dropped)))
+    lines.append(row(last[3], [stage.bytes for stage in stages]))
+    return "\n".join(lines)
