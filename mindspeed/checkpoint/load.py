@@ -208,6 +208,7 @@ def _check_optimizer(
     Raises:
         CheckpointError: It cannot; says what can.
     """
+    _check_update_rule(args, saved, path)
     kind = metadata.get("distrib_optim_sharding_type")
     if kind is None:
         readable, instead = not args.use_distributed_optimizer, "continue with --zero-stage 0"
@@ -233,6 +234,28 @@ def _check_optimizer(
             f"{path}: the states of its optimizer ({kind or 'not distributed'}) cannot be loaded "
             f"into this one; {instead}, or load without them (--no-load-optim)"
         )
+
+
+def _check_update_rule(args: argparse.Namespace, saved: argparse.Namespace, path: Path) -> None:
+    """See that the checkpoint has the states of this run's update rule.
+
+    Raises:
+        CheckpointError: It lacks one.
+    """
+    averages = "fused_ema_adamw"
+    lacks = None
+    if _value(args, "optimizer_selection") == averages != _value(saved, "optimizer_selection"):
+        lacks = "averages of the weights"
+    if _value(saved, "update_rule") == "cadam" != _value(args, "update_rule"):
+        lacks = "second moments: it was trained with --optimizer cadam"
+    if lacks:
+        raise CheckpointError(
+            f"{path}: its optimizer has no {lacks}; load without its states (--no-load-optim)"
+        )
+
+
+def _value(args: argparse.Namespace, name: str) -> Any:
+    return getattr(args, name, None)
 
 
 def _say(

@@ -12,7 +12,7 @@ import torch
 from mindspeed.storage import directory
 from mindspeed.storage.global_tensors import GlobalTensors
 from mindspeed.testing.ranks import RankError
-from tests.checkpoint.shards_ranks import refusals
+from tests.checkpoint.shards_ranks import refusals, rule_refusals
 from tests.support import fault
 from tests.support.lazy import needs
 from tests.support.trainer_job import SETUP, metrics, train
@@ -203,3 +203,12 @@ def test_adapters_survive_a_kill_in_the_middle_of_a_save(moment, adapters, ranks
     run(ranks, 2, [*flags, "--lora-load", str(tmp_path)])
     assert directory.iterations(tmp_path) == [4, 2] and directory.tracked(tmp_path) == 4
     assert losses(tmp_path) == pytest.approx(plain, rel=2e-6)
+
+
+def test_states_that_the_checkpoint_lacks_are_refused(ranks):
+    cadam, ema = {"update_rule": "cadam"}, {"optimizer_selection": "fused_ema_adamw"}
+    pairs = [({}, {}), (ema, ema), (ema, {}), (cadam, cadam), ({}, cadam), ({}, ema), (cadam, {})]
+    (said,) = ranks(1, rule_refusals, pairs, setup="tests.support.warm")
+    assert said[:5] == [""] * 5
+    assert "no averages of the weights; load without" in said[5]
+    assert "second moments: it was trained with --optimizer cadam" in said[6]

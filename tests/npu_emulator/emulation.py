@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tests.npu_emulator import rng
+from tests.npu_emulator.reference_ops.memory import FACTORIES, swapped
 
 Kernel = Callable[..., Any]
 
@@ -132,6 +133,8 @@ class OnHost:
 
 def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """``aten::copy_`` between host and device, in either direction or neither."""
+    if any(t.untyped_storage().data_ptr() in swapped for t in (target, source)):
+        raise RuntimeError("swapped memory cannot be copied, only used by kernels")
     here, there = (host(t) if t.device.type == "npu" else t for t in (target, source))
     here.copy_(there)
     return target
@@ -144,6 +147,8 @@ def install(reference: Mapping[str, Kernel]) -> None:
         reference: kernels on CPU tensors by full name, for example "npu::npu_swiglu".
     """
     unknown = dict(reference)
+    for full_name in FACTORIES & unknown.keys():
+        replace(*full_name.split("::"), unknown.pop(full_name), "CompositeImplicitAutograd")
     for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, name = full_name.partition("::")
         op = _overload(namespace, name) if namespace in ("aten", "npu") else None
@@ -162,10 +167,10 @@ def install(reference: Mapping[str, Kernel]) -> None:
     replace("aten", "_copy_from_and_resize", lambda source, target: copy(target, source))
 
 
-def replace(namespace: str, name: str, kernel: Kernel) -> None:
-    """Makes `kernel` the operator's kernel for npu tensors."""
+def replace(namespace: str, name: str, kernel: Kernel, key: str = "PrivateUse1") -> None:
+    """Makes `kernel` the operator's kernel for npu tensors, or for another dispatch key."""
     library = torch.library.Library(namespace, "IMPL")
-    library.impl(name, kernel, "PrivateUse1", allow_override=True)
+    library.impl(name, kernel, key, allow_override=True)
     _libraries.append(library)
 
 

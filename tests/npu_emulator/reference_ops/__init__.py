@@ -13,12 +13,13 @@ from tests.npu_emulator.reference_ops import (
     collective,
     experts,
     grouped,
+    memory,
     norms,
     pointwise,
     ring,
 )
 
-_MODULES = (attention, collective, experts, grouped, norms, pointwise, ring)
+_MODULES = (attention, collective, experts, grouped, memory, norms, pointwise, ring)
 
 REFERENCE = {
     f"npu::{name}": kernel for module in _MODULES for name, kernel in module.REFERENCE.items()
