@@ -6,6 +6,7 @@ Every ``--optimizer adam`` is this one; ``fused_adam`` is its name in the origin
 
 ``--optimizer-selection`` chose between two kernels there, ``fused_adamw`` for one of its own and
 ``fused_torch_adamw`` for torch's. Here both are torch's, so scripts with either run unchanged.
+``fused_ema_adamw`` is AdamW with an average of the weights (:mod:`mindspeed.features.ema_adamw`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed.te import stored_states
+from mindspeed.optimizer.remainder import Remainder
+from mindspeed.te import optimizer_policy, stored_states
 from mindspeed.te.optimizers import FusedAdam
 
 
@@ -160,3 +161,26 @@ def test_fp8_states_train_like_fp32_ones():
     assert largest <= 3
     assert plain[-1] < 0.9 * plain[0]
     assert sum(narrow[-20:]) == pytest.approx(sum(plain[-20:]), rel=5e-3)
+
+
+def trained_weights(remainder):
+    """bf16 weights and fp32 master weights after 300 steps on 65,536 weights."""
+    torch.manual_seed(5)
+    param = torch.nn.Parameter((torch.randn(65536) * 0.02).bfloat16())
+    options = {"lr": 1e-3, "weight_decay": 0.1, "use_decoupled_grad": True, "master_weights": True}
+    optimizer = FusedAdam([param], store_param_remainders=remainder, **options)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(300):
+        param.decoupled_grad = torch.randn(65536, generator=generator) * 1e-3 + param.detach()
+        optimizer.step()
+    return param.detach(), optimizer.get_unscaled_state(param, "master_param")
+
+
+def test_300_steps_with_remainders_end_with_the_weights_of_master_weights(monkeypatch):
+    """Rounding half away from zero would give 40 other weights."""
+    param, master = trained_weights(remainder=False)
+    rounded, _ = trained_weights(remainder=True)
+    assert (rounded != param).sum() <= 4
+    monkeypatch.setattr(optimizer_policy, "remainder_codec", lambda: Remainder(exact=True))
+    exact, whole = trained_weights(remainder=True)
+    assert torch.equal(exact, param) and torch.equal(whole, master)
