@@ -87,10 +87,51 @@ def test_parameters_after_training_are_those_without_a_plan(ranks, case):
 
 
 PLAN = """
-all: {input_layernorm: recompute_output, mlp.activation: recompute_output}
+all: {input_layernorm: recompute_output}
 1,3: {layer: recompute}
 2: {self_attention: offload, mlp: recompute}
 """
+CP = "--context-parallel-size 2 --context-parallel-algo"
+LAYOUTS = {
+    "zero 3": (2, "--bf16 --zero-stage 3"),
+    "zero 2": (2, "--bf16 --zero-stage 2"),
+    "ulysses": (2, f"{CP} ulysses_cp_algo"),
+    "ring with cached keys and values": (
+        2,
+        f"{CP} megatron_cp_algo --context-parallel-kv-cache-policy full "
+        "--context-parallel-cache-interval 1",
+    ),
+    "adaptive": (2, f"{CP} adaptive_cp_algo"),
+    "all-gather": (2, f"{CP} kvallgather_cp_algo"),
+    "hybrid": (
+        4,
+        "--context-parallel-size 4 --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2",
+    ),
+    "different lengths": (2, "--pipeline-model-parallel-size 2 --variable-seq-lengths"),
+    "experts of the local spec": (2, f"{MOE} {LOCAL} --expert-model-parallel-size 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_end_alike_with_a_plan_in_a_file(ranks, tmp_path, layout):
+    world, flags = LAYOUTS[layout]
+    file = tmp_path / "plan.yaml"
+    file.write_text(PLAN)
+
+    def train(*more):
+        return ranks(
+            world,
+            memory_ranks.trained,
+            [*flags.split(), "--train-iters", "2", *more],
+            setup=SETUP,
+            backend=None,
+            timeout=240,
+        )
+
+    plain, ours = train(), train("--activation-plan", str(file))
+    assert [rank["digest"] for rank in ours] == [rank["digest"] for rank in plain]
+    assert all(rank["reruns"] for rank in ours)
 
 
 @pytest.mark.slow
