@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.memory.runtime import Forward, Frame, Runtime, drop_outputs
+from mindspeed.memory.frames import Frame, drop_outputs
+from mindspeed.memory.runtime import Forward, Runtime
 
 
 class BetweenCalls:

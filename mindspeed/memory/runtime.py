@@ -19,7 +19,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,52 +26,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.memory.figures import CountedStorages, Figures, SiteFigures
+from mindspeed.memory.frames import Frame, LayerCall, drop_outputs, dropped_output, key_of
 from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
-from mindspeed.memory.offload import MIN_BYTES, Group, Offload
+from mindspeed.memory.offload import MIN_BYTES, Offload
 from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
 from mindspeed.memory.saved import Kept, ViewOf
 from mindspeed.memory.segment import Environment, Segment
 
 Forward = Callable[..., Any]
 Tensors = Callable[[], Iterable[torch.Tensor]]
-
-
-@dataclass
-class _Output:
-    """An output of a segment that is not kept.
-
-    Attributes:
-        alive: Its storage; another tensor may get the address of a freed one.
-        version: Of the tensor; a changed one is no longer what the segment computes.
-    """
-
-    alive: StorageWeakRef
-    version: int
-    dtype: torch.dtype
-    segment: Segment
-    number: int
-
-
-@dataclass
-class _LayerCall:
-    """One forward call of a layer."""
-
-    name: str
-    plan: LayerPlan
-    parameters: set[int]
-    group: Group | None = None
-    outputs: dict[int, _Output] = field(default_factory=dict)
-    copies: dict[Any, tuple[StorageWeakRef, HostCopy]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A site that is computing, in one call of its layer."""
-
-    call: _LayerCall
-    site: str
-    action: Action
-    segment: Segment | None = None
 
 
 class _State(threading.local):
@@ -127,7 +89,7 @@ class Runtime:
             plan = self.plan.layers.get(name)
             if not plan or not self._active():
                 return forward(*args, **kwargs)
-            call = _LayerCall(name, plan, {_key(p) for p in parameters()})
+            call = LayerCall(name, plan, {key_of(p) for p in parameters()})
             if Action.OFFLOAD in plan.values() or self.offload.live:
                 call.group = self.offload.begin(id(self), name)
             frame = Frame(call, LAYER, Action.KEEP)
@@ -276,7 +238,7 @@ class Runtime:
     def _pack(self, tensor: torch.Tensor) -> Any:
         frame = self._state.frames[-1]
         call, figures = frame.call, self.figures.of(frame.call.name, frame.site)
-        exists = _key(tensor) in call.parameters
+        exists = key_of(tensor) in call.parameters
         if frame.segment is not None:
             if not exists:
                 self._storages.count(tensor, figures, "dropped")
@@ -284,7 +246,7 @@ class Runtime:
         where = f"{call.name}, {frame.site}"
         if exists:
             return Kept(tensor, where)
-        if (output := _dropped(call, tensor)) is not None:
+        if (output := dropped_output(call, tensor)) is not None:
             self._storages.count(tensor, figures, "dropped")
             return ViewOf(output.segment.save_output(output.number, tensor), tensor)
         if frame.action is Action.OFFLOAD and self.offload.takes(tensor):
@@ -293,9 +255,9 @@ class Runtime:
         return Kept(tensor, where)
 
     def _host_copy(
-        self, call: _LayerCall, tensor: torch.Tensor, where: str, figures: SiteFigures
+        self, call: LayerCall, tensor: torch.Tensor, where: str, figures: SiteFigures
     ) -> HostCopy:
-        key = (_key(tensor), *elements_of(tensor))
+        key = (key_of(tensor), *elements_of(tensor))
         known = call.copies.get(key)
         if known is None or known[0].expired():
             assert call.group is not None  # the plan has the action
@@ -310,42 +272,6 @@ def _on_backward(outputs: Any, function: Callable[[], None]) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: function())
             return
-
-
-def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:
-    """Later sites of the layer get outputs that they save from the second run of the segment.
-
-    Nothing to do unless the site's action is ``recompute_output``.
-
-    Args:
-        frame: The site that has computed.
-        outputs: Its outputs, as its second run returns them.
-        inputs: Its inputs; outputs that share their storage exist anyway.
-    """
-    call, segment = frame.call, frame.segment
-    if frame.action is not Action.RECOMPUTE_OUTPUT or segment is None:
-        return
-    kept = {_key(x) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)} | call.parameters
-    for number, output in enumerate(tree_leaves(outputs)):
-        if not isinstance(output, torch.Tensor) or output.grad_fn is None:
-            continue
-        if _key(output) not in kept:
-            alive = StorageWeakRef(output.untyped_storage())
-            call.outputs[_key(output)] = _Output(
-                alive, output._version, output.dtype, segment, number
-            )
-
-
-def _dropped(call: _LayerCall, tensor: torch.Tensor) -> _Output | None:
-    output = call.outputs.get(_key(tensor))
-    if output is None or output.alive.expired():
-        return None
-    same = (output.version, output.dtype) == (tensor._version, tensor.dtype)
-    return output if same else None
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _hooks(pack: Callable[[torch.Tensor], Any]) -> contextlib.AbstractContextManager[object]:

@@ -48,6 +48,12 @@ LAYOUTS = {
         MODEL,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
+    "swap-attention": (
+        2,
+        MODEL,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--swap-attention --swap-min-bytes 0 --recompute-num-layers 1",
+    ),
     "distributed-optimizer": (2, MODEL, "--use-distributed-optimizer"),
     "overlap-grad-reduce": (2, MODEL, "--overlap-grad-reduce"),
     "overlap-param-gather": (

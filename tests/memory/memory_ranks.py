@@ -146,6 +146,38 @@ def swapped(flags: list[str]) -> dict[str, Any]:
         journal.undo()
 
 
+def calls_in_flight(samples: int) -> dict[str, int]:
+    """Of this pipeline stage: with 3 layers, and with 3 and 2 layers in two chunks."""
+    from megatron.core import parallel_state
+
+    from mindspeed.memory.in_flight.megatron import layer_calls_in_flight
+
+    parallel_state.initialize_model_parallel(1, 2, 2)
+    options = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    plain = gpt_ranks.config("rmsnorm-swiglu-gqa", **options)
+    options["virtual_pipeline_model_parallel_size"] = 2
+    virtual = gpt_ranks.config("rmsnorm-swiglu-gqa", num_layers=4, **options)
+    return {
+        "1F1B": layer_calls_in_flight({0: 3}, (samples, 1), plain),
+        "interleaved": layer_calls_in_flight({0: 3, 1: 2}, (samples, 1), virtual),
+        "unknown size": layer_calls_in_flight({0: 3, 1: 2}, (None, None), virtual),
+    }
+
+
+def refused(flags: list[str], fraction: float | None = None) -> str:
+    """Train with swapping; returns the error, with ``fraction`` of the host's memory to use."""
+    from mindspeed.memory import host_limit
+    from tests.support.trainer_job import train
+
+    journal = Journal()
+    if fraction is not None:
+        journal.set(host_limit, "FRACTION", fraction, owner="test")
+    try:
+        return str(train(flags)["error"])
+    finally:
+        journal.undo()
+
+
 def saved_bytes(
     flags: dict[str, Any], spec: str, sizes: dict[str, int], overrides: dict[str, Any]
 ) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -96,3 +97,25 @@ def swapped_and_plain(ranks, world, layout, flags):
         assert 0 < rank["copies_before"] <= rank["copies"] / 3
         assert (rank["reruns"] > 0) == ("--recompute" in flags)
     return ours
+
+
+def test_modules_that_no_layer_has_are_refused_with_the_nearest(ranks):
+    flags = f"{SWAP} --swap-modules input_norm,self_atention".split()
+    (said,) = ranks(1, memory_ranks.refused, flags, **OPTIONS)
+    assert "--swap-modules: no layer has 'self_atention'; there are self_attention" in said
+
+
+def test_too_little_host_memory_is_an_error_in_the_first_step(ranks):
+    """Each rank holds copies of three of four layers, for one micro-batch."""
+    flags = f"{SWAP} {TP}".split()
+    for said in ranks(2, memory_ranks.refused, flags, 1e-9, **OPTIONS):
+        assert re.search(r"--swap-attention: .* 3 layer calls in flight, 2 ranks on this", said)
+
+
+def test_layer_calls_in_flight_are_those_of_the_schedule(ranks):
+    """Two micro-batches or chunks wait on the first stage when the first backward pass begins."""
+    first, second = ranks(2, memory_ranks.calls_in_flight, 8, setup=OPTIONS["setup"])
+    assert (first["1F1B"], second["1F1B"]) == (2 * 3, 3)
+    # Four micro-batches of the first of two chunks, which has 3 layers, and one of the second.
+    assert first["interleaved"] == 4 * 3 + 2
+    assert first["unknown size"] == first["interleaved"]

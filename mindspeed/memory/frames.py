@@ -1,0 +1,91 @@
+"""What a runtime knows of the layer calls and sites that are computing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from mindspeed.memory.host_copy import HostCopy
+from mindspeed.memory.offload import Group
+from mindspeed.memory.plan import Action, LayerPlan
+from mindspeed.memory.segment import Segment
+
+
+@dataclass
+class DroppedOutput:
+    """An output of a segment that is not kept.
+
+    Attributes:
+        alive: Its storage; another tensor may get the address of a freed one.
+        version: Of the tensor; a changed one is no longer what the segment computes.
+    """
+
+    alive: StorageWeakRef
+    version: int
+    dtype: torch.dtype
+    segment: Segment
+    number: int
+
+
+@dataclass
+class LayerCall:
+    """One forward call of a layer."""
+
+    name: str
+    plan: LayerPlan
+    parameters: set[int]
+    group: Group | None = None
+    outputs: dict[int, DroppedOutput] = field(default_factory=dict)
+    copies: dict[Any, tuple[StorageWeakRef, HostCopy]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A site that is computing, in one call of its layer."""
+
+    call: LayerCall
+    site: str
+    action: Action
+    segment: Segment | None = None
+
+
+def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:
+    """Later sites of the layer get outputs that they save from the second run of the segment.
+
+    Nothing to do unless the site's action is ``recompute_output``.
+
+    Args:
+        frame: The site that has computed.
+        outputs: Its outputs, as its second run returns them.
+        inputs: Its inputs; outputs that share their storage exist anyway.
+    """
+    call, segment = frame.call, frame.segment
+    if frame.action is not Action.RECOMPUTE_OUTPUT or segment is None:
+        return
+    kept = {key_of(x) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)} | call.parameters
+    for number, output in enumerate(tree_leaves(outputs)):
+        if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+            continue
+        if key_of(output) not in kept:
+            alive = StorageWeakRef(output.untyped_storage())
+            call.outputs[key_of(output)] = DroppedOutput(
+                alive, output._version, output.dtype, segment, number
+            )
+
+
+def dropped_output(call: LayerCall, tensor: torch.Tensor) -> DroppedOutput | None:
+    """The output that a tensor (any shape and dtype) is, or a view of; None: it is none."""
+    output = call.outputs.get(key_of(tensor))
+    if output is None or output.alive.expired():
+        return None
+    same = (output.version, output.dtype) == (tensor._version, tensor.dtype)
+    return output if same else None
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Key of the storage of a tensor (any shape and dtype)."""
+    return tensor.untyped_storage()._cdata
