@@ -123,6 +123,7 @@ def attach_plan(
 
         sites = {path: engine.sites_of(layer) for path, layer in engine.layers_of(model).items()}
         plan = make(sites, engine.chunk_layers(model, config, vp_stage))
+        engine.refuse_different_plans(plan, flag)
         for layer, actions in plan.layers.items():
             if not actions:
                 raise ConfigError(

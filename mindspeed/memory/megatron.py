@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from mindspeed import device as devices
 from mindspeed.journal import Journal, replace_method
+from mindspeed.memory import agreement
 from mindspeed.memory.between import BetweenCalls
 from mindspeed.memory.offload import MIN_BYTES, Offload
 from mindspeed.memory.plan import LAYER, Action, Plan
@@ -149,6 +152,30 @@ def install(
     if offload is not None:
         runtime.offload = offload
     return runtime
+
+
+def refuse_different_plans(plan: Plan, owner: str) -> None:
+    """Refuse a plan that other ranks of the pipeline stage do not have: second runs communicate.
+
+    A collective of all ranks of the stage.
+
+    Args:
+        plan: Of one model chunk.
+        owner: Whose plan it is, for the message.
+
+    Raises:
+        TrainingError: On all ranks; names those with another plan.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized() or dist.get_backend() == "fake":
+        return
+    groups = [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    ]
+    here = devices.current().torch_device()
+    agreement.refuse_different(plan.digest(), groups, here, f"the plan of {owner}")
 
 
 def check_names(plan: Plan, known: dict[str, Any]) -> None:

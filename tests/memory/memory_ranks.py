@@ -264,3 +264,20 @@ def conflict() -> str:
     finally:
         journal.undo()
     return ""
+
+
+def disagreement() -> str:
+    """What is said about a plan file that differs between ranks."""
+    import torch.distributed as dist
+
+    from mindspeed.errors import TrainingError
+    from mindspeed.memory.megatron import refuse_different_plans
+
+    gpt_ranks.start(dist.get_world_size())
+    same = Plan({"decoder.layers.0": {"mlp": Action.RECOMPUTE}})
+    refuse_different_plans(same, "--activation-plan")
+    try:
+        refuse_different_plans(same if dist.get_rank() else Plan(), "--activation-plan")
+    except TrainingError as error:
+        return str(error)
+    return ""

@@ -216,3 +216,11 @@ def test_json_is_yaml(tmp_path):
     file.write_text(json.dumps({"all": {"layer": "recompute"}, "0": {"layer": "keep"}}))
     configuration = registry.resolve({"activation_plan": str(file), "num_layers": 1}, "cpu")
     assert "activation-plan" in [feature.name for feature in configuration.enabled]
+
+
+def test_a_plan_that_differs_between_ranks_is_refused_on_all(ranks):
+    needs("megatron.core")
+    from tests.memory import memory_ranks
+
+    for message in ranks(2, memory_ranks.disagreement, setup="tests.support.warm"):
+        assert "the plan of --activation-plan of ranks 1 differs from that of rank 0" in message
