@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -17,7 +14,7 @@ needs("megatron.core")
 from mindspeed.cli import evaluate
 from mindspeed.cli.inference_flags import command_line
 from mindspeed.errors import ConfigError, DataError
-from tests.support import lm_eval_ranks
+from tests.support import commands_job, lm_eval_ranks
 from tests.support.fabricated import WRITERS
 
 DATA = ("--task-data-path", "x")
@@ -115,18 +112,13 @@ def test_a_chat_template_goes_around_every_prompt(folder, ranks):
         assert len((out / "samples.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_from_files_to_a_table(folder):
-    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
+def test_from_files_to_a_table(folder, ranks):
     flags = ["--load", f"hf:{folder / 'model'}", "--tp", "2", "--task", "mmlu"]
     flags += ["--num-fewshot", "0", "--task-data-path", str(folder / "mmlu")]
-    command = [sys.executable, "-m", "mindspeed", "evaluate", *flags]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = [line.split()[0] for line in done.stdout.splitlines()]
+    command, setup = ["evaluate", *flags], commands_job.SETUP
+    answers = ranks(2, commands_job.run, command, setup=setup, backend=None, timeout=240)
+    assert [status for status, *_ in answers] == [0, 0], answers
+    names = [line.split()[0] for line in answers[0][1].splitlines()]
     assert names[0] == "task"
     assert names[2:] == ["mmlu", "STEM", "high_school_physics", "other", "anatomy"]
 
