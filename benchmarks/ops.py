@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except torch.OutOfMemoryError as error:
             tqdm.write(f"{operator.name} {dtype} hidden {hidden}: {str(error).splitlines()[0]}")
         gc.collect()
+        gc.freeze()  # modules and results: the next collection looks at its own case only
     print_table(rows)
     write(rows, options)
 
