@@ -205,7 +205,7 @@ def distribute(chunks: Sequence[Any], *, to_optimizer: bool) -> None:
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     """Its storage and its first element there, also on the meta device, which has no addresses."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> Part:
