@@ -105,8 +105,15 @@ def test_storing_what_was_read_changes_no_bit(shape, first, last, size, seed):
     assert torch.equal(kept, kept_again) and torch.equal(scale, scale_again)
 
 
+def test_a_peak_that_is_rounded_up_keeps_its_scale():
+    value = torch.tensor([[1 - 2**-13, 2**-39]])  # the second one has no bit to spare
+    read, _, scale = stored(value, value)
+    again, _, scale_again = stored(read, value)
+    assert torch.equal(scale, scale_again) and torch.equal(read, again)
+
+
 def test_shards_have_the_scales_of_the_parameters_rows():
-    value = torch.arange(1.0, 61).view(6, 10)
+    value = torch.arange(1.0, 61).view(6, 10) * 8.0 ** torch.arange(6)[:, None]
     _, _, whole = stored(value, value)
     _, _, first = stored(shard(value, 0, 25), shard(value, 0, 25))
     _, _, second = stored(shard(value, 25, 60), shard(value, 25, 60))
