@@ -53,8 +53,8 @@ def _validate(options: MemoryFragmentationOptions, megatron: Megatron) -> list[P
         graphs = megatron.get("cuda_graph_impl") not in (None, "none")
         message = "captured graphs have pools of their own: remove --cuda-graph-impl"
         return [Problem(flag_and_value, message)] if graphs else []
-    message = allocator.problem(here)
-    return [Problem(flag_and_value, message)] if message else []
+    found = allocator.problem(here)
+    return [Problem(flag_and_value, found)] if found else []
 
 
 def _attach(seams: Seams, options: MemoryFragmentationOptions, megatron: Megatron) -> None:

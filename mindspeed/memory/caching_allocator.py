@@ -29,9 +29,9 @@ _SLAB, _LARGE = 20 * _MIB, 10 * _MIB
 
 
 class Event(NamedTuple):
-    """An allocation of ``nbytes`` or, with ``nbytes`` 0, the end of allocation ``index``."""
+    """The beginning of an allocation of ``nbytes`` or, with 0, its end."""
 
-    index: int
+    allocation: int
     nbytes: int
     long_lived: bool = False
 
@@ -99,8 +99,8 @@ class CachingAllocator:
         for event in events:
             if event.nbytes:
                 self._allocate(event)
-            elif event.index in self._live:
-                self._release(*self._live.pop(event.index))
+            elif event.allocation in self._live:
+                self._release(*self._live.pop(event.allocation))
         return Peaks(self._peak_allocated, self._peak_reserved)
 
     def _allocate(self, event: Event) -> None:
@@ -116,7 +116,7 @@ class CachingAllocator:
         self._take_free(pool, block)
         if self._splits(pool, block.size - size):
             self._split(pool, block, size)
-        self._live[event.index] = pool, block
+        self._live[event.allocation] = pool, block
         self._allocated += block.size
         self._peak_allocated = max(self._peak_allocated, self._allocated)
 

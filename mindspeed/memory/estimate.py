@@ -142,7 +142,8 @@ class _Roofline(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if getattr(func, "is_view", False):
+        computes = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+        if not computes or getattr(func, "is_view", False):
             return result
         leaves = tree_leaves((args, kwargs, result))
         moved = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

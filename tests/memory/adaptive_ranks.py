@@ -129,3 +129,42 @@ def different_sites():
     megatron.sites_of = sites
     yield
     megatron.sites_of = plain
+
+
+def costs(name, spec, fake):
+    """Costs of all candidate plans of a layer, with real tensors or with FakeTensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from mindspeed.journal import Journal, replace_method
+    from mindspeed.memory.adaptive.profile import Kind
+    from mindspeed.memory.candidates import LEAST, name_of, plans_for
+    from mindspeed.memory.estimate import Rates, roofline_clock
+    from mindspeed.memory.megatron import install, layers_of, sites_of, wrap
+    from mindspeed.memory.plan import Plan
+
+    gpt_ranks.start()
+    journal, clock = Journal(), roofline_clock(Rates(flops=1e9, bandwidth=1e9))
+    config = gpt_ranks.config(name, num_layers=2, use_cpu_initialization=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext():
+        model = gpt_ranks.build(config, spec)
+        layers = layers_of(model)
+        runtime = install(model, Plan({one: LEAST for one in layers}), journal, min_bytes=0)
+        # FakeTensors have no random states; copies of real ones would count.
+        runtime.environment = lambda: contextlib.nullcontext
+        (layer_name, layer) = list(layers.items())[1]
+        kind = Kind(plans_for(list(sites_of(layer)), offload=True, rescue=False))
+        sites = {site for plan in kind.plans for site in plan}
+        wrap(runtime, layer_name, layer, sites, journal)
+
+        def make(forward):
+            def run(*args, **kwargs):
+                kind.try_all(runtime, layer_name, forward, (args, kwargs), clock)
+                return forward(*args, **kwargs)
+
+            return run
+
+        replace_method(layer, "forward", make, journal)
+        tokens, positions, labels = gpt_ranks.batch()
+        model(tokens, positions, None, labels=labels)
+    journal.undo()
+    return dict(zip(map(name_of, kind.plans), kind.costs[0], strict=True)), kind.forward[0]

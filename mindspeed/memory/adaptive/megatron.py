@@ -109,8 +109,8 @@ class Controller:
                 self._kinds.setdefault(kind, Kind(plans))
                 tried[kind] = runtime, name, layer
                 self._layers.append(_Layer(index, name, kind, runtime))
-        for kind, representative in tried.items():
-            self._try_in(*representative, self._kinds[kind])
+        for kind, (runtime, name, layer) in tried.items():
+            self._try_in(runtime, name, layer, self._kinds[kind])
         self._agree_on([(one.chunk, one.name, *one.kind[0]) for one in self._layers])
 
     def _try_in(self, runtime: Runtime, name: str, layer: Any, kind: Kind) -> None:

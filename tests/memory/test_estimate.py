@@ -1,0 +1,63 @@
+"""Costs of candidate plans without a device: real bytes, and seconds by the roofline model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed.memory.candidates import KEEP_ALL, LEAST, name_of, plans_for
+from mindspeed.memory.estimate import Rates, like_activations, roofline_clock
+from mindspeed.memory.plan import Action
+from tests.memory import adaptive_ranks as jobs
+from tests.support import gpt_ranks
+from tests.support.trainer_job import SETUP
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [("rmsnorm-swiglu-gqa", "te"), ("layernorm-gelu-bias", "local")]
+)
+def test_costs_on_fake_tensors_are_those_on_real_ones(ranks, name, spec):
+    ((real, forward),) = ranks(1, jobs.costs, name, spec, False, setup=SETUP, timeout=100)
+    ((fake, same),) = ranks(1, jobs.costs, name, spec, True, setup=SETUP, timeout=100)
+    assert fake == real
+    assert same == forward > 0
+    assert len(real) == 66
+    inputs = 4 * gpt_ranks.SEQUENCE * gpt_ranks.BATCH * 32
+    least, everything = real["recompute layer"], real["keep layer"]
+    assert least.kept == inputs < everything.kept
+    assert (everything.transient, everything.seconds, everything.host) == (0, 0.0, 0)
+    assert 0 < real["recompute mlp"].seconds < least.seconds <= forward
+    assert real["offload layer"].host > 0 == real["offload layer"].seconds
+    both = real["recompute mlp + recompute self_attention"]
+    assert both.transient < least.transient < everything.kept + inputs
+
+
+def test_roofline_takes_the_slower_of_arithmetic_and_memory():
+    a, b = torch.ones(8, 16), torch.ones(16, 4)
+    flops, moved = 2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    assert roofline_clock(Rates(1.0, 1e12))(lambda: a @ b) == flops
+    assert roofline_clock(Rates(1e12, 1.0))(lambda: a @ b) == moved
+    assert roofline_clock(Rates(1.0, 1.0))(lambda: a.view(-1)) == 0  # moves nothing
+
+
+def test_arguments_of_a_trial_are_apart_from_the_graph():
+    x = torch.ones(3, requires_grad=True) * 2
+    mask = torch.ones(3)
+    ((again,), options) = like_activations(((x,), {"mask": mask, "scale": 2.0}))
+    assert options["mask"] is mask and options["scale"] == 2.0
+    assert again.requires_grad and not again.is_leaf
+    assert again.untyped_storage()._cdata == x.untyped_storage()._cdata
+    node = again.grad_fn
+    while node.next_functions and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    assert "AccumulateGrad" in type(node).__name__  # its own leaf, not the multiplication
+
+
+def test_candidates_have_sites_that_exist_and_names_that_differ():
+    sites = ["layer", "self_attention", "mlp", "mlp.experts.activation"]
+    plans = plans_for(sites, offload=False, rescue=True)
+    assert plans[0] == KEEP_ALL and plans[-1] == LEAST
+    assert all(set(plan) <= set(sites) for plan in plans)
+    assert len({name_of(plan) for plan in plans}) == len(plans) == 2 * 3 + 2
+    assert {"layer": Action.OFFLOAD} in plans
+    assert len(plans_for([*sites, "input_layernorm"], offload=True, rescue=False)) == 3 * 4 * 2 + 2
