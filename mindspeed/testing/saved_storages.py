@@ -248,7 +248,7 @@ class Storages:
 
 
 def _host_key(tensor: torch.Tensor) -> _Key:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _is_key(packed: Any) -> bool:

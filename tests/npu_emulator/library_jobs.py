@@ -96,3 +96,26 @@ def options_of_groups() -> tuple[dict[str, Any], list[Any]]:
     x = torch.ones(2, device="cuda")
     dist.all_reduce(x, group=group)
     return options.hccl_config, [dist.get_backend(group), x.tolist()]
+
+
+def host_copies() -> dict[str, Any]:
+    """A saved tensor goes to pinned host memory and comes back, on streams of its own."""
+    from mindspeed.memory.figures import SiteFigures
+    from mindspeed.memory.host_copy import OnHost
+    from mindspeed.memory.offload import Offload
+
+    engine, figures = Offload(min_bytes=0), SiteFigures()
+    weight = torch.ones(4, 6, device="npu", requires_grad=True)
+    saved = (weight * torch.arange(6.0, device="npu")).t()
+    group = engine.begin(0, "layer")
+    taken = engine.takes(saved), engine.takes(saved.detach().cpu())
+    held = OnHost(engine.save(saved, group, "layer, site", figures), saved)
+    back = held.get()
+    return {
+        "taken": taken,
+        "pinned": held.copy._host.is_pinned(),
+        "device": back.device.type,
+        "equal": torch.equal(back, saved),
+        "strides": back.stride(),
+        "bytes": (figures.copied_out, figures.copied_in),
+    }

@@ -24,6 +24,17 @@ def test_the_device_answers(npu):
     assert found["properties"] == ("Ascend910B1", 64 << 30, 24)
 
 
+def test_saved_tensors_wait_in_pinned_host_memory(npu):
+    assert npu(jobs.host_copies) == {
+        "taken": (True, False),
+        "pinned": True,
+        "device": "npu",
+        "equal": True,
+        "strides": (1, 6),
+        "bytes": (96, 96),
+    }
+
+
 @pytest.mark.slow  # the transfer layer imports torch's inductor
 def test_the_names_of_torch_cuda_mean_the_npu(npu):
     found = npu(jobs.cuda_names)

@@ -24,6 +24,7 @@ PLAIN = (
 FUSED = "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-flash-attn"
 PERMUTE = "--use-fused-moe-token-permute-and-unpermute"
 CP = "--context-parallel-size 2 --context-parallel-algo"
+SWAPPED = "--swap-attention --swap-min-bytes 0"  # the NPU alone: copies to pinned memory and back
 DOCUMENTS = "--fix-sub-seq-length 7 --reset-attention-mask --calculate-per-token-loss"
 ATTENTION_CALLS = frozenset({"npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"})
 DENSE_CALLS = ATTENTION_CALLS | {
@@ -75,6 +76,7 @@ LAYOUTS = {
     ),
     "ring": Layout(2, flags=f"{CP} megatron_cp_algo", calls=ATTENTION_CALLS),
     "ulysses-fused": Layout(2, flags=f"{CP} ulysses_cp_algo", fused=FUSED, calls=ATTENTION_CALLS),
+    "swapped": Layout(fused=f"{FUSED} {SWAPPED}", calls=DENSE_CALLS),
     "adaptive-documents": Layout(
         2, flags=f"{CP} adaptive_cp_algo {DOCUMENTS}", calls=ATTENTION_CALLS
     ),
