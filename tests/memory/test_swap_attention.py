@@ -66,7 +66,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("virtual pipeline", "sequence parallel, dropout", "norms computed again")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
+)
 def test_parameters_after_training_are_those_without_swapping(ranks, case):
     ours = swapped_and_plain(ranks, *CASES[case])
     if case == "virtual pipeline":
