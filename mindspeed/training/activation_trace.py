@@ -19,19 +19,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 _LAYER = re.compile(
     r"^(?:module\.)*(decoder|mtp)\.layers\.\d+(?:\.(?:transformer|mtp_model)_layer)?"
 )
-VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
-"""What an operator raises whose result has a shape that depends on values."""
+MOST_LAYERS, MOST_RANKS = 256, 512
 OUTSIDE = "outside of layers"
 """Embedding, final norm, output layer and loss."""
+
+
+class NotTraced(Exception):
+    """The model cannot be traced, or not in seconds; says why."""
 
 
 @dataclass
@@ -84,11 +83,19 @@ def trace(args: argparse.Namespace) -> list[Stage]:
         args: final values.
 
     Raises:
-        RuntimeError: the process is part of a job.
-        VALUES_NEEDED: a shape depends on the values of a tensor.
+        NotTraced: the process is part of a job, the model has routed experts, whose shapes depend
+            on values, or so many layers or ranks that tracing would take minutes.
     """
-    if dist.is_initialized():
-        raise RuntimeError("the process is part of a job")
+    model_ranks = args.world_size // args.data_parallel_size
+    layers = args.num_layers // args.pipeline_model_parallel_size
+    for refused, reason in (
+        (dist.is_initialized(), "the process is part of a job"),
+        (args.num_experts, "shapes of routed experts depend on values"),
+        (layers > MOST_LAYERS, f"more than {MOST_LAYERS} layers on a stage"),
+        (model_ranks > MOST_RANKS, f"a model on more than {MOST_RANKS} ranks"),
+    ):
+        if refused:
+            raise NotTraced(reason)
     last = args.pipeline_model_parallel_size - 1
     return [_trace_stage(args, stage) for stage in sorted({0, min(1, last), last})]
 
@@ -97,14 +104,17 @@ def _trace_stage(args: argparse.Namespace, stage: int) -> Stage:
     from mindspeed.memory.in_flight.megatron import held_by_stage
     from mindspeed.training.configs import transformer_config
 
+    per_step = args.micro_batch_size * args.data_parallel_size
+    micro_batches = max(1, args.global_batch_size // per_step)
     args = copy.copy(args)
     args.enable_gloo_process_groups = False
+    args.world_size //= args.data_parallel_size  # replicas keep the same
+    args.data_parallel_size = args.num_distributed_optimizer_instances = 1
     with _fake_job(args, stage):
         config = transformer_config(args)
         with FakeTensorMode(allow_non_fake_inputs=True):
             chunks = [forward(args, config, chunk) for chunk in _build(args, config)]
-        per_step = args.micro_batch_size * args.data_parallel_size
-        held = held_by_stage(stage, max(1, args.global_batch_size // per_step), config)
+        held = held_by_stage(stage, micro_batches, config)
     return Stage(stage, chunks, held)
 
 
@@ -117,13 +127,8 @@ def _fake_job(args: argparse.Namespace, stage: int) -> Iterator[None]:
 
     from mindspeed.training import setup
 
-    stages = args.pipeline_model_parallel_size
-    stride = args.world_size // stages
-    if args.use_tp_pp_dp_mapping:
-        stride = args.tensor_model_parallel_size * args.context_parallel_size
-    dist.init_process_group(
-        "fake", rank=stage * stride, world_size=args.world_size, store=FakeStore()
-    )
+    rank = stage * args.tensor_model_parallel_size * args.context_parallel_size
+    dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
     tracker = get_cuda_rng_tracker()
     try:
         setup.parallel_groups(args)

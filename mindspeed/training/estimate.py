@@ -152,8 +152,6 @@ def _sites(args: argparse.Namespace) -> str:
 
     try:
         return activation_trace.table(activation_trace.trace(args))
-    except activation_trace.VALUES_NEEDED as error:
-        reason = f"shapes depend on values, as those of routed experts do ({error})"
     except Exception as error:  # the other figures do not depend on it
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"  not traced, see activations above: {reason}"
