@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.training.activations import head_bytes, input_bytes, layer_bytes
@@ -124,17 +124,23 @@ def bubble_fraction(args: argparse.Namespace) -> float:
 def describe(settings: Settings) -> str:
     """The text of ``--dry-run``."""
     args, e = settings.args, estimate(settings.args)
+    sites, traced = _sites(args)
+    if traced is not None:
+        e = replace(e, activations=traced)
+    only_with_flags = [
+        ("gathered weights", e.gathered, "per rank"),
+        ("optimizer (host)", e.host, "of host memory"),
+        ("swap windows", e.windows, "per rank, not with activations"),
+        ("gradient copies", e.gradient_copies, "per rank, not with activations"),
+    ]
     lines: list[tuple[str, Any]] = [
         ("ranks", _layout(args)),
         ("micro-batches", f"{_micro_batches(args)} per step and rank"),
         ("parameters", f"{e.parameters:,} ({e.parameters_per_rank:,} on the fullest rank)"),
         ("weights", f"{e.weights / GIB:10.3f} GiB per rank"),
-        ("gathered weights", f"{e.gathered / GIB:10.3f} GiB per rank"),
         ("gradients", f"{e.gradients / GIB:10.3f} GiB per rank"),
         ("optimizer", f"{e.optimizer / GIB:10.3f} GiB per rank"),
-        ("optimizer (host)", f"{e.host / GIB:10.3f} GiB of host memory"),
-        ("swap windows", f"{e.windows / GIB:10.3f} GiB per rank, not with activations"),
-        ("gradient copies", f"{e.gradient_copies / GIB:10.3f} GiB per rank, not with activations"),
+        *((name, f"{size / GIB:10.3f} GiB {of}") for name, size, of in only_with_flags if size),
         ("activations", f"{e.activations / GIB:10.3f} GiB per rank"),
         ("memory", f"{e.memory / GIB:10.3f} GiB per rank, estimated"),
         ("pipeline bubble", f"{100 * e.bubble:.1f} %"),
@@ -143,18 +149,20 @@ def describe(settings: Settings) -> str:
     figures = "\n".join(f"  {name:<16} {value}" for name, value in lines)
     return (
         f"# resolved configuration\n{settings.recipe}\n# figures\n{figures}\n"
-        f"# MiB that one micro-batch keeps for backward, by site\n{_sites(args)}"
+        f"# MiB that one micro-batch keeps for backward, by site\n{sites}"
     )
 
 
-def _sites(args: argparse.Namespace) -> str:
+def _sites(args: argparse.Namespace) -> tuple[str, int | None]:
+    """Table by site, and bytes of the micro-batches in flight on the fullest stage, if traced."""
     from mindspeed.training import activation_trace
 
     try:
-        return activation_trace.table(activation_trace.trace(args))
+        stages = activation_trace.trace(args)
+        return activation_trace.table(stages), max(stage.bytes for stage in stages)
     except Exception as error:  # the other figures do not depend on it
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"  not traced, see activations above: {reason}"
+    return f"  not traced, see activations above: {reason}", None
 
 
 def _micro_batches(args: argparse.Namespace) -> int:
