@@ -98,8 +98,9 @@ def swapped_and_plain(ranks, world, layout, flags):
         assert rank["digest"] == reference["digest"]
         assert rank["copied_in"] == rank["host"] > 0
         assert set(rank["live"]) == {0}
-        # Three steps: host memory is allocated in the first one.
-        assert 0 < rank["copies_before"] <= rank["copies"] / 3
+        # Three steps: host memory is allocated in the first one, unless documents change sizes.
+        first = rank["copies"] / (1 if "--reset-attention-mask" in layout else 3)
+        assert 0 < rank["copies_before"] <= first
         assert (rank["reruns"] > 0) == ("--recompute" in flags)
     return ours
 
