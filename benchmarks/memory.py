@@ -185,7 +185,11 @@ def checkpoint_layers(model: Any) -> None:
     from torch.utils.checkpoint import checkpoint
 
     def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *a, **k: checkpoint(forward, *a, use_reentrant=False, **k)
+        # Tensors among keyword arguments are kept outside of autograd, where nobody counts them.
+        def run(hidden_states: torch.Tensor, **options: Any) -> Any:
+            return checkpoint(forward, hidden_states, use_reentrant=False, **options)
+
+        return run
 
     for layer in model.decoder.layers:
         layer.forward = checkpointed(layer.forward)

@@ -65,7 +65,8 @@ class HostCopy:
 
     Args:
         tensor: Any shape and dtype, as :func:`can_offload` allows. A slice of a larger tensor is
-            copied without the gaps.
+            copied without the gaps, and gets them again: the order in which a product sums may
+            depend on strides.
         where: Layer and site, for messages.
         streams: Of copies.
         pool: Of host memory.
@@ -100,8 +101,11 @@ class HostCopy:
         self._waited = False
         self._device = tensor.device
         self._block = pool.take(tensor.nbytes)
-        self._host = self._block.memory.view(tensor.dtype)
-        target = self._host.as_strided(tensor.size(), dense_strides(tensor))
+        host, dense = self._block.memory.view(tensor.dtype), dense_strides(tensor)
+        target = host.as_strided(tensor.size(), dense)
+        gaps = tensor.stride() != dense
+        self._host = target if gaps else host
+        self._size, self._strides = self._host.size(), tensor.stride() if gaps else host.stride()
         out = streams.out
         out.wait_stream(streams.device.current_stream())
         if self._block.read is not None:
@@ -135,7 +139,9 @@ class HostCopy:
             return
         device, back = self._streams.device, self._streams.back
         self._home = device.current_stream()
-        self._restored = torch.empty_like(self._host, device=self._device)
+        self._restored = torch.empty_strided(
+            self._size, self._strides, dtype=self._host.dtype, device=self._device
+        )
         back.wait_stream(self._home)
         with device.use_stream(back):
             self._restored.copy_(self._host, non_blocking=True)
@@ -147,7 +153,7 @@ class HostCopy:
 
         Args:
             size: Of a view of them.
-            strides: Of this view, without gaps.
+            strides: Of this view.
 
         Raises:
             InPlaceChange: They were changed before their copy was complete.
@@ -188,13 +194,10 @@ class OnHost:
 
     def __init__(self, copy: HostCopy, tensor: torch.Tensor) -> None:
         self.copy = copy
-        self._size, self._strides = tensor.size(), dense_strides(tensor)
+        self._size, self._strides = tensor.size(), tensor.stride()
 
     def get(self) -> torch.Tensor:
-        """The tensor on its device, any shape and dtype, as it was when it was saved.
-
-        Without gaps between its elements, and with the same order of strides.
-        """
+        """The tensor on its device, any shape and dtype, as it was when it was saved."""
         return self.copy.get(self._size, self._strides)
 
 

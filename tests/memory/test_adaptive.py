@@ -89,8 +89,7 @@ def test_out_of_memory_is_survived_by_swapping(train, plain):
     flags = ["--adaptive-recompute-device-swap", *STEPS]
     env = {"MIN_SWAP_TENSOR_SIZE": "1024"}
     results, printed = train(1, flags, jobs.out_of_memory, 1, 6, env=env)
-    assert results[0]["error"] is None
-    # Slices come back from the host without gaps, which a CPU multiplies in another order.
+    assert results == plain[0]
     assert losses(printed) == losses(plain[1]) and len(losses(printed)) == 6
     assert printed.count("is repeated: pretended") == 1
 

@@ -94,9 +94,8 @@ def test_a_tensor_comes_back_as_it_was(geometry, dtype):
     held = saved(Offload(FakeDevice(), min_bytes=0), x)
     back = held.get()
     assert torch.equal(back, x) and back.dtype == dtype
-    assert back.stride() == torch.empty_like(x).stride()
-    nbytes = x.numel() * x.element_size()
-    assert (held.copy.nbytes, back.untyped_storage().nbytes()) == (nbytes, nbytes)  # no gaps
+    assert back.stride() == x.stride()  # a product may sum in the order of strides
+    assert held.copy.nbytes == x.numel() * x.element_size()  # without the gaps of a slice
 
 
 @pytest.mark.parametrize("complete", [True, False], ids=["on the host", "still there"])
