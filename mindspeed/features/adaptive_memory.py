@@ -30,7 +30,7 @@ _OPTIMIZATION = "--adaptive-memory-optimization"
 _MOST_MIB = 10**7
 _OF_DEVICE, _OF_HOST = 0.9, 0.8
 _BOTH = "both decide what becomes of the same activations"
-_MIN_BYTES = "MIN_SWAP_TENSOR_SIZE"
+_MIN_BYTES, _LEAST_MIN_BYTES = "MIN_SWAP_TENSOR_SIZE", 1024
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,16 @@ class AdaptiveMemoryOptions:
         -1,
         "MiB of a device that training may use; -1: 90 % of its memory",
         range=Range(1, also=(-1,)),
+        aliases=("--auto-recompute-device-size",),
     )
     adaptive_recompute_device_swap: bool = flag(
         False, "layers may move to host memory where recomputation alone does not fit"
     )
     adaptive_recompute_profiling_step: int = flag(
-        10, "first steps, in which plans are tried", range=Range(1, 100_000)
+        10,
+        "first steps, in which plans are tried",
+        range=Range(1, 100_000),
+        aliases=("--auto-recompute-profiling-step",),
     )
     adaptive_memory_optimization: bool = flag(
         False, "attention and MLP may move to host memory while others compute"
@@ -92,6 +96,10 @@ def _validate(options: AdaptiveMemoryOptions, megatron: Megatron) -> list[Proble
     size = options.adaptive_recompute_device_size
     if size > _MOST_MIB:
         problems.append(Problem(f"{_SIZE} {size}", "is in MiB", f"did you mean {size >> 20}?"))
+    if _min_bytes() == 0:
+        problems.append(
+            Problem(_MIN_BYTES, f"{os.environ[_MIN_BYTES]!r} is no number of bytes from 1024")
+        )
     steps, total = options.adaptive_recompute_profiling_step, megatron.get("train_iters")
     if total is not None and steps >= total:
         problems.append(
@@ -111,7 +119,7 @@ def _attach(seams: Seams, options: AdaptiveMemoryOptions, megatron: Megatron) ->
         device_bytes=_device_bytes(options, here),
         host_bytes=int(_OF_HOST * _available_on_host() / max(1, here.count())),
         profiled_steps=options.adaptive_recompute_profiling_step,
-        min_bytes=max(1024, int(os.environ.get(_MIN_BYTES, 2**20))),
+        min_bytes=_min_bytes() or 2**20,
         offload=options.adaptive_memory_optimization,
         rescue=options.adaptive_recompute_device_swap,
     )
@@ -127,6 +135,14 @@ def _convert_linears(model: Any, config: Any, vp_stage: int | None) -> None:
 
     if config.gradient_accumulation_fusion:
         local_linears.convert_chunk(model, config, vp_stage)
+
+
+def _min_bytes() -> int | None:
+    """Value of the environment variable; None without one, 0 for one that is no number."""
+    text = os.environ.get(_MIN_BYTES)
+    if not text:
+        return None
+    return int(text) if text.isdecimal() and int(text) >= _LEAST_MIN_BYTES else 0
 
 
 def _device_bytes(options: AdaptiveMemoryOptions, here: Device) -> int:

@@ -22,7 +22,7 @@ from mindspeed.checkpoint.find import saved_args
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs
-from mindspeed.training import configs, recompute, setup
+from mindspeed.training import configs, setup
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
@@ -69,10 +69,6 @@ def prepare(
         _make_directory(args.save)
     named = args.tokenizer_type or args.tokenizer_model
     _remember(args, load_tokenizer(args) if training or named else None)
-    if training and args.auto_recompute_device_size is not None:
-        note = recompute.choose(args)
-        if os.environ.get("RANK", "0") == "0":
-            print(f" {note}", file=sys.stderr)
     return settings
 
 

@@ -110,11 +110,6 @@ class ModelOptions:
         "attention (--recompute-granularity selective)",
     )
     checkpoint_block_layer: int = flag(25, "layers of --checkpoint-policy block", range=LAYERS)
-    auto_recompute_device_size: int | None = flag(
-        None,
-        "recompute as few layers as fit into this many MiB of a device, as --dry-run estimates",
-        range=POSITIVE,
-    )
 
 
 @dataclass(frozen=True)

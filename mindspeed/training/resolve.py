@@ -196,11 +196,6 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         yield indivisible(args.seq_length, cp)  # above, the feature says so
     if args.sequence_parallel and args.seq_length % tp:
         yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
-    if args.auto_recompute_device_size is not None and args.recompute_granularity is not None:
-        yield (
-            "--auto-recompute-device-size chooses what is recomputed: drop "
-            "--checkpoint-activations, --checkpoint-policy and --recompute-..."
-        )
     if args.position_embedding_type == "rope" and not args.multi_latent_attention:
         rotated = int((args.kv_channels or 2) * args.rotary_percent)
         if rotated < 2 or rotated % 2:

@@ -68,6 +68,12 @@ def test_budget_is_kept_and_weights_are_those_of_plain_training(train, plain):
     assert "recompute" in printed
 
 
+def test_the_suites_spelling_is_the_same_feature(train, plain):
+    flags = ["--auto-recompute-device-size", "7", "--auto-recompute-profiling-step", "2"]
+    results, printed = train(1, flags)
+    assert results == plain[0] and len(PEAK.findall(printed)) == 4
+
+
 def test_ranks_with_different_clocks_agree(train):
     tensor = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     flags = [*tensor, "--pipeline-model-parallel-size", "2"]

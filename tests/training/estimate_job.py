@@ -61,32 +61,3 @@ def _case(flags: str, *, join: bool) -> Any:
             figures.weights - bare.weights,
         ),
     }
-
-
-def chosen(sizes: list[int]) -> list[dict[str, Any]]:
-    """Recomputed layers on devices of ``sizes`` MiB; the estimate for them and one layer less."""
-    import io
-    from contextlib import redirect_stderr
-
-    from mindspeed.training.estimate import estimate
-    from mindspeed.training.initialize import prepare
-
-    found = []
-    for size in sizes:
-        flags = ["--seq-length", "256", "--micro-batch-size", "4", "--num-layers", "8"]
-        with redirect_stderr(io.StringIO()) as said:
-            args = prepare([*TINY, *flags, "--auto-recompute-device-size", str(size)], 1).args
-        way: dict[str, Any] = {
-            name: getattr(args, f"recompute_{name}") for name in ("granularity", "method")
-        }
-        way |= {
-            "layers": args.recompute_num_layers,
-            "said": said.getvalue(),
-            "memory": estimate(args).memory,
-        }
-        way["one less"] = None
-        if args.recompute_method == "block":
-            args.recompute_num_layers -= 1
-            way["one less"] = estimate(args).memory
-        found.append(way)
-    return found

@@ -53,7 +53,7 @@ WRONG = {
     ),
     "two ways of recomputation": (
         [*TINY, "--auto-recompute-device-size", "100", "--checkpoint-activations"],
-        "--auto-recompute-device-size chooses what is recomputed: drop --checkpoint-activations",
+        "--adaptive-recompute-device-size: cannot be combined with --recompute-granularity",
     ),
     "resume from nowhere": ([*TINY, "--auto-resume"], "--auto-resume needs --save"),
     "gathering": ([*TINY, "--overlap-param-gather"], "needs --use-distributed-optimizer"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.trainer_job import SETUP
-from tests.training.estimate_job import chosen, measured_and_estimated
+from tests.training.estimate_job import measured_and_estimated
 
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-grouped-gemm "
 MOE += "--moe-token-dispatcher-type alltoall"
@@ -50,21 +50,3 @@ def test_adapter_parameters_are_counted_exactly(name, found):
     case = found[name]
     assert case["adapters"] > 0
     assert case["estimated adapters"] == (case["adapters"], 4 * case["adapters"])
-
-
-def test_as_few_layers_are_recomputed_as_fit(ranks):
-    sizes = [1000, 40, 30, 1]
-    (found,) = ranks(1, chosen, sizes, setup=SETUP, backend=None, timeout=120)
-    flags = [(way["granularity"], way["method"], way["layers"]) for way in found]
-    assert flags[0] == (None, None, None)
-    assert flags[-1] == ("full", "uniform", 1)
-    between = [layers for granularity, method, layers in flags[1:-1] if method == "block"]
-    assert between == sorted(between) and len(set(between)) == 2
-    for way, size in zip(found[:-1], sizes[:-1], strict=True):
-        assert way["memory"] <= size * 2**20
-        # One layer less would not have fitted.
-        assert way["one less"] is None or way["one less"] > size * 2**20
-    assert "--auto-recompute-device-size 1000: no recomputation, 42 MiB" in found[0]["said"]
-    assert "of 8 layers of every stage are recomputed" in found[1]["said"]
-    assert "every layer is recomputed" in found[-1]["said"]
-    assert "which does not fit" in found[-1]["said"]
