@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
@@ -92,6 +92,37 @@ def recomputed_layers(megatron: Megatron) -> int:
     if per_rank or (megatron.get("recompute_granularity") == "full" and block):
         return megatron.get("recompute_num_layers") or 0
     return 0
+
+
+def attach_recomputed_outputs(
+    seams: Seams,
+    feature: str,
+    flag: str,
+    megatron: Megatron,
+    number: int | None,
+    chosen: Callable[[Iterable[str]], tuple[str, ...]],
+) -> None:
+    """Recompute sites and their outputs in the layers after those recomputed as a whole.
+
+    Args:
+        seams: The feature's.
+        feature: Its name.
+        flag: Its flag, for messages.
+        megatron: Megatron's arguments.
+        number: In how many layers of every model chunk; None: all.
+        chosen: Gets the sites of a layer, returns those that are recomputed.
+    """
+    after = recomputed_layers(megatron)
+    per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
+
+    def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
+        from mindspeed.memory.plan import Action
+        from mindspeed.memory.presets import plan_of
+
+        first = layers.first(number, after=after, of_rank=per_rank)
+        return plan_of(first, lambda layer: chosen(sites[layer]), Action.RECOMPUTE_OUTPUT)
+
+    attach_plan(seams, feature, flag, megatron, plan)
 
 
 def attach_plan(

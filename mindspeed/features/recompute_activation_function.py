@@ -9,14 +9,14 @@ sequential experts, shared experts; both layer specs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed.features._activation_memory import (
-    attach_plan,
+    attach_recomputed_outputs,
     common_problems,
     layer_count_problems,
-    recomputed_layers,
     selective_problem,
 )
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -63,20 +63,13 @@ def _validate(options: RecomputeActivationFunctionOptions, megatron: Megatron) -
 
 
 def _attach(seams: Seams, options: RecomputeActivationFunctionOptions, megatron: Megatron) -> None:
-    number, after = options.recompute_activation_function_num_layers, recomputed_layers(megatron)
-    per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
+    def activations(sites: Iterable[str]) -> tuple[str, ...]:
+        return tuple(site for site in sites if site.endswith(".activation"))
 
-    def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
-        from mindspeed.memory.plan import Action
-        from mindspeed.memory.presets import plan_of
-
-        def activations(layer: str) -> tuple[str, ...]:
-            return tuple(site for site in sites[layer] if site.endswith(".activation"))
-
-        chosen = layers.first(number, after=after, of_rank=per_rank)
-        return plan_of(chosen, activations, Action.RECOMPUTE_OUTPUT)
-
-    attach_plan(seams, FEATURE.name, "--recompute-activation-function", megatron, plan)
+    number = options.recompute_activation_function_num_layers
+    attach_recomputed_outputs(
+        seams, FEATURE.name, "--recompute-activation-function", megatron, number, activations
+    )
 
 
 FEATURE = Feature(

@@ -9,14 +9,14 @@ layer are one module, latent attention and multi-token prediction.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed.features._activation_memory import (
-    attach_plan,
+    attach_recomputed_outputs,
     common_problems,
     layer_count_problems,
-    recomputed_layers,
     selective_problem,
 )
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -54,20 +54,11 @@ def _validate(options: RecomputeNormOptions, megatron: Megatron) -> list[Problem
 
 
 def _attach(seams: Seams, options: RecomputeNormOptions, megatron: Megatron) -> None:
-    number, after = options.recompute_norm_num_layers, recomputed_layers(megatron)
-    per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
+    def norms(sites: Iterable[str]) -> tuple[str, ...]:
+        return tuple(norm for norm in NORMS if norm in sites)
 
-    def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
-        from mindspeed.memory.plan import Action
-        from mindspeed.memory.presets import plan_of
-
-        def norms(layer: str) -> tuple[str, ...]:
-            return tuple(norm for norm in NORMS if norm in sites[layer])
-
-        chosen = layers.first(number, after=after, of_rank=per_rank)
-        return plan_of(chosen, norms, Action.RECOMPUTE_OUTPUT)
-
-    attach_plan(seams, FEATURE.name, "--recompute-norm", megatron, plan)
+    number = options.recompute_norm_num_layers
+    attach_recomputed_outputs(seams, FEATURE.name, "--recompute-norm", megatron, number, norms)
 
 
 FEATURE = Feature(

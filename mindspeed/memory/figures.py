@@ -1,6 +1,6 @@
 """What became of the saved tensors, counted site by site.
 
-    print(runtime.figures.table())
+    print(runtime.figures.report())
 
 All figures are sums since the last ``reset``. A storage counts where it was saved first, for as
 long as it lives; parameters and buffers do not count.
@@ -85,7 +85,7 @@ class Figures:
         """Start again at zero."""
         self._rows.clear()
 
-    def table(self) -> str:
+    def report(self) -> str:
         """A readable table, one line for each site."""
         rows = [*sorted(self.by_site().items()), ("total", self.total())]
         width = max(len(name) for name, _ in rows)

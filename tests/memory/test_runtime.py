@@ -312,3 +312,28 @@ def test_everything_is_kept_in_a_block():
     with runtime.keep_everything():
         step(layers)
     assert runtime.figures.total().reruns == 0
+
+
+def test_the_report_has_a_line_for_each_site_and_their_sum():
+    layers = model()
+    runtime = planned(layers, plan_of({"act": Action.RECOMPUTE_OUTPUT, "first": Action.OFFLOAD}))
+    step(layers)
+    head, *lines, total = runtime.figures.report().splitlines()
+    assert head.split() == [
+        "site",
+        "calls",
+        "kept",
+        "dropped",
+        "host",
+        "copied_out",
+        "copied_in",
+        "reruns",
+    ]
+    rows = {
+        words[0]: [int(n.replace(",", "")) for n in words[1:]] for words in map(str.split, lines)
+    }
+    assert rows.keys() == {"layer", "act", "first"}
+    assert rows["act"][0] == rows["act"][-1] == 2 and rows["first"][3] > 0
+    assert total.split()[1:] == [f"{sum(column):,}" for column in zip(*rows.values(), strict=True)]
+    runtime.figures.reset()
+    assert runtime.figures.total().calls == 0
