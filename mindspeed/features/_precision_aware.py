@@ -10,7 +10,7 @@ from mindspeed.features.feature import Megatron, Problem
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
-SEAMS = ("optimizer_args", "optimizer", "kernels")
+SEAMS = ("optimizer_args", "optimizer")
 _ADAM = ("adam", "fused_adam")
 # Flag that excludes them -> why, and what to use.
 _EXCLUDED = {

@@ -116,7 +116,8 @@ def add_flags(
 
 def _help(item: Flag) -> str:
     limits = "" if item.range is None else f" ({item.range})"
-    return f"{item.help}{limits} (default: {_show(item.default)})"
+    text = f"{item.help}{limits} (default: {_show(item.default)})"
+    return text.replace("%", "%%")  # argparse formats it
 
 
 def _add_choices(action: argparse.Action, more: Sequence[str]) -> None:

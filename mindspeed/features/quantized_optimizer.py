@@ -103,5 +103,5 @@ FEATURE = Feature(
     validate=_validate,
     corrects=_corrects,
     attach=_attach,
-    seams=_precision_aware.SEAMS,
+    seams=(*_precision_aware.SEAMS, "kernels"),
 )

@@ -71,5 +71,5 @@ FEATURE = Feature(
     enabled=lambda options, megatron: options.reuse_fp32_param or options.reuse_fp32_param_exact,
     validate=_validate,
     attach=_attach,
-    seams=_precision_aware.SEAMS,
+    seams=(*_precision_aware.SEAMS, "kernels"),
 )

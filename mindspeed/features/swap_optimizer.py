@@ -68,5 +68,5 @@ FEATURE = Feature(
     validate=_validate,
     corrects=lambda options, megatron: {"store_param_remainders": False},
     attach=_attach,
-    seams=_precision_aware.SEAMS,
+    seams=(*_precision_aware.SEAMS, "kernels"),
 )

@@ -115,5 +115,5 @@ FEATURE = Feature(
     validate=_validate,
     corrects=lambda options, megatron: {"store_param_remainders": False} if _swaps() else {},
     attach=_attach,
-    seams=_precision_aware.SEAMS,
+    seams=(*_precision_aware.SEAMS, "kernels"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 
 import pytest
 
@@ -68,11 +69,29 @@ def test_attention_kernels_and_policy_are_replaced_through_one_seam():
     assert (kernels.normalize, attention_policy.alibi_slopes) == before
 
 
+def _shared_code(module):
+    """Source of the shared functions that a feature hands its seams to, and of those they call."""
+    text, seen = inspect.getsource(module), {}
+    helpers = [m for name, m in sys.modules.items() if name.startswith("mindspeed.features._")]
+    while True:
+        called = {
+            (helper, name): inspect.getsource(f)
+            for helper in helpers
+            for name, f in vars(helper).items()
+            if inspect.isfunction(f) and re.search(rf"\b{name}\(\s*seams\b", text)
+        }
+        if called.keys() <= seen.keys():
+            return "".join(seen.values())
+        seen |= called
+        text += "".join(called.values())
+
+
 def test_every_feature_uses_what_it_declares_and_declares_what_exists():
     methods = {"use_kernels": "kernels", "while_training": "train"}
     for feature in all_features():
         module = importlib.import_module(feature.attach.__module__)
-        used = {methods.get(n, n) for n in re.findall(r"\bseams\.(\w+)", inspect.getsource(module))}
+        text = inspect.getsource(module) + _shared_code(module)
+        used = {methods.get(n, n) for n in re.findall(r"\bseams\.(\w+)", text)}
         used -= {"journal", "Seams"}
         used = {name for name in used if name in (*SEAM_NAMES, "kernels")}
         assert set(feature.seams) == used, feature.name

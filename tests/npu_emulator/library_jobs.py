@@ -110,6 +110,8 @@ def host_copies() -> dict[str, Any]:
     group = engine.begin(0, "layer")
     taken = engine.takes(saved), engine.takes(saved.detach().cpu())
     held = OnHost(engine.save(saved, group, "layer, site", figures), saved)
+    held.copy.written.synchronize()  # a tensor whose copy is not complete does not need it
+    engine.end(group)
     back = held.get()
     return {
         "taken": taken,

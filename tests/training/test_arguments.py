@@ -51,10 +51,6 @@ WRONG = {
         [*TINY, "--no-shuffle", "--dataloader-type", "cyclic"],
         "--no-shuffle needs --dataloader-type single",
     ),
-    "two ways of recomputation": (
-        [*TINY, "--auto-recompute-device-size", "100", "--checkpoint-activations"],
-        "--adaptive-recompute-device-size: cannot be combined with --recompute-granularity",
-    ),
     "resume from nowhere": ([*TINY, "--auto-resume"], "--auto-resume needs --save"),
     "gathering": ([*TINY, "--overlap-param-gather"], "needs --use-distributed-optimizer"),
     "warm-up": (
@@ -81,7 +77,7 @@ WRONG = {
         "--lr-wsd-decay-iters 7 is more than --train-iters 6",
     ),
     "experts": ([*TINY, "--expert-model-parallel-size", "2"], "needs --num-experts", 2),
-    "optimizer": ([*TINY, "--optimizer", "cadam"], "--optimizer cadam: choose one of adam, sgd"),
+    "optimizer": ([*TINY, "--optimizer", "lamb"], "--optimizer lamb: choose one of adam, sgd"),
     "wrong layers of stages": (
         [*TINY, "--pipeline-model-parallel-size", "2", "--manual-layers", "1,2"],
         "--num-layer-list 1,2 has 2 stages and 3 layers: there are 2 stages",
