@@ -125,8 +125,9 @@ def describe(settings: Settings) -> str:
     """The text of ``--dry-run``."""
     args, e = settings.args, estimate(settings.args)
     sites, traced = _sites(args)
+    by_formula = ", by formula: not traced, see below"
     if traced is not None:
-        e = replace(e, activations=traced)
+        e, by_formula = replace(e, activations=traced), ""
     only_with_flags = [
         ("gathered weights", e.gathered, "per rank"),
         ("optimizer (host)", e.host, "of host memory"),
@@ -141,7 +142,7 @@ def describe(settings: Settings) -> str:
         ("gradients", f"{e.gradients / GIB:10.3f} GiB per rank"),
         ("optimizer", f"{e.optimizer / GIB:10.3f} GiB per rank"),
         *((name, f"{size / GIB:10.3f} GiB {of}") for name, size, of in only_with_flags if size),
-        ("activations", f"{e.activations / GIB:10.3f} GiB per rank"),
+        ("activations", f"{e.activations / GIB:10.3f} GiB per rank{by_formula}"),
         ("memory", f"{e.memory / GIB:10.3f} GiB per rank, estimated"),
         ("pipeline bubble", f"{100 * e.bubble:.1f} %"),
         ("model FLOPs", f"{e.flops_per_step:.3e} per step"),
@@ -162,7 +163,7 @@ def _sites(args: argparse.Namespace) -> tuple[str, int | None]:
         return activation_trace.table(stages), max(stage.bytes for stage in stages)
     except Exception as error:  # the other figures do not depend on it
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"  not traced, see activations above: {reason}", None
+    return f"  not traced: {reason}", None
 
 
 def _micro_batches(args: argparse.Namespace) -> int:
