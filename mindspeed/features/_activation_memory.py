@@ -144,13 +144,10 @@ def attach_plan(
         offload: Copies what the plan offloads; the chunks share it.
     """
 
-    # Under saved-tensor hooks Megatron's own linear layers return no placeholder of a gradient
-    # that they have added to main_grad, and the reduction that overlaps backward waits for it.
     convert = bool(megatron.get("overlap_grad_reduce"))
 
     def plan_chunk(model: Any, config: Any, vp_stage: int | None) -> None:
         from mindspeed.memory import megatron as engine
-        from mindspeed.te import local_linears
 
         sites = {path: engine.sites_of(layer) for path, layer in engine.layers_of(model).items()}
         plan = make(sites, engine.chunk_layers(model, config, vp_stage))
@@ -166,7 +163,19 @@ def attach_plan(
                 engine.install(model, plan, seams.journal, owner=flag, offload=offload)
             except ValueError as error:
                 raise ConfigError(f"{flag}: {error}") from None
-            if convert and config.gradient_accumulation_fusion:
-                local_linears.convert_chunk(model, config, vp_stage)
+            if convert:
+                convert_linears(model, config, vp_stage)
 
     seams.chunk.add(plan_chunk, owner=feature)
+
+
+def convert_linears(model: Any, config: Any, vp_stage: int | None) -> None:
+    """Let plans run with ``--overlap-grad-reduce``; a function for the seam ``chunk``.
+
+    Under saved-tensor hooks Megatron's own linear layers return no placeholder of a gradient that
+    they have added to main_grad, and the reduction that overlaps backward waits for it.
+    """
+    from mindspeed.te import local_linears
+
+    if config.gradient_accumulation_fusion:
+        local_linears.convert_chunk(model, config, vp_stage)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mindspeed.features._activation_memory import common_problems
+from mindspeed.features._activation_memory import common_problems, convert_linears
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 from mindspeed.ranges import Range
@@ -126,15 +126,7 @@ def _attach(seams: Seams, options: AdaptiveMemoryOptions, megatron: Megatron) ->
     controller = Controller(settings, here, seams.journal, _print_on_the_first_rank)
     seams.schedule.add(controller.with_schedule, owner=FEATURE.name)
     if megatron.get("overlap_grad_reduce"):
-        seams.chunk.add(_convert_linears, owner=FEATURE.name)
-
-
-def _convert_linears(model: Any, config: Any, vp_stage: int | None) -> None:
-    """As :func:`~mindspeed.features._activation_memory.attach_plan` does."""
-    from mindspeed.te import local_linears
-
-    if config.gradient_accumulation_fusion:
-        local_linears.convert_chunk(model, config, vp_stage)
+        seams.chunk.add(convert_linears, owner=FEATURE.name)
 
 
 def _min_bytes() -> int | None:

@@ -170,12 +170,18 @@ def refuse_different_plans(plan: Plan, owner: str) -> None:
 
     if not parallel_state.model_parallel_is_initialized() or dist.get_backend() == "fake":
         return
-    groups = [
+    here = devices.current().torch_device()
+    agreement.refuse_different(plan.digest(), stage_groups(), here, f"the plan of {owner}")
+
+
+def stage_groups() -> list[Any]:
+    """Groups that connect all ranks of a pipeline stage."""
+    from megatron.core import parallel_state
+
+    return [
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     ]
-    here = devices.current().torch_device()
-    agreement.refuse_different(plan.digest(), groups, here, f"the plan of {owner}")
 
 
 def check_names(plan: Plan, known: dict[str, Any]) -> None:

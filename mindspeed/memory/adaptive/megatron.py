@@ -30,7 +30,7 @@ from mindspeed.memory.candidates import ALL_ON_HOST, KEEP_ALL, LEAST, name_of, p
 from mindspeed.memory.estimate import device_clock
 from mindspeed.memory.in_flight import most_held
 from mindspeed.memory.in_flight.megatron import held_by_stage
-from mindspeed.memory.megatron import install, layers_of, sites_of, wrap
+from mindspeed.memory.megatron import install, layers_of, sites_of, stage_groups, wrap
 from mindspeed.memory.plan import LayerPlan, Plan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.solver import Budget, LayerCosts, NothingFits, Solution
@@ -188,7 +188,7 @@ class Controller:
         settings, adaptation = self._settings, self._adaptation
         if self._steps < settings.profiled_steps or (adaptation and adaptation.finished):
             return
-        (peak,) = agreement.largest([peak], self._groups(), self._device.torch_device())
+        (peak,) = agreement.largest([peak], stage_groups(), self._device.torch_device())
         reason = f"step {self._steps} needed {peak / _MIB:,.1f} MiB"
         if adaptation is None:
             adaptation = self._adaptation = self._profiled()
@@ -207,7 +207,7 @@ class Controller:
             )
         copies = self._settings.offload or self._settings.rescue
         kinds = list(self._kinds.values())
-        measured = agree(kinds, self._groups(), self._device, self._clock, copies=copies)
+        measured = agree(kinds, stage_groups(), self._device, self._clock, copies=copies)
         candidates = dict(zip(self._kinds, measured.candidates, strict=True))
         forward = dict(zip(self._kinds, measured.forward, strict=True))
         held = most_held(self._held())
@@ -246,14 +246,7 @@ class Controller:
     def _agree_on(self, what: Any) -> None:
         digest = hashlib.sha256(repr(what).encode()).hexdigest()
         device = self._device.torch_device()
-        agreement.refuse_different(digest, self._groups(), device, "the activation plan")
-
-    def _groups(self) -> list[Any]:
-        """Groups that connect all ranks of a pipeline stage."""
-        return [
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_data_parallel_group(with_context_parallel=True),
-        ]
+        agreement.refuse_different(digest, stage_groups(), device, "the activation plan")
 
 
 def _zero_gradients(chunk: Any) -> None:
