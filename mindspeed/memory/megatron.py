@@ -255,18 +255,20 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _environment(model: torch.nn.Module) -> Callable[..., Any]:
     """What a second run must find, and what it must not leave behind.
 
-    Random states of Megatron's tracker; buffers that count (tokens of experts); the auxiliary
-    losses that are logged, which the router would add a second time.
+    Random states of Megatron's tracker; buffers of the layer that count (tokens of experts); the
+    auxiliary losses that are logged, which the router would add a second time.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    def remember() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    layers = layers_of(model)
+
+    def remember(layer: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
         states = random._get_all_rng_states()
 
         @contextlib.contextmanager
         def restored() -> Iterator[None]:
-            buffers = [(x, x._version, x.clone()) for x in model.buffers()]
+            buffers = [(x, x._version, x.clone()) for x in layers[layer].buffers()]
             losses = get_moe_layer_wise_logging_tracker()
             before = {
                 name: {

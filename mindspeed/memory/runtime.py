@@ -19,6 +19,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
 from mindspeed.memory.offload import MIN_BYTES, Offload
 from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
 from mindspeed.memory.saved import Kept, ViewOf
-from mindspeed.memory.segment import Environment, Segment
+from mindspeed.memory.segment import Segment
 
 Forward = Callable[..., Any]
 Tensors = Callable[[], Iterable[torch.Tensor]]
@@ -51,7 +52,8 @@ class Runtime:
 
     Args:
         plan: What to do; :attr:`plan` may be replaced between two iterations.
-        environment: What a second run must find as the first did; default: random states.
+        environment: Of a layer, by its name: what a second run must find as the first did, as
+            :data:`~mindspeed.memory.segment.Environment`. Default: random states.
         min_bytes: Smaller tensors are not copied to the host.
         offload: Makes the host copies; :attr:`offload` may be replaced between two iterations.
             Default: one of its own, with ``min_bytes``.
@@ -60,13 +62,13 @@ class Runtime:
     def __init__(
         self,
         plan: Plan,
-        environment: Environment | None = None,
+        environment: Callable[[str], Callable[[], AbstractContextManager[object]]] | None = None,
         min_bytes: int = MIN_BYTES,
         offload: Offload | None = None,
     ) -> None:
         self.plan, self.figures = plan, Figures()
         self.offload = offload or Offload(min_bytes=min_bytes)
-        self.environment = environment or random_states
+        self.environment = environment or (lambda layer: random_states())
         self._state = _State()
         self.wrapped: dict[str, set[str]] = {}
         self.owners: dict[tuple[str, str], str] = {}
@@ -191,8 +193,9 @@ class Runtime:
         figures.calls += 1
         segment = None
         if action.recomputes:
+            environment = functools.partial(self._rerun, call.name)
             segment = Segment(
-                f"{call.name}, {site}", forward, args, kwargs, self._rerun, figures.count_rerun
+                f"{call.name}, {site}", forward, args, kwargs, environment, figures.count_rerun
             )
             if self._microbatch is not None:
                 self._segments.append((self._microbatch, weakref.ref(segment)))
@@ -221,8 +224,8 @@ class Runtime:
         drop_outputs(frame, outputs, (args, kwargs))
         return outputs
 
-    def _rerun(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        enter = self.environment()
+    def _rerun(self, layer: str) -> Callable[[], AbstractContextManager[object]]:
+        enter = self.environment(layer)
 
         @contextlib.contextmanager
         def rerun() -> Iterator[None]:
@@ -274,11 +277,11 @@ def _on_backward(outputs: Any, function: Callable[[], None]) -> None:
             return
 
 
-def _hooks(pack: Callable[[torch.Tensor], Any]) -> contextlib.AbstractContextManager[object]:
+def _hooks(pack: Callable[[torch.Tensor], Any]) -> AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.get())
 
 
-def random_states() -> Callable[[], contextlib.AbstractContextManager[object]]:
+def random_states() -> Callable[[], AbstractContextManager[object]]:
     """The environment of a model without random streams of its own: torch's generators."""
     host = torch.random.get_rng_state()
     accelerator = torch.accelerator.current_accelerator()

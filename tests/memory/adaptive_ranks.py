@@ -150,7 +150,7 @@ def costs(name, spec, fake):
         layers = layers_of(model)
         runtime = install(model, Plan({one: LEAST for one in layers}), journal, min_bytes=0)
         # FakeTensors have no random states; copies of real ones would count.
-        runtime.environment = lambda: contextlib.nullcontext
+        runtime.environment = lambda layer: contextlib.nullcontext
         (layer_name, layer) = list(layers.items())[1]
         kind = Kind(plans_for(list(sites_of(layer)), offload=True, rescue=False))
         sites = {site for plan in kind.plans for site in plan}

@@ -53,9 +53,9 @@ class Kind:
 
         costs = []
         for plan in self.plans:
-            with runtime.environment()():
+            with runtime.environment(name)():
                 costs.append(try_plan(runtime, name, call, plan, clock))
-        with runtime.environment()():
+        with runtime.environment(name)():
             self.forward.append(clock(call))
         self.costs.append(costs)
 
