@@ -13,6 +13,8 @@ from mindspeed.data.sources import TEXT_UNITS
 from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import ConfigError
 
+_NOT_IN_FILE_NAMES = frozenset({"/", "\0"})
+
 
 @dataclass(frozen=True)
 class PreprocessOptions:
@@ -104,6 +106,12 @@ def check(options: PreprocessOptions) -> None:
             raise ConfigError(f"--{flag} {value}: at least 1 is needed")
     if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: name every key once")
+    for key in options.json_keys:
+        if unfit := set(key) & _NOT_IN_FILE_NAMES:
+            raise ConfigError(
+                f"--json-keys {key}: a key becomes part of file names, which "
+                f"cannot contain {' or '.join(map(repr, sorted(unfit)))}; rename the field"
+            )
     if options.split_sentences and handler.conversations is not None:
         raise ConfigError(
             f"--split-sentences is for texts: with --handler-name {options.handler} a sample is a "

@@ -246,6 +246,8 @@ def test_missing_input_and_wrong_options_are_refused_before_work_starts(options,
         ({"inputs": (tmp_path / "out",)}, "no file that ends in"),
         ({"workers": 0}, "--workers 0"),
         ({"json_keys": ("text", "text")}, "name every key once"),
+        ({"json_keys": ("hf:/dev/null",)}, "which cannot contain '/'"),
+        ({"json_keys": ("text", "a\0b")}, "cannot contain '.x00'"),
     ):
         (tmp_path / "out").mkdir(exist_ok=True)
         with pytest.raises((ConfigError, DataError), match=message):
