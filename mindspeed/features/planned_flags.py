@@ -19,7 +19,6 @@ FEATURES: dict[str, str] = {
     "Fold3D": "--fold-mode",
     "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
     "--recompute-in-advance",
-    "MLP layer fusion": "--mlp-layer-fusion",
     "MC2: matmul and collective in one kernel": "--use-ascend-mc2",
     "Nano-pipe pipeline parallelism": "--use-nanopipe",
     "High-dimensional (2D) tensor parallelism": "--tp-2d --tp-x --tp-y",
@@ -49,7 +48,6 @@ INSTEAD: dict[str, str] = {
     "--manual-mbs": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--optimized-pipeline": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--fold-mode": "--overlap-grad-reduce reduces gradients while the backward pass runs",
-    "--mlp-layer-fusion": "with --swiglu gate and up projection are one layer already",
     "--n-shared-experts": "--moe-shared-expert-intermediate-size gives their width",
 }
 
