@@ -7,8 +7,7 @@ adds a feature deletes its line here.
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from mindspeed.errors import ConfigError
@@ -19,7 +18,7 @@ FEATURES: dict[str, str] = {
     "Fold3D": "--fold-mode",
     "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
     "--recompute-in-advance",
-    "MC2: matmul and collective in one kernel": "--use-ascend-mc2",
+    "MLP layer fusion": "--mlp-layer-fusion",
     "Nano-pipe pipeline parallelism": "--use-nanopipe",
     "High-dimensional (2D) tensor parallelism": "--tp-2d --tp-x --tp-y",
     "Checkpoints to disk without Gloo groups": "--disable-gloo-group",
@@ -38,16 +37,12 @@ FEATURES: dict[str, str] = {
     "Ampipe communication hiding": "--ampipe-degree",
     "Auto tuning: search for the parallel configuration": "--auto-tuning",
 }
-# Environment variable that switches a feature on -> the feature, and the values that are off.
-VARIABLES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "COC_PARALLEL_NUM": ("Computation over communication (CoC)", ("", "0", "1")),
-    "USE_COC_FUSED_KERNEL": ("CoC with fused kernels", ("", "0")),
-}
 # What does something similar today.
 INSTEAD: dict[str, str] = {
     "--manual-mbs": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--optimized-pipeline": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--fold-mode": "--overlap-grad-reduce reduces gradients while the backward pass runs",
+    "--mlp-layer-fusion": "with --swiglu gate and up projection are one layer already",
     "--n-shared-experts": "--moe-shared-expert-intermediate-size gives their width",
 }
 
@@ -96,18 +91,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             )
 
 
-def refuse(names: Iterable[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse options and environment variables of features that do not exist yet.
+def refuse(names: Iterable[str]) -> None:
+    """Refuse options of features that do not exist yet.
 
     Raises:
         ConfigError: one line for each.
     """
-    found = [*filter(None, map(problem, names)), *_variables(environment)]
-    if found:
+    if found := list(filter(None, map(problem, names))):
         raise ConfigError("\n".join(found))
-
-
-def _variables(environment: Mapping[str, str]) -> Iterator[str]:
-    for name, (feature, off) in VARIABLES.items():
-        if (value := environment.get(name, "")) not in off:
-            yield f"{name}={value} is not available yet ({feature}): unset it"

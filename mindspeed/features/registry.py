@@ -160,7 +160,6 @@ def resolve(
     Raises:
         ConfigError: all problems of all features at once, one a line.
     """
-    planned_flags.refuse(())
     features = list(all_features() if features is None else features)
     level_flag = next(flags_of(LevelOptions))
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))

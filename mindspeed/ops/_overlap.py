@@ -9,7 +9,9 @@ send the same bytes in more collectives; a collective of T seconds and a product
 then take max(C, T) + min(C, T) / chunks instead of C + T.
 
 Layouts: a ``[m, k]``, b ``[k, n]``, out ``[m, n]``; rows sharded over p ranks are
-``[m / p, ...]`` on each, by rank. All functions write into given tensors.
+``[m / p, ...]`` on each, by rank. All functions write into given tensors. ``b`` may have more rows
+than a has columns, zeros that align its length for an NPU: a is padded to them chunk by chunk,
+after it was sent.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 Start = Callable[[int], dist.Work]
 Finish = Callable[[int], None]
@@ -41,36 +44,51 @@ def pipeline(chunks: int, start: Start, finish: Finish) -> None:
 
 
 def matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, chunks: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    chunks: int,
+    addend: torch.Tensor | None = None,
 ) -> None:
-    """``out = sum over ranks of a @ b``; moves ``[m, n]`` in ``chunks`` all-reduces.
+    """``out = sum over ranks of (a @ b + addend)``; moves ``[m, n]`` in ``chunks`` all-reduces.
 
-    ``a`` is ``[m, k]``, ``b`` ``[k, n]`` and ``out`` ``[m, n]``, all of one dtype.
+    ``a`` is ``[m, k]``, ``b`` ``[k, n]``, ``out`` and ``addend`` are ``[m, n]`` and may be one
+    tensor, all of one dtype.
     """
     parts, results = a.chunk(chunks), out.chunk(chunks)
+    addends = [None] * chunks if addend is None else addend.chunk(chunks)
 
     def start(i: int) -> dist.Work:
-        torch.mm(parts[i], b, out=results[i])
+        _product(parts[i], b, addends[i], results[i])
         return _issued(dist.all_reduce(results[i], group=group, async_op=True))
 
     pipeline(len(parts), start, lambda i: None)
 
 
 def matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, chunks: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    chunks: int,
+    addend: torch.Tensor | None = None,
 ) -> None:
-    """``out = this rank's rows of the sum of a @ b``; reduce-scatters ``[m, n]`` in all.
+    """``out = this rank's rows of the sum of a @ b + addend``; reduce-scatters ``[m, n]`` in all.
 
     Chunk i holds part i of every rank's rows, so that its piece of ``out`` is contiguous. ``a`` is
-    ``[m, k]``, ``b`` ``[k, n]`` and ``out`` ``[m / ranks, n]``, all of one dtype.
+    ``[m, k]``, ``b`` ``[k, n]``, ``addend`` ``[m, n]`` and ``out`` ``[m / ranks, n]``, all of one
+    dtype.
     """
     ranks = group.size()
-    by_rank = a.view(ranks, chunks, -1, a.size(1))
     results = out.chunk(chunks)
     partial: list[torch.Tensor | None] = [None] * chunks
 
+    def rows_of(x: torch.Tensor, i: int) -> torch.Tensor:
+        return x.view(ranks, chunks, -1, x.size(1))[:, i].reshape(-1, x.size(1))
+
     def start(i: int) -> dist.Work:
-        partial[i] = torch.mm(by_rank[:, i].reshape(-1, a.size(1)), b)
+        partial[i] = _product(rows_of(a, i), b, None if addend is None else rows_of(addend, i))
         work = dist.reduce_scatter_tensor(results[i], partial[i], group=group, async_op=True)
         return _issued(work)
 
@@ -87,11 +105,12 @@ def all_gather_matmul(
     gathered: torch.Tensor | None,
     group: dist.ProcessGroup,
     chunks: int,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """``out = (a of all ranks) @ b``; gathers ``[m, k]`` in all, into ``gathered`` if given.
+    """``out = (a of all ranks) @ b + bias``; gathers ``[m, k]``, into ``gathered`` if given.
 
     Without ``gathered [m, k]``, two chunks of it are in memory at a time. ``a`` is
-    ``[m / ranks, k]``, ``b`` ``[k, n]`` and ``out`` ``[m, n]``, all of one dtype.
+    ``[m / ranks, k]``, ``b`` ``[k, n]``, ``bias`` ``[n]`` and ``out`` ``[m, n]``, all of one dtype.
     """
     ranks, k = group.size(), a.size(1)
     parts = a.chunk(chunks)
@@ -111,15 +130,26 @@ def all_gather_matmul(
         rows = arriving[i]
         assert rows is not None
         if chunks == 1:
-            torch.mm(rows, b, out=out)
+            _product(rows, b, bias, out)
             return
-        rows = rows.view(ranks, -1, k)
-        chunked_out[:, i] = rows @ b
+        chunked_out[:, i] = _product(rows, b, bias).view(ranks, -1, out.size(1))
         if whole is not None:
-            whole[:, i] = rows
+            whole[:, i] = rows.view(ranks, -1, k)
         arriving[i] = None
 
     pipeline(chunks, start, finish)
+
+
+def _product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``a @ b + addend``; see the module for a padded b."""
+    if b.size(0) > a.size(1):
+        a = F.pad(a, (0, b.size(0) - a.size(1)))
+    return torch.mm(a, b, out=out) if addend is None else torch.addmm(addend, a, b, out=out)
 
 
 def _issued(work: dist.Work | None) -> dist.Work:

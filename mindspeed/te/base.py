@@ -72,12 +72,22 @@ class UserBufferQuantizationMode(enum.Enum):
     FP8 = "fp8"
 
 
-def initialize_ub(*args: Any, **kwargs: Any) -> None:
-    """Refuse: userbuffers are GPU memory that peers write into directly."""
-    raise NotImplementedError(
-        "--tp-comm-overlap needs the userbuffers of NVIDIA's Transformer Engine on CUDA; drop the "
-        "flag, or run with MINDSPEED_TE=native on a GPU"
-    )
+def initialize_ub(*args: Any, ub_cfgs: Any = None, **kwargs: Any) -> None:
+    """Nothing to set up: without userbuffers the products of linear layers are overlapped.
+
+    See :mod:`mindspeed.features.tp_comm_overlap`. Megatron-LM calls this with
+    ``--tp-comm-overlap``.
+
+    Args:
+        *args: Sizes of the buffers.
+        ub_cfgs: Settings of each buffer, which must be empty.
+        **kwargs: How the ranks of a node find each other.
+    """
+    if ub_cfgs:
+        raise NotImplementedError(
+            "--tp-comm-overlap-cfg describes the userbuffers of NVIDIA's Transformer Engine; drop "
+            "it, or run with MINDSPEED_TE=native on a GPU"
+        )
 
 
 def torch_device(where: Any = None) -> torch.device:

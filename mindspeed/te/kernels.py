@@ -161,6 +161,7 @@ def matmul_scatter(
     transposed: bool = True,
     addend: torch.Tensor | None = None,
     async_op: bool = False,
+    wgrad_follows: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """:func:`matmul`, then reduce-scatter along the first dimension.
 
@@ -173,6 +174,8 @@ def matmul_scatter(
         transposed: As in :func:`matmul`.
         addend: ``[s, b, n]``, added to this rank's term; overwritten.
         async_op: The caller waits for the handle; a replacement may return None for it.
+        wgrad_follows: The caller computes a weight gradient before it waits, which hides the
+            collective; a replacement need not hide it.
 
     Returns:
         ``[s/p, b, n]`` and the handle of a collective that is under way, or None.
@@ -189,6 +192,7 @@ def matmul_reduce(
     transposed: bool = True,
     addend: torch.Tensor | None = None,
     async_op: bool = False,
+    wgrad_follows: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """:func:`matmul`, then all-reduce: row-parallel forward, column-parallel dx.
 

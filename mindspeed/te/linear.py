@@ -18,7 +18,11 @@ from mindspeed.te.base import (
     TransformerEngineBaseModule,
     mark_tensor_parallel,
 )
-from mindspeed.te.linear_communication import LinearCommunication, linear
+from mindspeed.te.linear_communication import (
+    LinearCommunication,
+    linear,
+    overlaps_communication,
+)
 from mindspeed.te.weight_gradient import DelayedWgrad, WgradOptions
 
 
@@ -42,8 +46,14 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
         device: Where the parameters live.
         delay_wgrad_compute: Compute weight gradients only in :meth:`backward_dw`.
         ub_name: Name of the layer for communication overlap (kept, not used).
-        **userbuffers: ``ub_*`` and ``symmetric_ar_type``: only false values are possible.
+        **userbuffers: ``ub_*``: what ``--tp-comm-overlap`` asks for, refused without that feature
+            (:mod:`mindspeed.features.tp_comm_overlap`); ``symmetric_ar_type`` must be None.
+
+    Attributes:
+        overlap_communication: Features may overlap its products with their collectives.
     """
+
+    overlap_communication = True
 
     def __init__(
         self,
@@ -112,7 +122,10 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
     @property
     def communication(self) -> LinearCommunication:
         """How the layer is sharded."""
-        return LinearCommunication(self.tp_group, self.parallel_mode, self.sequence_parallel)
+        overlap = self.overlap_communication
+        return LinearCommunication(
+            self.tp_group, self.parallel_mode, self.sequence_parallel, overlap
+        )
 
     def _multiply(
         self,
@@ -245,15 +258,18 @@ def mark_bias(bias: torch.Tensor, parallel_mode: str | None, sequence_parallel: 
 
 
 def refuse_userbuffers(options: dict[str, Any]) -> None:
-    """Raise when an option requires communication through userbuffers or symmetric memory."""
+    """Raise when an option requires a collective of NVIDIA's package that nothing replaces."""
     requested = sorted(name for name, value in options.items() if value)
     known = {name for name in options if name.startswith("ub_") or name == "symmetric_ar_type"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise TypeError(f"unexpected keyword arguments {unknown}")
+    if overlaps_communication():
+        requested = [name for name in requested if not name.startswith("ub_")]
     if requested:
         raise NotImplementedError(
             f"{', '.join(requested)}: userbuffers and symmetric-memory collectives need NVIDIA's "
-            "Transformer Engine (switch --tp-comm-overlap and --symmetric-ar-type off, or run with "
-            "MINDSPEED_TE=native)"
+            "Transformer Engine (MINDSPEED_TE=native); without it --tp-comm-overlap overlaps in "
+            "its own way, where it is switched on before the model is built: as a flag, or by "
+            "mindspeed.configure(tp_comm_overlap=True); --symmetric-ar-type must stay off"
         )

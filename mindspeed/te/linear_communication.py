@@ -24,6 +24,7 @@ collectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +47,14 @@ class LinearCommunication:
         group: The tensor-parallel ranks; None for one rank.
         parallel_mode: ``"column"`` (W sharded along out), ``"row"`` (along in) or None.
         sequence_parallel: Activations outside the layer are sharded along s.
+        overlap: A feature may overlap a product with its collective; False: the plain formulas,
+            whatever it put in their place.
     """
 
     group: Any = None
     parallel_mode: str | None = None
     sequence_parallel: bool = False
+    overlap: bool = True
 
     @property
     def column(self) -> bool:
@@ -71,6 +75,21 @@ class LinearCommunication:
     def gathers_grad(self) -> bool:
         """The backward pass all-gathers dy along s."""
         return self.row and self.sequence_parallel
+
+    def kernel(self, name: str) -> Callable[..., Any]:
+        """The product with a collective that the layer calls, by its name in ``te.kernels``."""
+        return getattr(kernels, name) if self.overlap else _PLAIN[name]  # type: ignore[no-any-return]
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    name: getattr(kernels, name) for name in ("gather_matmul", "matmul_scatter", "matmul_reduce")
+}
+"""The formulas; imported before a feature can replace one."""
+
+
+def overlaps_communication() -> bool:
+    """Whether a feature has replaced the products with a collective."""
+    return any(getattr(kernels, name) is not plain for name, plain in _PLAIN.items())
 
 
 def multiply(
@@ -97,10 +116,11 @@ def multiply(
     """
     group, gathered = communication.group, None
     if communication.gathers_input:
-        out, gathered = kernels.gather_matmul(x, weight, group, bias=bias, keep=keep)
+        gather_matmul = communication.kernel("gather_matmul")
+        out, gathered = gather_matmul(x, weight, group, bias=bias, keep=keep)
     elif communication.row:
         scatter = communication.sequence_parallel
-        kernel = kernels.matmul_scatter if scatter else kernels.matmul_reduce
+        kernel = communication.kernel("matmul_scatter" if scatter else "matmul_reduce")
         out, _ = kernel(x, weight, group, addend=addend)
         out = out if bias is None else out.add_(bias)
     else:
@@ -117,6 +137,7 @@ def multiply_gradient(
     *,
     addend: torch.Tensor | None = None,
     keep: bool = False,
+    wgrad_follows: bool = False,
 ) -> tuple[torch.Tensor, Work, torch.Tensor]:
     """The backward pass: ``dx = dy W`` with the collective of the layer.
 
@@ -127,19 +148,23 @@ def multiply_gradient(
         addend: ``[s, b, in]`` of this rank of a column layer without sequence parallelism, added
             before the reduction; overwritten.
         keep: Return the gathered dy of a layer that gathers it.
+        wgrad_follows: The caller computes a weight gradient before it waits.
 
     Returns:
         dx (complete after ``wait()``); the handle or None; the gathered dy, or dy.
     """
     group = communication.group
     if communication.gathers_grad:
-        dx, whole = kernels.gather_matmul(grad, weight, group, transposed=False, keep=keep)
+        gather_matmul = communication.kernel("gather_matmul")
+        dx, whole = gather_matmul(grad, weight, group, transposed=False, keep=keep)
         return dx, None, grad if whole is None else whole
     if not communication.column:
         return kernels.matmul(grad, weight, transposed=False, addend=addend), None, grad
-    scatter = communication.sequence_parallel
-    kernel = kernels.matmul_scatter if scatter else kernels.matmul_reduce
-    dx, work = kernel(grad, weight, group, transposed=False, addend=addend, async_op=True)
+    kernel = communication.kernel(
+        "matmul_scatter" if communication.sequence_parallel else "matmul_reduce"
+    )
+    options: dict[str, Any] = {"addend": addend, "wgrad_follows": wgrad_follows}
+    dx, work = kernel(grad, weight, group, transposed=False, async_op=True, **options)
     return dx, work, grad
 
 
@@ -189,8 +214,13 @@ class _Linear(torch.autograd.Function):
         if casts is not None:
             dx, reducing, grad = _cast_gradient(ctx, grad, weight)
         elif needs_x:
+            follows = needs_weight and ctx.wgrad.delayed is None
             dx, reducing, grad = multiply_gradient(
-                grad, weight.to(ctx.dtype), communication, keep=needs_weight
+                grad,
+                weight.to(ctx.dtype),
+                communication,
+                keep=needs_weight,
+                wgrad_follows=follows,
             )
         elif needs_weight and communication.gathers_grad:
             grad = gather(grad, communication.group)

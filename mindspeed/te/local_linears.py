@@ -38,6 +38,7 @@ class _Multiply:
     """The product of both layers, without their options; adapters override it."""
 
     gradient_accumulation_fusion: bool
+    overlap_communication = True
 
     def _multiply(
         self,
@@ -63,7 +64,9 @@ def _substitutes() -> dict[type, type]:
                 return super()._forward_impl(input, weight, **options)
             scatters, reduces = options["sequence_parallel"], options["allreduce_dgrad"]
             group = self.tp_group if scatters or reduces else None
-            communication = LinearCommunication(group, "column", scatters)
+            communication = LinearCommunication(
+                group, "column", scatters, self.overlap_communication
+            )
             return self._multiply(input, weight, options["bias"], communication)
 
     class RowParallelLinear(_Multiply, Row):  # type: ignore[misc]
@@ -78,7 +81,9 @@ def _substitutes() -> dict[type, type]:
             offloading = self.config._cpu_offloading_context
             if offloading is not None and offloading.inside_context:
                 input_.activation_offloading = self.config.cpu_offloading_activations  # type: ignore[attr-defined]
-            communication = LinearCommunication(self.tp_group, "row", self.sequence_parallel)
+            communication = LinearCommunication(
+                self.tp_group, "row", self.sequence_parallel, self.overlap_communication
+            )
             bias = None if self.skip_bias_add else self.bias
             out = self._multiply(input_, self.weight, bias, communication)
             return out, self.bias if self.skip_bias_add else None

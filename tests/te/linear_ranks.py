@@ -275,7 +275,7 @@ def coc_kernels(chunks: int, log: list[tuple[str, bool]]) -> dict[str, Callable[
         shape = (-1, x.shape[1])
         return out.unflatten(0, shape), gathered.unflatten(0, shape) if keep else None
 
-    def matmul_scatter(x, weight, group, *, transposed=True, addend=None, async_op=False):  # type: ignore[no-untyped-def]
+    def matmul_scatter(x, weight, group, *, transposed=True, addend=None, **options):  # type: ignore[no-untyped-def]
         log.append(("matmul_scatter", transposed))
         w = matrix(weight, transposed)
         if addend is not None:  # as one product of concatenated operands
@@ -285,7 +285,7 @@ def coc_kernels(chunks: int, log: list[tuple[str, bool]]) -> dict[str, Callable[
         CocOps(group, chunks).matmul_reduce_scatter(flat(x), w, out)
         return out.unflatten(0, (-1, x.shape[1])), None
 
-    def matmul_reduce(x, weight, group, *, transposed=True, addend=None, async_op=False):  # type: ignore[no-untyped-def]
+    def matmul_reduce(x, weight, group, *, transposed=True, addend=None, **options):  # type: ignore[no-untyped-def]
         log.append(("matmul_reduce", transposed))
         w = matrix(weight, transposed)
         if addend is not None:

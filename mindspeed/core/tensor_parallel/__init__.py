@@ -1,0 +1,1 @@
+"""The original's import paths of tensor parallelism."""

@@ -1,0 +1,110 @@
+"""What the features that overlap a product with its collective share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mindspeed.features.feature import Megatron, Problem
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.tensor_parallel.strategy import Overlap
+
+STRICT = "MINDSPEED_STRICT_FUSION"
+
+
+def strict() -> bool:
+    """Whether a fused kernel that cannot run is an error."""
+    return os.environ.get(STRICT, "0") == "1"
+
+
+def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
+    """What keeps every one of these features from having an effect.
+
+    A framework that calls ``mindspeed.configure`` may not say how it shards; that is no problem.
+    """
+    from mindspeed import device, te
+
+    if megatron.get("tensor_model_parallel_size", 2) == 1:
+        yield Problem(
+            flag,
+            "--tensor-model-parallel-size is 1, so linear layers do not communicate",
+            "remove it, or use more tensor-parallel ranks",
+        )
+    if megatron.get("fp8") or megatron.get("fp4"):
+        yield Problem(
+            flag,
+            "products in fp8 and fp4 (--fp8-format, --fp4-format) run between plain collectives",
+            "remove one",
+        )
+    if megatron.get("unaligned_linear"):
+        yield Problem(
+            flag,
+            "cannot be combined with --unaligned-linear, whose ranks have different numbers of "
+            "columns",
+            "remove one",
+        )
+    local = megatron.get("transformer_impl") == "local"
+    if not local and te.choose(device.current().name)[0] == "native":
+        yield Problem(
+            flag,
+            "the linear layers of NVIDIA's Transformer Engine communicate by themselves",
+            "use --tp-comm-overlap instead, or MINDSPEED_TE=substitute, or --transformer-impl "
+            "local",
+        )
+
+
+def rows_of_a_micro_batch(megatron: Megatron) -> int | None:
+    """Rows ``s b`` of every product with a collective; None where they are not known before.
+
+    Args:
+        megatron: Megatron's arguments.
+    """
+    lengths_vary = megatron.get("variable_seq_lengths") or megatron.get("sft")
+    length, samples = megatron.get("seq_length"), megatron.get("micro_batch_size")
+    if lengths_vary or not length or not samples:
+        return None
+    return int(length) // (megatron.get("context_parallel_size") or 1) * int(samples)
+
+
+def rows_problem(flag: str, m: int, parts: int, megatron: Megatron, fix: str) -> Iterator[Problem]:
+    """The rows that one rank sends are not a multiple of the number of parts.
+
+    Args:
+        flag: what the user set.
+        m: rows ``s b`` of the product.
+        parts: the number that the user chose.
+        megatron: Megatron's arguments.
+        fix: what to change, with a place for the numbers that are possible.
+    """
+    from mindspeed.tensor_parallel.strategy import valid_parts
+
+    ranks = megatron.get("tensor_model_parallel_size") or 1
+    shared = ranks if megatron.get("sequence_parallel") else 1
+    if m % (parts * shared):
+        per_rank = f"{m} rows / {ranks} ranks with --sequence-parallel" if shared > 1 else "rows"
+        possible = ", ".join(map(str, valid_parts(m // shared))) if m % shared == 0 else "none"
+        yield Problem(
+            flag,
+            f"{m // shared} rows ({per_rank}) cannot be divided into {parts} parts; possible: "
+            f"{possible}",
+            fix,
+        )
+
+
+def attach(seams: Seams, owner: str, overlap: Overlap) -> None:
+    """Put overlapped products in the place of te's.
+
+    Args:
+        seams: where to attach.
+        owner: name of the feature.
+        overlap: what the user chose.
+    """
+    from mindspeed.te import kernels
+    from mindspeed.tensor_parallel.products import OverlappedProducts
+
+    plain = {name: getattr(kernels, name) for name in overlap.operations}
+    products = OverlappedProducts(overlap, plain)
+    seams.use_kernels(owner=owner, **products.kernels())

@@ -1,0 +1,194 @@
+"""CoC, computation over communication: products in parts, each sent while the next is computed.
+
+    COC_PARALLEL_NUM=4                        # or --use-ascend-coc --coc-parallel-num 4
+    USE_COC_FUSED_KERNEL=1                    # or --use-ascend-coc --coc-fused-kernel
+
+Every linear layer over tensor-parallel ranks, with and without sequence parallelism, forward and
+backward. The bytes stay, the calls are multiplied by the number of parts. Fused kernels have
+priority; where they cannot run, the product runs in parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from mindspeed.errors import ConfigError
+from mindspeed.features import _overlapped_products as shared
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.tensor_parallel.coc_settings import CocSettings
+
+NAME = "--coc-parallel-num (COC_PARALLEL_NUM)"
+FUSED = "--coc-fused-kernel (USE_COC_FUSED_KERNEL)"
+MODE = "--coc-mode (COC_MODE)"
+
+
+@dataclass(frozen=True)
+class CocOptions:
+    """How products and collectives are overlapped."""
+
+    use_ascend_coc: bool = flag(
+        False, "overlap products of linear layers with their collectives (with one of the next)"
+    )
+    coc_parallel_num: Literal[1, 2, 4, 8] = flag(
+        1, "parts of a product, 1 for no overlap", env="COC_PARALLEL_NUM"
+    )
+    coc_fused_kernel: bool = flag(
+        False,
+        "kernels that fuse product and collective, where they run",
+        env="USE_COC_FUSED_KERNEL",
+    )
+    coc_mode: Literal[-1, 0, 1, 2] = flag(
+        -1,
+        "0: Megatron's own order, 1: our linear layers, not divided, 2: divided into parts, -1: 2 "
+        "with more than one part, else 0",
+        env="COC_MODE",
+    )
+    coc_cfgs: str | None = flag(
+        None, "JSON or YAML file with settings for single shapes (coc_cfgs of the original)"
+    )
+
+
+def wanted(options: CocOptions) -> bool:
+    """Whether any option is not at its default; ``--coc-mode 0`` is off like the default."""
+    return options not in (CocOptions(), CocOptions(coc_mode=0))
+
+
+def _enabled(options: CocOptions, megatron: Megatron) -> bool:
+    # 2D tensor parallelism has its own layers; there --coc-fused-kernel is one of its flags.
+    fused_2d = megatron.get("tp_2d") and options == CocOptions(coc_fused_kernel=True)
+    return wanted(options) and not fused_2d
+
+
+def settings(options: CocOptions) -> CocSettings:
+    """The settings of the file, over those of the dictionary in Python.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    from mindspeed import parsing
+    from mindspeed.tensor_parallel.coc_settings import coc_cfgs, read_settings
+
+    read_settings(coc_cfgs, "coc_cfgs")
+    if options.coc_cfgs is None:
+        return read_settings(coc_cfgs, "coc_cfgs")
+    where = f"--coc-cfgs {options.coc_cfgs}"
+    given = parsing.read_yaml(options.coc_cfgs, where)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: needs names and values, such as customized_coc")
+    read_settings(given, where)
+    return read_settings({**coc_cfgs, **given}, where)
+
+
+def _validate(options: CocOptions, megatron: Megatron) -> list[Problem]:
+    from mindspeed.tensor_parallel.coc_settings import CocSettings
+
+    problems: list[Problem] = []
+    try:
+        chosen = settings(options)
+    except ConfigError as error:
+        chosen = CocSettings()
+        problems.append(Problem("--coc-cfgs", str(error)))
+    problems += shared.common_problems("--use-ascend-coc", megatron)
+    if megatron.get("use_ascend_mc2"):
+        problems.append(
+            Problem("--use-ascend-coc", "cannot be combined with --use-ascend-mc2", "choose one")
+        )
+    if megatron.get("tp_comm_overlap"):
+        problems.append(
+            Problem("--use-ascend-coc", "cannot be combined with --tp-comm-overlap", "choose one")
+        )
+    problems += _without_effect(options, chosen, megatron)
+    problems += _rows(options, chosen, megatron)
+    return problems
+
+
+def _without_effect(options: CocOptions, chosen: CocSettings, megatron: Megatron) -> list[Problem]:
+    parts, mode, problems = options.coc_parallel_num, options.coc_mode, []
+    divided = parts > 1 or any(number > 1 for number in chosen.customized_coc.values())
+    if options.coc_fused_kernel:
+        pass  # it has priority over number and mode
+    elif mode == 0 or (mode == 1 and divided):
+        said = "leaves products as they are" if mode == 0 else "does not divide products"
+        other = f"{NAME} {parts}" if parts > 1 else "customized_coc"
+        if divided or options.use_ascend_coc or options.coc_cfgs:
+            problems.append(
+                Problem(f"{MODE} {mode}", f"{said}, against {other}", "set one of them")
+            )
+    elif mode == 2 and not divided:
+        problems.append(Problem(f"{MODE} 2", f"nothing is divided with {NAME} 1", "choose 2, 4, 8"))
+    elif mode == -1 and parts == 1:
+        problems.append(
+            Problem(
+                "--use-ascend-coc" if options.use_ascend_coc else "--coc-cfgs",
+                f"has no effect with {NAME} 1",
+                f"choose 2, 4 or 8, or {FUSED}",
+            )
+        )
+    if not chosen.recompute_all_gather and not megatron.get("sequence_parallel", True):
+        problems.append(
+            Problem(
+                "recompute_all_gather: False",
+                "without --sequence-parallel no input is gathered",
+                "add it, or leave the setting out",
+            )
+        )
+    return problems
+
+
+def _rows(options: CocOptions, chosen: CocSettings, megatron: Megatron) -> list[Problem]:
+    m, problems = shared.rows_of_a_micro_batch(megatron), []
+    if m is None:
+        return []
+    if not options.coc_fused_kernel:
+        fix = "choose one of these, or another --seq-length or --micro-batch-size"
+        problems += shared.rows_problem(NAME, m, options.coc_parallel_num, megatron, fix)
+    for (rows, k, n), parts in chosen.customized_coc.items():
+        entry = f"customized_coc [{rows}, {k}, {n}]: {parts}"
+        if rows != m:
+            found = "--seq-length / --context-parallel-size x --micro-batch-size"
+            problems.append(Problem(entry, f"products have {m} rows ({found})", f"write {m}"))
+        else:
+            problems += shared.rows_problem(entry, m, parts, megatron, "choose one of these")
+    return problems
+
+
+def _attach(seams: Seams, options: CocOptions, megatron: Megatron) -> None:
+    from mindspeed.tensor_parallel.strategy import Overlap
+
+    chosen = settings(options)
+    overlap = Overlap(
+        parts=options.coc_parallel_num,
+        fused=options.coc_fused_kernel,
+        comm_mode="aiv",
+        parts_of=chosen.customized_coc,
+        column_backward=chosen.enable_coc_in_column_backward,
+        strict=shared.strict(),
+        aligned=chosen.matmul_soc_friendly,
+        k_min=chosen.k_min,
+        k_max=chosen.k_max,
+    )
+    shared.attach(seams, FEATURE.name, overlap)
+    if not chosen.recompute_all_gather:
+        seams.use_kernels(owner=FEATURE.name, recompute_all_gather=_kept)
+
+
+def _kept() -> bool:
+    """In the place of :func:`mindspeed.te.kernels.recompute_all_gather`."""
+    return False
+
+
+FEATURE = Feature(
+    name="coc",
+    summary="products of linear layers overlap with their tensor-parallel collectives",
+    level=2,
+    options=CocOptions,
+    enabled=_enabled,
+    validate=_validate,
+    attach=_attach,
+    seams=("kernels",),
+)

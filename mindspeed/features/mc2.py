@@ -1,0 +1,65 @@
+"""``--use-ascend-mc2``: a product and its collective in one kernel, with sequence parallelism.
+
+On an NPU torch_npu's kernels, on GPUs of one machine torch's over symmetric memory, elsewhere
+parts that overlap. Fused are the forward of column and row layers and the input gradient of row
+layers; the input gradient of a column layer only where its weight is frozen, because the weight
+gradient hides its collective otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindspeed.features import _overlapped_products as shared
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME = "--use-ascend-mc2"
+
+
+@dataclass(frozen=True)
+class Mc2Options:
+    """Whether kernels that contain the collective are used."""
+
+    use_ascend_mc2: bool = flag(False, "a product and its collective in one kernel")
+
+
+def _validate(options: Mc2Options, megatron: Megatron) -> list[Problem]:
+    problems = list(shared.common_problems(NAME, megatron))
+    if not megatron.get("sequence_parallel", True):
+        problems.append(
+            Problem(
+                NAME,
+                "fuses gathering and scattering, which only --sequence-parallel has",
+                "add --sequence-parallel",
+            )
+        )
+    if megatron.get("tp_comm_overlap"):
+        problems.append(Problem(NAME, "cannot be combined with --tp-comm-overlap", "choose one"))
+    return problems
+
+
+def _attach(seams: Seams, options: Mc2Options, megatron: Megatron) -> None:
+    from mindspeed.tensor_parallel.strategy import Overlap
+
+    overlap = Overlap(
+        fused=True, operations=("gather_matmul", "matmul_scatter"), strict=shared.strict()
+    )
+    shared.attach(seams, FEATURE.name, overlap)
+
+
+FEATURE = Feature(
+    name="mc2",
+    summary="a product of a linear layer and its collective in one kernel",
+    level=2,
+    options=Mc2Options,
+    enabled=lambda options, megatron: options.use_ascend_mc2,
+    validate=_validate,
+    attach=_attach,
+    seams=("kernels",),
+    conflicts=("coc",),
+)

@@ -1,0 +1,109 @@
+"""Megatron's ``--tp-comm-overlap`` without NVIDIA's Transformer Engine.
+
+Fused kernels over symmetric memory on GPUs and of torch_npu on NPUs; where those cannot run, parts
+of a product that overlap with the collective. Both layer specs. With NVIDIA's package nothing
+changes: it uses its userbuffers.
+
+    tp_comm_overlap_ag          gather, then product: forward of column layers, dx of row layers
+    tp_comm_overlap_rs          product, then scatter: forward of row layers
+    tp_comm_overlap_rs_dgrad    the same for dx of column layers, whose collective the weight
+                                gradient hides otherwise
+    tp_comm_overlap_disable_qkv, tp_comm_overlap_disable_fc1    not in these layers
+
+These are fields of Megatron's config; ``tp_comm_bulk_wgrad`` and ``tp_comm_bulk_dgrad`` are always
+on: a collective that is not overlapped with its own product runs beside another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features import _overlapped_products as shared
+from mindspeed.features.feature import Feature, Megatron, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+    from mindspeed.adaptor.seams import Seams
+
+NAME = "--tp-comm-overlap"
+_LAYERS = {
+    "tp_comm_overlap_disable_qkv": "linear_qkv",
+    "tp_comm_overlap_disable_fc1": "linear_fc1",
+}
+_USERBUFFERS = {
+    "tp_comm_overlap_cfg": (None, "describes userbuffers of NVIDIA's Transformer Engine"),
+    "tp_comm_bootstrap_backend": ("nccl", "sets up userbuffers of NVIDIA's Transformer Engine"),
+    "tp_comm_bulk_wgrad": (True, "is always on here"),
+    "tp_comm_bulk_dgrad": (True, "is always on here"),
+}
+
+
+@dataclass(frozen=True)
+class TpCommOverlapOptions:
+    """No flags of our own."""
+
+
+def _enabled(options: TpCommOverlapOptions, megatron: Megatron) -> bool:
+    from mindspeed import device, te
+
+    if not megatron.get("tp_comm_overlap"):
+        return False
+    return te.choose(device.current().name)[0] != "native"
+
+
+def _validate(options: TpCommOverlapOptions, megatron: Megatron) -> list[Problem]:
+    problems = list(shared.common_problems(NAME, megatron))
+    if not megatron.get("sequence_parallel", True):
+        problems.append(
+            Problem(
+                NAME,
+                "overlaps gathering and scattering, which only --sequence-parallel has",
+                "add --sequence-parallel",
+            )
+        )
+    for name, (default, why) in _USERBUFFERS.items():
+        if megatron.get(name, default) != default:
+            spelling = "--" + name.replace("_", "-")
+            problems.append(Problem(f"{NAME} with {spelling}", f"{spelling} {why}", "remove it"))
+    return problems
+
+
+def _attach(seams: Seams, options: TpCommOverlapOptions, megatron: Megatron) -> None:
+    from mindspeed.tensor_parallel.strategy import Operation, Overlap
+
+    gathers = megatron.get("tp_comm_overlap_ag", True)
+    scatters = megatron.get("tp_comm_overlap_rs", True)
+    scatters_dgrad = megatron.get("tp_comm_overlap_rs_dgrad", False)
+    operations: list[Operation] = ["gather_matmul"] if gathers else []
+    operations += ["matmul_scatter"] if scatters or scatters_dgrad else []
+    overlap = Overlap(
+        fused=True,
+        operations=tuple(operations),
+        row_forward=bool(scatters),
+        column_backward=bool(scatters_dgrad),
+        strict=shared.strict(),
+    )
+    shared.attach(seams, FEATURE.name, overlap)
+    seams.chunk.add(_keep_layers_plain, owner=FEATURE.name)
+
+
+def _keep_layers_plain(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
+    """Mark the layers that the config leaves out; a function of the seam ``chunk``."""
+    plain = {layer for name, layer in _LAYERS.items() if getattr(config, name, False)}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in plain:
+            module.overlap_communication = False  # type: ignore[assignment]
+
+
+FEATURE = Feature(
+    name="tp-comm-overlap",
+    summary="Megatron's overlap of products and tensor-parallel collectives, on every device",
+    level=0,
+    options=TpCommOverlapOptions,
+    enabled=_enabled,
+    validate=_validate,
+    attach=_attach,
+    seams=("kernels", "chunk"),
+)

@@ -1,0 +1,206 @@
+"""The three products with a collective of :mod:`mindspeed.te.kernels`, overlapped.
+
+    products = OverlappedProducts(Overlap(parts=4), plain)
+    seams.use_kernels(owner="coc", **products.kernels())
+
+A product of shape m, k, n over p ranks moves, whatever the strategy, the bytes of its collective;
+in n parts it issues n collectives:
+
+    gather_matmul    all-gathers m k elements          forward of a column layer with sequence
+                                                       parallelism, dx of a row layer with it
+    matmul_scatter   reduce-scatters m n elements      the other way round
+    matmul_reduce    all-reduces m n elements          forward of a row layer without it, dx of a
+                                                       column layer without it
+
+dx of a column layer is plain where a weight gradient follows, which hides its collective already.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.errors import TrainingError
+from mindspeed.ops import _fused_collectives, _overlap
+from mindspeed.tensor_parallel.alignment import aligned_right
+from mindspeed.tensor_parallel.strategy import Operation, Overlap, Product, Strategy, choose
+
+logger = logging.getLogger("mindspeed")
+
+_OPERATORS: dict[Operation, str] = {
+    "gather_matmul": "coc_all_gather_matmul_v2",
+    "matmul_scatter": "coc_matmul_reduce_scatter",
+    "matmul_reduce": "coc_matmul_all_reduce",
+}
+
+
+class OverlappedProducts:
+    """The products of a process, with what was chosen for each shape so far.
+
+    Args:
+        overlap: what the user chose.
+        plain: the functions of :mod:`mindspeed.te.kernels` that these replace, by name.
+    """
+
+    def __init__(self, overlap: Overlap, plain: Mapping[str, Callable[..., Any]]) -> None:
+        self._overlap, self._plain = overlap, plain
+        self._chosen: dict[tuple[Any, ...], Strategy] = {}
+        self._said: set[tuple[str, str]] = set()
+
+    def kernels(self) -> dict[str, Callable[..., Any]]:
+        """The functions by their names in :mod:`mindspeed.te.kernels`."""
+        return {name: getattr(self, name) for name in self._overlap.operations}
+
+    def gather_matmul(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool = True,
+        bias: torch.Tensor | None = None,
+        keep: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :func:`mindspeed.te.kernels.gather_matmul`: ``[s/p, b, k]`` to ``[s, b, n]``."""
+        a, b = _rows(x), _right(weight, transposed)
+        product = Product("gather_matmul", a.shape[0] * group.size(), *b.shape, group.size())
+        strategy = self._choose(product, a, group)
+        if strategy.kind == "plain":
+            return self._plain["gather_matmul"](  # type: ignore[no-any-return]
+                x, weight, group, transposed=transposed, bias=bias, keep=keep
+            )
+        shape = (x.shape[0] * group.size(), *x.shape[1:-1], -1)
+        if strategy.kind == "fused":
+            mode = self._overlap.comm_mode
+            out, gathered = _fused_collectives.all_gather_matmul(a, b, group, keep, mode)
+            out = out if bias is None else out.add_(bias)
+        else:
+            out = a.new_empty(product.m, product.n)
+            gathered = a.new_empty(product.m, product.k) if keep else None
+            b = self._aligned(product, strategy, b)
+            _overlap.all_gather_matmul(a, b, out, gathered, group, strategy.parts, bias)
+        return out.view(shape), None if gathered is None else gathered.view(shape)
+
+    def matmul_scatter(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool = True,
+        addend: torch.Tensor | None = None,
+        async_op: bool = False,
+        wgrad_follows: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        """See :func:`mindspeed.te.kernels.matmul_scatter`: ``[s, b, k]`` to ``[s/p, b, n]``."""
+        a, b = _rows(x), _right(weight, transposed)
+        product = Product("matmul_scatter", a.shape[0], *b.shape, group.size())
+        chosen = self._overlap.row_forward
+        if async_op:  # only the backward of a column layer waits later
+            chosen = self._overlap.column_backward or not wgrad_follows
+        strategy = self._choose(product, a, group, chosen, addend is not None)
+        if strategy.kind == "plain" or x.shape[0] % group.size():  # which plain refuses
+            return self._plain["matmul_scatter"](  # type: ignore[no-any-return]
+                x, weight, group, transposed=transposed, addend=addend, async_op=async_op
+            )
+        if strategy.kind == "fused":
+            mode = self._overlap.comm_mode
+            out = _fused_collectives.matmul_reduce_scatter(a, b, group, mode)
+        else:
+            out = a.new_empty(product.rows, product.n)
+            b, added = self._aligned(product, strategy, b), _optional_rows(addend)
+            _overlap.matmul_reduce_scatter(a, b, out, group, strategy.parts, added)
+        return out.view(x.shape[0] // group.size(), *x.shape[1:-1], -1), None
+
+    def matmul_reduce(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        transposed: bool = True,
+        addend: torch.Tensor | None = None,
+        async_op: bool = False,
+        wgrad_follows: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        """See :func:`mindspeed.te.kernels.matmul_reduce`: ``[s, b, k]`` to ``[s, b, n]``."""
+        a, b = _rows(x), _right(weight, transposed)
+        product = Product("matmul_reduce", a.shape[0], *b.shape, group.size())
+        chosen = self._overlap.row_forward
+        if async_op:  # only the backward of a column layer waits later
+            chosen = self._overlap.column_backward or not wgrad_follows
+        strategy = self._choose(product, a, group, chosen, addend is not None)
+        if strategy.kind == "plain":
+            return self._plain["matmul_reduce"](  # type: ignore[no-any-return]
+                x, weight, group, transposed=transposed, addend=addend, async_op=async_op
+            )
+        if strategy.kind == "fused":
+            mode = self._overlap.comm_mode
+            out = _fused_collectives.matmul_all_reduce(a, b, group, mode)
+        else:
+            added = _optional_rows(addend)
+            out = a.new_empty(product.m, product.n) if added is None else added
+            b = self._aligned(product, strategy, b)
+            _overlap.matmul_all_reduce(a, b, out, group, strategy.parts, added)
+        return out.view(*x.shape[:-1], -1), None
+
+    def _choose(
+        self,
+        product: Product,
+        a: torch.Tensor,
+        group: dist.ProcessGroup,
+        chosen: bool = True,
+        has_addend: bool = False,
+    ) -> Strategy:
+        if not chosen:
+            return Strategy("plain")
+        key = (product, a.dtype, a.device.type, group.group_name, has_addend)
+        if key not in self._chosen:
+            unfit = "a correction is added before the reduction (LoRA)" if has_addend else None
+            if self._overlap.fused and unfit is None:
+                unfit = _fused_collectives.why_not_fused(_OPERATORS[product.operation], a, group)
+            self._chosen[key] = choose(self._overlap, product, unfit)
+            self._say(product, self._chosen[key])
+        return self._chosen[key]
+
+    def _say(self, product: Product, strategy: Strategy) -> None:
+        """Print the reason of a fallback once, or raise it."""
+        reason = strategy.reason
+        if not reason:
+            return
+        if self._overlap.fused and product.shape not in self._overlap.parts_of:
+            what = f"{product} does not run in one fused kernel: {reason}"
+            if self._overlap.strict:
+                raise TrainingError(f"{what} (MINDSPEED_STRICT_FUSION=1 makes this an error)")
+        else:
+            what, reason = f"{product} runs in other parts: {reason}", "rows"
+        if (product.operation, reason) in self._said:
+            return
+        self._said.add((product.operation, reason))
+        if dist.get_rank() == 0:
+            count = f"in {strategy.parts} parts" if strategy.parts > 1 else "in one piece"
+            logger.warning("%s; it runs %s (said once)", what, count)
+
+    def _aligned(self, product: Product, strategy: Strategy, b: torch.Tensor) -> torch.Tensor:
+        if not self._overlap.aligned or b.device.type != "npu":
+            return b
+        rows = product.m // strategy.parts
+        return aligned_right(rows, b, k_min=self._overlap.k_min, k_max=self._overlap.k_max)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _optional_rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.view(-1, x.shape[-1])
+
+
+def _right(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The matrix ``[k, n]``."""
+    weight = weight.detach()
+    return weight.t() if transposed else weight

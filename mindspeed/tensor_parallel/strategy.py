@@ -1,0 +1,136 @@
+"""How a product of a tensor-parallel linear layer and its collective run, by their shapes.
+
+    choose(Overlap(parts=4), Product("matmul_scatter", 16384, 5120, 1920, ranks=8), None)
+    -> Strategy("chunked", 4)
+
+    plain      product, then collective (or the other way round)
+    chunked    in parts of the rows: one is multiplied while another is sent
+    fused      one kernel of an NPU, or of a GPU over symmetric memory
+
+What was chosen may not fit: a fused kernel has limits, a part must be a whole number of rows. Then
+the next best strategy comes with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Operation = Literal["gather_matmul", "matmul_scatter", "matmul_reduce"]
+OPERATIONS: tuple[Operation, ...] = ("gather_matmul", "matmul_scatter", "matmul_reduce")
+PART_COUNTS = (1, 2, 4, 8)
+FALLBACK_PARTS = 4
+"""Parts of a product whose fused kernel cannot run, where no number was chosen."""
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Product:
+    """``[m, k] x [k, n]`` on every rank, and its collective.
+
+    Attributes:
+        operation: its name in :mod:`mindspeed.te.kernels`.
+        m: rows ``s b``: after gathering, or before scattering.
+        k: inner length.
+        n: columns.
+        ranks: tensor-parallel ranks.
+    """
+
+    operation: Operation
+    m: int
+    k: int
+    n: int
+    ranks: int
+
+    @property
+    def shape(self) -> Shape:
+        """``(m, k, n)``."""
+        return self.m, self.k, self.n
+
+    @property
+    def rows(self) -> int:
+        """The rows that are divided into parts: those of one rank where the rows are sharded."""
+        return self.m if self.operation == "matmul_reduce" else self.m // self.ranks
+
+    def __str__(self) -> str:
+        return f"{self.operation} [{self.m}, {self.k}, {self.n}] of {self.ranks} ranks"
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the user chose.
+
+    Attributes:
+        parts: into how many the rows are divided.
+        fused: fused kernels first.
+        comm_mode: how fused kernels of an NPU communicate (``mindspeed.ops._fused_collectives``).
+        parts_of: shapes with another number of parts; they are never fused.
+        column_backward: also the input gradient of a column-parallel layer, whose collective is
+            hidden by the weight gradient otherwise.
+        row_forward: the output of a row-parallel layer.
+        operations: the others stay plain.
+        strict: a fused kernel that cannot run is an error.
+        aligned: operands are laid out for the matrix unit of an NPU
+            (:mod:`mindspeed.tensor_parallel.alignment`).
+        k_min: shortest inner length that is padded for it.
+        k_max: longest.
+    """
+
+    parts: int = 1
+    fused: bool = False
+    comm_mode: str | None = None
+    parts_of: Mapping[Shape, int] = field(default_factory=dict)
+    column_backward: bool = False
+    row_forward: bool = True
+    operations: tuple[Operation, ...] = OPERATIONS
+    strict: bool = False
+    aligned: bool = False
+    k_min: int = 1024
+    k_max: int = 4096
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What runs, and why it is not what was chosen ("" where it is)."""
+
+    kind: Literal["plain", "chunked", "fused"]
+    parts: int = 1
+    reason: str = ""
+
+
+def choose(overlap: Overlap, product: Product, unfit: str | None) -> Strategy:
+    """The strategy of a product.
+
+    Args:
+        overlap: what the user chose.
+        product: its operation and shape.
+        unfit: why no fused kernel can compute it, None if one can.
+    """
+    if product.operation not in overlap.operations:
+        return Strategy("plain")
+    parts = overlap.parts_of.get(product.shape)
+    if parts is None and overlap.fused:
+        if unfit is None:
+            return Strategy("fused")
+        fallback = overlap.parts if overlap.parts > 1 else FALLBACK_PARTS
+        return _in_parts(most_parts(product.rows, fallback), unfit)
+    wanted = overlap.parts if parts is None else parts
+    found = most_parts(product.rows, wanted)
+    reason = f"{product.rows} rows cannot be divided into {wanted} parts"
+    return _in_parts(found, "" if found == wanted else reason)
+
+
+def _in_parts(parts: int, reason: str) -> Strategy:
+    return Strategy("chunked" if parts > 1 else "plain", parts, reason)
+
+
+def most_parts(rows: int, wanted: int) -> int:
+    """The largest number of parts up to ``wanted`` that divides the rows."""
+    return next(parts for parts in range(wanted, 0, -1) if rows % parts == 0) if rows else 1
+
+
+def valid_parts(rows: int) -> tuple[int, ...]:
+    """The numbers of parts that a user can choose for this many rows."""
+    return tuple(parts for parts in PART_COUNTS if rows % parts == 0)
