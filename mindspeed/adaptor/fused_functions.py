@@ -102,5 +102,7 @@ LINEAR_KERNELS = (
     "matmul_scatter",
     "matmul_reduce",
     "recompute_all_gather",
+    "all_gather_first_dim",
+    "reduce_scatter_first_dim",
 )
-"""Names in ``te.kernels`` that make Megatron's own linear layers call it, too."""
+"""Names in ``te.kernels`` and ``te.comm`` that make Megatron's own linear layers call it, too."""

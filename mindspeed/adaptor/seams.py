@@ -65,7 +65,7 @@ from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
-from mindspeed.te import attention_policy, kernels, local_linears, optimizer_policy
+from mindspeed.te import attention_policy, comm, kernels, local_linears, optimizer_policy
 
 
 class Seam:
@@ -132,11 +132,29 @@ class Seams:
         """Let Megatron-LM's loop see other values of its arguments than the user gave."""
         self.train.add(lambda: _arguments_changed(values), owner=owner)
 
+    def while_building(self, *, owner: str, **values: Any) -> None:
+        """Let Megatron-LM make configs from other values of its arguments than the user gave.
+
+        From the parallel groups on, until the last model chunk of a rank is built.
+        """
+        changed = contextlib.ExitStack()
+
+        def built(model: Any, config: Any, vp_stage: int | None) -> None:
+            chunks = config.virtual_pipeline_model_parallel_size or 1
+            if vp_stage is None or vp_stage == chunks - 1:
+                changed.close()
+
+        if values:
+            self.parallel_groups.add(
+                lambda: changed.enter_context(_arguments_changed(values)), owner=owner
+            )
+            self.chunk.add(built, owner=owner)
+
     def use_kernels(self, *, owner: str, **functions: Callable[..., Any]) -> None:
         """Use ``functions`` instead of those of the same names in te's tables.
 
-        The tables are te.kernels, attention_policy and optimizer_policy. Megatron's own functions
-        for the same are patched to call them.
+        The tables are te.kernels, attention_policy, optimizer_policy and comm. Megatron's own
+        functions for the same are patched to call them.
         """
         for name, function in functions.items():
             table = _table_with(name)
@@ -180,12 +198,12 @@ class _DeclaredSeams:
         return getattr(self._seams, name)
 
 
-_SEAM_OF_METHOD = {"use_kernels": "kernels", "while_training": "train"}
+_SEAM_OF_METHOD = {"use_kernels": "kernels", "while_training": "train", "while_building": "chunk"}
 
 
 def _table_with(name: str) -> ModuleType:
     """The module whose function ``name`` features may replace."""
-    tables = (kernels, attention_policy, optimizer_policy)
+    tables = (kernels, attention_policy, optimizer_policy, comm)
     for module in tables:
         found = getattr(module, name, None)
         if callable(found) and not name.startswith("_"):

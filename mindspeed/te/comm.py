@@ -10,6 +10,8 @@ other's transpose:
 
 What a column-parallel layer communicates before its product (all_gather / identity) is inside
 :mod:`mindspeed.te.linear_communication`, where their backward overlaps the weight gradient.
+A feature may replace :func:`all_gather_first_dim` and :func:`reduce_scatter_first_dim` for all
+linear layers (``seams.use_kernels``).
 Bytes per call and rank for a tensor of B bytes and p ranks: all_reduce 2 B (p-1)/p, the others
 B (p-1)/p.
 """
@@ -44,7 +46,8 @@ def reduce_scatter_first_dim(
     if x.shape[0] % size:
         raise ValueError(
             f"sequence parallelism: the sequence length {x.shape[0]} is not divisible by the "
-            f"tensor-parallel size {size}; pad the sequence or switch --sequence-parallel off"
+            f"tensor-parallel size {size}; pad the sequence, add --unaligned-linear or switch "
+            "--sequence-parallel off"
         )
     shard = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=async_op)

@@ -29,9 +29,12 @@ def convert_chunk(model: torch.nn.Module, config: Any, vp_stage: int | None) -> 
 
 def convert(module: torch.nn.Module) -> None:
     """Make a linear layer of Megatron's own compute here; any other module stays as it is."""
-    substitute = _substitutes().get(type(module))
-    if substitute is not None:
-        module.__class__ = substitute
+    module.__class__ = substitute(type(module))
+
+
+def substitute(kind: type) -> type:
+    """The class that computes here instead of one of Megatron's two; any other class as it is."""
+    return _substitutes().get(kind, kind)
 
 
 class _Multiply:

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig, SGDOpt
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.features.unaligned_linear import sizes_of
 from mindspeed.training.arguments import namespace_name
 
 
@@ -37,6 +38,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     values["cuda_graph_scope"] = []  # whole layers; the class's own default is deprecated
     if not args.group_query_attention:
         values["num_query_groups"] = None
+    if args.unaligned_linear:
+        values.update(_divisible(args))
     if args.rope_type is None:
         values.pop("rope_type", None)
     if args.init_method_xavier_uniform:
@@ -95,6 +98,12 @@ def _fields_of(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
         if field.init and hasattr(args, name):
             values[field.name] = getattr(args, name)
     return values
+
+
+def _divisible(args: argparse.Namespace) -> dict[str, int]:
+    """Heads and query groups that a config accepts; each rank replaces them by its own."""
+    sizes = sizes_of(vars(args))
+    return {} if sizes is None else sizes.divisible(args.tensor_model_parallel_size)
 
 
 def _activation(args: argparse.Namespace) -> dict[str, Any]:

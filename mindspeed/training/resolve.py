@@ -182,19 +182,20 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
             f"--hidden-size {args.hidden_size} is not divisible by "
             f"--num-attention-heads {heads}; set --kv-channels"
         )
-    if heads % tp:
+    aligned = not args.unaligned_linear  # else the feature says so
+    if aligned and heads % tp:
         yield f"--num-attention-heads {heads} is not divisible by tensor parallel size {tp}"
     groups = args.num_query_groups
     if args.group_query_attention and heads % groups:
         yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
-    elif args.group_query_attention and groups % tp and tp % groups:
+    elif aligned and args.group_query_attention and groups % tp and tp % groups:
         yield f"--num-query-groups {groups}, tensor parallel size {tp}: one must divide the other"
     if args.multi_latent_attention and args.group_query_attention:
         yield "--multi-latent-attention and --num-query-groups exclude each other"
     cp = args.context_parallel_size
     if args.optimization_level < 2 and cp > 1 and args.seq_length % (2 * cp):
         yield indivisible(args.seq_length, cp)  # above, the feature says so
-    if args.sequence_parallel and args.seq_length % tp:
+    if aligned and args.sequence_parallel and args.seq_length % tp:
         yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
     if args.position_embedding_type == "rope" and not args.multi_latent_attention:
         rotated = int((args.kv_channels or 2) * args.rotary_percent)

@@ -31,6 +31,11 @@ ALIBI = f"{GQA} --position-embedding-type alibi --window-size 20,0 --window-attn
 # Additional tokens: the loss of each is a mean of its own.
 MTP = f"{GQA} --mtp-num-layers 2"
 MTP_TIED = f"{TIED} --mtp-num-layers 2"
+# Sizes that two ranks cannot share evenly.
+UNEVEN = (
+    f"{UNTIED} --num-attention-heads 10 --num-query-groups 5 --kv-channels 8 "
+    "--ffn-hidden-size 171 --seq-length 63"
+)
 CP = "--context-parallel-size"
 ALGO = "--context-parallel-algo"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -66,6 +71,19 @@ LAYOUTS = {
     "mla-pipeline": (2, MLA, PP),
     "local-tensor-parallel": (2, LOCAL, TP),
     "local-sequence-parallel": (2, LOCAL, f"{TP} --sequence-parallel"),
+    "unaligned-tensor": (2, UNEVEN, f"{TP} --unaligned-linear"),
+    "unaligned-tensor-pipeline-sequence": (
+        4,
+        UNEVEN,
+        f"{TP} {PP} --num-layers-per-virtual-pipeline-stage 1 --sequence-parallel "
+        f"--unaligned-linear {DISTRIBUTED}",
+    ),
+    "local-unaligned-sequence-recompute": (
+        4,
+        f"{UNEVEN} --transformer-impl local",
+        "--tensor-model-parallel-size 4 --sequence-parallel --unaligned-linear "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
     "context-ulysses": (2, GQA, f"{CP} 2"),
     "context-ring-cache": (
         2,

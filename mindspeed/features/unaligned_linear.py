@@ -1,0 +1,231 @@
+"""``--unaligned-linear``: sizes that the tensor-parallel size does not divide.
+
+Query groups (with their heads), the width of the MLP and, with ``--sequence-parallel``, the
+sequence length are shared as evenly as possible: the first ``n % p`` of p ranks have one more. The
+model, its checkpoints and, with ``--use-cpu-initialization``, its initial weights are those of one
+rank. Without the flag Megatron requires padding to sizes that are divisible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed import device
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.tensor_parallel.unaligned.sizes import ModelSizes
+
+NAME = "--unaligned-linear"
+
+
+@dataclass(frozen=True)
+class UnalignedLinearOptions:
+    """Uneven tensor parallelism."""
+
+    unaligned_linear: bool = flag(
+        False,
+        "shard heads, MLP width and sequence length that the tensor-parallel size does not divide",
+    )
+
+
+_INCOMPATIBLE = {
+    "use_legacy_models": "--use-legacy-models",
+    "num_experts": "--num-experts",
+    "multi_latent_attention": "--multi-latent-attention",
+    "mtp_num_layers": "--mtp-num-layers",
+    "hybrid_override_pattern": "--hybrid-override-pattern",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "use_ascend_mc2": "--use-ascend-mc2",
+    "use_ascend_coc": "--use-ascend-coc",
+    "tp_2d": "--tp-2d",
+    "tp_comm_overlap": "--tp-comm-overlap",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "lora_target_modules": "--lora-target-modules",
+    "lora_load": "--lora-load",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "distribute_saved_activations": "--distribute-saved-activations",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
+    "attention_output_gate": "--attention-output-gate",
+    "qk_clip": "--qk-clip",
+}
+_ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "position_embedding_type": (
+        (None, "rope", "learned_absolute", "none", "yarn"),
+        "--position-embedding-type",
+    ),
+    "softmax_type": ((None, "vanilla"), "--softmax-type"),
+    "optimizer": ((None, "adam", "sgd", "fused_adam"), "--optimizer"),
+    "context_parallel_size": ((None, 1), "--context-parallel-size"),
+}
+"""Argument -> values with which layers can be sharded unevenly, and its flag."""
+
+
+def sizes_of(megatron: Megatron) -> ModelSizes | None:
+    """The sizes that are sharded; None where a framework gives them to the model only."""
+    from mindspeed.tensor_parallel.unaligned.sizes import ModelSizes
+
+    heads, ffn = megatron.get("num_attention_heads"), megatron.get("ffn_hidden_size")
+    if not heads or not ffn:
+        return None
+    grouped = megatron.get("group_query_attention") and megatron.get("num_query_groups")
+    length = megatron.get("seq_length") if megatron.get("sequence_parallel") else None
+    return ModelSizes(heads, grouped or heads, ffn, length)
+
+
+def _validate(options: UnalignedLinearOptions, megatron: Megatron) -> list[Problem]:
+    problems = [
+        Problem(NAME, f"cannot be combined with {other}", "remove one")
+        for name, other in _INCOMPATIBLE.items()
+        if megatron.get(name)
+    ]
+    problems += [
+        Problem(NAME, f"cannot be combined with {other} {megatron[name]}", "remove one")
+        for name, (values, other) in _ALLOWED.items()
+        if megatron.get(name) not in values
+    ]
+    sizes = sizes_of(megatron)
+    if sizes is None:
+        problems.append(
+            Problem(NAME, "needs --num-attention-heads and --ffn-hidden-size", "give both")
+        )
+    else:
+        problems += _size_problems(sizes, megatron)
+    return problems
+
+
+def _size_problems(sizes: ModelSizes, megatron: Megatron) -> Iterator[Problem]:
+    ranks = megatron.get("tensor_model_parallel_size") or 1
+    tensor_parallel = f"--tensor-model-parallel-size {ranks}"
+    uneven = (sizes.uneven_attention(ranks), sizes.uneven_mlp(ranks), sizes.uneven_rows(ranks))
+    if not any(uneven):
+        yield Problem(
+            NAME,
+            f"has no effect: {tensor_parallel} divides heads, query groups, MLP width and the "
+            "sequence length that --sequence-parallel shards",
+            "remove it",
+        )
+    smallest = {
+        "--num-attention-heads": sizes.num_attention_heads,
+        "--num-query-groups": sizes.num_query_groups if uneven[0] else ranks,
+        "--ffn-hidden-size": sizes.ffn_hidden_size,
+        "--seq-length": sizes.seq_length or ranks,
+    }
+    for name, value in smallest.items():
+        if value < ranks:
+            yield Problem(
+                NAME,
+                f"cannot give each of {ranks} ranks a part of {name} {value}",
+                f"choose --tensor-model-parallel-size {value} or less",
+            )
+    if sizes.num_attention_heads % sizes.num_query_groups:
+        yield Problem(
+            "--num-query-groups",
+            f"{sizes.num_query_groups} does not divide --num-attention-heads "
+            f"{sizes.num_attention_heads}",
+        )
+    if uneven[2] and megatron.get("variable_seq_lengths"):
+        yield Problem(
+            NAME,
+            "cannot be combined with --variable-seq-lengths: ranks know the rows of the others "
+            "from --seq-length",
+            "remove --sequence-parallel or --variable-seq-lengths",
+        )
+    if uneven[2] and _native_engine():
+        yield Problem(
+            NAME,
+            f"--seq-length {sizes.seq_length} with --sequence-parallel on {ranks} ranks needs the "
+            "linear layers of this library",
+            "unset MINDSPEED_TE, or remove --sequence-parallel",
+        )
+
+
+def _native_engine() -> bool:
+    from mindspeed import te
+
+    return te.choose(device.current().name)[0] == "native"
+
+
+def _attach(seams: Seams, options: UnalignedLinearOptions, megatron: Megatron) -> None:
+    from mindspeed.te.local_linears import substitute
+
+    sizes = sizes_of(megatron)
+    ranks = megatron.get("tensor_model_parallel_size") or 1
+    assert sizes is not None  # _validate
+    uneven_rows = sizes.uneven_rows(ranks)
+    group: list[Any] = []  # of the model chunk that is being built
+
+    def arguments(given: dict[str, Any]) -> dict[str, Any]:
+        from mindspeed.tensor_parallel.unaligned import megatron as layers
+
+        group[:] = [layers.tensor_parallel_group(given)]
+        return layers.with_sizes_of_rank(given, sizes)
+
+    def specs(block: Any, config: Any, first_layer: int) -> Any:
+        from mindspeed.tensor_parallel.unaligned import megatron as layers
+
+        return layers.with_uneven_linears(block, sizes, group[0], substitute)
+
+    def finish(model: Any, config: Any, vp_stage: int | None) -> None:
+        from mindspeed.tensor_parallel.unaligned import megatron as layers
+
+        layers.use_true_places(model)
+        if uneven_rows:
+            layers.shard_rows_unevenly(model, sizes.seq_length, group[0])
+        if not vp_stage:
+            _print_once(f"{NAME}: {'; '.join(sizes.report(ranks))}")
+
+    seams.while_building(owner=FEATURE.name, **sizes.divisible(ranks))
+    seams.model_arguments.add(arguments, owner=FEATURE.name)
+    seams.layer_spec.add(specs, owner=FEATURE.name)
+    seams.chunk.add(finish, owner=FEATURE.name)
+    if uneven_rows:
+        _attach_rows(seams, sizes.seq_length or 0)
+
+
+def _attach_rows(seams: Seams, seq_length: int) -> None:
+    from mindspeed.tensor_parallel.unaligned.rows import gather_rows, scatter_rows
+    from mindspeed.tensor_parallel.unaligned.sizes import parts
+
+    def gather(x: Any, group: Any, async_op: bool = False) -> Any:
+        return gather_rows(x, parts(seq_length, group.size()), group, async_op)
+
+    def scatter(x: Any, group: Any, async_op: bool = False) -> Any:
+        return scatter_rows(x, parts(seq_length, group.size()), group, async_op)
+
+    def schedule(plain: Any) -> Any:
+        from mindspeed.tensor_parallel.unaligned.megatron import lengths_of_rank
+
+        return lengths_of_rank(plain)
+
+    seams.use_kernels(
+        owner=FEATURE.name, all_gather_first_dim=gather, reduce_scatter_first_dim=scatter
+    )
+    seams.schedule.add(schedule, owner=FEATURE.name)
+
+
+def _print_once(text: str) -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+FEATURE = Feature(
+    name="unaligned-linear",
+    summary="tensor parallelism of heads, MLP width and sequence length that do not divide",
+    level=2,
+    options=UnalignedLinearOptions,
+    enabled=lambda options, megatron: options.unaligned_linear,
+    validate=_validate,
+    attach=_attach,
+    seams=("model_arguments", "layer_spec", "chunk", "kernels", "schedule"),
+    conflicts=("coc",),
+    after=("noop-layers",),
+)
