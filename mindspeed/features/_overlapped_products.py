@@ -10,6 +10,7 @@ from mindspeed.features.feature import Megatron, Problem
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.tensor_parallel.products import OverlappedProducts
     from mindspeed.tensor_parallel.strategy import Overlap
 
 STRICT = "MINDSPEED_STRICT_FUSION"
@@ -94,8 +95,8 @@ def rows_problem(flag: str, m: int, parts: int, megatron: Megatron, fix: str) ->
         )
 
 
-def attach(seams: Seams, owner: str, overlap: Overlap) -> None:
-    """Put overlapped products in the place of te's.
+def attach(seams: Seams, owner: str, overlap: Overlap) -> OverlappedProducts:
+    """Put overlapped products in the place of te's; returns them.
 
     Args:
         seams: where to attach.
@@ -108,3 +109,4 @@ def attach(seams: Seams, owner: str, overlap: Overlap) -> None:
     plain = {name: getattr(kernels, name) for name in overlap.operations}
     products = OverlappedProducts(overlap, plain)
     seams.use_kernels(owner=owner, **products.kernels())
+    return products

@@ -10,22 +10,25 @@ changes: it uses its userbuffers.
                                 gradient hides otherwise
     tp_comm_overlap_disable_qkv, tp_comm_overlap_disable_fc1    not in these layers
 
-These are fields of Megatron's config; ``tp_comm_bulk_wgrad`` and ``tp_comm_bulk_dgrad`` are always
-on: a collective that is not overlapped with its own product runs beside another one.
+These are fields of Megatron's config, read when a model chunk is built. ``tp_comm_bulk_wgrad`` and
+``tp_comm_bulk_dgrad`` are always on: a collective that is not overlapped with its own product runs
+beside another one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _overlapped_products as shared
 from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
 
 if TYPE_CHECKING:
     import torch
 
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.tensor_parallel.strategy import Operation
 
 NAME = "--tp-comm-overlap"
 _LAYERS = {
@@ -42,13 +45,17 @@ _USERBUFFERS = {
 
 @dataclass(frozen=True)
 class TpCommOverlapOptions:
-    """No flags of our own."""
+    """Megatron's flag, for frameworks without its parser."""
+
+    tp_comm_overlap: bool = flag(
+        False, "overlap products of linear layers and their collectives", megatron=True
+    )
 
 
 def _enabled(options: TpCommOverlapOptions, megatron: Megatron) -> bool:
     from mindspeed import device, te
 
-    if not megatron.get("tp_comm_overlap"):
+    if not options.tp_comm_overlap:
         return False
     return te.choose(device.current().name)[0] != "native"
 
@@ -71,27 +78,35 @@ def _validate(options: TpCommOverlapOptions, megatron: Megatron) -> list[Problem
 
 
 def _attach(seams: Seams, options: TpCommOverlapOptions, megatron: Megatron) -> None:
-    from mindspeed.tensor_parallel.strategy import Operation, Overlap
+    from mindspeed.tensor_parallel.strategy import Overlap
 
-    gathers = megatron.get("tp_comm_overlap_ag", True)
-    scatters = megatron.get("tp_comm_overlap_rs", True)
-    scatters_dgrad = megatron.get("tp_comm_overlap_rs_dgrad", False)
+    every = Overlap(
+        fused=True, operations=("gather_matmul", "matmul_scatter"), strict=shared.strict()
+    )
+    products = shared.attach(seams, FEATURE.name, every)
+
+    def follow_config(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
+        products.use(replace(every, **_of_config(config)))
+        _keep_layers_plain(model, config)
+
+    seams.chunk.add(follow_config, owner=FEATURE.name)
+
+
+def _of_config(config: Any) -> dict[str, Any]:
+    """Which products the config of a model chunk overlaps, as fields of ``Overlap``."""
+    gathers, scatters = config.tp_comm_overlap_ag, config.tp_comm_overlap_rs
+    scatters_dgrad = config.tp_comm_overlap_rs_dgrad
     operations: list[Operation] = ["gather_matmul"] if gathers else []
     operations += ["matmul_scatter"] if scatters or scatters_dgrad else []
-    overlap = Overlap(
-        fused=True,
-        operations=tuple(operations),
-        row_forward=bool(scatters),
-        column_backward=bool(scatters_dgrad),
-        strict=shared.strict(),
-    )
-    shared.attach(seams, FEATURE.name, overlap)
-    seams.chunk.add(_keep_layers_plain, owner=FEATURE.name)
+    return {
+        "operations": tuple(operations),
+        "row_forward": scatters,
+        "column_backward": scatters_dgrad,
+    }
 
 
-def _keep_layers_plain(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
-    """Mark the layers that the config leaves out; a function of the seam ``chunk``."""
-    plain = {layer for name, layer in _LAYERS.items() if getattr(config, name, False)}
+def _keep_layers_plain(model: torch.nn.Module, config: Any) -> None:
+    plain = {layer for name, layer in _LAYERS.items() if getattr(config, name)}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in plain:
             module.overlap_communication = False  # type: ignore[assignment]

@@ -47,13 +47,18 @@ class OverlappedProducts:
     """
 
     def __init__(self, overlap: Overlap, plain: Mapping[str, Callable[..., Any]]) -> None:
-        self._overlap, self._plain = overlap, plain
-        self._chosen: dict[tuple[Any, ...], Strategy] = {}
+        self._plain = plain
         self._said: set[tuple[str, str]] = set()
+        self.use(overlap)
+
+    def use(self, overlap: Overlap) -> None:
+        """Choose strategies anew."""
+        self._overlap = overlap
+        self._chosen: dict[tuple[Any, ...], Strategy] = {}
 
     def kernels(self) -> dict[str, Callable[..., Any]]:
         """The functions by their names in :mod:`mindspeed.te.kernels`."""
-        return {name: getattr(self, name) for name in self._overlap.operations}
+        return {name: getattr(self, name) for name in self._plain}
 
     def gather_matmul(
         self,

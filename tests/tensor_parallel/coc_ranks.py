@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import mindspeed
 from mindspeed import session
-from mindspeed.testing import CommLedger
+from mindspeed.testing import CommLedger, saved_for_backward
 from tests.support import gpt_ranks
 from tests.te import linear_ranks
 
@@ -48,24 +49,72 @@ def layers(configurations: list[dict[str, Any]], dtype: torch.dtype) -> list[dic
     return found
 
 
-def model(
-    configurations: list[dict[str, Any]],
-    name: str,
-    spec: str,
-    dtype: torch.dtype = torch.float32,
-    **overrides: Any,
-) -> list[tuple[dict[str, torch.Tensor], Counter[str], int]]:
-    """Loss and gradients of a model, and calls and bytes of its collectives."""
-    size, found = dist.get_world_size(), []
-    for flags in configurations:
-        mindspeed.configure(**flags)
-        if not found:
-            gpt_ranks.start(size)
-        parallel = {"tensor_model_parallel_size": size, "sequence_parallel": True}
-        config = gpt_ranks.config(name, **(parallel | overrides))
-        built = gpt_ranks.build(config, spec).to(dtype)
-        with CommLedger() as ledger:
-            tensors = gpt_ranks.run(built)
-        found.append((tensors, Counter(e.op for e in ledger.events), ledger.wire_bytes()))
-        session.current().detach_features()
-    return found
+class Result(NamedTuple):
+    """Of one model: loss and gradients, collectives, bytes sent, bytes saved for backward, log."""
+
+    tensors: dict[str, torch.Tensor]
+    calls: Counter[tuple[str, str]]
+    sent: int
+    saved: int
+    log: list[str]
+
+
+def models(given: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> list[Result]:
+    """Forward and backward of models with sequence parallelism.
+
+    Args:
+        given: name of a configuration of ``gpt_ranks``, spec, flags, values of the config.
+    """
+    return [_model(*one) for one in given]
+
+
+def _model(name: str, spec: str, flags: dict[str, Any], overrides: dict[str, Any]) -> Result:
+    from megatron.core import parallel_state
+
+    size, records = dist.get_world_size(), []
+    logger = logging.getLogger("mindspeed")
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    mindspeed.configure(**flags)
+    if not parallel_state.model_parallel_is_initialized():
+        gpt_ranks.start(size)
+    parallel = {"tensor_model_parallel_size": size, "sequence_parallel": True}
+    built = gpt_ranks.build(gpt_ranks.config(name, **(parallel | overrides)), spec)
+    logger.addHandler(handler)
+    with CommLedger() as ledger, saved_for_backward(built) as saved:
+        tensors = gpt_ranks.run(built)
+    logger.removeHandler(handler)
+    session.current().detach_features()
+    calls = Counter((event.phase, event.op) for event in ledger.events)
+    return Result(tensors, calls, ledger.wire_bytes(), saved.bytes, records)
+
+
+def odd_rows() -> tuple[list[str], list[int]]:
+    """The log, and the numbers of parts, of the three products with 12 rows to divide, twice."""
+    from mindspeed.te import kernels
+    from mindspeed.tensor_parallel.products import OverlappedProducts
+    from mindspeed.tensor_parallel.strategy import OPERATIONS, Overlap
+
+    plain = {name: getattr(kernels, name) for name in OPERATIONS}
+    products, world = OverlappedProducts(Overlap(parts=8), plain).kernels(), dist.group.WORLD
+    records, parts = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mindspeed").addHandler(handler)
+    for name, rows in zip(OPERATIONS, (12, 24, 12), strict=True):
+        for columns in (5, 7):  # said once, not for each shape
+            x, weight = torch.ones(rows, 1, 3), torch.ones(columns, 3)
+            with CommLedger() as ledger:
+                ours, other = products[name](x, weight, world), plain[name](x, weight, world)
+            assert torch.equal(ours[0], other[0])
+        parts.append(len(ledger.events) - 1)
+    return records, parts
+
+
+def trained(flags: list[str], metrics: str) -> tuple[Counter[tuple[str, str]], int]:
+    """Train on this rank: calls of each phase and collective, and bytes sent."""
+    from tests.training import matrix_job
+
+    with CommLedger() as ledger:
+        matrix_job.train([*flags, "--metrics-file", metrics])
+    return Counter((event.phase, event.op) for event in ledger.events), ledger.wire_bytes()
