@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from mindspeed.testing import RankPool
-from tests.support.forked import HUGE_PAGES
 from tests.support.lazy import HEAVY
 
 # How long an example takes depends on who else uses the machine.
@@ -68,7 +67,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def rank_pool(temporary_files: Path) -> Iterator[RankPool]:
     """One pool for the session; its servers start when a test first needs them."""
-    with RankPool(HUGE_PAGES) as pool:
+    with RankPool() as pool:
         yield pool
 
 

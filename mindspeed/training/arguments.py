@@ -125,11 +125,13 @@ class Parser(ranges.Parser):
 
     Attributes:
         set_by_python: names of defaults that a script gave, which count as given by the user.
+        declared: names of the flags of our and Megatron's classes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.set_by_python: set[str] = set()
+        self.declared: set[str] = set()
 
 
 def build_parser(*, with_help: bool = False) -> Parser:
@@ -164,6 +166,7 @@ def build_parser(*, with_help: bool = False) -> Parser:
         metavar="FILE.json",
         help="batch, precision, clipping and ZeRO stage from a file of DeepSpeed's",
     )
+    parser.declared.update(action.dest for action in parser._actions)
     for name, options in SECTIONS.items():
         group = parser.add_argument_group(name, inspect.cleandoc(options.__doc__ or ""))
         for item in flags_of(options):
@@ -277,8 +280,9 @@ def _add_flag(
         names = CHOICES[dest]
         how = dtype_among(names) if kind is torch.dtype else {"type": str, "choices": names}
     known = parser._option_string_actions
-    if how is None or any(action.dest == dest for action in parser._actions):
+    if how is None or dest in parser.declared:
         return
+    parser.declared.add(dest)
     text = text.replace("%", "%%") + ("" if default is None else f" (default: {show(default)})")
     if how.get("action") is not Switch:
         fresh = [spelling for spelling in spellings if spelling not in known]

@@ -15,7 +15,9 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 SECONDS = 30
 TOGETHER = 2
@@ -160,9 +162,13 @@ def verdict(case, status: int, late: bool, output: str) -> str | None:
     return None
 
 
-def main() -> None:
-    seed, count, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    os.environ.update(MINDSPEED_DEVICE="cpu", TMPDIR=str(root), HF_HUB_OFFLINE="1")
+def run(seed: int, count: int, directory: str) -> dict[str, Any]:
+    """Run so many inputs in an empty directory: how many ``ran``, and what went ``wrong``."""
+    root = Path(directory)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)  # a case is no rank of a job
+    os.environ.update(MINDSPEED_DEVICE="cpu", TMPDIR=directory, HF_HUB_OFFLINE="1")
+    warnings.simplefilter("ignore")
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 
     (root / "good").mkdir()
@@ -203,7 +209,11 @@ def main() -> None:
                     "output": output[-600:],
                 })  # fmt: skip
             shutil.rmtree(home, ignore_errors=True)
-    print(json.dumps({"ran": ran, "wrong": wrong}))
+    return {"ran": ran, "wrong": wrong}
+
+
+def main() -> None:
+    print(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))
 
 
 if __name__ == "__main__":

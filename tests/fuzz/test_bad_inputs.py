@@ -6,52 +6,24 @@ Another seed finds other inputs: ``python -m tests.fuzz.run_bad_inputs SEED COUN
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.forked import HUGE_PAGES
+from tests.fuzz.run_bad_inputs import run
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(seed: int, count: int, directory: Path) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "tests.fuzz.run_bad_inputs",
-            str(seed),
-            str(count),
-            str(directory),
-        ],
-        cwd=ROOT,
-        env=environment | HUGE_PAGES | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=850,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+OPTIONS = {"setup": "tests.support.warm", "backend": None}
 
 
-def test_a_few_known_bad_inputs(tmp_path):
-    result = run(0, 24, tmp_path)
+def test_a_few_known_bad_inputs(ranks, tmp_path):
+    (result,) = ranks(1, run, 0, 24, str(tmp_path), timeout=240, **OPTIONS)
     assert result["ran"] >= 24
     assert result["wrong"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_hundreds_of_bad_inputs(tmp_path):
-    result = run(0, 800, tmp_path)
-    assert result["ran"] == 800
+def test_hundreds_of_bad_inputs(ranks, tmp_path):
+    """All known ones, and four hundred drawn."""
+    (result,) = ranks(1, run, 0, 500, str(tmp_path), timeout=850, **OPTIONS)
+    assert result["ran"] == 500
     assert result["wrong"] == [], json.dumps(result["wrong"][:10], indent=1)

@@ -7,7 +7,6 @@ import pytest
 from mindspeed.testing import RankPool
 from tests.npu_emulator.stubs import ensure_stubs
 from tests.npu_emulator.wheel import ensure_wheel
-from tests.support.forked import HUGE_PAGES
 from tests.support.wheels import WheelUnavailable
 
 PRELOAD = "tests.npu_emulator.preload"
@@ -26,4 +25,4 @@ def npu_pool() -> RankPool:
         "NPU_EMULATOR_SITE_PACKAGES": str(site_packages),
         "NPU_EMULATOR_STUBS": str(ensure_stubs(site_packages)),
     }
-    return RankPool(environment | HUGE_PAGES)
+    return RankPool(environment)

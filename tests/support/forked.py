@@ -10,9 +10,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Environment of a process that forks: with 2 MB pages a fork copies a small page table."""
-
 
 def run(words: Sequence[str]) -> tuple[int, str]:
     """Run ``mindspeed`` in a fork of this process: its exit status and what it printed."""
