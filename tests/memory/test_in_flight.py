@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from mindspeed.memory.in_flight import held_at_once, most_held
 from tests.memory.in_flight_ranks import counted_and_run
 
@@ -10,6 +12,7 @@ CASES = [
     (1, None, 3, None), (2, None, 1, None), (2, None, 5, None), (4, None, 2, None),
     (4, None, 8, None), (2, 2, 2, 2), (2, 2, 6, 2), (2, 3, 4, 2), (2, 2, 8, 4), (4, 2, 8, 4),
     (4, 4, 4, 4), (3, 2, 9, 3), (2, 2, 5, 3),
+    (2, None, 40, None), (2, 2, 40, 2), (2, 2, 41, 3),
 ]  # fmt: skip
 
 
@@ -23,6 +26,19 @@ def test_equal_the_schedules_that_ran(ranks):
                 where
             )
         assert most_held(counted) == tuple(map(max, zip(*seen, strict=True))), where
+
+
+def test_a_step_of_any_number_of_micro_batches_is_counted_at_once():
+    from mindspeed.memory.in_flight.megatron import held_by_stage
+
+    for chunks, held in ((None, {(2,)}), (2, {(3, 2), (4, 1)})):
+        config = SimpleNamespace(
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=chunks,
+            microbatch_group_size_per_vp_stage=None,
+            overlap_moe_expert_parallel_comm=False,
+        )
+        assert held_by_stage(0, 2**31 - 2, config) == held
 
 
 def test_plain_pipeline_holds_its_distance_from_the_end():

@@ -45,7 +45,11 @@ def held_by_stage(stage: int, micro_batches: int, config: Any) -> frozenset[Held
     """
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
-    group = (config.microbatch_group_size_per_vp_stage or stages) if chunks else micro_batches
+    if chunks:
+        group = config.microbatch_group_size_per_vp_stage or stages
+        micro_batches = _fewest_alike(micro_batches, stages, group)
+    else:
+        group = micro_batches = _fewest_alike(micro_batches, stages, 1)
     _, _, warm_up, _ = get_pp_rank_microbatches(
         micro_batches,
         chunks or 1,
@@ -55,6 +59,13 @@ def held_by_stage(stage: int, micro_batches: int, config: Any) -> frozenset[Held
     )
     table = get_schedule_table(micro_batches, chunks or 1, group)
     return held_at_once([chunk for _, chunk in table], warm_up)
+
+
+def _fewest_alike(micro_batches: int, stages: int, group: int) -> int:
+    """The smallest step that holds the same chunks at once: longer ones repeat their middle."""
+    enough = 2 * stages + 4 * group
+    excess = max(micro_batches - enough, 0)
+    return micro_batches - excess // group * group
 
 
 def layer_calls_in_flight(
