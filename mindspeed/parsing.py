@@ -79,6 +79,18 @@ def parse_yaml(text: str, where: str, error: Error = ConfigError) -> Any:
     return value
 
 
+def decode_json(text: str | bytes) -> Any:
+    """``json.loads`` for text that may be damaged: deep nesting is an error like all others.
+
+    Raises:
+        JSONDecodeError: it is no JSON, or is nested deeper than Python can follow.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError("it is nested too deep", "", 0) from None
+
+
 def parse_json(text: str, where: str, error: Error = ConfigError) -> Any:
     """The value of a JSON document.
 

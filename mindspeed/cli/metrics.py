@@ -6,13 +6,13 @@ after a resume: the later line counts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import DataError
+from mindspeed.parsing import decode_json
 from mindspeed.ranges import FINITE
 
 METRICS_FILE = "metrics.jsonl"
@@ -88,8 +88,8 @@ def read_run(file: Path, name: str) -> Run:
 def _record(line: str) -> dict[str, Any] | None:
     """The line as a mapping with an iteration; None for half a line of a killed run."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = decode_json(line)
+    except ValueError:
         return None
     iteration = record.get("iteration") if isinstance(record, dict) else None
     return record if type(iteration) is int and 0 <= iteration < _MOST_ITERATIONS else None

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.parsing import decode_json
 from mindspeed.ranges import NOT_NEGATIVE, number, whole
 
 if TYPE_CHECKING:
@@ -191,6 +191,6 @@ def _texts(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return [line for line in lines if line.strip()]
     try:
-        return [json.loads(line)["text"] for line in lines if line.strip()]
+        return [decode_json(line)["text"] for line in lines if line.strip()]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"--input {path}: lines of {{'text': ...}} are expected") from error

@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from mindspeed.parsing import decode_json
+
 POLL_SECONDS = 0.25
 LINES_PER_RUN = 20
 
@@ -71,7 +73,7 @@ def new_records(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
     records = []
     for line in complete.splitlines():
         try:
-            records.append(json.loads(line))
+            records.append(decode_json(line))
         except json.JSONDecodeError:  # the file was truncated in the meantime
             continue
     return records, position + len(complete)

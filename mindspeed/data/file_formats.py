@@ -167,6 +167,8 @@ def _array(path: Path, text: IO[str]) -> Iterator[Any]:
                 line += buffer[:end].count("\n")
                 buffer, allowed = buffer[end:], ",]"
                 continue
+        except RecursionError as error:
+            raise DataError(f"{path}:{line}: a record is nested too deep") from error
         except json.JSONDecodeError as error:
             if complete:
                 at = line + buffer[: error.pos].count("\n")

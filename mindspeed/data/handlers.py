@@ -32,6 +32,7 @@ from typing import Any
 
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError
+from mindspeed.parsing import decode_json
 
 Conversation = list[dict[str, str]]
 
@@ -176,7 +177,7 @@ def _moss_turns(fields: Fields) -> list[Conversation]:
     """Question and answer of every turn."""
     chat = fields.value("chat")
     if isinstance(chat, str):
-        chat = json.loads(chat)
+        chat = decode_json(chat)
     if not isinstance(chat, Mapping):
         raise ValueError(f"'chat' is {type(chat).__name__}, an object of turns is expected")
     turns = []

@@ -22,7 +22,7 @@ from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from mindspeed.data.tokenizer_types import END_OF_TEXT, TextTokenizer, TokenizerOptions, Tokens
 from mindspeed.errors import ConfigError, DataError, MindSpeedError
 from mindspeed.files import check_path
-from mindspeed.parsing import read_json, read_text
+from mindspeed.parsing import decode_json, read_json, read_text
 
 # Classes that are nothing but their tokenizer.json: reading that file gives the same ids.
 GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
@@ -241,7 +241,7 @@ def _from_json(text: str, name: str) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        content = json.loads(text)
+        content = decode_json(text)
         _keep_blanks(content.get("post_processor"))
         tokenizer = Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # the Rust library raises plain Exception

@@ -24,6 +24,7 @@ import numpy as np
 
 from mindspeed.errors import DataError
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
+from mindspeed.parsing import decode_json
 
 HEADER = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -136,7 +137,7 @@ class IndexedWriter:
 
     def _load_state(self) -> dict[str, Any] | None:
         try:
-            state = json.loads(self._state_path.read_text("utf-8"))
+            state = decode_json(self._state_path.read_text("utf-8"))
         except (OSError, ValueError):
             return None
         if state["fingerprint"] != self._fingerprint:

@@ -25,6 +25,7 @@ from mindspeed.data.sentence_splitting import sentences
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError
+from mindspeed.parsing import decode_json
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def _valid(block: Block, counts: Counts, read: Any) -> Iterator[Any]:
 def _record(item: Any) -> Mapping[str, Any]:
     if isinstance(item, bytes):
         try:
-            item = json.loads(item)
+            item = decode_json(item)
         except json.JSONDecodeError as error:
             raise ValueError(f"invalid JSON: {error.msg} (column {error.colno})") from error
     if not isinstance(item, Mapping):

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from mindspeed.data.file_formats import (
 )
 from mindspeed.errors import DataError
 from mindspeed.files import check_path
-from mindspeed.parsing import read_json
+from mindspeed.parsing import decode_json, read_json
 
 TEXT_UNITS = ("line", "blank", "file")
 _SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev)(?=[-_.])")
@@ -130,7 +129,7 @@ def _in_folder(folder: Path) -> tuple[list[Path], int]:
     if (folder / "dataset_dict.json").is_file() and (folder / "train").is_dir():
         folder = folder / "train"  # written by DatasetDict.save_to_disk
     if (folder / "state.json").is_file():  # written by Dataset.save_to_disk, which numbers files
-        state = json.loads((folder / "state.json").read_text("utf-8"))
+        state = decode_json((folder / "state.json").read_text("utf-8"))
         return [folder / entry["filename"] for entry in state["_data_files"]], 0
     for candidates in (folder.iterdir(), folder.rglob("*")):
         files = [

@@ -16,14 +16,13 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import DataError
-from mindspeed.parsing import read_json
+from mindspeed.parsing import decode_json, read_json
 
 Record = dict[str, Any]
 Splits = dict[str, list[Record]]
@@ -117,10 +116,10 @@ def _records(path: Path) -> Iterator[Record]:
         if path.suffix == ".csv":
             yield from csv.DictReader(io.StringIO(text, newline=""))
         elif text.lstrip().startswith("["):
-            yield from json.loads(text)
+            yield from decode_json(text)
         else:
-            yield from (json.loads(line) for line in text.split("\n") if line.strip())
-    except (ValueError, RecursionError, EOFError, csv.Error, zlib.error) as error:
+            yield from (decode_json(line) for line in text.split("\n") if line.strip())
+    except (ValueError, EOFError, csv.Error, zlib.error) as error:
         raise DataError(f"{path} is damaged: {error}") from error
 
 

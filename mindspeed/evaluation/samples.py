@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
+from mindspeed.parsing import decode_json
 
 RUN, SAMPLES = "run.json", "samples.jsonl"
 _PARTS = "samples-*.jsonl"
@@ -79,7 +80,7 @@ def check(directory: Path, identity: Mapping[str, Any]) -> None:
     file = directory / RUN
     if not file.is_file():
         return
-    old, new = json.loads(file.read_text("utf-8")), json.loads(json.dumps(identity))
+    old, new = decode_json(file.read_text("utf-8")), json.loads(json.dumps(identity))
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         raise ConfigError(
@@ -103,7 +104,7 @@ def _read(path: Path) -> list[Outcome]:
     # Not splitlines(): it also splits at characters that JSON strings may hold unescaped.
     *lines, _unfinished = path.read_text("utf-8", errors="replace").split("\n")
     try:
-        return [json.loads(line) for line in lines]
+        return [decode_json(line) for line in lines]
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path} is damaged ({error}); remove it to repeat its questions"

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.files import check_path
+from mindspeed.parsing import decode_json
 
 DESCRIPTION = "adapter.json"
 ALL_LINEAR = "all-linear"
@@ -136,7 +137,7 @@ class LoraConfig:
             CheckpointError: It is damaged.
         """
         try:
-            values: dict[str, Any] = json.loads(check_path(path, "input").read_text("utf-8"))
+            values: dict[str, Any] = decode_json(check_path(path, "input").read_text("utf-8"))
             known = {field.name for field in fields(cls)}
             values = {
                 name: tuple(value) if isinstance(value, list) else value

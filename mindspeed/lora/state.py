@@ -25,6 +25,7 @@ from mindspeed.files import check_path
 from mindspeed.lora.attach import adapted_layers
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.names import in_whole_model, is_adapter_weight, is_end, is_expert
+from mindspeed.parsing import decode_json
 
 _SAMPLES = 8
 # The base may be in fp32 in one run and in bf16, with 8 bits, in another.
@@ -88,7 +89,7 @@ def description(chunks: Iterable[Any], config: LoraConfig) -> str:
     if group.size() > 1:
         dist.all_gather_object(found, samples, group=group)
     base = {name: numbers for part in found for name, numbers in part.items()}
-    return json.dumps({**json.loads(config.to_json()), "base": base}, indent=1)
+    return json.dumps({**decode_json(config.to_json()), "base": base}, indent=1)
 
 
 def remember_base(chunk: Any) -> None:
@@ -113,7 +114,7 @@ def check_base(chunks: Iterable[Any], path: Path) -> None:
 
 def base_of(path: Path) -> dict[str, list[float]]:
     """The numbers of the base model in an adapter's description."""
-    base: dict[str, list[float]] = json.loads(check_path(path, "input").read_text("utf-8"))["base"]
+    base: dict[str, list[float]] = decode_json(check_path(path, "input").read_text("utf-8"))["base"]
     return base
 
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from mindspeed.parsing import decode_json
+
 LAYER = "layer"
 """The site that is a whole layer."""
 
@@ -117,7 +119,7 @@ def layer_plan(sites: Any, where: str) -> LayerPlan:
 
 def _items(text: str) -> Iterator[tuple[str, Any]]:
     try:
-        layers = json.loads(text)
+        layers = decode_json(text)
     except ValueError as error:
         raise ValueError(f"no JSON: {error}") from None
     if not isinstance(layers, dict):

@@ -19,6 +19,7 @@ from typing import IO, Any
 import xxhash
 
 from mindspeed.errors import DamagedCheckpoint
+from mindspeed.parsing import decode_json
 from mindspeed.unpickle import check_relative
 
 NAME = "digests.jsonl"
@@ -70,7 +71,7 @@ class Digests:
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
         if head != _head(body):
             raise DamagedCheckpoint(f"{path} is damaged: it does not have its own digest")
-        values = json.loads(body)
+        values = decode_json(body)
         files = {
             check_relative(name, str(path)): FileDigest(entry["bytes"], _divided(entry["blocks"]))
             for name, entry in values["files"].items()

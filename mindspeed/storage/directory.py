@@ -23,6 +23,7 @@ from mindspeed.files import (
     harden_tree,
     make_dirs,
 )
+from mindspeed.parsing import decode_json
 from mindspeed.storage import digests
 from mindspeed.storage.checked_file import first_damage
 from mindspeed.unpickle import check_relative
@@ -141,7 +142,7 @@ def damage_of(checkpoint: Path, *, whole: bool) -> str | None:
     if not sidecar.is_file():  # written by Megatron-LM
         return None
     try:
-        values = json.loads(sidecar.read_text("utf-8"))
+        values = decode_json(sidecar.read_text("utf-8"))
         sizes: dict[str, int] = values["files"]
         with_digests = values.get("digests")
     except (ValueError, KeyError, TypeError, AttributeError):

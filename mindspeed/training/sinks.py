@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from mindspeed.errors import describe
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
+from mindspeed.parsing import decode_json
 
 Metrics = Mapping[str, Any]
 
@@ -347,7 +348,7 @@ def _plain(values: Metrics) -> dict[str, Any]:
 def _iteration_of(line: str) -> float:
     """Iteration of a record; infinite for half-written lines of a killed run."""
     try:
-        iteration = json.loads(line)["iteration"]
+        iteration = decode_json(line)["iteration"]
     except (ValueError, KeyError, TypeError):
         return math.inf
     return iteration if isinstance(iteration, int) and line.endswith("\n") else math.inf

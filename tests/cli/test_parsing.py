@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.parsing import parse_json, parse_yaml, read_text
+from mindspeed.parsing import decode_json, parse_json, parse_yaml, read_text
+from tests.architecture.source import PACKAGE, sources
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -55,6 +58,20 @@ def test_json_that_would_be_read_as_something_else_is_refused(case):
         parse_json(text, "x.json", DataError)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, b'{"a":' * 100_000])
+def test_deep_nesting_is_damage_like_any_other(text):
+    with pytest.raises(json.JSONDecodeError, match="it is nested too deep"):
+        decode_json(text)
+
+
+def test_files_are_decoded_through_this_module():
+    """Elsewhere ``json.loads`` reads what another process of this library wrote just now."""
+    own = {"parsing.py", "evaluation/sandbox.py", "evaluation/samples.py"}
+    own |= {"data/jinja_renderer.py", "data/jinja_process.py"}
+    found = {str(p.relative_to(PACKAGE)) for p in sources() if "json.load" in p.read_text()}
+    assert found == own
 
 
 def test_good_values_are_what_they_say():

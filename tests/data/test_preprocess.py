@@ -161,6 +161,7 @@ def test_compressed_files_and_directories_give_the_same_tokens(options, tmp_path
 BROKEN = [
     ('{"text": "a', "invalid JSON"),
     ("[1]", "a JSON object is expected, found list"),
+    ("[" * 100_000, "invalid JSON: it is nested too deep"),
     ('{"txt": "a"}', "no key 'text'; the line has 'txt'"),
     ('{"text": 3}', "'text' is int, a string is expected"),
     ('{"text": "\\ud800"}', "not valid Unicode"),

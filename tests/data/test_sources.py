@@ -147,6 +147,7 @@ def test_a_wrong_parameter_file_shows_the_line(tmp_path, content, said):
     [
         ('[{"text": "a"},\n{"text" "b"}]', r"x\.json:2: invalid JSON"),
         ('[{"text": "a"},\n', r"x\.json:2: the array does not end"),
+        ('[{"text": "a"},\n' + "[" * 100_000, r"x\.json:2: a record is nested too deep"),
         ('[{"text": "a"} {"text": "b"}]', r"x\.json:1: .* expected"),
     ],
 )

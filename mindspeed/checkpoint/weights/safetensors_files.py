@@ -28,6 +28,7 @@ from mindspeed.models.hf_writer import specs_of, write_weights
 from mindspeed.models.table import Parameter
 from mindspeed.models.weight_shards import Segment
 from mindspeed.models.weight_source import WeightSource
+from mindspeed.parsing import decode_json
 
 ARGS = "megatron.json"
 
@@ -91,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 def _read_args(path: Path) -> argparse.Namespace:
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = decode_json(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if isinstance(values.get("params_dtype"), str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from mindspeed.cli.metrics import LOSS, VALIDATION_LOSS, read_run
 from mindspeed.cli.quickstart.plan import QUESTIONS, Plan
+from mindspeed.parsing import decode_json
 
 
 def print_summary(plan: Plan, console: Console, seconds: float) -> None:
@@ -52,7 +52,7 @@ def print_summary(plan: Plan, console: Console, seconds: float) -> None:
 
 def score(results: Path) -> float:
     """Accuracy in a results file."""
-    return float(json.loads(results.read_text("utf-8"))["tasks"]["boolq"]["score"])
+    return float(decode_json(results.read_text("utf-8"))["tasks"]["boolq"]["score"])
 
 
 def answers(path: Path) -> str:
