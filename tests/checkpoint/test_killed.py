@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-
 import pytest
 
-from tests.support.trainer_job import SETUP, TINY, metrics, train
+from mindspeed.testing import RankError
+from tests.support import fault
+from tests.support.trainer_job import SETUP, metrics, train
 
 pytestmark = pytest.mark.slow
 
 FLAGS = ["--tensor-model-parallel-size", "2", "--hidden-dropout", "0.1", "--train-iters", "12"]
+FLAGS += ["--global-batch-size", "4"]
+OPTIONS = {"setup": SETUP, "backend": None, "timeout": 300}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(rank_pool, tmp_path_factory):
     """Directory and results of a run that nobody kills."""
     whole = tmp_path_factory.mktemp("whole")
-    flags = [*FLAGS, "--save", str(whole)]
-    return whole, rank_pool.run(2, train, flags, setup=SETUP, backend=None, timeout=300)
+    return whole, rank_pool.run(2, train, [*FLAGS, "--save", str(whole)], **OPTIONS)
 
 
 @pytest.mark.parametrize("seconds", [0.35, 0.8])
@@ -31,23 +28,13 @@ def test_a_killed_job_resumes_bit_equal_to_one_that_was_not(
 ):
     (whole, straight), killed = uninterrupted, tmp_path / "killed"
     save = ["--save", str(killed), "--save-interval", "1", "--auto-resume"]
-    environment = {**os.environ, "MINDSPEED_DEVICE": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    job = subprocess.Popen(
-        [sys.executable, "-m", "mindspeed", "pretrain", *TINY, *FLAGS, *save],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
     tracker = killed / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 300
-    while not tracker.exists() and job.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(seconds)
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    given = [*FLAGS, *save], fault.killed_after, str(tracker), seconds
+    with pytest.raises(RankError) as died:
+        ranks(2, train, *given, **OPTIONS)
+    assert died.value.kind == "died"
     assert tracker.exists()
-    resumed = ranks(2, train, [*FLAGS, *save], setup=SETUP, backend=None, timeout=300)
+    resumed = ranks(2, train, [*FLAGS, *save], **OPTIONS)
     assert [r["digest"] for r in resumed] == [r["digest"] for r in straight]
     expected = [record["lm_loss"] for record in metrics(whole / "metrics.jsonl")]
     assert [record["lm_loss"] for record in metrics(killed / "metrics.jsonl")] == expected

@@ -6,6 +6,8 @@ import errno
 import functools
 import os
 import signal
+import threading
+import time
 from typing import Any
 
 
@@ -154,6 +156,18 @@ def killed_in_save(save: int, moment: str) -> None:
         directory.harden_tree = dying(directory.harden_tree)
     else:
         directory.atomic_write_text = dying(directory.atomic_write_text)
+
+
+def killed_after(file: str, seconds: float) -> None:
+    """Every rank dies without warning so long after a file appears, whatever it does then."""
+
+    def wait_and_die() -> None:
+        while not os.path.exists(file):
+            time.sleep(0.02)
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait_and_die, daemon=True).start()
 
 
 def weights_that_are_not_numbers() -> None:
