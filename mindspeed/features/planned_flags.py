@@ -20,7 +20,6 @@ FEATURES: dict[str, str] = {
     "--recompute-in-advance",
     "MLP layer fusion": "--mlp-layer-fusion",
     "Nano-pipe pipeline parallelism": "--use-nanopipe",
-    "High-dimensional (2D) tensor parallelism": "--tp-2d --tp-x --tp-y",
     "Checkpoints to disk without Gloo groups": "--disable-gloo-group",
     "No communication in TP recomputation": "--optimize-recomp-communication-level",
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",

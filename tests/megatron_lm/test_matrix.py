@@ -42,6 +42,12 @@ LAYOUTS = {
     "data-parallel": (2, MODEL, ""),
     "tensor-parallel": (2, MODEL, "--tensor-model-parallel-size 2"),
     "sequence-parallel": (2, MODEL, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tensor-2d": (
+        4,
+        MODEL,
+        "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2 --use-distributed-optimizer "
+        "--enable-overlap-ag-with-matmul",
+    ),
     "pipeline": (2, MODEL, "--pipeline-model-parallel-size 2"),
     "virtual-pipeline": (
         2,

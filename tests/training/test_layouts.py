@@ -39,6 +39,7 @@ UNEVEN = (
 CP = "--context-parallel-size"
 ALGO = "--context-parallel-algo"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TP_2D = "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 
 LAYOUTS = {
@@ -61,6 +62,20 @@ LAYOUTS = {
     ),
     "selective-recompute": (2, GQA, f"{TP} --recompute-granularity selective"),
     "tensor-pipeline-sequence": (4, GQA, f"{TP} {PP} --sequence-parallel {DISTRIBUTED}"),
+    "tensor-2d-recompute": (
+        4,
+        GQA,
+        f"{TP_2D} --enable-overlap-matmul-with-rs --enable-backward-overlap-ag-with-matmul "
+        f"{DISTRIBUTED} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "tensor-2d-pipeline": (
+        8,
+        GQA,
+        f"{TP_2D} {PP} --num-layers-per-virtual-pipeline-stage 1 --transformer-impl local "
+        "--enable-overlap-ag-with-matmul",
+    ),
+    "tensor-2d-context": (8, GQA, f"{TP_2D} {CP} 2 {ALGO} megatron_cp_algo"),
     "moe-expert-parallel": (2, MOE, "--expert-model-parallel-size 2"),
     "moe-expert-tensor": (
         4,
@@ -128,6 +143,8 @@ LAYOUTS = {
     ),
 }
 
+SLOW = {"tensor-2d-pipeline", "tensor-2d-context"}  # eight ranks
+
 SIZES = "--ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe"  # that fp8 takes when cut in two
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 FP8_DELAYED = f"{GQA} {SIZES} delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
@@ -190,7 +207,9 @@ def column(records: list[dict], name: str) -> list[float]:
     return [record[name] for record in records]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+)
 def test_layout_trains_like_one_rank(layout, one_rank):
     world_size, model, flags = LAYOUTS[layout]
     reference = one_rank(model)

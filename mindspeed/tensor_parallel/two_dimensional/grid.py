@@ -1,0 +1,88 @@
+"""The grid of ranks, and the order of the tokens on it.
+
+    p = 8, X = 4, Y = 2       x 0 1 2 3
+                        y 0     0 1 2 3      x-groups (0 1 2 3) (4 5 6 7)
+                        y 1     4 5 6 7      y-groups (0 4) (1 5) (2 6) (3 7)
+
+Neighbours form an x-group, which is best placed inside a node. Attention needs each token on one
+rank of a y-group: it is context-parallel over y, and over context-parallel ranks as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The process groups of one rank.
+
+    Attributes:
+        tp: All p tensor-parallel ranks.
+        x: X ranks that share the rows of hidden states.
+        y: Y ranks that share the columns of hidden states.
+        sequence: Ranks that share the tokens in attention: y and context-parallel, y fastest.
+    """
+
+    tp: dist.ProcessGroup
+    x: dist.ProcessGroup
+    y: dist.ProcessGroup
+    sequence: dist.ProcessGroup
+
+
+def x_groups(tp_ranks: Sequence[int], x: int) -> list[list[int]]:
+    """The x-groups of a tensor-parallel group: X neighbours each."""
+    return [list(tp_ranks[first : first + x]) for first in range(0, len(tp_ranks), x)]
+
+
+def y_groups(tp_ranks: Sequence[int], x: int) -> list[list[int]]:
+    """The y-groups of a tensor-parallel group: every X-th rank."""
+    return [list(tp_ranks[first::x]) for first in range(x)]
+
+
+def sequence_groups(tp_groups: Sequence[Sequence[int]], x: int) -> list[list[int]]:
+    """The ranks that share tokens in attention, one list for each x.
+
+    Args:
+        tp_groups: The tensor-parallel groups of a context-parallel group, by context-parallel rank.
+        x: Ranks of an x-group.
+    """
+    return [[rank for ranks in tp_groups for rank in ranks[first::x]] for first in range(x)]
+
+
+def token_order(tokens: int, x: int, y: int) -> torch.Tensor:
+    """The order of a context-parallel rank's tokens in which nothing has to be moved in layers.
+
+    A causal mask gives ranks of attention equal work if, of 2 Y chunks of equal size, rank y owns
+    chunks y and 2 Y - 1 - y. (With context parallelism these are the chunks that Megatron's
+    batches would give to a rank of the union.) Gathering over x and reduce-scattering over y
+    concatenates and splits rows in rank order, and Megatron's embedding gives chunk r of p to
+    tensor-parallel rank r = y X + x; so ids and labels are put in the order
+
+        for y: for x: part (x, y) of [tokens of attention rank 0, of rank 1, ...]
+
+    Args:
+        tokens: Number of tokens of a sample on this context-parallel rank.
+        x: X.
+        y: Y.
+
+    Returns:
+        int64 ``[tokens]``: position of each token in the batch.
+
+    Raises:
+        ConfigError: The tokens cannot be shared evenly.
+    """
+    if tokens % (2 * y) or tokens % (x * y):
+        raise ConfigError(
+            f"--tp-2d: {tokens} tokens on each context-parallel rank must be divisible by "
+            f"tp_x * tp_y = {x * y} and by 2 * tp_y = {2 * y}: change --seq-length or pad samples"
+        )
+    chunks = torch.arange(tokens).view(2 * y, -1)
+    by_attention_rank = torch.stack([chunks[:y], chunks[y:].flip(0)], dim=1)
+    return by_attention_rank.reshape(x, y, -1).transpose(0, 1).flatten()

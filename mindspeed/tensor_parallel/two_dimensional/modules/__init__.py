@@ -1,0 +1,1 @@
+"""Linear layers and norms of the grid as modules of Megatron."""

@@ -1,0 +1,249 @@
+"""The grid on gloo ranks: linear layers, norms and the exchange, compared with one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mindspeed.te import comm, kernels
+from mindspeed.tensor_parallel.two_dimensional import grid as grids
+from mindspeed.tensor_parallel.two_dimensional.exchange import from_grid, to_grid
+from mindspeed.tensor_parallel.two_dimensional.grid import Grid
+from mindspeed.tensor_parallel.two_dimensional.linear import Communication, Products, linear
+from mindspeed.tensor_parallel.two_dimensional.norm import norm
+from mindspeed.testing import CommLedger
+
+SEQUENCE, BATCH, HIDDEN, FFN = 16, 2, 24, 48
+PRODUCTS = Products(
+    gather=comm.all_gather_first_dim,
+    scatter=comm.reduce_scatter_first_dim,
+    gather_matmul=kernels.gather_matmul,
+    weight_gradient=lambda weight, x, grad: grad.flatten(0, 1).t() @ x.flatten(0, 1),
+)
+
+
+def make_grid(x: int) -> Grid:
+    """The grid of all ranks."""
+    ranks = list(range(dist.get_world_size()))
+    groups = []
+    for members in (grids.x_groups(ranks, x), grids.y_groups(ranks, x)):
+        made = [dist.new_group(group) for group in members]
+        (own,) = (g for g, group in zip(made, members, strict=True) if dist.get_rank() in group)
+        groups.append(own)
+    return Grid(dist.group.WORLD, *groups, sequence=groups[1])
+
+
+def whole(integers: bool) -> dict[str, torch.Tensor]:
+    """Tensors of an MLP that is not sharded, fp64."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        if integers:
+            return torch.randint(-4, 5, shape, generator=generator).double()
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "x": draw(SEQUENCE, BATCH, HIDDEN), "grad": draw(SEQUENCE, BATCH, HIDDEN),
+        "w1": draw(FFN, HIDDEN), "b1": draw(FFN), "w2": draw(HIDDEN, FFN), "b2": draw(HIDDEN),
+    }  # fmt: skip
+
+
+def mlp_of_one_rank(integers: bool) -> dict[str, torch.Tensor]:
+    """Output and gradients of ``W2 relu(W1 x + b1) + b2``."""
+    tensors = whole(integers)
+    grad = tensors.pop("grad")
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    x, w1, b1, w2, b2 = tensors.values()
+    out = F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)
+    out.backward(grad)
+    return {"out": out.detach(), **{name: t.grad for name, t in tensors.items()}}
+
+
+def _shards(grid: Grid, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of each tensor of :func:`mlp_of_one_rank`."""
+    x, y = (grid.x.size(), grid.x.rank()), (grid.y.size(), grid.y.rank())
+    rows_columns = {"x": (x, y), "grad": (x, y), "out": (x, y), "w1": (x, y), "w2": (y, x)}
+    found = {}
+    for name, tensor in tensors.items():
+        if name.startswith("b"):
+            size, rank = x if name == "b1" else y
+            found[name] = tensor.chunk(size)[rank]
+            continue
+        (rows, row), (columns, column) = rows_columns[name]
+        found[name] = tensor.chunk(rows, 0)[row].chunk(columns, -1)[column]
+    return found
+
+
+def mlp(
+    x: int, overlaps: tuple[str, ...] = (), integers: bool = False, frozen: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Differences between the MLP on the grid and on one rank, and what was sent.
+
+    Returns:
+        Largest difference of every tensor that has a gradient, and of the output; wire bytes and
+        calls of this rank by phase.
+    """
+    grid = make_grid(x)
+    own = {name: t.clone() for name, t in _shards(grid, whole(integers)).items()}
+    grad = own.pop("grad")
+    for name, tensor in own.items():
+        tensor.requires_grad_(name not in frozen)
+    first, second = (
+        replace(communication, **{name: True for name in overlaps if name != other})
+        for communication, other in (
+            (Communication(grid.x, grid.y), "overlap_gather"),
+            (Communication(grid.y, grid.x), "overlap_scatter"),
+        )
+    )
+    # Not contiguous, as views of larger tensors are.
+    given = own["x"].transpose(0, 1).contiguous().transpose(0, 1)
+    with CommLedger() as ledger:
+        inner = F.relu(linear(given, own["w1"], own["b1"], first, PRODUCTS))
+        out = linear(inner, own["w2"], own["b2"], second, PRODUCTS)
+        out.backward(grad)
+    own["b1"].grad, own["b2"].grad = (_summed(own["b1"], grid.y), _summed(own["b2"], grid.x))
+    expected = _shards(grid, mlp_of_one_rank(integers))
+    results = {"out": out.detach(), **{n: t.grad for n, t in own.items() if t.grad is not None}}
+    return {
+        "differences": {n: (results[n] - expected[n]).abs().max().item() for n in results},
+        "bytes": {phase: ledger.wire_bytes(phase=phase) for phase in ("forward", "backward")},
+        "calls": {phase: ledger.calls(phase=phase) for phase in ("forward", "backward")},
+        "operations": sorted({event.op for event in ledger.events}),
+    }
+
+
+def _summed(parameter: torch.Tensor, group: Any) -> torch.Tensor | None:
+    if parameter.grad is not None:
+        dist.all_reduce(parameter.grad, group=group)
+    return parameter.grad
+
+
+def norms(x: int, rms: bool, offset: float, dtype: torch.dtype) -> dict[str, float]:
+    """Largest relative difference of output and gradients of a norm from torch's in fp64."""
+    grid = make_grid(x)
+    size, rank = grid.y.size(), grid.y.rank()
+    tensors = {name: t.to(dtype) for name, t in whole(False).items()}
+    tensors["x"] = (tensors["x"] + offset).to(dtype)
+    weight, bias, grad = tensors["w1"][0], tensors["b2"], tensors["grad"]
+
+    exact = [t.double().requires_grad_() for t in (tensors["x"], weight, bias)]
+    if rms:
+        out = F.rms_norm(exact[0], (HIDDEN,), exact[1], 1e-5)
+    else:
+        out = F.layer_norm(exact[0], (HIDDEN,), exact[1], exact[2], 1e-5)
+    out.backward(grad.double())
+
+    def local(t: torch.Tensor) -> torch.Tensor:
+        rows = t.chunk(grid.x.size(), 0)[grid.x.rank()] if t.dim() > 1 else t
+        return rows.chunk(size, -1)[rank].detach().clone()
+
+    own = [local(t).requires_grad_() for t in (tensors["x"], weight, bias)]
+    mine = norm(own[0], own[1], None if rms else own[2], eps=1e-5, group=grid.y, rms=rms)
+    mine.backward(local(grad))
+    pairs = {"out": (mine, local(out)), "x": (own[0].grad, local(exact[0].grad))}
+    pairs["weight"] = (_summed(own[1], grid.x), local(exact[1].grad))
+    if not rms:
+        pairs["bias"] = (_summed(own[2], grid.x), local(exact[2].grad))
+    return {name: ((a - b).abs().max() / b.abs().max()).item() for name, (a, b) in pairs.items()}
+
+
+def exchanged(x: int) -> dict[str, Any]:
+    """Send rows of sequence parallelism to the grid and back."""
+    grid, rank, size = make_grid(x), dist.get_rank(), dist.get_world_size()
+    hidden = whole(True)["x"]
+    order = grids.token_order(SEQUENCE, grid.x.size(), grid.y.size())
+    shard = hidden[order].chunk(size)[rank].requires_grad_()
+    with CommLedger() as ledger:
+        inside = to_grid(shard, grid.y)
+        back = from_grid(inside, grid.y)
+    back.backward(2 * shard.detach())
+    # Gathered over x, in the order of attention: first the tokens of rank 0 of y.
+    rows = [torch.empty_like(inside) for _ in range(grid.x.size())]
+    dist.all_gather(rows, inside.detach().contiguous(), group=grid.x)
+    attention = torch.cat(rows).chunk(grid.y.size())[grid.y.rank()]
+    chunks = hidden.chunk(grid.y.size(), -1)[grid.y.rank()].chunk(2 * grid.y.size())
+    own = torch.cat([chunks[grid.y.rank()], chunks[-1 - grid.y.rank()]])
+    return {
+        "back": torch.equal(back, shard),
+        "gradient": torch.equal(shard.grad, 2 * shard.detach()),
+        "tokens": torch.equal(attention, own),
+        "bytes": ledger.wire_bytes(),
+        "shard": shard.nbytes,
+    }
+
+
+def bytes_of_a_fake_world(
+    world: int, ranks: int, shapes: tuple[int, int, int, int, int]
+) -> dict[str, tuple[int, int]]:
+    """Bytes that rank 0 of a large world sends for the linear layers of one transformer layer.
+
+    Tensors have no memory (FakeTensorMode), and the process groups send nothing.
+
+    Args:
+        world: Number of ranks.
+        ranks: Size p of a tensor-parallel group.
+        shapes: Widths h, q, o, f1 and f2 of :class:`~cost.Widths`.
+
+    Returns:
+        Forward and backward wire bytes by layout: ``"1D"``, sequence parallelism, and ``"XxY"``;
+        s b e / p = 1 kB.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mindspeed.te.linear_communication import LinearCommunication
+    from mindspeed.te.linear_communication import linear as one_dimensional
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    members, rows = list(range(ranks)), 512 * ranks  # bf16
+    group = dist.new_group(members)
+    h, q, o, f1, f2 = shapes
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+
+    def sent(layers: list[tuple[tuple[int, ...], tuple[int, ...], Any]]) -> tuple[int, int]:
+        with FakeTensorMode(), CommLedger() as ledger:
+            for x_shape, w_shape, function in layers:
+                x, weight = empty(*x_shape), empty(*w_shape)
+                out = function(x, weight)
+                out.backward(torch.empty_like(out))
+        return ledger.wire_bytes(phase="forward"), ledger.wire_bytes(phase="backward")
+
+    def of_one_dimension(mode: str) -> Any:
+        communication = LinearCommunication(group, mode, sequence_parallel=True)
+        return lambda x, weight: one_dimensional(x, weight, None, communication)
+
+    def of_grid(gathers: Any, scatters: Any) -> Any:
+        communication = Communication(gathers, scatters)
+        return lambda x, weight: linear(x, weight, None, communication, PRODUCTS)
+
+    found = {}
+    p, columns, row = ranks, of_one_dimension("column"), of_one_dimension("row")
+    found["1D"] = sent(
+        [
+            ((rows // p, 1, h), (width // p, h), columns) for width in (q, f1)
+        ] + [
+            ((rows, 1, width // p), (h, width // p), row) for width in (o, f2)
+        ]
+    )  # fmt: skip
+    for x in (8, 4, 2):
+        y = ranks // x
+        over_x = dist.new_group(grids.x_groups(members, x)[0])
+        over_y = dist.new_group(grids.y_groups(members, x)[0])
+        first, second = of_grid(over_x, over_y), of_grid(over_y, over_x)
+        found[f"{x}x{y}"] = sent(
+            [
+                ((rows // x, 1, h // y), (width // x, h // y), first)
+                for width in (q, f1)
+            ] + [
+                ((rows // y, 1, width // x), (h // y, width // x), second)
+                for width in (o, f2)
+            ]
+        )  # fmt: skip
+    return found
