@@ -104,9 +104,7 @@ class OverlappedProducts:
         """See :func:`mindspeed.te.kernels.matmul_scatter`: ``[s, b, k]`` to ``[s/p, b, n]``."""
         a, b = _rows(x), _right(weight, transposed)
         product = Product("matmul_scatter", a.shape[0], *b.shape, group.size())
-        chosen = self._overlap.row_forward
-        if async_op:  # only the backward of a column layer waits later
-            chosen = self._overlap.column_backward or not wgrad_follows
+        chosen = self._is_chosen(async_op, wgrad_follows)
         strategy = self._choose(product, a, group, chosen, addend is not None)
         if strategy.kind == "plain" or x.shape[0] % group.size():  # which plain refuses
             return self._plain["matmul_scatter"](  # type: ignore[no-any-return]
@@ -135,9 +133,7 @@ class OverlappedProducts:
         """See :func:`mindspeed.te.kernels.matmul_reduce`: ``[s, b, k]`` to ``[s, b, n]``."""
         a, b = _rows(x), _right(weight, transposed)
         product = Product("matmul_reduce", a.shape[0], *b.shape, group.size())
-        chosen = self._overlap.row_forward
-        if async_op:  # only the backward of a column layer waits later
-            chosen = self._overlap.column_backward or not wgrad_follows
+        chosen = self._is_chosen(async_op, wgrad_follows)
         strategy = self._choose(product, a, group, chosen, addend is not None)
         if strategy.kind == "plain":
             return self._plain["matmul_reduce"](  # type: ignore[no-any-return]
@@ -152,6 +148,14 @@ class OverlappedProducts:
             b = self._aligned(product, strategy, b)
             _overlap.matmul_all_reduce(a, b, out, group, strategy.parts, added)
         return out.view(*x.shape[:-1], -1), None
+
+    def _is_chosen(self, column_backward: bool, wgrad_follows: bool) -> bool:
+        """Whether a reduction may be overlapped: of a column layer's backward, which is the one
+        that waits later, or of a row layer's forward.
+        """
+        if not column_backward:
+            return self._overlap.row_forward
+        return self._overlap.column_backward or not wgrad_follows
 
     def _choose(
         self,
