@@ -42,6 +42,7 @@ COMMANDS: dict[str, str] = {
     "serve": "serve a model with OpenAI's API",
     "evaluate": "score a model on benchmarks from local files",
     "plot": "plot loss, gradient norm, throughput and memory of one or more runs",
+    "profile": "model a training step: bytes, calls, FLOPs, exposed communication by layer",
     "attention": "compare and draw context-parallel algorithms on an attention mask",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: implementation on this device, why not others",
@@ -57,7 +58,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
-    "inspect": ("attention", "features", "ops", "patches"),
+    "inspect": ("profile", "attention", "features", "ops", "patches"),
 }
 
 _format_for_developers = warnings.formatwarning

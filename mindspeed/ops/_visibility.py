@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 EVERYTHING = 2147483647
@@ -118,13 +119,14 @@ class Sight:
 
     def pairs(self) -> int:
         """Number of (query, key) pairs inside band and prefix, per sequence and head."""
-        first = torch.arange(self.queries, dtype=torch.int64)
-        start = (first + self.low).clamp(0, self.keys)
-        stop = (first + self.high + 1).clamp(0, self.keys)
+        # Of NumPy: the count of FLOPs needs numbers, also where torch only traces shapes.
+        first = np.arange(self.queries, dtype=np.int64)
+        start = (first + self.low).clip(0, self.keys)
+        stop = (first + self.high + 1).clip(0, self.keys)
         if self.prefix is None:
-            return int((stop - start).clamp(min=0).sum())
-        prefix = torch.tensor(self.prefix).clamp(max=self.keys)[:, None]
-        return int(torch.maximum(stop, prefix).sum()) // len(self.prefix)
+            return int((stop - start).clip(min=0).sum())
+        prefix = np.array(self.prefix).clip(max=self.keys)[:, None]
+        return int(np.maximum(stop, prefix).sum()) // len(self.prefix)
 
     def _inside(self, row: int, row_stop: int, key: int, key_stop: int) -> bool:
         """Whether the band hides nothing of a tile."""

@@ -68,6 +68,8 @@ class Interval:
     end: float
     phase: str  # "forward", "backward" or "recompute"
     communication: Communication | None = None
+    flops: int = 0
+    scope: str = ""
 
     @property
     def seconds(self) -> float:
@@ -81,12 +83,18 @@ class VirtualClock(Instrument):
     Args:
         flops_per_second: of this rank.
         link: of all process groups, or a function that returns the link of a communication.
+
+    Attributes:
+        now: seconds from the start of the clock.
+        intervals: what happened so far, in the order of its start on this rank.
+        scope: set by the caller, for example to the layer that runs; intervals carry it.
     """
 
     def __init__(
         self, flops_per_second: float, link: Link | Callable[[Communication], Link]
     ) -> None:
         self.now = 0.0
+        self.scope = ""
         self.intervals: list[Interval] = []
         self._flops_per_second = flops_per_second
         self._link_of = link if callable(link) else lambda communication: link
@@ -96,18 +104,20 @@ class VirtualClock(Instrument):
         self.mode = _Mode(self, self.phase)
 
     def enter_contexts(self, stack: ExitStack) -> None:
-        """Watch ``Work.wait`` too."""
-        wait = Work.wait
+        """Watch ``wait`` of all kinds of handles too."""
+        journal = Journal()
+        stack.callback(self._pending.clear)
+        stack.callback(journal.undo)
+        for kind in _kinds_of(Work):
+            journal.set(kind, "wait", self._observed(kind.wait), owner="clock")
+        super().enter_contexts(stack)
 
+    def _observed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def observed(work: Any, *args: Any, **kwargs: Any) -> Any:
             self._wait_for(id(work))
             return wait(work, *args, **kwargs)
 
-        journal = Journal()
-        stack.callback(self._pending.clear)
-        stack.callback(journal.undo)
-        journal.set(Work, "wait", observed, owner="clock")
-        super().enter_contexts(stack)
+        return observed
 
     @property
     def exposed(self) -> float:
@@ -134,7 +144,7 @@ class VirtualClock(Instrument):
         start = self.now
         self.now += flops / self._flops_per_second
         if flops:
-            self._note("compute", name, start, self.now)
+            self._note("compute", name, start, self.now, flops=flops)
 
     def _communicate(self, name: str, communication: Communication) -> Interval:
         start = max(self.now, self._free_at.get(communication.group, 0.0))
@@ -161,8 +171,10 @@ class VirtualClock(Instrument):
         start: float,
         end: float,
         communication: Communication | None = None,
+        flops: int = 0,
     ) -> Interval:
-        interval = Interval(kind, name, start, end, self.phase.current(), communication)
+        phase = self.phase.current()
+        interval = Interval(kind, name, start, end, phase, communication, flops, self.scope)
         self.intervals.append(interval)
         return interval
 
@@ -202,6 +214,14 @@ class _Mode(CommunicationMode):
                     self._clock._pending[_storage(tensor)] = (tensor, interval)
             else:
                 self._clock._wait(interval)
+
+
+def _kinds_of(work: Any) -> Iterator[Any]:
+    """``Work`` and the classes derived from it that wait in a way of their own (``fake``)."""
+    if "wait" in vars(work):
+        yield work
+    for kind in work.__subclasses__():
+        yield from _kinds_of(kind)
 
 
 def _storage(tensor: torch.Tensor) -> int:

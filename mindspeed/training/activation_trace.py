@@ -9,17 +9,17 @@ are in force as in training, so bytes are those of a real step.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mindspeed.training.fake_job import build_chunks, fake_job
 
 _LAYER = re.compile(
     r"^(?:module\.)*(decoder|mtp)\.layers\.\d+(?:\.(?:transformer|mtp_model)_layer)?"
@@ -110,61 +110,12 @@ def _trace_stage(args: argparse.Namespace, stage: int) -> Stage:
     args.enable_gloo_process_groups = False
     args.world_size //= args.data_parallel_size  # replicas keep the same
     args.data_parallel_size = args.num_distributed_optimizer_instances = 1
-    with _fake_job(args, stage):
+    with fake_job(args, stage):
         config = transformer_config(args)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            chunks = [forward(args, config, chunk) for chunk in _build(args, config)]
+            chunks = [forward(args, config, chunk) for chunk in build_chunks(args, config)]
         held = held_by_stage(stage, micro_batches, config)
     return Stage(stage, chunks, held)
-
-
-@contextlib.contextmanager
-def _fake_job(args: argparse.Namespace, stage: int) -> Iterator[None]:
-    """Process groups without communication, of a rank in ``stage``."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from mindspeed.training import setup
-
-    rank = stage * args.tensor_model_parallel_size * args.context_parallel_size
-    dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
-    tracker = get_cuda_rng_tracker()
-    try:
-        setup.parallel_groups(args)
-        setup.seed_everything(args)
-        tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no random state
-        yield
-    finally:
-        vars(tracker).pop("fork", None)
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def _build(args: argparse.Namespace, config: Any) -> list[Any]:
-    """This rank's chunks, in the precision of their parameters."""
-    from megatron.core import parallel_state
-
-    from mindspeed.lora import LoraConfig, attach
-    from mindspeed.training.model import gpt_model
-
-    def build(vp_stage: int | None) -> Any:
-        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-        first = parallel_state.is_pipeline_first_stage(**where)
-        last = parallel_state.is_pipeline_last_stage(**where)
-        return gpt_model(args, config, first, last, vp_stage)
-
-    count = args.virtual_pipeline_model_parallel_size
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(config.params_dtype)
-    try:
-        chunks = [build(vp_stage) for vp_stage in (range(count) if count else [None])]
-    finally:
-        torch.set_default_dtype(before)
-    adapters = LoraConfig.from_args(args)
-    if adapters is not None:
-        attach(chunks, adapters)
-    return chunks
 
 
 def forward(args: argparse.Namespace, config: Any, chunk: Any) -> Kept:

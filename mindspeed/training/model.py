@@ -150,7 +150,7 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
         for chunk in chunks:
             chunk.broadcast_params()
     optimizer = build_optimizer(args, chunks)
-    _connect(args, config, chunks, optimizer)
+    connect(args, config, chunks, optimizer.scale_loss)
     return TrainedModel(config, chunks, optimizer, learning_rate_schedule(args, optimizer))
 
 
@@ -269,14 +269,14 @@ def learning_rate_schedule(
     )
 
 
-def _connect(
+def connect(
     args: argparse.Namespace,
     config: TransformerConfig,
     chunks: list[Any],
-    optimizer: MegatronOptimizer,
+    scale_loss: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> None:
     """Tell the schedule when to scale the loss, reduce gradients and gather parameters."""
-    config.grad_scale_func = optimizer.scale_loss
+    config.grad_scale_func = scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if adapted(chunks):
         config.finalize_model_grads_func = summed_over_tp(finalize_model_grads)

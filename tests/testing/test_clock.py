@@ -58,6 +58,12 @@ def one_link_a_group(x, y):
         work.wait()
 
 
+def waited_for_in_another_order(x, y):
+    first, second = (dist.all_reduce(x.clone(), async_op=True) for _ in range(2))
+    second.wait()  # ends after the first
+    first.wait()
+
+
 def functional(x, y):
     z = funcol.all_reduce(x, "sum", dist.group.WORLD)
     y @ y
@@ -77,6 +83,7 @@ SCHEDULES = {  # end, exposed, computing
     hidden_whole: (3.0, 0.0, 3.0),
     never_waited_for: (0.0, 0.0, 0.0),
     one_link_a_group: (5.0, 5.0, 0.0),
+    waited_for_in_another_order: (5.0, 5.0, 0.0),
     functional: (2.5, 1.5, 1.0),
     coalesced: (2.5, 1.5, 1.0),
 }
@@ -166,3 +173,50 @@ def links() -> float:
 
 def test_a_function_chooses_the_link(ranks):
     assert ranks(2, links) == [1.25, 1.25]
+
+
+# A product of 16384 x 5120 x 1920 in bf16 whose rows are scattered over 8 ranks.
+M, K, COLUMNS, RANKS = 16384, 5120, 1920, 8
+PEAK, LATENCY, BANDWIDTH = 300e12, 10e-6, 200e9
+
+
+def chunks_of_a_large_product() -> dict[int, tuple[float, float, float, int, int]]:
+    """On tensors without memory, in a process group without communication."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    x, w, out = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((M, K), (K, COLUMNS), (M // RANKS, COLUMNS))
+    )
+    found = {}
+    for chunks in (1, 2, 4, 8):
+        clock = VirtualClock(PEAK, Link(BANDWIDTH, LATENCY))
+        clock.scope = f"{chunks} chunks"
+        with clock, CommLedger() as ledger:
+            parts = zip(x.chunk(chunks), out.chunk(chunks), strict=True)
+            works = [dist.reduce_scatter_tensor(o, r @ w, async_op=True) for r, o in parts]
+            for work in works:
+                work.wait()
+        assert {interval.scope for interval in clock.intervals} == {f"{chunks} chunks"}
+        flops = sum(interval.flops for interval in clock.intervals)
+        wire = ledger.wire_bytes("reduce_scatter")
+        found[chunks] = (clock.now, clock.exposed, clock.computing, wire, flops)
+    return found
+
+
+def test_times_of_a_large_product_are_those_of_the_closed_form(ranks):
+    (found,) = ranks(1, chunks_of_a_large_product, backend=None)
+    flops = 2 * M * K * COLUMNS
+    nbytes = (RANKS - 1) * (M // RANKS) * COLUMNS * 2
+    assert nbytes == 55_050_240
+    computing, moving = flops / PEAK, nbytes / BANDWIDTH
+    totals = {1: 1359.0, 2: 1221.4, 4: 1152.6, 8: 1118.2}
+    waits = {1: 285.3, 2: 147.6, 4: 78.8, 8: 44.4}
+    for chunks, (end, waited, computed, wire, counted) in found.items():
+        longer, shorter = sorted((computing, moving + chunks * LATENCY))[::-1]
+        assert end == pytest.approx(longer + shorter / chunks, abs=1e-8)
+        assert waited == pytest.approx(end - computing, abs=1e-8)
+        assert (end * 1e6, waited * 1e6) == pytest.approx((totals[chunks], waits[chunks]), abs=0.06)
+        assert computed == pytest.approx(computing, abs=1e-12)
+        assert (wire, counted) == (nbytes, flops)

@@ -1,0 +1,71 @@
+"""One rank of a job in this process: process groups of torch's ``fake`` backend, FakeTensors.
+
+Nothing is allocated, computed or sent, so a model of any size is built and run in seconds, for
+figures that depend on shapes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def rank_in_stage(args: argparse.Namespace, stage: int) -> int:
+    """The first rank of a pipeline stage."""
+    inner = args.tensor_model_parallel_size * args.context_parallel_size
+    outer = 1 if args.use_tp_pp_dp_mapping else args.data_parallel_size
+    return stage * inner * outer
+
+
+@contextlib.contextmanager
+def fake_job(args: argparse.Namespace, stage: int) -> Iterator[None]:
+    """Process groups without communication, of a rank in ``stage``."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mindspeed.training import setup
+
+    rank = rank_in_stage(args, stage)
+    dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
+    tracker = get_cuda_rng_tracker()
+    try:
+        setup.parallel_groups(args)
+        setup.seed_everything(args)
+        tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no random state
+        yield
+    finally:
+        vars(tracker).pop("fork", None)
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:
+    """This rank's chunks, in the precision of their parameters."""
+    from megatron.core import parallel_state
+
+    from mindspeed.lora import LoraConfig, attach
+    from mindspeed.training.model import gpt_model
+
+    def build(vp_stage: int | None) -> Any:
+        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        first = parallel_state.is_pipeline_first_stage(**where)
+        last = parallel_state.is_pipeline_last_stage(**where)
+        return gpt_model(args, config, first, last, vp_stage)
+
+    count = args.virtual_pipeline_model_parallel_size
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.params_dtype)
+    try:
+        chunks = [build(vp_stage) for vp_stage in (range(count) if count else [None])]
+    finally:
+        torch.set_default_dtype(before)
+    adapters = LoraConfig.from_args(args)
+    if adapters is not None:
+        attach(chunks, adapters)
+    return chunks
