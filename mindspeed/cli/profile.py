@@ -74,6 +74,12 @@ def _parser() -> Parser:
         allow_abbrev=False,
         epilog="All other flags are those of mindspeed pretrain.",
     )
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command alone."""
     add = parser.add_argument
     rate, latency = number(ABOVE_ZERO), number(NOT_NEGATIVE)
     add("--modelled", action="store_true", help="time the step by a model; required")
@@ -104,7 +110,6 @@ def _parser() -> Parser:
     )
     add("--plot", type=Path, metavar="FILE", help="timeline as a picture: .png, .svg or .pdf")
     add("--trace", type=Path, metavar="FILE", help="timeline for chrome://tracing, .json")
-    return parser
 
 
 def _check(own: argparse.Namespace) -> None:

@@ -164,10 +164,14 @@ def _options_of(command: str) -> set[str]:
         pytest.importorskip("megatron.core")
         from mindspeed.training.arguments import build_parser
 
-        return set(build_parser()._option_string_actions)
+        options = set(build_parser()._option_string_actions)
+        if not hasattr(module, "add_arguments"):
+            return options
+    else:
+        options = set()
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
-    return set(parser._option_string_actions)
+    return options | set(parser._option_string_actions)
 
 
 @pytest.mark.parametrize("command", _commands())
