@@ -89,8 +89,8 @@ def megatron_broadcast_of_packed_documents(repaired: bool) -> dict[str, torch.Te
     return {name: value for name, value in batch.items() if value is not None}
 
 
-def yarn_frequencies(repaired: bool) -> torch.Tensor:
-    """Frequencies of a YaRN embedding on the CPU."""
+def yarn_frequencies() -> tuple[str, torch.Tensor]:
+    """Megatron's error, and frequencies, of a YaRN embedding on the CPU."""
     from mindspeed import device, te
 
     device.install(Journal())
@@ -100,9 +100,13 @@ def yarn_frequencies(repaired: bool) -> torch.Tensor:
     from mindspeed.adaptor.repairs import yarn
 
     embedding = yarn_rotary_pos_embedding.YarnRotaryEmbedding
-    if repaired:
-        embedding.__init__ = yarn.initialize_on_host(embedding.__init__)
-    return embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra
+    error = ""
+    try:
+        embedding(16, rotary_base=10000, scaling_factor=4.0)
+    except Exception as raised:
+        error = str(raised)
+    embedding.__init__ = yarn.initialize_on_host(embedding.__init__)
+    return error, embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra
 
 
 def latent_attention(impl: str, sequence_parallel: bool, repaired: bool) -> dict[str, torch.Tensor]:

@@ -20,19 +20,20 @@ from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
 
 ADAPTOR = "tests.support.warm"
+MEGATRON = "megatron.core.parallel_state"  # imported alone: nothing is repaired
 
 
 @pytest.mark.parametrize("repaired", [False, True])
 def test_destroy_model_parallel_leaves_only_the_world(ranks, repaired):
-    for with_state, left in ranks(2, repair_ranks.groups_left_after_destroy, repaired, timeout=120):
+    function = repair_ranks.groups_left_after_destroy
+    for with_state, left in ranks(2, function, repaired, setup=MEGATRON, timeout=120):
         assert with_state > 20
         assert (left == 1) is repaired
 
 
 def test_yarn_embeddings_are_made_on_the_cpu(ranks):
-    with pytest.raises(RankError, match="accelerator device"):
-        ranks(1, repair_ranks.yarn_frequencies, False, timeout=120)
-    (frequencies,) = ranks(1, repair_ranks.yarn_frequencies, True, timeout=120)
+    ((error, frequencies),) = ranks(1, repair_ranks.yarn_frequencies, timeout=120)
+    assert "accelerator device" in error
     expected = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
     assert torch.allclose(frequencies, expected, rtol=1e-6)
 
@@ -40,7 +41,7 @@ def test_yarn_embeddings_are_made_on_the_cpu(ranks):
 def test_enums_pickled_by_early_python_3_11_load(ranks):
     function = repair_ranks.enumeration_of_an_early_python_311
     with pytest.raises(RankError, match="GLOBAL getattr was not an allowed global"):
-        ranks(1, function)
+        ranks(1, function, setup=MEGATRON)
     assert ranks(1, function, setup=ADAPTOR) == ["flash"]
 
 
@@ -52,7 +53,7 @@ def check_packed(batch):
 
 
 def test_packed_documents_reach_every_tensor_parallel_rank(ranks):
-    for batch in ranks(2, repair_ranks.broadcast_of_packed_documents, timeout=120):
+    for batch in ranks(2, repair_ranks.broadcast_of_packed_documents, setup=MEGATRON):
         check_packed(batch)
 
 
@@ -87,8 +88,12 @@ def helper_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_dataset_helper_is_built_for_the_running_python(helper_directory):
+def test_dataset_helper_is_built_for_the_running_python(helper_directory, tmp_path, monkeypatch):
     directory, build = helper_directory
+    compiler = tmp_path / "compiler"  # that does not optimise: half the time
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     build()
     library = directory / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
     spec = importlib.util.spec_from_file_location("helpers_cpp", library)

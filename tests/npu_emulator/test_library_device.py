@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.npu_emulator import library_jobs as jobs
 
 MIB = 1 << 20
+SETUP = "tests.npu_emulator.preload_transfer"
 
 
 def test_the_device_answers(npu):
-    found = npu(jobs.figures)
+    found = npu(jobs.figures, setup=SETUP)
     assert found["who"] == ("npu", "hccl", 1, 8)
     assert found["repeats"]
     assert found["inside"]
@@ -25,7 +25,7 @@ def test_the_device_answers(npu):
 
 
 def test_saved_tensors_wait_in_pinned_host_memory(npu):
-    assert npu(jobs.host_copies) == {
+    assert npu(jobs.host_copies, setup=SETUP) == {
         "taken": (True, False),
         "pinned": True,
         "device": "npu",
@@ -35,9 +35,8 @@ def test_saved_tensors_wait_in_pinned_host_memory(npu):
     }
 
 
-@pytest.mark.slow  # the transfer layer imports torch's inductor
 def test_the_names_of_torch_cuda_mean_the_npu(npu):
-    found = npu(jobs.cuda_names)
+    found = npu(jobs.cuda_names, setup=SETUP)
     assert found == {
         "device": "npu",
         "is_cuda": True,
@@ -56,16 +55,16 @@ def test_the_names_of_torch_cuda_mean_the_npu(npu):
     }
 
 
-@pytest.mark.slow  # the transfer layer imports torch's inductor
 def test_sums_in_float64(npu_ranks):
     assert (
-        npu_ranks(2, jobs.sums_in_float64, backend=None) == [["hccl", torch.float64, 4.0, 4.0]] * 2
+        npu_ranks(2, jobs.sums_in_float64, setup=SETUP, backend=None)
+        == [["hccl", torch.float64, 4.0, 4.0]] * 2
     )
 
 
-@pytest.mark.slow  # the transfer layer imports torch's inductor
 def test_groups_with_options(npu_ranks):
     config = {"group_name": "tp", "hccl_buffer_size": 200}
     assert (
-        npu_ranks(2, jobs.options_of_groups, backend=None) == [(config, ["hccl", [2.0, 2.0]])] * 2
+        npu_ranks(2, jobs.options_of_groups, setup=SETUP, backend=None)
+        == [(config, ["hccl", [2.0, 2.0]])] * 2
     )
