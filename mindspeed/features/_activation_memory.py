@@ -87,9 +87,11 @@ def selective_problem(flag: str, module: str, megatron: Megatron) -> Iterator[Pr
 
 def recomputed_layers(megatron: Megatron) -> int:
     """Layers at the start that are recomputed as a whole, by Megatron or by our own plan."""
-    per_rank = megatron.get("enable_recompute_layers_per_pp_rank")
+    by_plan = megatron.get("enable_recompute_layers_per_pp_rank") or megatron.get(
+        "optimize_recomp_communication_level"
+    )
     block = megatron.get("recompute_method") == "block"
-    if per_rank or (megatron.get("recompute_granularity") == "full" and block):
+    if block and (by_plan or megatron.get("recompute_granularity") == "full"):
         return megatron.get("recompute_num_layers") or 0
     return 0
 

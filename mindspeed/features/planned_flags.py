@@ -21,7 +21,6 @@ FEATURES: dict[str, str] = {
     "MLP layer fusion": "--mlp-layer-fusion",
     "Nano-pipe pipeline parallelism": "--use-nanopipe",
     "Checkpoints to disk without Gloo groups": "--disable-gloo-group",
-    "No communication in TP recomputation": "--optimize-recomp-communication-level",
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
     "Zero memory": "--moe-zero-memory",

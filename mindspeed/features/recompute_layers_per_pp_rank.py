@@ -60,6 +60,8 @@ def _validate(options: RecomputePerRankOptions, megatron: Megatron) -> list[Prob
 
 
 def _attach(seams: Seams, options: RecomputePerRankOptions, megatron: Megatron) -> None:
+    if megatron.get("optimize_recomp_communication_level"):
+        return  # that feature divides the same layers into its regions
     number = megatron.get("recompute_num_layers") or 0
 
     def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:

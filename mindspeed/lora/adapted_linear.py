@@ -32,6 +32,7 @@ from mindspeed.te.linear_communication import (
     gather,
     multiply,
     multiply_gradient,
+    saved_tensors,
 )
 
 
@@ -78,11 +79,13 @@ class _Adapted(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         options: dict[str, Any] = {"bias": bias, "keep": True}
-        if communication.row:  # added to each rank's term, before the reduction
+        unread = communication.output_unread
+        if communication.row or unread:
             u = F.linear(_masked(x, mask), a)
+        if communication.row and not unread:  # added to each rank's term, before the reduction
             options["addend"] = (_rows(u) @ b.t()).mul_(scale).view(*u.shape[:-1], -1)
         out, gathered = multiply(x, weight.to(dtype), communication, **options)
-        if not communication.row:
+        if not communication.row and not unread:
             u = F.linear(_masked(x if gathered is None else gathered, mask), a)
             out.view(-1, out.shape[-1]).addmm_(_rows(u), b.t(), alpha=scale)
         ctx.save_for_backward(x, weight, a, b, u, mask)
@@ -103,14 +106,15 @@ class _Adapted(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, A and B; ``dx = reduce(dy W + s dy B A)``."""
-    x, weight, a, b, u, mask = ctx.saved_tensors
-    communication, weight = ctx.communication, weight.to(a.dtype)
+    communication = ctx.communication
+    (x, weight, a, b, u, mask), gathered = saved_tensors(ctx, grad, communication)
+    weight = weight.to(a.dtype)
     dx, reducing, addend, needs_x = None, None, None, ctx.needs_input_grad[0]
     gathered_first = communication.gathers_grad
     if gathered_first and needs_x:
-        dx, _, grad = multiply_gradient(grad, weight, communication, keep=True)
+        dx, _, grad = multiply_gradient(grad, weight, communication, keep=True, gathered=gathered)
     elif gathered_first:
-        grad = gather(grad, communication.group)
+        grad = gather(grad, communication.group, gathered)
     du = (grad @ b) * ctx.scale
     if needs_x:
         addend = _masked(du @ a, mask)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,6 +14,16 @@ from mindspeed.memory.host_copy import HostCopy
 from mindspeed.memory.offload import Group
 from mindspeed.memory.plan import Action, LayerPlan
 from mindspeed.memory.segment import Segment
+
+
+class Region(Protocol):
+    """What one call of a site that is computed again is surrounded by."""
+
+    def first_run(self) -> AbstractContextManager[object]:
+        """Entered around the site in forward."""
+
+    def second_run(self) -> AbstractContextManager[object]:
+        """Entered around the site in backward."""
 
 
 @dataclass
@@ -51,6 +62,7 @@ class Frame:
     site: str
     action: Action
     segment: Segment | None = None
+    region: Region | None = None
 
 
 def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:

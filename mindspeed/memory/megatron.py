@@ -3,7 +3,8 @@
     plan = Plan({"decoder.layers.0": {"input_layernorm": Action.RECOMPUTE_OUTPUT}})
     install(model, plan, journal)
 
-Sites of a layer are ``layer``, its modules by path, and three kinds of computations inside modules:
+Sites of a layer are ``layer``, its halves ``attention_sublayer`` and ``mlp_sublayer``, its modules
+by path, and three kinds of computations inside modules:
 
 * ``input_layernorm`` and ``pre_mlp_layernorm`` where they are part of the linear layer after them
   (Transformer Engine spec), and ``PATH.layer_norm`` for other such layers (latent attention);
@@ -26,7 +27,7 @@ from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
 from mindspeed.memory.between import BetweenCalls
 from mindspeed.memory.offload import MIN_BYTES, Offload
-from mindspeed.memory.plan import LAYER, Action, Plan
+from mindspeed.memory.plan import ATTENTION_SUBLAYER, LAYER, MLP_SUBLAYER, Action, Plan
 from mindspeed.memory.presets import ChunkLayers
 from mindspeed.memory.runtime import Runtime
 
@@ -40,6 +41,7 @@ _NORM_IN_LINEAR = {
     "mlp.linear_fc1": "pre_mlp_layernorm",
 }
 _ACTIVATION = "activation"
+_SUBLAYERS = {ATTENTION_SUBLAYER: "_forward_attention", MLP_SUBLAYER: "_forward_mlp"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,11 @@ def layers_of(model: torch.nn.Module) -> dict[str, TransformerLayer]:
 def sites_of(layer: torch.nn.Module) -> dict[str, Site]:
     """The sites of a layer, outer ones first; those of sequential experts are not apart."""
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     sites = {LAYER: Site(layer)}
+    if getattr(type(layer), "forward", None) is TransformerLayer.forward:
+        sites |= {name: Site(layer, method) for name, method in _SUBLAYERS.items()}
     for path, module in layer.named_modules():
         if not path or isinstance(module, (IdentityOp, IdentityFuncOp, torch.nn.ModuleList)):
             continue

@@ -28,6 +28,8 @@ from mindspeed.parsing import decode_json
 
 LAYER = "layer"
 """The site that is a whole layer."""
+ATTENTION_SUBLAYER, MLP_SUBLAYER = "attention_sublayer", "mlp_sublayer"
+"""The sites that are its two halves: norm, attention or MLP, and the residual connection."""
 
 
 class Action(str, Enum):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed.memory.plan import LAYER, Action, Plan
+from mindspeed.memory.plan import ATTENTION_SUBLAYER, LAYER, MLP_SUBLAYER, Action, Plan
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,17 @@ def swap_plan(
     for layer in layers.first(layers.recomputed_mlps, of_rank=True):
         plan[layer] = {**plan[layer], "mlp": Action.RECOMPUTE}
     return Plan({layer: actions for layer, actions in plan.items() if actions})
+
+
+def regions_of(sites: Container[str], level: int) -> tuple[str, ...]:
+    """The sites of a layer that is recomputed: at level 2 its halves, else the layer.
+
+    Args:
+        sites: Those that the layer has.
+        level: 1 or 2.
+    """
+    halves = (ATTENTION_SUBLAYER, MLP_SUBLAYER)
+    return halves if level == 2 and all(half in sites for half in halves) else (LAYER,)
 
 
 def plan_of(

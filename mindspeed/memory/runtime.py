@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.memory.figures import CountedStorages, Figures, SiteFigures
-from mindspeed.memory.frames import Frame, LayerCall, drop_outputs, dropped_output, key_of
+from mindspeed.memory.frames import Frame, LayerCall, Region, drop_outputs, dropped_output, key_of
 from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
 from mindspeed.memory.offload import MIN_BYTES, Offload
 from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
@@ -57,6 +57,10 @@ class Runtime:
         min_bytes: Smaller tensors are not copied to the host.
         offload: Makes the host copies; :attr:`offload` may be replaced between two iterations.
             Default: one of its own, with ``min_bytes``.
+
+    Attributes:
+        region: Of a layer and a site: what surrounds both runs where the site is computed again,
+            one object a call; None: nothing.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Runtime:
         self.plan, self.figures = plan, Figures()
         self.offload = offload or Offload(min_bytes=min_bytes)
         self.environment = environment or (lambda layer: random_states())
+        self.region: Callable[[str, str], Region | None] = lambda layer, site: None
         self._state = _State()
         self.wrapped: dict[str, set[str]] = {}
         self.owners: dict[tuple[str, str], str] = {}
@@ -191,15 +196,16 @@ class Runtime:
         call, action = outer.call, outer.call.plan[site]
         figures = self.figures.of(call.name, site)
         figures.calls += 1
-        segment = None
+        segment, region = None, None
         if action.recomputes:
-            environment = functools.partial(self._rerun, call.name)
+            region = self.region(call.name, site)
+            environment = functools.partial(self._rerun, call.name, region)
             segment = Segment(
                 f"{call.name}, {site}", forward, args, kwargs, environment, figures.count_rerun
             )
             if self._microbatch is not None:
                 self._segments.append((self._microbatch, weakref.ref(segment)))
-        frame = Frame(call, site, action, segment)
+        frame = Frame(call, site, action, segment, region)
         self._state.frames.append(frame)
         return frame
 
@@ -217,21 +223,26 @@ class Runtime:
         self, outer: Frame, site: str, forward: Forward, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         frame = self.begin(outer, site, forward, args, kwargs)
+        region = frame.region
         try:
-            outputs = forward(*args, **kwargs)
+            with region.first_run() if region is not None else contextlib.nullcontext():
+                outputs = forward(*args, **kwargs)
         finally:
             self.end(frame)
         drop_outputs(frame, outputs, (args, kwargs))
         return outputs
 
-    def _rerun(self, layer: str) -> Callable[[], AbstractContextManager[object]]:
+    def _rerun(
+        self, layer: str, region: Region | None
+    ) -> Callable[[], AbstractContextManager[object]]:
         enter = self.environment(layer)
 
         @contextlib.contextmanager
         def rerun() -> Iterator[None]:
             self._state.reruns += 1
+            inside = region.second_run() if region is not None else contextlib.nullcontext()
             try:
-                with enter():
+                with enter(), inside:
                     yield
             finally:
                 self._state.reruns -= 1

@@ -24,6 +24,7 @@ from mindspeed.te.linear_communication import (
     overlaps_communication,
 )
 from mindspeed.te.weight_gradient import DelayedWgrad, WgradOptions
+from mindspeed.tensor_parallel import regions
 
 
 class Linear(DelayedWgrad, TransformerEngineBaseModule):
@@ -122,9 +123,12 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
     @property
     def communication(self) -> LinearCommunication:
         """How the layer is sharded."""
-        overlap = self.overlap_communication
         return LinearCommunication(
-            self.tp_group, self.parallel_mode, self.sequence_parallel, overlap
+            self.tp_group,
+            self.parallel_mode,
+            self.sequence_parallel,
+            self.overlap_communication,
+            regions.output_unread(self),
         )
 
     def _multiply(

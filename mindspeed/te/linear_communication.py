@@ -18,6 +18,9 @@ may replace them; every linear layer of this library communicates through them. 
 and the gathering of x run while other products are computed. Saved for backward: the input shard
 (the gathered input where ``kernels.recompute_all_gather`` returns False), and W.
 
+Where recomputation runs a layer twice, :mod:`mindspeed.tensor_parallel.regions` says what the
+second run does without: the product of a layer whose output nothing reads, gathers of backward.
+
 With fp8 the products are those of :class:`~mindspeed.te.quantization.Casts` between plain
 collectives.
 """
@@ -34,9 +37,12 @@ import torch.distributed as dist
 from mindspeed.te import comm, kernels
 from mindspeed.te.quantization import Casts
 from mindspeed.te.weight_gradient import WgradOptions, weight_gradient
+from mindspeed.tensor_parallel import regions
 
 Work = Any
 """Handle of a collective that is under way; None where there is nothing to wait for."""
+Gathered = tuple[torch.Tensor, Work]
+"""Result of a gather that is under way, complete after ``wait()``."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +55,14 @@ class LinearCommunication:
         sequence_parallel: Activations outside the layer are sharded along s.
         overlap: A feature may overlap a product with its collective; False: the plain formulas,
             whatever it put in their place.
+        output_unread: Nothing reads the output of this call: neither product nor collective runs.
     """
 
     group: Any = None
     parallel_mode: str | None = None
     sequence_parallel: bool = False
     overlap: bool = True
+    output_unread: bool = False
 
     @property
     def column(self) -> bool:
@@ -112,12 +120,14 @@ def multiply(
         keep: Return the gathered x, too.
 
     Returns:
-        y in the dtype of x, and the gathered ``[s, b, in]`` of a layer that gathers (else None).
+        y in the dtype of x, and the gathered ``[s, b, in]`` of a layer that gathers (else None). An
+        unread y is zero and has no memory of its own.
     """
     group, gathered = communication.group, None
+    if communication.output_unread:
+        return _unread(x, weight, communication), None
     if communication.gathers_input:
-        gather_matmul = communication.kernel("gather_matmul")
-        out, gathered = gather_matmul(x, weight, group, bias=bias, keep=keep)
+        out, gathered = _gather_multiply(x, weight, communication, bias, keep)
     elif communication.row:
         scatter = communication.sequence_parallel
         kernel = communication.kernel("matmul_scatter" if scatter else "matmul_reduce")
@@ -130,6 +140,52 @@ def multiply(
     return out.data, gathered
 
 
+def _gather_multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    communication: LinearCommunication,
+    bias: torch.Tensor | None,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    gather_matmul, group = communication.kernel("gather_matmul"), communication.group
+    ahead = regions.next_gather()
+    if ahead is None or gather_matmul is not _PLAIN["gather_matmul"]:
+        return gather_matmul(x, weight, group, bias=bias, keep=keep)  # type: ignore[no-any-return]
+    gathered, work = comm.all_gather_first_dim(x, group, async_op=True)
+    ahead.begin()
+    work.wait()
+    return kernels.matmul(gathered, weight, bias=bias), gathered
+
+
+def _unread(
+    x: torch.Tensor, weight: torch.Tensor, communication: LinearCommunication
+) -> torch.Tensor:
+    scatters = communication.row and communication.sequence_parallel
+    rows = x.shape[0] // (comm.group_size(communication.group) if scatters else 1)
+    return x.new_zeros(()).expand(rows, *x.shape[1:-1], weight.shape[0]).data
+
+
+def saved_tensors(
+    ctx: Any, grad: torch.Tensor, communication: LinearCommunication
+) -> tuple[tuple[Any, ...], Gathered | None]:
+    """The saved tensors of a layer in its backward; a second run may compute them first.
+
+    Args:
+        ctx: Of the autograd function.
+        grad: dy, ``[s, b, out]``, a shard of it as the layer requires.
+        communication: How the layer is sharded.
+
+    Returns:
+        The tensors, and the gather of dy if the second run has started it.
+    """
+    if not communication.gathers_grad:
+        return ctx.saved_tensors, None
+    group = communication.group
+    with regions.ahead_of(lambda: comm.all_gather_first_dim(grad, group, async_op=True)) as ahead:
+        saved = ctx.saved_tensors
+    return saved, ahead.started
+
+
 def multiply_gradient(
     grad: torch.Tensor,
     weight: torch.Tensor,
@@ -138,6 +194,7 @@ def multiply_gradient(
     addend: torch.Tensor | None = None,
     keep: bool = False,
     wgrad_follows: bool = False,
+    gathered: Gathered | None = None,
 ) -> tuple[torch.Tensor, Work, torch.Tensor]:
     """The backward pass: ``dx = dy W`` with the collective of the layer.
 
@@ -149,11 +206,15 @@ def multiply_gradient(
             before the reduction; overwritten.
         keep: Return the gathered dy of a layer that gathers it.
         wgrad_follows: The caller computes a weight gradient before it waits.
+        gathered: The gather of dy, if it has been started.
 
     Returns:
         dx (complete after ``wait()``); the handle or None; the gathered dy, or dy.
     """
     group = communication.group
+    if gathered is not None:
+        grad = gather(grad, group, gathered)
+        return kernels.matmul(grad, weight, transposed=False), None, grad
     if communication.gathers_grad:
         gather_matmul = communication.kernel("gather_matmul")
         dx, whole = gather_matmul(grad, weight, group, transposed=False, keep=keep)
@@ -168,9 +229,13 @@ def multiply_gradient(
     return dx, work, grad
 
 
-def gather(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Gather ``[s/p, b, h]``, any dtype, along s, without a product."""
-    return comm.all_gather_first_dim(x, group)[0]
+def gather(x: torch.Tensor, group: Any, started: Gathered | None = None) -> torch.Tensor:
+    """Gather ``[s/p, b, h]``, any dtype, along s, without a product; or wait until it is done."""
+    if started is None:
+        return comm.all_gather_first_dim(x, group)[0]
+    whole, work = started
+    work.wait()
+    return whole
 
 
 class _Linear(torch.autograd.Function):
@@ -189,7 +254,9 @@ class _Linear(torch.autograd.Function):
         ctx.dtype, ctx.x_dtype = dtype, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        keep = weight.requires_grad and not kernels.recompute_all_gather()
+        keep = weight.requires_grad and (
+            not kernels.recompute_all_gather() or regions.keeps_gathered_inputs()
+        )
         if casts is None:
             out, gathered = multiply(x, weight.to(dtype), communication, bias=bias, keep=keep)
         else:
@@ -204,8 +271,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (grad,) = grads
-        (x, _), weight = ctx.saved_tensors, ctx.weight
-        communication, casts = ctx.communication, ctx.casts
+        weight, communication, casts = ctx.weight, ctx.communication, ctx.casts
+        (x, _), gathered = saved_tensors(ctx, grad, communication)
         local_grad, (needs_x, needs_weight, needs_bias) = grad, ctx.needs_input_grad[:3]
         gathering = None
         if needs_weight and communication.gathers_input and not ctx.gathered:
@@ -221,9 +288,10 @@ class _Linear(torch.autograd.Function):
                 communication,
                 keep=needs_weight,
                 wgrad_follows=follows,
+                gathered=gathered,
             )
         elif needs_weight and communication.gathers_grad:
-            grad = gather(grad, communication.group)
+            grad = gather(grad, communication.group, gathered)
         if gathering is not None:
             gathering.wait()
         dw = None

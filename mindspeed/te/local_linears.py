@@ -19,6 +19,7 @@ import torch
 
 from mindspeed.te.linear_communication import LinearCommunication, linear
 from mindspeed.te.weight_gradient import WgradOptions
+from mindspeed.tensor_parallel import regions
 
 
 def convert_chunk(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
@@ -85,7 +86,11 @@ def _substitutes() -> dict[type, type]:
             if offloading is not None and offloading.inside_context:
                 input_.activation_offloading = self.config.cpu_offloading_activations  # type: ignore[attr-defined]
             communication = LinearCommunication(
-                self.tp_group, "row", self.sequence_parallel, self.overlap_communication
+                self.tp_group,
+                "row",
+                self.sequence_parallel,
+                self.overlap_communication,
+                regions.output_unread(self),
             )
             bias = None if self.skip_bias_add else self.bias
             out = self._multiply(input_, self.weight, bias, communication)

@@ -229,11 +229,14 @@ def _activations(args: argparse.Namespace) -> float:
 def _stage(args: argparse.Namespace, kinds: Sequence[bool]) -> tuple[float, float]:
     """Bytes per token: kept by every micro-batch in flight, and by the one in backward."""
     whole = [layer_bytes(args, experts=kind) for kind in kinds]
-    if args.recompute_granularity != "full":
+    # The level takes the granularity from Megatron, and keeps two inputs a layer if it is 2.
+    level = getattr(args, "optimize_recomp_communication_level", 0)
+    if args.recompute_granularity != "full" and not (level and args.recompute_method):
         return sum(whole), 0.0
+    kept = input_bytes(args) * (2 if level == 2 else 1)
     every = args.recompute_num_layers or 1
     if args.recompute_method == "block":  # this many layers of a stage are computed again
         chunks = args.virtual_pipeline_model_parallel_size or 1
         again = min(len(whole), every * chunks)
-        return sum(whole[again:]) + again * input_bytes(args), max(whole[:again], default=0.0)
-    return len(whole) / every * input_bytes(args), every * max(whole)
+        return sum(whole[again:]) + again * kept, max(whole[:again], default=0.0)
+    return len(whole) / every * kept, every * max(whole)
