@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mindspeed import device
@@ -70,6 +70,23 @@ def argument_patches(
             expects="(args, defaults)",
         ),
     )
+
+
+def shown_as(kind: type[argparse.Namespace], values: Mapping[str, Any]) -> type:
+    """A class of namespaces whose attributes in ``values`` are read with these values.
+
+    ``vars()``, and so what is printed, has the values that were set; copies and pickles are
+    namespaces of class ``kind`` with them.
+    """
+
+    class Arguments(kind):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            return values[name] if name in values else super().__getattribute__(name)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return kind, (), dict(vars(self))
+
+    return Arguments
 
 
 @contextlib.contextmanager

@@ -117,6 +117,7 @@ class Seams:
         self.optimizer_construction = OptimizerConstruction(self)  # shared by two
         self._all = {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
         self.journal = Journal()
+        self.shown_arguments: dict[str, Any] = {}
         self._engine = engine
 
     def __getattr__(self, name: str) -> Seam:
@@ -132,23 +133,12 @@ class Seams:
         """Let Megatron-LM's loop see other values of its arguments than the user gave."""
         self.train.add(lambda: _arguments_changed(values), owner=owner)
 
-    def while_building(self, *, owner: str, **values: Any) -> None:
-        """Let Megatron-LM make configs from other values of its arguments than the user gave.
+    def show_arguments(self, *, owner: str, **values: Any) -> None:
+        """Let Megatron-LM read other values of its arguments than the user gave.
 
-        From the parallel groups on, until the last model chunk of a rank is built.
+        Files and comparisons get the user's (:func:`mindspeed.adaptor.arguments.shown_as`).
         """
-        changed = contextlib.ExitStack()
-
-        def built(model: Any, config: Any, vp_stage: int | None) -> None:
-            chunks = config.virtual_pipeline_model_parallel_size or 1
-            if vp_stage is None or vp_stage == chunks - 1:
-                changed.close()
-
-        if values:
-            self.parallel_groups.add(
-                lambda: changed.enter_context(_arguments_changed(values)), owner=owner
-            )
-            self.chunk.add(built, owner=owner)
+        self.shown_arguments.update(values)
 
     def use_kernels(self, *, owner: str, **functions: Callable[..., Any]) -> None:
         """Use ``functions`` instead of those of the same names in te's tables.
@@ -173,6 +163,7 @@ class Seams:
 
     def clear(self) -> None:
         """Detach everything from every seam."""
+        self.shown_arguments.clear()
         for seam in self._all.values():
             seam.clear()
         self._engine.remove(fused_functions.OWNER)
@@ -198,7 +189,11 @@ class _DeclaredSeams:
         return getattr(self._seams, name)
 
 
-_SEAM_OF_METHOD = {"use_kernels": "kernels", "while_training": "train", "while_building": "chunk"}
+_SEAM_OF_METHOD = {
+    "use_kernels": "kernels",
+    "while_training": "train",
+    "show_arguments": "model_arguments",
+}
 
 
 def _table_with(name: str) -> ModuleType:

@@ -181,7 +181,7 @@ def _attach(seams: Seams, options: UnalignedLinearOptions, megatron: Megatron) -
         if not vp_stage:
             _print_once(f"{NAME}: {'; '.join(sizes.report(ranks))}")
 
-    seams.while_building(owner=FEATURE.name, **sizes.divisible(ranks))
+    seams.show_arguments(owner=FEATURE.name, **sizes.counts(ranks))
     seams.model_arguments.add(arguments, owner=FEATURE.name)
     seams.layer_spec.add(specs, owner=FEATURE.name)
     seams.chunk.add(finish, owner=FEATURE.name)

@@ -83,8 +83,10 @@ def local_shards(modules: list[Any], family: Family, shape: Shape) -> Iterator[L
         for tensor in nested_values(state):
             if not isinstance(tensor, ShardedTensor) or tensor.key.endswith(_STATE):
                 continue
-            stacked = tensor.prepend_axis_num
             offset = tuple(tensor.global_offset)
+            # Uneven shards have the dimension of stacked layers in their data, too.
+            stacked = tensor.prepend_axis_num or int((tensor.key, offset[:1]) in where)
+            data = tensor.data[(0,) * (stacked - tensor.prepend_axis_num)]
             parameter = where.get((tensor.key, offset[:stacked]))
             if parameter is None:
                 raise ConfigError(
@@ -96,7 +98,7 @@ def local_shards(modules: list[Any], family: Family, shape: Shape) -> Iterator[L
                     f"{tensor.key}: --moe-grouped-gemm with --transformer-impl local keeps its "
                     "weights in another order; use --transformer-impl transformer_engine"
                 )
-            yield LocalShard(parameter, offset[stacked:], tensor.data)
+            yield LocalShard(parameter, offset[stacked:], data)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from mindspeed import device, plugins, te
-from mindspeed.adaptor.arguments import argument_patches
+from mindspeed.adaptor.arguments import argument_patches, shown_as
 from mindspeed.adaptor.importing import (
     PostImportHooks,
     model_parallel_is_initialized,
@@ -152,6 +152,9 @@ class Session:
 
     def _configure_from_namespace(self, args: argparse.Namespace) -> None:
         self.configure(vars(args))
+        if shown := dict(self.seams.shown_arguments):
+            kind = shown_as(type(args), shown)
+            self.seams.journal.set(args, "__class__", kind, owner="arguments")
 
     def _attach(self, configuration: Configuration, megatron: Mapping[str, Any]) -> None:
         self._repairs = repairs_for_arguments(megatron)

@@ -39,7 +39,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     if not args.group_query_attention:
         values["num_query_groups"] = None
     if args.unaligned_linear:
-        values.update(_divisible(args))
+        values.update(_uneven(args))
     if args.rope_type is None:
         values.pop("rope_type", None)
     if args.init_method_xavier_uniform:
@@ -100,10 +100,10 @@ def _fields_of(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def _divisible(args: argparse.Namespace) -> dict[str, int]:
-    """Heads and query groups that a config accepts; each rank replaces them by its own."""
+def _uneven(args: argparse.Namespace) -> dict[str, int]:
+    """Heads and query groups that do not divide; each rank replaces them by its own."""
     sizes = sizes_of(vars(args))
-    return {} if sizes is None else sizes.divisible(args.tensor_model_parallel_size)
+    return {} if sizes is None else {**sizes.counts(args.tensor_model_parallel_size)}
 
 
 def _activation(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,7 @@ def weights(folder: str, load: str, flags: Sequence[str] = ()) -> list[tuple[Any
     """(name, offset, tensor) of each local tensor after loading ``load``."""
     import torch.distributed as dist
 
+    from mindspeed import session
     from mindspeed.checkpoint.load import load as load_checkpoint
     from mindspeed.models.families import family_of_args
     from mindspeed.models.hf_load import local_shards
@@ -26,6 +27,7 @@ def weights(folder: str, load: str, flags: Sequence[str] = ()) -> list[tuple[Any
 
     words = (*flags, f"--load={load}", "--exit-on-missing-checkpoint")
     args = model_ranks.resolved(folder, words, dist.get_world_size())
+    session.install().configure(vars(args))
     setup.initialize(args)
     model = build(args)
     loaded = load_checkpoint(args, model)

@@ -129,6 +129,7 @@ def test_round_trip_is_byte_identical(directories, tmp_path, name, implementatio
     [
         ("llama2-gqa", 1, ()),
         ("llama2-gqa", 2, (TP,)),
+        ("llama", 3, ("--tensor-model-parallel-size=3", "--unaligned-linear")),
         ("llama3.2-tied", 2, (PP,)),
         ("bloom", 2, (TP,)),
         ("qwen3-moe", 2, (EP, "--moe-grouped-gemm")),

@@ -90,6 +90,36 @@ def _batch_isend_irecv(
     return _Works(started)
 
 
+def _all_gather_uneven(
+    backend: dist.ProcessGroupGloo, output: torch.Tensor, own: torch.Tensor, sizes: list[int]
+) -> _Works:
+    assert len(sizes) == backend.size() and sum(sizes) == output.shape[0]
+    parts = _to_host(output).split(sizes)
+    parts[backend.rank()].copy_(_to_host(own))
+    for root, part in enumerate(parts):
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        backend.broadcast([part], options).wait()
+    return _Works([])
+
+
+def _reduce_scatter_uneven(
+    backend: dist.ProcessGroupGloo,
+    output: torch.Tensor,
+    whole: torch.Tensor,
+    sizes: list[int],
+    scatter_options: Any,
+) -> _Works:
+    assert len(sizes) == backend.size() and sum(sizes) == whole.shape[0]
+    for root, part in enumerate(_to_host(whole).split(sizes)):
+        total, options = part.clone(), dist.ReduceOptions()
+        options.rootRank, options.reduceOp = root, scatter_options.reduceOp
+        backend.reduce([total], options).wait()
+        if root == backend.rank():
+            _to_host(output).copy_(total)
+    return _Works([])
+
+
 def _to_host(value: Any) -> Any:
     on_device = isinstance(value, torch.Tensor) and value.device.type == "npu"
     return emulation.host(value) if on_device else value
@@ -113,4 +143,6 @@ _METHODS = {
     "get_hccl_comm_name": _comm_name,
     "allgather": _allgather,
     "batch_isend_irecv": _batch_isend_irecv,
+    "all_gather_into_tensor_uneven": _all_gather_uneven,
+    "reduce_scatter_tensor_uneven": _reduce_scatter_uneven,
 }

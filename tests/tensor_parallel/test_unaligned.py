@@ -59,6 +59,15 @@ def test_four_ranks(ranks):
         assert sent == (2 * 3 * 257 * 6 * 4,) * 2
 
 
+def test_npu_uses_its_collectives_of_uneven_rows(npu_ranks):
+    """Both ranks are on one machine; torch's own collectives are not called."""
+    for async_op in (False, True):
+        job = unaligned_ranks.rows
+        for result in npu_ranks(2, job, (5, 4), (3, 2), async_op, "npu"):
+            assert result.pop("bytes") == (0, 0)
+            assert all(result.values()), result
+
+
 def test_other_numbers_of_rows_are_refused(ranks):
     for errors in ranks(2, unaligned_ranks.wrong_rows):
         assert len(errors) == 2 and all("--seq-length" in error for error in errors)
@@ -81,3 +90,13 @@ def test_a_model_equals_one_rank(ranks, case):
             torch.testing.assert_close(
                 whole, expected, rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
             )
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+def test_layers_send_ten_times_the_padded_activation(ranks, spec):
+    """Two layers: 6 all-gathers and 4 reduce-scatters each; embedding 1 + 1, output layer 2 + 1."""
+    size, length, hidden, element = 2, 17, 24, 4
+    arguments = (MODELS["25 heads"], spec, True, length, True)
+    unit = (size - 1) * -(-length // size) * unaligned_ranks.BATCH * hidden * element
+    for result in ranks(size, unaligned_ranks.model_results, *arguments, setup=ADAPTOR):
+        assert result["bytes"] == [(2 * 6 + 1 + 2) * unit, (2 * 4 + 1 + 1) * unit]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,7 +87,6 @@ def test_attention_that_megatron_cannot_shard(heads, groups, ranks, uneven):
 
 def test_values_of_configs():
     sizes = ModelSizes(10, 5, 7, 9)
-    assert sizes.divisible(2) == {"num_attention_heads": 12, "num_query_groups": 6}
     assert sizes.of_rank(2, 1) == {
         "num_attention_heads": 8,
         "num_query_groups": 4,
@@ -95,7 +97,17 @@ def test_values_of_configs():
         "MLP channels 4, 3 (largest / mean 1.14)",
         "sequence rows 5, 4 (largest / mean 1.11)",
     ]
-    assert ModelSizes(8, 4, 8, 8).of_rank(2, 0) == ModelSizes(8, 4, 8, 8).divisible(2) == {}
+    assert ModelSizes(8, 4, 8, 8).of_rank(2, 0) == ModelSizes(8, 4, 8, 8).counts(2) == {}
+
+
+def test_counts_that_a_config_accepts():
+    sizes = ModelSizes(10, 5, 7).counts(2)
+    assert sizes == {"num_attention_heads": 10, "num_query_groups": 5}
+    groups = sizes["num_query_groups"]
+    assert (groups % 2, groups % 3, groups // 2, 7 % groups) == (0, 2, 2, 2)
+    for plain in (groups + 0, copy.copy(groups), pickle.loads(pickle.dumps(groups))):
+        assert type(plain) is int and plain == 5
+    assert list(ModelSizes(25, 25, 7).counts(4)) == ["num_attention_heads"]
 
 
 def test_rows_with_padding():

@@ -59,7 +59,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     rng_shards: lambda values: values.get("load") and values.get("num_experts"),
     fsdp_swiglu: lambda values: values.get("use_megatron_fsdp") and values.get("swiglu"),
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
-    jit_warmup: lambda values: values.get("use_cpu_initialization"),
+    jit_warmup: jit_warmup.needed,
     layer_comm_types: layer_comm_types.needed,
 }
 

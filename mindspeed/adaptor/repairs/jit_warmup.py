@@ -1,17 +1,23 @@
-"""Defect: on a CPU, ``--use-cpu-initialization`` depends on the tensor-parallel size.
+"""Defects of the warm-up of fused functions, before the model is built.
 
 Where: ``megatron.training.initialize._warmup_jit_function`` draws random tensors on the device,
-sized by the rank's tensor-parallel shard, before the model is built. Every rank then draws the
-same full weight from the host generator and takes its shard; where the device is the host, both
-draw from the same generator.
-Symptom: different initial weights, and so different losses, at another tensor-parallel size.
-Fix: restore the state of the host generator after the warm-up.
+sized by the rank's tensor-parallel shard.
+First symptom: on a CPU, ``--use-cpu-initialization`` gives different initial weights, and so
+different losses, at another tensor-parallel size. Every rank draws the same full weight from the
+host generator and takes its shard; where the device is the host, the warm-up draws from the same
+generator.
+Second symptom: ``--swiglu`` with an odd width of the rank's MLP fails. The warm-up splits a tensor
+of this width in two, as large as the model's only after this split.
+Fix: restore the state of the host generator after the warm-up; warm up on an even width.
 Versions: all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -20,14 +26,37 @@ from mindspeed.adaptor.patch import Patch
 OWNER = "repair:jit-warmup"
 
 
+def needed(values: Mapping[str, Any]) -> bool:
+    """Whether one of the two symptoms can appear with Megatron's arguments ``values``."""
+    return bool(values.get("use_cpu_initialization") or _odd(values))
+
+
+def _odd(values: Mapping[str, Any]) -> bool:
+    width, ranks = values.get("ffn_hidden_size"), values.get("tensor_model_parallel_size") or 1
+    return bool(values.get("swiglu") and width and width // ranks % 2)
+
+
 def preserve_cpu_rng(original: Callable[[], None]) -> Callable[[], None]:
     """Wrap ``_warmup_jit_function``."""
 
     def _warmup_jit_function() -> None:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _even_width():
             original()
 
     return _warmup_jit_function
+
+
+@contextlib.contextmanager
+def _even_width() -> Iterator[None]:
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if args is None or not _odd(vars(args)):
+        yield
+        return
+    width, args.ffn_hidden_size = args.ffn_hidden_size, 2 * args.tensor_model_parallel_size
+    try:
+        yield
+    finally:
+        args.ffn_hidden_size = width
 
 
 PATCHES = (

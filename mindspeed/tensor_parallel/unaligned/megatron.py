@@ -51,13 +51,12 @@ def with_sizes_of_rank(arguments: Mapping[str, Any], sizes: ModelSizes) -> dict[
         "num_attention_heads": sizes.num_attention_heads,
         "num_query_groups": sizes.num_query_groups,
         "ffn_hidden_size": sizes.ffn_hidden_size,
-        **sizes.divisible(group.size()),
     }
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"--unaligned-linear: the model's config has {name} = {getattr(config, name)}; for "
-                f"{group.size()} tensor-parallel ranks it must be {value}"
+                f"--unaligned-linear: the model's config has {name} = {getattr(config, name)}, "
+                f"the arguments {value}"
             )
     for name, value in sizes.of_rank(group.size(), group.rank()).items():
         setattr(config, name, value)

@@ -32,6 +32,30 @@ def imbalance(n: int, ranks: int) -> float:
     return part(n, ranks, 0) * ranks / n
 
 
+class UnevenCount(int):
+    """An integer that passes checks for divisibility by the number of ranks.
+
+    ``TransformerConfig`` raises unless ``num_attention_heads % tensor_model_parallel_size`` is 0.
+    Results of arithmetic, copies and pickles are ordinary integers.
+    """
+
+    ranks: int
+
+    def __new__(cls, value: int, ranks: int) -> UnevenCount:
+        """``value``, which ``ranks`` ranks share unevenly."""
+        count = super().__new__(cls, value)
+        count.ranks = ranks
+        return count
+
+    def __mod__(self, other: int) -> int:
+        """The remainder; 0 for the number of ranks."""
+        return 0 if other == self.ranks else int(self) % other
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """An ordinary integer."""
+        return int, (int(self),)
+
+
 @dataclass(frozen=True)
 class Share:
     """A rank's part of ``count`` units, in a dimension of a weight.
@@ -97,11 +121,14 @@ class ModelSizes:
         """Whether sequence parallelism shards a sequence length that is not divisible."""
         return self.seq_length is not None and bool(self.seq_length % ranks)
 
-    def divisible(self, ranks: int) -> dict[str, int]:
-        """Next larger numbers of heads and groups that are divisible: a config accepts them."""
+    def counts(self, ranks: int) -> dict[str, UnevenCount]:
+        """Heads and groups as a config accepts them, if it would not."""
         if not self.uneven_attention(ranks):
             return {}
-        return self._attention(-(-self.num_query_groups // ranks) * ranks)
+        counts = {"num_attention_heads": UnevenCount(self.num_attention_heads, ranks)}
+        if self.num_query_groups != self.num_attention_heads:
+            counts["num_query_groups"] = UnevenCount(self.num_query_groups, ranks)
+        return counts
 
     def of_rank(self, ranks: int, rank: int) -> dict[str, int]:
         """Values of a config from which Megatron's divisions compute the sizes of one rank."""
