@@ -171,3 +171,59 @@ def layer_bytes(x: int, y: int) -> int:
         out, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
         out.sum().backward()
     return saved.bytes
+
+
+def checkpoint_entries(
+    tp: int, x: int
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """What this rank writes into a checkpoint: key, whole shape, offset and values.
+
+    The weights are those of a seeded one-rank model with biases.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    case = Case(normalization="LayerNorm", bias=True)
+    model = build(case, tp, x, 1, torch.float32)
+    generator = torch.Generator().manual_seed(13)
+    whole = {}
+    for name, shape in _whole_shapes(model, case, tp, x).items():
+        whole[name] = torch.randn(shape, generator=generator)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mine = _shard(name, whole[name], case, x, tp // x) if x else whole[name]
+            parameter.copy_(mine)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    apply_factories(state)
+    found = []
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensor) and _writes(entry.replica_id):
+            data = entry.data.detach().clone()
+            data = data.reshape(*[1] * entry.prepend_axis_num, *data.shape)
+            found.append((entry.key, entry.global_shape, entry.global_offset, data))
+    assert dist.get_world_size() == tp
+    return found
+
+
+def _writes(replica: int | tuple[int, ...]) -> bool:
+    return not any(replica) if isinstance(replica, tuple) else replica == 0
+
+
+def _whole_shapes(
+    model: torch.nn.Module, case: Case, tp: int, x: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters on one rank."""
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        shape = list(parameter.shape)
+        if x and re.search("word_embeddings|output_layer", name):
+            shape[0] *= tp
+        elif x and len(shape) == 2:
+            second = name.endswith(("proj.weight", "fc2.weight"))
+            rows, columns = (tp // x, x) if second else (x, tp // x)
+            shape = [shape[0] * rows, shape[1] * columns]
+        shapes[name] = tuple(shape)
+    return shapes

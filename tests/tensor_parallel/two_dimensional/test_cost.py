@@ -12,25 +12,40 @@ from mindspeed.tensor_parallel.two_dimensional.cost import (
     table,
     two_dimensional,
 )
-from tests.tensor_parallel.two_dimensional import grid_ranks
+from tests.tensor_parallel.two_dimensional import fake_world
+from tests.tensor_parallel.two_dimensional.fake_world import Layout
 
 LLAMA_3_405B = Widths(hidden=16384, qkv=18432, proj=16384, fc1=106496, fc2=53248)
-RATIOS = {"8x2": (0.665, 0.646), "4x4": (0.794, 0.738), "2x8": (1.452, 1.321)}
+RATIOS = {8: (0.665, 0.646), 4: (0.794, 0.738), 2: (1.452, 1.321)}
+GATHER, SCATTER, BACKWARD = "overlap_gather", "overlap_scatter", "overlap_backward"
+OVERLAPS = {(): (3425.0, 1854.0), (GATHER,): (3048.4, 1854.0), (SCATTER, BACKWARD): (3105.1, 0.0)}
 
 
-def test_llama_405b_on_16_of_128_ranks_sends_what_the_formula_says(ranks):
-    widths = LLAMA_3_405B
-    shapes = (widths.hidden, widths.qkv, widths.proj, widths.fc1, widths.fc2)
-    (sent,) = ranks(
-        1, grid_ranks.bytes_of_a_fake_world, 128, 16, shapes, setup="mindspeed.te", backend=None
-    )
-    plain = one_dimensional(widths, 16)
-    assert sent["1D"] == (1024 * plain.forward, 1024 * plain.backward)
-    for name, ratios in RATIOS.items():
-        cost = two_dimensional(widths, *map(int, name.split("x")))
-        assert sent[name] == (1024 * cost.forward, 1024 * cost.backward)
-        measured = tuple(round(a / b, 3) for a, b in zip(sent[name], sent["1D"], strict=True))
-        assert measured == ratios, name
+@pytest.fixture(scope="module")
+def llama_405b(rank_pool):
+    """Figures of every layout on 16 of 128 ranks, 8192 tokens."""
+    layouts = [Layout(16), *map(Layout, RATIOS), *(Layout(8, overlaps) for overlaps in OVERLAPS)]
+    job = (fake_world.figures, 128, 16, 8192, LLAMA_3_405B, layouts)
+    (found,) = rank_pool.run(1, *job, setup="mindspeed.te", backend=None)
+    return dict(zip(layouts, found, strict=True))
+
+
+def test_llama_405b_sends_what_the_formula_says(llama_405b):
+    unit = 8192 * 2 // 16  # s b e / p
+    plain, expected = llama_405b[Layout(16)].bytes, one_dimensional(LLAMA_3_405B, 16)
+    assert plain == (unit * expected.forward, unit * expected.backward)
+    for x, ratios in RATIOS.items():
+        found, cost = llama_405b[Layout(x)].bytes, two_dimensional(LLAMA_3_405B, x, 16 // x)
+        assert found == (unit * cost.forward, unit * cost.backward)
+        assert tuple(round(a / b, 3) for a, b in zip(found, plain, strict=True)) == ratios, x
+
+
+def test_overlap_hides_communication_and_sends_the_same_bytes(llama_405b):
+    """Modelled: 300 TFLOP/s, 200 GB/s, 10 us; sequence parallelism exposes 5073 and 3012 us."""
+    assert llama_405b[Layout(16)].exposed == (5073.2, 3011.6)
+    for overlaps, exposed in OVERLAPS.items():
+        assert llama_405b[Layout(8, overlaps)].exposed == exposed
+        assert llama_405b[Layout(8, overlaps)].bytes == llama_405b[Layout(8)].bytes
 
 
 def test_the_best_grid_is_the_one_that_sends_least():
