@@ -9,14 +9,12 @@ import pytest
 from tests.ops import triton_jobs as jobs
 from tests.support import wheels
 
-TRITON = "3.9.0"
-
 
 @pytest.fixture(scope="session")
 def triton() -> dict[str, str]:
     """Environment of a process that finds Triton."""
     try:
-        directory = wheels.ensure_wheel("triton", TRITON)
+        directory = wheels.ensure_wheel("triton", jobs.TRITON)
     except wheels.WheelUnavailable as reason:
         pytest.skip(f"Triton: {reason}")
     for tool in (directory / "triton" / "backends" / "nvidia" / "bin").iterdir():

@@ -14,6 +14,8 @@ import torch
 from mindspeed.ops.catalog import operators
 from tests.ops import triton_jobs as jobs
 
+COMPILER = "tests.ops.preload_triton"
+INTERPRETER = "tests.ops.preload_triton_interpreter"
 WITH_KERNEL = [
     one for one in operators() if any(x.kind == "triton" for x in one.implementations["cuda"])
 ]
@@ -22,8 +24,7 @@ WITH_WORKLOAD = [one.name for one in WITH_KERNEL if one.workload is not None]
 
 @pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)
 def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):
-    environment = triton | {"TRITON_INTERPRET": "1"}
-    (worst,) = ranks(1, jobs.interpret, operator.name, env=environment, timeout=240)
+    (worst,) = ranks(1, jobs.interpret, operator.name, env=triton, setup=INTERPRETER, timeout=240)
     assert set(worst) == set(operator.dtypes)
     for dtype, error in worst.items():
         assert error <= (2.0 if dtype == torch.bfloat16 else 1.0), dtype
@@ -36,7 +37,14 @@ def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):
 @pytest.mark.parametrize("name", WITH_WORKLOAD)
 def test_binary_for_hopper_spills_nothing_and_loads_vectors(name, hidden, ranks, triton):
     (launches,) = ranks(
-        1, jobs.compile_for_hopper, name, hidden, torch.bfloat16, env=triton, timeout=240
+        1,
+        jobs.compile_for_hopper,
+        name,
+        hidden,
+        torch.bfloat16,
+        env=triton,
+        setup=COMPILER,
+        timeout=240,
     )
     assert launches
     for one in launches:
@@ -62,7 +70,14 @@ NARROW = [
 @pytest.mark.parametrize(("name", "hidden"), NARROW)
 def test_several_narrow_rows_share_a_program(name, hidden, ranks, triton):
     ((launch,),) = ranks(
-        1, jobs.compile_for_hopper, name, hidden, torch.bfloat16, env=triton, timeout=240
+        1,
+        jobs.compile_for_hopper,
+        name,
+        hidden,
+        torch.bfloat16,
+        env=triton,
+        setup=COMPILER,
+        timeout=240,
     )
     # One row of a head would keep 256 bytes in flight where memory's latency needs thousands.
     shape = launch["meta"]
@@ -74,16 +89,15 @@ def test_several_narrow_rows_share_a_program(name, hidden, ranks, triton):
 
 @pytest.mark.slow
 def test_expected_bandwidth_of_the_documentation(ranks, triton):
-    (found,) = ranks(1, jobs.expected_bandwidth, env=triton, timeout=240)
+    (found,) = ranks(1, jobs.expected_bandwidth, env=triton, setup=COMPILER, timeout=240)
     page = (Path(__file__).parents[2] / "docs" / "operators.md").read_text()
     assert found in page, "write the table anew: python benchmarks/triton_bandwidth.py"
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(30, 200), (2000, 3), (3, 5001)])
 def test_backward_of_dropout_draws_the_mask_of_the_forward_again(rows, columns, ranks, triton):
-    environment = triton | {"TRITON_INTERPRET": "1"}
     ((rate, same, repeated),) = ranks(
-        1, jobs.dropout_masks, rows, columns, env=environment, timeout=240
+        1, jobs.dropout_masks, rows, columns, env=triton, setup=INTERPRETER, timeout=240
     )
     assert abs(rate - 0.7) < 4 * (0.7 * 0.3 / (rows * columns)) ** 0.5
     assert same

@@ -17,6 +17,7 @@ from mindspeed.ops._registry import Kernel, Operator
 from mindspeed.ops.catalog import operators
 from mindspeed.ops.verify import compare, outputs
 
+TRITON = "3.9.0"
 SITE_PACKAGES = "TRITON_SITE_PACKAGES"
 REGISTERS_PER_BLOCK = 65536
 H100 = ("cuda", 90, 32)
