@@ -81,6 +81,7 @@ LAYOUTS = {
         2, flags=f"{CP} adaptive_cp_algo {DOCUMENTS}", calls=ATTENTION_CALLS
     ),
 }
+LOAD = ["--finetune", "--no-load-optim", "--no-load-rng", "--load"]
 CPU_SETUP, NPU_SETUP = "tests.support.warm", "tests.npu_emulator.preload_trainer"
 OPTIONS = {"backend": None, "timeout": 400}
 
@@ -109,21 +110,35 @@ def weights(rank_pool, tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="module")
+def on_the_cpu(rank_pool, weights, tmp_path_factory):
+    """``on_the_cpu(ranks, model, flags)``: records of plain operators, once for each layout."""
+    made: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
+
+    def get(ranks: int, model: str, flags: str) -> list[tuple[float, float]]:
+        if (ranks, model, flags) not in made:
+            file = tmp_path_factory.mktemp("cpu") / "metrics.jsonl"
+            words = [*model.split(), *LOAD, str(weights(model)), *flags.split(), *PLAIN.split()]
+            words += ["--metrics-file", str(file)]
+            rank_pool.run(ranks, jobs.train, words, setup=CPU_SETUP, **OPTIONS)
+            made[ranks, model, flags] = jobs.records(file)
+        return made[ranks, model, flags]
+
+    return get
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_equals_the_cpu(rank_pool, npu_pool, weights, tmp_path, layout):
+def test_training_equals_the_cpu(npu_pool, weights, on_the_cpu, tmp_path, layout):
     ranks, model, flags, fused, calls, tolerance = LAYOUTS[layout]
-    load = ["--load", str(weights(model)), "--finetune", "--no-load-optim", "--no-load-rng"]
-    command = [*model.split(), *load, *flags.split()]
-    npu, cpu = tmp_path / "npu.jsonl", tmp_path / "cpu.jsonl"
-    on_npu = [*command, *fused.split(), "--metrics-file", str(npu)]
-    for result in npu_pool.run(ranks, jobs.train, on_npu, setup=NPU_SETUP, **OPTIONS):
+    npu = tmp_path / "npu.jsonl"
+    command = [*model.split(), *LOAD, str(weights(model)), *flags.split(), *fused.split()]
+    command += ["--metrics-file", str(npu)]
+    for result in npu_pool.run(ranks, jobs.train, command, setup=NPU_SETUP, **OPTIONS):
         assert calls <= result.pop("calls").keys()
         assert result == {"backend": "hccl", "iteration": 4, "devices": ["npu"]}
-    on_cpu = [*command, *PLAIN.split(), "--metrics-file", str(cpu)]
-    rank_pool.run(ranks, jobs.train, on_cpu, setup=CPU_SETUP, **OPTIONS)
-    expected = jobs.records(cpu)
+    expected = on_the_cpu(ranks, model, flags)
     assert len(expected) == 4
     assert expected[0][0] > expected[-1][0]
     for got, wanted in zip(jobs.records(npu), expected, strict=True):
