@@ -153,10 +153,17 @@ ALIKE = {
 }
 
 
+# Every kind and every layout, each kind with and without sharding.
+PAIRS = (
+    *(("tensor", "exact"), ("overlap", "exact"), ("experts", "exact")),
+    *(("pipeline", "release"), ("overlap", "release")),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ALIKE)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, kind", PAIRS)
 def test_layouts_train_to_the_same_bits(rank_pool, layout, kind):
+    """Pairs: where weights and gradients lie is independent of how precise they are."""
     given, added = ALIKE[kind]
     digests = []
     for flags in (given, f"{given} {added}"):

@@ -30,6 +30,29 @@ def run(rank_pool, tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def plain_run(rank_pool, tmp_path_factory):
+    """``plain_run(mode)``: a run of four steps with states on the device, made once for each mode.
+
+    Returns:
+        Metrics, what each rank says, and the directory with the checkpoint of iteration 2.
+    """
+    made = {}
+
+    def get(mode):
+        if mode not in made:
+            folder = tmp_path_factory.mktemp("plain")
+            file, save = folder / "metrics.jsonl", folder / "save"
+            flags = f"{MODES[mode]} --lr 1e-3 --train-iters 4 --save {save} --save-interval 2"
+            words = f"{flags} --metrics-file {file}".split()
+            found = rank_pool.run(2, train_and_count, words, setup=SETUP, backend=None, timeout=240)
+            assert {each["error"] for each in found} == {None}, found
+            made[mode] = [(r["lm_loss"], r["grad_norm"]) for r in metrics(file)], found, save
+        return made[mode]
+
+    return get
+
+
 def same_weights(first, second):
     assert [each["digest"] for each in first] == [each["digest"] for each in second]
 
@@ -81,10 +104,10 @@ def test_averages_are_those_of_one_rank(run, tmp_path, ranks):
 
 
 @pytest.mark.parametrize("mode", quick("sharded")[2:])
-def test_swapped_states_train_and_resume_as_on_the_device(run, tmp_path, mode):
+def test_swapped_states_train_and_resume_as_on_the_device(run, plain_run, tmp_path, mode):
     flags = f"{MODES[mode]} --lr 1e-3 --train-iters 4"
     swap = f"{flags} --swap-optimizer --swap-optimizer-times 4"
-    plain, expected = run(2, f"{flags} --save {tmp_path / 'plain'} --save-interval 2")
+    plain, expected, saved = plain_run(mode)
     swapped, found = run(2, f"{swap} --save {tmp_path / 'swapped'} --save-interval 2")
     assert swapped == plain
     same_weights(found, expected)
@@ -93,17 +116,17 @@ def test_swapped_states_train_and_resume_as_on_the_device(run, tmp_path, mode):
         assert each["device"] == 0 and each["host"] == width * each["numel"]
         assert each["copied"] == (4 * width * each["numel"],) * 2
         assert each["peak"] <= 2 * width * each["numel"] / 4
-    for source, with_swap in (("plain", swap), ("swapped", flags)):
-        rest, again = run(2, f"{with_swap} --load {tmp_path / source} --ckpt-step 2")
+    for source, with_swap in ((saved, swap), (tmp_path / "swapped", flags)):
+        rest, again = run(2, f"{with_swap} --load {source} --ckpt-step 2")
         assert rest == plain[2:]
         same_weights(again, expected)
 
 
 @pytest.mark.parametrize("mode", quick("bf16")[:3])
-def test_virtual_states_train_and_resume_as_on_the_device(run, tmp_path, mode):
+def test_virtual_states_train_and_resume_as_on_the_device(run, plain_run, tmp_path, mode):
     flags = f"{MODES[mode]} --lr 1e-3 --train-iters 4"
     virtual = f"{flags} --virtual-optimizer all"
-    plain, expected = run(2, flags)
+    plain, expected, _ = plain_run(mode)
     mapped, found = run(2, f"{virtual} --save {tmp_path / 'save'} --save-interval 2")
     assert mapped == plain
     same_weights(found, expected)
