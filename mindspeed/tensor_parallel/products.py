@@ -167,7 +167,7 @@ class OverlappedProducts:
     ) -> Strategy:
         if not chosen:
             return Strategy("plain")
-        key = (product, a.dtype, a.device.type, group.group_name, has_addend)
+        key = (product, a.dtype, a.device.type, id(group), has_addend)
         if key not in self._chosen:
             unfit = "a correction is added before the reduction (LoRA)" if has_addend else None
             if self._overlap.fused and unfit is None:
