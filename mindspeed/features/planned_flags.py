@@ -20,7 +20,6 @@ FEATURES: dict[str, str] = {
     "--recompute-in-advance",
     "MLP layer fusion": "--mlp-layer-fusion",
     "Nano-pipe pipeline parallelism": "--use-nanopipe",
-    "Checkpoints to disk without Gloo groups": "--disable-gloo-group",
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
     "Zero memory": "--moe-zero-memory",
