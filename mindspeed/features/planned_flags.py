@@ -18,7 +18,6 @@ FEATURES: dict[str, str] = {
     "Fold3D": "--fold-mode",
     "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
     "--recompute-in-advance",
-    "MLP layer fusion": "--mlp-layer-fusion",
     "Nano-pipe pipeline parallelism": "--use-nanopipe",
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
@@ -39,7 +38,6 @@ INSTEAD: dict[str, str] = {
     "--manual-mbs": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--optimized-pipeline": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--fold-mode": "--overlap-grad-reduce reduces gradients while the backward pass runs",
-    "--mlp-layer-fusion": "with --swiglu gate and up projection are one layer already",
     "--n-shared-experts": "--moe-shared-expert-intermediate-size gives their width",
 }
 

@@ -275,7 +275,14 @@ def connect(
     chunks: list[Any],
     scale_loss: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> None:
-    """Tell the schedule when to scale the loss, reduce gradients and gather parameters."""
+    """Tell the schedule when to scale the loss, reduce gradients and gather parameters.
+
+    Args:
+        args: final values.
+        config: the model's configuration, which the schedule reads.
+        chunks: this rank's chunks, wrapped for data parallelism.
+        scale_loss: from the loss (scalar, fp32) to the value whose gradient is taken.
+    """
     config.grad_scale_func = scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if adapted(chunks):

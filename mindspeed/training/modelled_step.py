@@ -188,15 +188,15 @@ def _layers_named(clock: VirtualClock, chunks: list[Any]) -> Iterator[None]:
     The backward of a layer begins when the gradient of its output is complete, and ends when that
     of its input is.
     """
-    from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+    from megatron.core.transformer import TransformerLayer
 
     clock.scope = OUTSIDE
     with ExitStack() as stack:
         for chunk in chunks:
             for name, module in chunk.named_modules():
-                if isinstance(module, BaseTransformerLayer):
+                if isinstance(module, TransformerLayer):
                     kind = "prediction layer" if ".mtp." in name else "layer"
-                    scope = f"{kind} {module.layer_number}"  # type: ignore[attr-defined]
+                    scope = f"{kind} {module.layer_number}"
                     for handle in _hooks(clock, module, scope):
                         stack.callback(handle.remove)
         yield

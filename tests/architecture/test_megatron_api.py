@@ -116,7 +116,10 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "linear layers of the local spec, random number generators, marks of parameters",
     ),
     "megatron.core.tokenizers": ("MegatronTokenizer", "the tokenizer classes of data sets"),
-    "megatron.core.transformer": ("MLATransformerConfig TransformerConfig", "the configuration"),
+    "megatron.core.transformer": (
+        "MLATransformerConfig TransformerConfig TransformerLayer",
+        "the configuration; layers, whose costs are counted one by one",
+    ),
     "megatron.core.transformer.attention": (
         "Attention",
         "finds attention modules to decode sequences of different lengths together",

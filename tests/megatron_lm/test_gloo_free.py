@@ -1,4 +1,4 @@
-"""``--disable-gloo-group`` with an unmodified ``pretrain_gpt.py``: the same losses, the same file."""
+"""``--disable-gloo-group`` with an unmodified ``pretrain_gpt.py``: the same losses and file."""
 
 from __future__ import annotations
 
