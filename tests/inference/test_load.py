@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -30,17 +27,6 @@ PROMPT = "the cat"
 
 
 SETUP = "tests.support.warm"
-
-
-def mindspeed(*words):
-    """Run our command in new processes and return its standard output."""
-    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    command = [sys.executable, "-m", "mindspeed", *map(str, words)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def run_all_ranks(pool, size, words):
@@ -82,7 +68,7 @@ def checkpoints(rank_pool, tmp_path_factory):
 def test_greedy_text_is_the_same_in_every_layout(checkpoints, rank_pool):
     words = ("generate", "--load", checkpoints, "--prompt", PROMPT, "--greedy")
     words = (*words, "--max-new-tokens", 16)
-    alone = mindspeed(*words)
+    alone = run_all_ranks(rank_pool, 1, words)
     assert alone.startswith(PROMPT) and len(alone) > len(PROMPT) + 5
     cut = run_all_ranks(rank_pool, 4, [*words, "--tp", 2, "--pp", 2])
     assert cut == alone  # the layouts between: test_families
