@@ -9,7 +9,8 @@ halves where gated) and the input width of fc2, as measured on the layers (tests
 
 1D is sequence parallelism, which gathers inputs again in the backward pass, too. Two dimensions
 send less in the forward pass where X > (q + o + f1 + f2) / 4 h, about 3 for models of today. Ring
-attention over y sends keys and values in addition, which 1D does not.
+attention over y sends keys and values in addition, which 1D does not: 2 (Y-1) h_kv forward, and
+(4 Y - 6) h_kv with their gradients backward, which begins with the keys that arrived last.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ def one_dimensional(widths: Widths, ranks: int) -> Cost:
 
 
 def two_dimensional(widths: Widths, x: int, y: int) -> Cost:
-    """The grid of X x Y ranks; ring attention sends k and v forward, k, v, dk and dv backward."""
+    """The grid of X x Y ranks."""
     w = widths
     return Cost(
         x,
         y,
         forward=4 * w.hidden * (x - 1) + (w.qkv + w.proj + w.fc1 + w.fc2) * (y - 1),
         backward=6 * w.hidden * (x - 1) + (w.qkv + 2 * w.proj + w.fc1 + 2 * w.fc2) * (y - 1),
-        ring=6 * w.key_value * (y - 1),
+        ring=(6 * y - 8) * w.key_value if y > 1 else 0,
     )
 
 

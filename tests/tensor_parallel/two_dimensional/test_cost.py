@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed.attention import Mask
+from mindspeed.attention.algorithm_costs import costs_of
+from mindspeed.attention.cost_metrics import Sizes
+from mindspeed.attention.strategy import Strategy
 from mindspeed.tensor_parallel.two_dimensional.cost import (
     Widths,
     best_tp_2d,
@@ -46,6 +50,16 @@ def test_overlap_hides_communication_and_sends_the_same_bytes(llama_405b):
     for overlaps, exposed in OVERLAPS.items():
         assert llama_405b[Layout(8, overlaps)].exposed == exposed
         assert llama_405b[Layout(8, overlaps)].bytes == llama_405b[Layout(8)].bytes
+
+
+@pytest.mark.parametrize("y", [1, 2, 4, 8])
+def test_ring_attention_over_y_sends_what_its_plan_says(y):
+    heads, groups, size, tokens = 8, 2, 16, 64
+    sizes = Sizes(heads, groups, size, size)  # of a rank: 1 / X of the model's
+    ring = costs_of(Strategy("ring"), Mask.causal(tokens), y, sizes)
+    widths = Widths(4 * heads * size, (heads + 2 * groups) * size, heads * size, 1, 1)
+    expected = two_dimensional(widths, 1, y).ring * tokens * 2 // y
+    assert ring.forward[0] + ring.backward[0] == expected
 
 
 def test_the_best_grid_is_the_one_that_sends_least():
