@@ -54,7 +54,13 @@ REFUSED = {
         GRID | {"context_parallel_size": 2, "context_parallel_algo": "adaptive_cp_algo"},
         "adaptive_cp_algo: does not work with --tp-2d; choose megatron_cp_algo or ulysses_cp_algo",
     ),
-    "norms": (GRID | {"recompute_norm": True}, "'recompute-norm'"),
+    "norms": (GRID | {"recompute_norm": True}, "--tp-2d: does not work with --recompute-norm"),
+    "no-op": (GRID | {"noop_layers": (1,)}, "--tp-2d: does not work with --noop-layers"),
+    "chunks": (
+        GRID | {"coc_parallel_num": 2, "sequence_parallel": True},
+        "'(coc|tensor-parallel-2d)'",
+    ),
+    "fused": (GRID | {"coc_fused_kernel": True}, "--coc-fused-kernel: one kernel cannot use"),
 }
 
 
