@@ -190,5 +190,6 @@ FEATURE = Feature(
     corrects=_corrects,
     attach=_attach,
     seams=("chunk",),
+    conflicts=("unaligned-linear",),
     after=("recompute-layers-per-pp-rank",),
 )

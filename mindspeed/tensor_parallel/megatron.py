@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
-def closing_linears(layer: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, ...]]:
+def closing_linears(layer: Any) -> dict[str, tuple[torch.nn.Module, ...]]:
     """The last linear layer of attention and MLP, where only bias-dropout-add follows it.
 
     Decided by structure: a layer, attention or MLP of any other class (experts, cross attention, a

@@ -13,11 +13,21 @@ BOTH = "--recompute-norm --recompute-activation-function"
 STAGES = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PLAN = "all: {mlp.activation: recompute_output, self_attention: offload}\n1: {layer: recompute}\n"
 # Flags of a run, and those that are added to it.
 CASES = {
     "tensor parallel": (f"--bf16 {TENSOR}", BOTH),
     "stages": (f"--bf16 {STAGES} {BLOCK}", f"{BOTH} --enable-recompute-layers-per-pp-rank"),
+    "recomputation without communication": (
+        f"--bf16 {TENSOR} --use-distributed-optimizer --overlap-grad-reduce --hidden-dropout 0.1",
+        f"{UNIFORM} --optimize-recomp-communication-level 2",
+    ),
+    "mlp without communication": (
+        f"--bf16 {TENSOR} --transformer-impl local",
+        "--recompute-granularity selective --recompute-modules mlp core_attn "
+        "--optimize-recomp-communication-level 1",
+    ),
     "plan": ("--bf16 --use-distributed-optimizer --overlap-grad-reduce", "--activation-plan {}"),
 }
 

@@ -74,7 +74,8 @@ def compared(
         ways: Arguments by title.
         overrides: Options of the transformer config.
         more: ``frozen``: parameters with this in their names are not trained; ``lora``: layers with
-            an adapter; ``passes``: forward passes before their backward passes.
+            an adapter; ``passes``: forward passes before their backward passes; ``base``: arguments
+            of the model that keeps everything.
     """
     import torch.distributed as dist
 
@@ -83,7 +84,7 @@ def compared(
     gpt_ranks.start(size)
     found: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    for title, values in {"kept": OFF, **ways}.items():
+    for title, values in {"kept": more.get("base", OFF), **ways}.items():
         with configured(values) as arguments:
             options = {"tensor_model_parallel_size": size, **overrides, **arguments}
             model = gpt_ranks.build(gpt_ranks.config(name, **options), spec)
@@ -96,6 +97,74 @@ def compared(
         plain = plain or ours
         found[title] = {"differ": differences(ours, plain), "calls": calls}
     return found
+
+
+def with_a_reader(what: str) -> dict[str, Any]:
+    """A model at level 2 in which something reads the output of the MLP's last linear layer.
+
+    Args:
+        what: ``hook`` (of that layer), ``norm after the sublayer`` or ``class`` (of the layer).
+
+    Returns:
+        What differs from the model that keeps everything, and reductions of the second run.
+    """
+    import torch.distributed as dist
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    gpt_ranks.start(dist.get_world_size())
+
+    class OtherLayer(TransformerLayer):
+        def _forward_post_mlp(self, output_with_bias: Any, residual: Any) -> Any:
+            output, bias = output_with_bias
+            return super()._forward_post_mlp((output * output.sigmoid(), bias), residual)
+
+    def scaled(training: bool, fused: bool) -> Any:
+        add = get_bias_dropout_add(training, fused)
+
+        def run(output_with_bias: Any, residual: Any, prob: float) -> Any:
+            output, bias = output_with_bias
+            return add(
+                (output / output.square().mean(-1, keepdim=True).sqrt(), bias), residual, prob
+            )
+
+        return run
+
+    block_spec = gpt_layer_specs.get_gpt_decoder_block_spec
+
+    def changed_spec(*args: Any, **options: Any) -> Any:
+        block = block_spec(*args, **options)
+        for layer in block.layer_specs:
+            if what == "class":
+                layer.module = OtherLayer
+            elif what != "hook":
+                layer.submodules.mlp_bda = layer.submodules.self_attn_bda = scaled
+        return block
+
+    found = []
+    gpt_layer_specs.get_gpt_decoder_block_spec = changed_spec
+    try:
+        for values in (OFF, flags(FULL, 2)):
+            with configured(values) as arguments:
+                options = {"tensor_model_parallel_size": dist.get_world_size(), **arguments}
+                model = gpt_ranks.build(gpt_ranks.config("rmsnorm-swiglu-gqa", **options), "te")
+                for module in model.modules() if what == "hook" else ():
+                    if hasattr(module, "linear_fc2"):
+                        module.linear_fc2.register_forward_hook(_times_sigmoid)
+                found.append(_results(model, 1))
+    finally:
+        gpt_layer_specs.get_gpt_decoder_block_spec = block_spec
+    found[0].pop("calls")
+    ours = found[1].pop("calls")
+    return {
+        "differ": differences(found[1], found[0]),
+        "reduced again": ours["recompute", "all_reduce"],
+    }
+
+
+def _times_sigmoid(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    return output[0] * output[0].sigmoid(), output[1]
 
 
 def _adapt(model: torch.nn.Module, targets: tuple[str, ...]) -> None:

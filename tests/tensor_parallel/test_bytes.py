@@ -96,8 +96,28 @@ def test_flops_of_recomputation_and_the_inputs_it_keeps(ranks, size, overrides):
 @pytest.mark.parametrize(
     ("overrides", "modelled"),
     [
-        ({}, {"kept": 26.7, "full 0": 53.0, "full 1": 39.8, "full 2": 26.7}),
-        (SP, {"kept": 39.3, "full 0": 65.5, "full 1": 52.4, "full 2": 39.3}),
+        (
+            {},
+            {
+                "kept": 26.7,
+                "full 0": 53.0,
+                "full 1": 39.8,
+                "full 2": 26.7,
+                "mlp 0": 39.8,
+                "mlp 1": 26.7,
+            },
+        ),
+        (
+            SP,
+            {
+                "kept": 39.3,
+                "full 0": 65.5,
+                "full 1": 52.4,
+                "full 2": 39.3,
+                "mlp 0": 52.4,
+                "mlp 1": 39.3,
+            },
+        ),
     ],
     ids=["tensor parallel", "sequence parallel"],
 )

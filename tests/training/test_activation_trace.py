@@ -16,6 +16,12 @@ CASES = {
         1,
         "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
     ),
+    "recompute-communication": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1 "
+        "--optimize-recomp-communication-level 2",
+    ),
     "activation-function-and-norms": (1, f"{TE} --recompute-activation-function --recompute-norm"),
     "tensor-parallel": (2, f"{TE} --bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
     "virtual-pipeline": (
