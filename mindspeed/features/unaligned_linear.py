@@ -43,6 +43,7 @@ _INCOMPATIBLE = {
     "use_ascend_mc2": "--use-ascend-mc2",
     "use_ascend_coc": "--use-ascend-coc",
     "tp_2d": "--tp-2d",
+    "use_nd_matmul": "--use-nd-matmul",
     "tp_comm_overlap": "--tp-comm-overlap",
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",

@@ -153,8 +153,10 @@ class Session:
     def _configure_from_namespace(self, args: argparse.Namespace) -> None:
         self.configure(vars(args))
         if shown := dict(self.seams.shown_arguments):
-            kind = shown_as(type(args), shown)
-            self.seams.journal.set(args, "__class__", kind, owner="arguments")
+            self.seams.journal.call_on_undo(
+                functools.partial(setattr, args, "__class__", type(args))
+            )
+            args.__class__ = shown_as(type(args), shown)
 
     def _attach(self, configuration: Configuration, megatron: Mapping[str, Any]) -> None:
         self._repairs = repairs_for_arguments(megatron)

@@ -93,6 +93,12 @@ LAYOUTS = {
         f"{TP} {PP} --num-layers-per-virtual-pipeline-stage 1 --sequence-parallel "
         f"--unaligned-linear {DISTRIBUTED}",
     ),
+    "unaligned-packed-recompute-communication": (
+        2,
+        f"{UNEVEN} --reset-attention-mask --reset-position-ids",
+        f"{TP} --sequence-parallel --unaligned-linear --optimize-recomp-communication-level 2 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
     "local-unaligned-sequence-recompute": (
         4,
         f"{UNEVEN} --transformer-impl local",
