@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Megatron, Problem
 
@@ -106,7 +106,7 @@ def attach(seams: Seams, owner: str, overlap: Overlap) -> OverlappedProducts:
     from mindspeed.te import kernels
     from mindspeed.tensor_parallel.products import OverlappedProducts
 
-    plain = {name: getattr(kernels, name) for name in overlap.operations}
+    plain: dict[str, Any] = {name: getattr(kernels, name) for name in overlap.operations}
     products = OverlappedProducts(overlap, plain)
     seams.use_kernels(owner=owner, **products.kernels())
     return products

@@ -141,9 +141,10 @@ def _without_effect(options: CocOptions, chosen: CocSettings, megatron: Megatron
 
 
 def _rows(options: CocOptions, chosen: CocSettings, megatron: Megatron) -> list[Problem]:
-    m, problems = shared.rows_of_a_micro_batch(megatron), []
+    problems: list[Problem] = []
+    m = shared.rows_of_a_micro_batch(megatron)
     if m is None:
-        return []
+        return problems
     if not options.coc_fused_kernel:
         fix = "choose one of these, or another --seq-length or --micro-batch-size"
         problems += shared.rows_problem(NAME, m, options.coc_parallel_num, megatron, fix)

@@ -127,7 +127,7 @@ def _add_choices(action: argparse.Action, more: Sequence[str]) -> None:
 
 def default_of(item: Flag, file_values: Mapping[str, Any]) -> Any:
     """The value of a flag that the command line does not set: environment, file, default."""
-    if item.env and item.env in os.environ:
+    if item.env and os.environ.get(item.env):  # an empty variable is not set
         return parse_value(item, os.environ[item.env])
     return file_values.get(item.name, item.default)
 

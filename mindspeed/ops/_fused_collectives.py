@@ -195,7 +195,7 @@ def _kernels(unfit: Callable[[torch.Tensor, dist.ProcessGroup], str | None]) -> 
             return _overlap.all_gather_matmul(a, b, output, comm_output, ranks, chunks)
         product, gathered = all_gather_matmul(a, b, ranks, comm_output is not None)
         output.copy_(product)
-        if comm_output is not None:
+        if comm_output is not None and gathered is not None:
             comm_output.copy_(gathered)
 
     def gather(

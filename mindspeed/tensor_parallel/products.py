@@ -72,7 +72,7 @@ class OverlappedProducts:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :func:`mindspeed.te.kernels.gather_matmul`: ``[s/p, b, k]`` to ``[s, b, n]``."""
         a, b = _rows(x), _right(weight, transposed)
-        product = Product("gather_matmul", a.shape[0] * group.size(), *b.shape, group.size())
+        product = _product("gather_matmul", a.shape[0] * group.size(), b, group)
         strategy = self._choose(product, a, group)
         if strategy.kind == "plain":
             return self._plain["gather_matmul"](  # type: ignore[no-any-return]
@@ -103,7 +103,7 @@ class OverlappedProducts:
     ) -> tuple[torch.Tensor, Any]:
         """See :func:`mindspeed.te.kernels.matmul_scatter`: ``[s, b, k]`` to ``[s/p, b, n]``."""
         a, b = _rows(x), _right(weight, transposed)
-        product = Product("matmul_scatter", a.shape[0], *b.shape, group.size())
+        product = _product("matmul_scatter", a.shape[0], b, group)
         chosen = self._is_chosen(async_op, wgrad_follows)
         strategy = self._choose(product, a, group, chosen, addend is not None)
         if strategy.kind == "plain" or x.shape[0] % group.size():  # which plain refuses
@@ -132,7 +132,7 @@ class OverlappedProducts:
     ) -> tuple[torch.Tensor, Any]:
         """See :func:`mindspeed.te.kernels.matmul_reduce`: ``[s, b, k]`` to ``[s, b, n]``."""
         a, b = _rows(x), _right(weight, transposed)
-        product = Product("matmul_reduce", a.shape[0], *b.shape, group.size())
+        product = _product("matmul_reduce", a.shape[0], b, group)
         chosen = self._is_chosen(async_op, wgrad_follows)
         strategy = self._choose(product, a, group, chosen, addend is not None)
         if strategy.kind == "plain":
@@ -199,6 +199,12 @@ class OverlappedProducts:
             return b
         rows = product.m // strategy.parts
         return aligned_right(rows, b, k_min=self._overlap.k_min, k_max=self._overlap.k_max)
+
+
+def _product(
+    operation: Operation, m: int, b: torch.Tensor, group: dist.ProcessGroup
+) -> Product:
+    return Product(operation, m, b.shape[0], b.shape[1], group.size())
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,10 @@ def enabled(values):
 
 def test_variables_alone_switch_it_on_and_the_command_line_wins(monkeypatch):
     assert enabled(TP) == []
-    monkeypatch.setenv("COC_PARALLEL_NUM", "1")
-    monkeypatch.setenv("USE_COC_FUSED_KERNEL", "0")
-    assert enabled(TP) == []
+    for number, fused in (("1", "0"), ("", "")):
+        monkeypatch.setenv("COC_PARALLEL_NUM", number)
+        monkeypatch.setenv("USE_COC_FUSED_KERNEL", fused)
+        assert enabled(TP) == []
     monkeypatch.setenv("COC_PARALLEL_NUM", "4")
     assert enabled(TP) == ["coc"]
     parser = registry.add_arguments(argparse.ArgumentParser())
