@@ -35,6 +35,16 @@ CASES = {
         f"{SP} {MOE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         COC,
     ),
+    "recomputed without communication": (
+        2,
+        f"{SP} {RECOMPUTE} --optimize-recomp-communication-level 2",
+        COC,
+    ),
+    "recomputed without all-reduces, local spec": (
+        2,
+        f"{TP} {LOCAL} {RECOMPUTE} --optimize-recomp-communication-level 1",
+        COC,
+    ),
     "stages, gathered output": (4, f"{SP} --pipeline-model-parallel-size 2", COC),
     "mc2, bf16": (2, f"{SP} --bf16", "--use-ascend-mc2"),
     "Megatron's flag": (2, SP, "--tp-comm-overlap"),
