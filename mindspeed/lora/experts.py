@@ -32,7 +32,7 @@ from mindspeed.lora.linear import (
 from mindspeed.lora.names import expert_layer, first_expert
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.grouped_gemm import gmm
-from mindspeed.te.linear_communication import compute_dtype
+from mindspeed.te.linear_function import compute_dtype
 
 
 def expert_tp_shard_of(module: torch.nn.Module) -> TPShard | None:

@@ -20,7 +20,8 @@ from mindspeed.lora.config import WHOLE, LoraConfig
 from mindspeed.te import comm, local_linears
 from mindspeed.te.base import mark_tensor_parallel
 from mindspeed.te.linear import Linear
-from mindspeed.te.linear_communication import LinearCommunication, compute_dtype
+from mindspeed.te.linear_communication import LinearCommunication
+from mindspeed.te.linear_function import compute_dtype
 
 
 class TPShard(NamedTuple):

@@ -20,7 +20,8 @@ from mindspeed.te.base import (
     divide,
     mark_tensor_parallel,
 )
-from mindspeed.te.linear_communication import LinearCommunication, linear
+from mindspeed.te.linear_communication import LinearCommunication
+from mindspeed.te.linear_function import linear
 from mindspeed.te.weight_gradient import WgradOptions
 
 ACTIVATIONS: dict[str, type[ops._Activation]] = {

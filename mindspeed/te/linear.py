@@ -18,11 +18,8 @@ from mindspeed.te.base import (
     TransformerEngineBaseModule,
     mark_tensor_parallel,
 )
-from mindspeed.te.linear_communication import (
-    LinearCommunication,
-    linear,
-    overlaps_communication,
-)
+from mindspeed.te.linear_communication import LinearCommunication, overlaps_communication
+from mindspeed.te.linear_function import linear
 from mindspeed.te.weight_gradient import DelayedWgrad, WgradOptions
 from mindspeed.tensor_parallel import regions
 

@@ -1,4 +1,4 @@
-"""Gather, multiply, scatter: a linear layer over tensor-parallel ranks, as one autograd function.
+"""Gather, multiply, scatter: what a linear layer computes over tensor-parallel ranks.
 
 ``y = x W^T + b`` with W ``[out, in]`` sharded over p ranks. Layout ``[s, b, h]``; with sequence
 parallelism (SP) activations outside the layer are sharded along s.
@@ -13,16 +13,12 @@ parallelism (SP) activations outside the layer are sharded along s.
     none         matmul           [s, b, in] -> [s, b, out]      matmul
     ============ ================ ============================== =================================
 
-The products are looked up in :mod:`mindspeed.te.kernels`, where a feature
-may replace them; every linear layer of this library communicates through them. The reduction of dx
-and the gathering of x run while other products are computed. Saved for backward: the input shard
-(the gathered input where ``kernels.recompute_all_gather`` returns False), and W.
+The products are looked up in :mod:`mindspeed.te.kernels`, where a feature may replace them; every
+linear layer of this library communicates through them, in the autograd functions of
+:mod:`mindspeed.te.linear_function` and of LoRA.
 
 Where recomputation runs a layer twice, :mod:`mindspeed.tensor_parallel.regions` says what the
 second run does without: the product of a layer whose output nothing reads, gathers of backward.
-
-With fp8 the products are those of :class:`~mindspeed.te.quantization.Casts` between plain
-collectives.
 """
 
 from __future__ import annotations
@@ -32,11 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed.te import comm, kernels
-from mindspeed.te.quantization import Casts
-from mindspeed.te.weight_gradient import WgradOptions, weight_gradient
 from mindspeed.tensor_parallel import regions
 
 Work = Any
@@ -236,148 +229,3 @@ def gather(x: torch.Tensor, group: Any, started: Gathered | None = None) -> torc
     whole, work = started
     work.wait()
     return whole
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        communication: LinearCommunication,
-        wgrad: WgradOptions,
-        casts: Casts | None,
-    ) -> torch.Tensor:
-        ctx.communication, ctx.wgrad, ctx.casts = communication, wgrad, casts
-        ctx.dtype, ctx.x_dtype = dtype, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        keep = weight.requires_grad and (
-            not kernels.recompute_all_gather() or regions.keeps_gathered_inputs()
-        )
-        if casts is None:
-            out, gathered = multiply(x, weight.to(dtype), communication, bias=bias, keep=keep)
-        else:
-            out, gathered = _cast_multiply(x, weight, bias, communication, casts)
-        ctx.gathered = keep and gathered is not None
-        kept = gathered if ctx.gathered else x
-        # Saved-tensor hooks hand back a tensor without the attributes of the parameter.
-        ctx.weight = weight
-        ctx.save_for_backward(kept if weight.requires_grad else None, weight)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (grad,) = grads
-        weight, communication, casts = ctx.weight, ctx.communication, ctx.casts
-        (x, _), gathered = saved_tensors(ctx, grad, communication)
-        local_grad, (needs_x, needs_weight, needs_bias) = grad, ctx.needs_input_grad[:3]
-        gathering = None
-        if needs_weight and communication.gathers_input and not ctx.gathered:
-            x, gathering = comm.all_gather_first_dim(x, communication.group, async_op=True)
-        dx, reducing = None, None
-        if casts is not None:
-            dx, reducing, grad = _cast_gradient(ctx, grad, weight)
-        elif needs_x:
-            follows = needs_weight and ctx.wgrad.delayed is None
-            dx, reducing, grad = multiply_gradient(
-                grad,
-                weight.to(ctx.dtype),
-                communication,
-                keep=needs_weight,
-                wgrad_follows=follows,
-                gathered=gathered,
-            )
-        elif needs_weight and communication.gathers_grad:
-            grad = gather(grad, communication.group, gathered)
-        if gathering is not None:
-            gathering.wait()
-        dw = None
-        if needs_weight:
-            if casts is not None:
-                x, grad = casts.wgrad_operands(x, grad)
-            dw = weight_gradient(weight, x, grad, ctx.wgrad)
-        db = None
-        if needs_bias:
-            db = local_grad.reshape(-1, local_grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-        if reducing is not None:
-            reducing.wait()
-        if casts is not None:
-            casts.finish()
-        return None if dx is None else dx.to(ctx.x_dtype), dw, db, None, None, None, None
-
-
-def _cast_multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    communication: LinearCommunication,
-    casts: Casts,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    gathered = gather(x, communication.group) if communication.gathers_input else None
-    out = casts.forward(x if gathered is None else gathered, weight).to(x.dtype)
-    if communication.row and communication.sequence_parallel:
-        out = comm.reduce_scatter_first_dim(out, communication.group)[0]
-    elif communication.row:
-        dist.all_reduce(out, group=communication.group)
-    return out if bias is None else out + bias, gathered
-
-
-def _cast_gradient(
-    ctx: Any, grad: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor | None, Work, torch.Tensor]:
-    communication, casts = ctx.communication, ctx.casts
-    if communication.gathers_grad:
-        grad = gather(grad, communication.group)
-    casts.grad.observe(grad)
-    if not ctx.needs_input_grad[0]:
-        return None, None, grad
-    dx, work = casts.dgrad(grad, weight).to(ctx.dtype), None
-    if communication.gathers_input:
-        dx, work = comm.reduce_scatter_first_dim(dx, communication.group, async_op=True)
-    elif communication.column:
-        work = dist.all_reduce(dx, group=communication.group, async_op=True)
-    return dx, work, grad
-
-
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    communication: LinearCommunication | None = None,
-    wgrad: WgradOptions | None = None,
-    casts: Casts | None = None,
-) -> torch.Tensor:
-    """A linear layer in the autocast dtype, or else in the dtype of the weight; differentiable.
-
-    Args:
-        x: ``[s, b, in]``, a shard of it as the layer requires (see the module).
-        weight: W of this rank, ``[out, in]``.
-        bias: ``[out]``.
-        communication: How the layer is sharded; not at all by default.
-        wgrad: Where the weight gradient goes.
-        casts: How operands are quantised to fp8; None: not.
-    """
-    return _Linear.apply(  # type: ignore[no-any-return]
-        x,
-        weight,
-        bias,
-        compute_dtype(x, weight),
-        communication or LinearCommunication(),
-        wgrad or WgradOptions(),
-        casts,
-    )
-
-
-def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Return the dtype a layer computes in: autocast first, then the weight's.
-
-    Args:
-        x: ``[..., in]``, which gives the device.
-        weight: ``[out, in]``.
-    """
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return weight.dtype

@@ -1,4 +1,4 @@
-"""Linear layers of the local spec by :mod:`mindspeed.te.linear_communication`.
+"""Linear layers of the local spec by :mod:`mindspeed.te.linear_function`.
 
 Megatron's ``ColumnParallelLinear`` and ``RowParallelLinear`` multiply and communicate by code of
 their own. :func:`convert` makes an instance compute as the modules of this package do, in one
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.te.linear_communication import LinearCommunication, linear
+from mindspeed.te.linear_communication import LinearCommunication
+from mindspeed.te.linear_function import linear
 from mindspeed.te.weight_gradient import WgradOptions
 from mindspeed.tensor_parallel import regions
 

@@ -16,7 +16,8 @@ from torch.nn.parameter import Parameter
 
 from mindspeed.te import comm, fp8, kernels
 from mindspeed.te.base import TransformerEngineBaseModule, divide, torch_device
-from mindspeed.te.linear_communication import LinearCommunication, linear
+from mindspeed.te.linear_communication import LinearCommunication
+from mindspeed.te.linear_function import linear
 from mindspeed.te.norm import LayerNorm, RMSNorm
 from mindspeed.te.weight_gradient import WgradOptions
 

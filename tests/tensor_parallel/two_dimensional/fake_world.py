@@ -101,7 +101,7 @@ def _layers(ranks: int, rows: int, widths: Widths, layout: Layout) -> list[Layer
 
 def _one_dimension(group: Any, rows: int, widths: Widths) -> list[Layer]:
     from mindspeed.te.linear_communication import LinearCommunication
-    from mindspeed.te.linear_communication import linear as one_dimensional
+    from mindspeed.te.linear_function import linear as one_dimensional
 
     def of(mode: str) -> Callable[..., torch.Tensor]:
         communication = LinearCommunication(group, mode, sequence_parallel=True)
