@@ -23,7 +23,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mindspeed.device import hccl_buffers
 from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.device.torch_cuda_shim.compilation import compile_eagerly
 from mindspeed.device.torch_cuda_shim.namespace import CAPABILITY
@@ -63,7 +64,10 @@ def install(journal: Journal, device: NpuDevice) -> None:
 
 
 def process_group_options(
-    torch_npu: ModuleType, name: str | None = None, buffer_mib: int | None = None
+    torch_npu: ModuleType,
+    name: str | None = None,
+    buffer_mib: int | None = None,
+    expansion_mode: int | None = None,
 ) -> Any:
     """HCCL options of a process group.
 
@@ -71,6 +75,7 @@ def process_group_options(
         torch_npu: the package.
         name: the group's name in traces.
         buffer_mib: size of the group's communication buffer.
+        expansion_mode: where its collectives are expanded; 3 is on the vector cores.
     """
     options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
     config: dict[str, Any] = {}
@@ -78,8 +83,40 @@ def process_group_options(
         config["group_name"] = name
     if buffer_mib:
         config["hccl_buffer_size"] = buffer_mib
+    if expansion_mode is not None:
+        config["hccl_op_expansion_mode"] = expansion_mode
     options.hccl_config = config
     return options
+
+
+def new_group_with_options(
+    new_group: Callable[..., Any],
+    buffers: Mapping[str, int],
+    modes: Mapping[str, int],
+    made: list[str | None],
+) -> Callable[..., Any]:
+    """``dist.new_group`` that gives Megatron's groups their own HCCL options.
+
+    Args:
+        new_group: the original.
+        buffers: MB by the name of a group (:mod:`mindspeed.device.hccl_buffers`).
+        modes: expansion mode by the name of a group.
+        made: gets the name of every group that this rank joins, None for unnamed ones.
+    """
+
+    @functools.wraps(new_group)
+    def with_options(*args: Any, **kwargs: Any) -> Any:
+        name = hccl_buffers.name_of(kwargs.get("group_desc"))
+        chosen = buffers.get(name or ""), modes.get(name or "")
+        if any(chosen) and kwargs.get("pg_options") is None and kwargs.get("backend") is None:
+            options = process_group_options(importlib.import_module("torch_npu"), name, *chosen)
+            kwargs["pg_options"] = options
+        group = new_group(*args, **kwargs)
+        if isinstance(group, dist.ProcessGroup) and kwargs.get("backend") is None:
+            made.append(name)
+        return group
+
+    return with_options
 
 
 def _type(method: Callable[..., Any]) -> Callable[..., Any]:
