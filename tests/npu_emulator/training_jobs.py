@@ -12,13 +12,13 @@ TINY = shlex.split("""
     --num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope
     --untie-embeddings-and-output-weights --disable-bias-linear --hidden-dropout 0
     --attention-dropout 0 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2
-    --lr-decay-style linear --train-iters 4 --mock-data --tokenizer-type NullTokenizer
+    --lr-decay-style linear --train-iters 3 --mock-data --tokenizer-type NullTokenizer
     --vocab-size 100 --log-interval 1 --eval-iters 0
 """)
 
 
 def train(flags: Sequence[str]) -> dict[str, Any]:
-    """Trains for four steps.
+    """Trains for three steps.
 
     Returns:
         ``iteration`` (last done), ``devices`` of the parameters, ``backend`` of the groups, and
