@@ -201,9 +201,7 @@ class OverlappedProducts:
         return aligned_right(rows, b, k_min=self._overlap.k_min, k_max=self._overlap.k_max)
 
 
-def _product(
-    operation: Operation, m: int, b: torch.Tensor, group: dist.ProcessGroup
-) -> Product:
+def _product(operation: Operation, m: int, b: torch.Tensor, group: dist.ProcessGroup) -> Product:
     return Product(operation, m, b.shape[0], b.shape[1], group.size())
 
 

@@ -61,3 +61,16 @@ def _case(flags: str, *, join: bool) -> Any:
             figures.weights - bare.weights,
         ),
     }
+
+
+def activations(cases: dict[str, str]) -> dict[str, tuple[float, int]]:
+    """For every case: bytes by formula, and those of the inputs of all layers."""
+    from mindspeed.training.estimate import estimate
+    from mindspeed.training.initialize import prepare
+
+    found = {}
+    for name, flags in cases.items():
+        args = prepare([*TINY, *FUSED.split(), "--dry-run", *flags.split()], 1).args
+        inputs = 2 * args.num_layers * args.hidden_size * args.seq_length * args.micro_batch_size
+        found[name] = estimate(args).activations, inputs
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.trainer_job import SETUP
-from tests.training.estimate_job import measured_and_estimated
+from tests.training.estimate_job import activations, measured_and_estimated
 
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-grouped-gemm "
 MOE += "--moe-token-dispatcher-type alltoall"
@@ -50,3 +50,13 @@ def test_adapter_parameters_are_counted_exactly(name, found):
     case = found[name]
     assert case["adapters"] > 0
     assert case["estimated adapters"] == (case["adapters"], 4 * case["adapters"])
+
+
+def test_layers_recomputed_by_a_plan_keep_one_input_or_two(rank_pool):
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    level = f"{full} --optimize-recomp-communication-level"
+    cases = {"kept": "", "Megatron": full, "1": f"{level} 1", "2": f"{level} 2"}
+    (found,) = rank_pool.run(1, activations, cases, setup=SETUP, backend=None, timeout=100)
+    sizes, inputs = {name: size for name, (size, _) in found.items()}, found["2"][1]
+    assert sizes["1"] == sizes["Megatron"] < sizes["kept"]
+    assert sizes["2"] - sizes["1"] == inputs
