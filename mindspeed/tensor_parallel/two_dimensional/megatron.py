@@ -8,6 +8,7 @@ final norm, output layer, loss   [s/p, b, h]      Megatron's, labels in the orde
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
@@ -56,6 +57,13 @@ def create_grid(x: int, y: int) -> Grid:
         _own_group(ranks_of_grid.y_groups(tp_ranks, x), "TENSOR_2D_Y"),
         _own_group(ranks_of_grid.sequence_groups(tp_groups, x), "TENSOR_2D_SEQUENCE"),
     )
+
+
+def destroy_grid(grid: Grid) -> None:
+    """Destroy the groups that :func:`create_grid` made."""
+    for group in (grid.x, grid.y, grid.sequence):
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def _own_group(groups: list[list[int]], description: str) -> dist.ProcessGroup:
@@ -217,20 +225,29 @@ def finish_chunk(model: Any, grid: Grid) -> None:
         _refuse_arguments(given)
         for name in ("input_ids", "position_ids", "labels", "loss_mask"):
             if (tokens := given.get(name)) is not None:
-                given[name] = tokens[:, _order(tokens, grid)]
+                given[name] = tokens[:, _orders(tokens, grid)[0]]
         return (), given
 
     def put_back(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
         """Losses ``[b, s]``, or logits ``[b, s, v]``."""
-        return out[:, _order(out, grid).argsort()]
+        return out[:, _orders(out, grid)[1]]
 
     model.register_forward_pre_hook(put_in_order, with_kwargs=True)
     if model.post_process:
         model.register_forward_hook(put_back)
 
 
-def _order(x: torch.Tensor, grid: Grid) -> torch.Tensor:
-    return token_order(x.shape[1], grid.x.size(), grid.y.size()).to(x.device)
+def _orders(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of the tokens of ``x [b, s, ...]``, and the one that undoes it."""
+    return _orders_of(x.shape[1], grid.x.size(), grid.y.size(), x.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _orders_of(
+    tokens: int, x: int, y: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    order = token_order(tokens, x, y).to(device)
+    return order, order.argsort()
 
 
 def _refuse_arguments(given: Mapping[str, Any]) -> None:

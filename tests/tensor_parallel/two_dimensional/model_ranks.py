@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,7 @@ def build(case: Case, tp: int, x: int, context: int, dtype: torch.dtype) -> torc
     import mindspeed
 
     if x > 1:
-        mindspeed.configure(tp_2d=True, tp_x=x, tp_y=tp // x)
+        mindspeed.configure(tp_2d=True, tp_x=x, tp_y=max(2, tp // x))
     parallel_state.initialize_model_parallel(tp, context_parallel_size=context)
     torch.manual_seed(3)
     megatron_tp.model_parallel_cuda_manual_seed(3)
@@ -227,3 +228,38 @@ def _whole_shapes(
             shape = [shape[0] * rows, shape[1] * columns]
         shapes[name] = tuple(shape)
     return shapes
+
+
+def refusals() -> dict[str, str]:
+    """Messages of what a framework without flags, or a caller of the model, may get wrong."""
+    from megatron.core import parallel_state
+
+    import mindspeed
+
+    tokens, positions, _ = _batch()
+    model = build(Case(), 4, 2, 1, torch.float32)
+    hidden = torch.zeros(SEQUENCE // 4, BATCH, SIZES["hidden_size"])
+    calls = {
+        "hidden": lambda: model(tokens, positions, None, decoder_input=hidden),
+        "packed": lambda: model(tokens, positions, None, packed_seq_params=object()),
+        "generation": lambda: model(tokens, positions, None, inference_context=object()),
+        "length": lambda: model(tokens[:, :6], positions[:, :6], None),
+    }
+    found = {name: _message(call) for name, call in calls.items()}
+    parallel_state.destroy_model_parallel()
+    mindspeed.undo()
+    for name, case, x in (("heads", Case(groups=1), 2), ("size", Case(), 8)):
+        found[name] = _message(lambda case=case, x=x: build(case, 4, x, 1, torch.float32))
+        parallel_state.destroy_model_parallel()
+        mindspeed.undo()
+    return found
+
+
+def _message(call: Callable[[], object]) -> str:
+    from mindspeed.errors import ConfigError
+
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return "nothing was raised"

@@ -43,3 +43,18 @@ def test_a_layer_keeps_what_sequence_parallelism_keeps(ranks):
         # More: statistics of s/X rows, not s/p, and the keys and values that arrived last.
         more = 2 * (statistics // 2) + 2 * shard
         assert found == expected - less + more
+
+
+def test_what_a_grid_cannot_do_is_refused_where_there_are_no_flags(ranks):
+    expected = {
+        "hidden": "--tp-2d does not work with hidden states as input",
+        "packed": "--tp-2d does not work with packed documents",
+        "generation": "--tp-2d does not work with generation",
+        "length": "6 tokens on each context-parallel rank must be divisible by",
+        "heads": "num_query_groups 1 must be divisible by 2",
+        "size": "--tp-x 8 * --tp-y 2 = 16 must be the tensor-parallel size 4",
+    }
+    for found in ranks(4, model_ranks.refusals, setup=SETUP):
+        assert set(found) == set(expected)
+        for name, text in expected.items():
+            assert text in found[name], found
