@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from tests.support.lazy import needs
@@ -52,21 +55,31 @@ CASES = {
     "lengths that vary": (2, f"{SP} --pipeline-model-parallel-size 1 --seq-length 60", FUSED),
 }
 QUICK = ("sequence parallel",)
+Run = tuple[Counter[tuple[str, str]], int, list[dict[str, Any]]]
+"""Collectives, bytes sent, records of the log."""
+
+
+@pytest.fixture(scope="module")
+def plain_runs() -> dict[tuple[int, str], Run]:
+    """Runs without overlap, by number of ranks and flags."""
+    return {}
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-def test_losses_and_bytes_are_those_without(ranks, tmp_path, case):
+def test_losses_and_bytes_are_those_without(ranks, tmp_path, case, plain_runs):
     world, flags, added = CASES[case]
-    found = {}
-    for name, more in (("plain", ""), ("ours", added)):
-        file = tmp_path / f"{name}.jsonl"
-        given = [*flags.split(), *more.split()]
+
+    def run(name: str, more: str) -> Run:
+        file, given = tmp_path / f"{name}.jsonl", [*flags.split(), *more.split()]
         job = (world, coc_ranks.trained, given, str(file))
-        found[name] = ranks(*job, setup=SETUP, backend=None, timeout=240)[0], metrics(file)
-    (calls, sent), losses = found["plain"]
-    (our_calls, our_sent), our_losses = found["ours"]
+        return *ranks(*job, setup=SETUP, backend=None, timeout=240)[0], metrics(file)
+
+    if (world, flags) not in plain_runs:
+        plain_runs[world, flags] = run("plain", "")
+    calls, sent, losses = plain_runs[world, flags]
+    our_calls, our_sent, our_losses = run("ours", added)
     bf16 = "--bf16" in flags
     for plain, ours in zip(losses, our_losses, strict=True):
         assert ours["lm_loss"] == pytest.approx(plain["lm_loss"], rel=1e-2 if bf16 else 1e-6)
