@@ -159,7 +159,7 @@ def _attach(seams: Seams, options: UnalignedLinearOptions, megatron: Megatron) -
     sizes = sizes_of(megatron)
     ranks = megatron.get("tensor_model_parallel_size") or 1
     assert sizes is not None  # _validate
-    uneven_rows = sizes.uneven_rows(ranks)
+    uneven_rows = (sizes.seq_length or 0) if sizes.uneven_rows(ranks) else 0
     group: list[Any] = []  # of the model chunk that is being built
 
     def arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _attach(seams: Seams, options: UnalignedLinearOptions, megatron: Megatron) -
 
         layers.use_true_places(model)
         if uneven_rows:
-            layers.shard_rows_unevenly(model, sizes.seq_length, group[0])
+            layers.shard_rows_unevenly(model, uneven_rows, group[0])
         if not vp_stage:
             _print_once(f"{NAME}: {'; '.join(sizes.report(ranks))}")
 
@@ -187,7 +187,7 @@ def _attach(seams: Seams, options: UnalignedLinearOptions, megatron: Megatron) -
     seams.layer_spec.add(specs, owner=FEATURE.name)
     seams.chunk.add(finish, owner=FEATURE.name)
     if uneven_rows:
-        _attach_rows(seams, sizes.seq_length or 0)
+        _attach_rows(seams, uneven_rows)
 
 
 def _attach_rows(seams: Seams, seq_length: int) -> None:

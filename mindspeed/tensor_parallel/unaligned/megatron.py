@@ -86,7 +86,7 @@ def with_uneven_linears(
     def changed(layer: Any) -> Any:
         modules = {}
         for name, linears in shares.items():
-            module = getattr(layer.submodules, name, None)
+            module: Any = getattr(layer.submodules, name, None)
             submodules = getattr(module, "submodules", None)
             if submodules is None:  # a layer that computes nothing
                 continue
