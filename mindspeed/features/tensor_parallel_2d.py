@@ -69,7 +69,7 @@ def _attach(seams: Seams, options: TensorParallel2DOptions, megatron: Megatron) 
     x, y = grid_of(options)
     fuse = bool(megatron.get("gradient_accumulation_fusion"))
     grids: list[Any] = []
-    _report(megatron, x, y)
+    report(megatron, x, y)
 
     def create() -> None:
         from mindspeed.tensor_parallel.two_dimensional.megatron import create_grid
@@ -124,7 +124,7 @@ def _products(fuse: bool) -> Any:
     )
 
 
-def _report(megatron: Megatron, x: int, y: int) -> None:
+def report(megatron: Megatron, x: int, y: int) -> None:
     """Say which grid is used, and warn where one dimension would send less."""
     widths = widths_of(megatron)
     if os.environ.get("RANK", "0") != "0" or widths is None:

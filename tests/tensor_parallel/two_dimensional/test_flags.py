@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import registry
+from mindspeed.features import registry, tensor_parallel_2d
 from mindspeed.features.registry import resolve
 
 SIZES = {
@@ -82,3 +82,28 @@ def test_activations_are_sharded_and_no_mask_is_built():
     options = resolve(SIZES | GRID, "cpu").options[feature.name]
     corrected = feature.corrects(options, SIZES | GRID)
     assert corrected == {"sequence_parallel": True, "create_attention_mask_in_dataloader": False}
+
+
+LLAMA_3_405B = GQA | {
+    "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128,
+    "num_query_groups": 8, "swiglu": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "warned"),
+    [(8, 2, ""), (4, 4, ""), (2, 8, "2 x 8 sends 1.390"), (2, 2, "2 x 2 sends 1.275")],
+)
+def test_a_grid_that_sends_more_than_one_dimension_is_warned_of(x, y, warned, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    tensor_parallel_2d.report(LLAMA_3_405B, x, y)
+    printed = capsys.readouterr().out
+    assert f"grid {x} x {y}, hidden states [s/{x}, b, h/{y}]" in printed
+    assert ("warning" in printed) == bool(warned) and warned in printed
+    if (x, y) == (2, 8):
+        assert "; 8 x 2 sends least" in printed and "4 x 4        0.794" in printed
+    if (x, y) == (2, 2):
+        assert "--sequence-parallel without --tp-2d sends least" in printed
+    monkeypatch.setenv("RANK", "1")
+    tensor_parallel_2d.report(LLAMA_3_405B, x, y)
+    assert capsys.readouterr().out == ""
