@@ -95,7 +95,7 @@ def rows_problem(flag: str, m: int, parts: int, megatron: Megatron, fix: str) ->
         )
 
 
-def attach(seams: Seams, owner: str, overlap: Overlap) -> OverlappedProducts:
+def attach_products(seams: Seams, owner: str, overlap: Overlap) -> OverlappedProducts:
     """Put overlapped products in the place of te's; returns them.
 
     Args:

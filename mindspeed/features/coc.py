@@ -173,7 +173,7 @@ def _attach(seams: Seams, options: CocOptions, megatron: Megatron) -> None:
         k_min=chosen.k_min,
         k_max=chosen.k_max,
     )
-    shared.attach(seams, FEATURE.name, overlap)
+    shared.attach_products(seams, FEATURE.name, overlap)
     if not chosen.recompute_all_gather:
         seams.use_kernels(owner=FEATURE.name, recompute_all_gather=_kept)
 

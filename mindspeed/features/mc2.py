@@ -49,7 +49,7 @@ def _attach(seams: Seams, options: Mc2Options, megatron: Megatron) -> None:
     overlap = Overlap(
         fused=True, operations=("gather_matmul", "matmul_scatter"), strict=shared.strict()
     )
-    shared.attach(seams, FEATURE.name, overlap)
+    shared.attach_products(seams, FEATURE.name, overlap)
 
 
 FEATURE = Feature(

@@ -83,7 +83,7 @@ def _attach(seams: Seams, options: TpCommOverlapOptions, megatron: Megatron) -> 
     every = Overlap(
         fused=True, operations=("gather_matmul", "matmul_scatter"), strict=shared.strict()
     )
-    products = shared.attach(seams, FEATURE.name, every)
+    products = shared.attach_products(seams, FEATURE.name, every)
 
     def follow_config(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
         products.use(replace(every, **_of_config(config)))
