@@ -53,7 +53,7 @@ class StagedGroup(ProcessGroup):
         """As torch asks for it."""
         return BACKEND
 
-    def gather(
+    def gather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
         """Gather host tensors, any shape and dtype, equal on all ranks; the root has outputs."""
@@ -67,7 +67,7 @@ class StagedGroup(ProcessGroup):
                 whole[start:stop].copy_(part)
         return _Done()
 
-    def scatter(
+    def scatter(  # type: ignore[override]
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
     ) -> Work:
         """Scatter host tensors, any shape and dtype, equal on all ranks; the root has inputs."""
@@ -81,7 +81,9 @@ class StagedGroup(ProcessGroup):
             mine[start:stop].copy_(own)
         return _Done()
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[torch.Tensor], opts: Any
+    ) -> Work:
         """Broadcast host tensors of any shape and dtype."""
         root = self._global(opts.rootRank)
         for tensor in tensors:
@@ -127,8 +129,9 @@ def staged(group: dist.ProcessGroup, slice_size: int) -> StagedGroup:
     if slice_size < 1:
         raise ValueError(f"slice_size must be at least 1, got {slice_size}")
     if BACKEND not in dist.Backend.backend_list:
+        made_by: Any = StagedGroup  # stubs of torch do not know its constructor
         dist.Backend.register_backend(
-            BACKEND, lambda store, rank, size, timeout: StagedGroup(rank, size), devices=["cpu"]
+            BACKEND, lambda store, rank, size, timeout: made_by(rank, size), devices=["cpu"]
         )
     made: Any = dist.new_group(
         dist.get_process_group_ranks(group),

@@ -25,6 +25,8 @@ CASES = {
     "tp": (TP, 2),
     "sp": (SP, 2),
     "sp-full": (f"{SP} {FULL}", 2),
+    "sp-level-2": (f"{SP} {FULL} --optimize-recomp-communication-level 2", 2),
+    "sp-coc": (f"{SP} --coc-parallel-num 2", 2),
     "local": (SP.replace("transformer_engine", "local"), 2),
     "fused": (f"{SP} --use-flash-attn --use-fused-rmsnorm", 2),
     "dp": (ZERO_1, 2),
@@ -51,6 +53,7 @@ def found(rank_pool):
         ("local", {"forward": 4, "backward": 6}),
         ("fused", {"forward": 4, "backward": 6}),
         ("sp-full", {"forward": 4, "recompute": 4, "backward": 6}),
+        ("sp-coc", {"forward": 4, "backward": 6}),
         ("dp", {"forward": 0, "backward": 0}),
     ],
 )
@@ -61,6 +64,16 @@ def test_bytes_of_every_layer_are_those_of_the_formula(found, case, units):
         sent = {phase: sum(costs.sent.values()) for phase, costs in phases.items()}
         assert sent == {phase: factor * U for phase, factor in units.items()}
     assert found[case]["alike"] == [OUTSIDE, "layers 1-2"]
+
+
+def test_features_are_in_force(found):
+    plain, coc = (found[name]["layers"]["layer 2"] for name in ("sp", "sp-coc"))
+    assert plain["forward"].calls == {"all_gather": 2, "reduce_scatter": 2}
+    assert coc["forward"].calls == {"all_gather": 4, "reduce_scatter": 4}
+    assert coc["forward"].flops == plain["forward"].flops
+    for name, units in {"sp-full": 14, "sp-level-2": 10}.items():
+        phases = found[name]["layers"]["layer 1"].values()
+        assert sum(sum(costs.sent.values()) for costs in phases) == units * U
 
 
 def test_flops_of_a_layer_are_those_of_its_products(found):
