@@ -38,9 +38,10 @@ def draw(step: ModelledStep, output: Path, title: str) -> None:
     """
     if output.suffix not in FORMATS:
         raise ConfigError(f"--plot {output}: the file must end in {', '.join(FORMATS)}")
-    found = {lane_of(interval) for interval in step.intervals}
+    visible = [interval for interval in step.intervals if not _of_one_rank(interval)]
+    found = {lane_of(interval) for interval in visible}
     lanes = [*(n for n in LANES_FIRST if n in found), *sorted(found - set(LANES_FIRST))]
-    parts = [("whole step", step.intervals), *_enlarged(step.intervals)]
+    parts = [("whole step", visible), *_enlarged(visible)]
     height = len(parts) * (_LANE * max(len(lanes), 2) + 0.7) + 0.8
     figure = figure_class()(figsize=(13, height), layout="constrained")
     for index, (name, intervals) in enumerate(parts):
@@ -50,6 +51,10 @@ def draw(step: ModelledStep, output: Path, title: str) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=output.suffix[1:], dpi=110)
     atomic_write_bytes(output, buffer.getvalue())
+
+
+def _of_one_rank(interval: Interval) -> bool:
+    return interval.communication is not None and len(interval.communication.ranks) == 1
 
 
 def _enlarged(intervals: Sequence[Interval]) -> list[tuple[str, list[Interval]]]:

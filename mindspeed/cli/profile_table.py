@@ -45,7 +45,10 @@ def print_figures(
         f"{'; '.join(ASSUMPTIONS)}",
         highlight=False,
     )
-    console.print(_table(step, every))
+    table = _table(step, every)
+    # A table that is wider than the screen would lose digits at the end of its columns.
+    width = console.measure(table, options=console.options.update(max_width=1_000)).maximum
+    console.print(table, width=max(width, console.width), soft_wrap=True)
     share = every.exposed / step.seconds if step.seconds else 0.0
     console.print(
         f"modelled step: {step.seconds * 1e3:,.3f} ms, of which communication is exposed for "
@@ -60,7 +63,7 @@ def _table(step: ModelledStep, every: Costs) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         title_justify="left",
-        title="one layer: MiB that a rank sends by collective (AG all-gather, RS reduce-scatter, "
+        title="one layer: MiB that a rank sends by collective (AG all-gather, RS reduce-scatter,\n"
         "AR all-reduce, A2A all-to-all), calls, GFLOP, modelled milliseconds",
         title_style="",
     )
