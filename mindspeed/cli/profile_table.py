@@ -48,7 +48,7 @@ def print_figures(
     table = _table(step, every)
     # A table that is wider than the screen would lose digits at the end of its columns.
     width = console.measure(table, options=console.options.update(max_width=1_000)).maximum
-    console.print(table, width=max(width, console.width), soft_wrap=True)
+    Console(width=max(width, console.width)).print(table)
     share = every.exposed / step.seconds if step.seconds else 0.0
     console.print(
         f"modelled step: {step.seconds * 1e3:,.3f} ms, of which communication is exposed for "
