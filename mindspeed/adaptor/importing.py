@@ -46,7 +46,7 @@ class PostImportHooks:
     def when_imported(self, module_name: str, callback: Callback) -> None:
         """Call ``callback(module)`` once, now if the module is loaded, else after its import."""
         module = sys.modules.get(module_name)
-        if module is not None and not _is_initializing(module):
+        if module is not None and not is_initializing(module):
             callback(module)
         else:
             self._callbacks.setdefault(module_name, []).append(callback)
@@ -104,7 +104,8 @@ def model_parallel_is_initialized() -> bool:
     return parallel_state is not None and parallel_state.model_parallel_is_initialized()
 
 
-def _is_initializing(module: ModuleType) -> bool:
+def is_initializing(module: ModuleType) -> bool:
+    """Whether the body of ``module`` has not run to its end."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 

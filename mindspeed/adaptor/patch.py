@@ -17,7 +17,6 @@ import contextlib
 import difflib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -26,6 +25,7 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from mindspeed.adaptor.aliases import AliasSearch
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.signatures import check_signature
 from mindspeed.errors import PatchConflict, PatchTargetMissing
@@ -111,7 +111,7 @@ class PatchEngine:
     ) -> None:
         self._hooks = hooks
         self._version = version
-        self._holds_aliases = holds_aliases
+        self._aliases = AliasSearch(holds_aliases)
         self._targets: dict[str, _Target] = {}
         # id of an object that was taken from its target -> the object, its module and name there.
         self._taken: dict[int, tuple[Any, ModuleType, str]] = {}
@@ -178,6 +178,10 @@ class PatchEngine:
                     self._rebuild(target)
         self._targets.clear()
 
+    def index_aliases(self) -> None:
+        """Search once for all processes forked from now on (:mod:`mindspeed.adaptor.aliases`)."""
+        self._aliases.index()
+
     def stacks(self) -> dict[str, tuple[list[Patch], bool]]:
         """Target name -> (its patches, innermost first; whether its module is loaded)."""
         return {
@@ -225,10 +229,7 @@ class PatchEngine:
             if vars(module).get(leaf, old) is not old
         }
         if current:
-            for module in filter(self._holds_aliases, _loaded_modules()):
-                for name, value in list(vars(module).items()):
-                    if id(value) in current:
-                        setattr(module, name, current[id(value)])
+            self._aliases.replace(current)
         self._taken.clear()
 
     def _make(self, patch: Patch, target: _Target, value: Any) -> Any:
@@ -255,10 +256,6 @@ class PatchEngine:
             f"feature '{patch.owner}' {patch.kind}s {patch.target}, absent in megatron-core "
             f"{self._version}{closest}"
         )
-
-
-def _loaded_modules() -> list[ModuleType]:
-    return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
 
 
 def _check_conflict(patch: Patch, others: Iterable[Patch]) -> None:

@@ -78,8 +78,8 @@ def test_a_batch_searches_for_aliases_once(library, engine, monkeypatch):
     lib, user = library
     original, user.rank = lib.scale, lib.rank
     searched = []
-    holds = engine._holds_aliases
-    monkeypatch.setattr(engine, "_holds_aliases", lambda m: searched.append(m) or holds(m))
+    holds = engine._aliases._holds_aliases
+    monkeypatch.setattr(engine._aliases, "_holds_aliases", lambda m: searched.append(m) or holds(m))
     with engine.batch():
         engine.add(Patch("lib:scale", plus(1), "f"))
         user.late = lib.scale  # imported by value inside the batch
@@ -94,6 +94,46 @@ def test_a_batch_searches_for_aliases_once(library, engine, monkeypatch):
     engine.undo()
     assert searched.count(lib) == 2
     assert user.times is user.late is lib.scale is original
+
+
+def test_an_index_spares_the_first_search_of_modules_loaded_before_it(library, engine, monkeypatch):
+    lib, user = library
+    original = lib.scale
+    engine.index_aliases()
+    searched = []
+    holds = engine._aliases._holds_aliases
+    monkeypatch.setattr(
+        engine._aliases,
+        "_holds_aliases",
+        lambda m: searched.append(m) or holds(m) or m.__name__ == "late",
+    )
+    late = types.ModuleType("late")
+    late.scaled = lib.scale  # imported by value after the index was made, before the patch
+    monkeypatch.setitem(sys.modules, "late", late)
+    engine.add(Patch("lib:scale", plus(1), "f"))
+    assert user.times is late.scaled is lib.scale is not original
+    assert searched == [late]
+    engine.undo()
+    assert user.times is late.scaled is lib.scale is original
+    assert lib in searched and user in searched  # the index was of other objects
+
+
+@pytest.mark.parametrize("name", ["lib", "user", "__main__", "last"])
+def test_an_index_is_not_used_when_modules_were_removed_or_replaced(
+    name, library, engine, monkeypatch
+):
+    lib, user = library
+    monkeypatch.setitem(sys.modules, "last", types.ModuleType("last"))
+    user.other = None
+    engine.index_aliases()
+    user.other = lib.scale
+    if name in ("__main__", "last"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    else:
+        monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
+    engine.add(Patch("lib:scale", plus(1), "f"))
+    assert user.other is user.times is lib.scale
+    engine.undo()
 
 
 def test_a_patch_removed_and_added_in_a_batch_keeps_its_aliases(library, engine):
