@@ -190,6 +190,5 @@ FEATURE = Feature(
     corrects=_corrects,
     attach=_attach,
     seams=("chunk",),
-    conflicts=("unaligned-linear",),
     after=("recompute-layers-per-pp-rank",),
 )

@@ -131,7 +131,6 @@ REFUSED = {
         "--overlap-moe-expert-parallel-comm",
     ),
     "adaptive memory": (FULL | {"adaptive_recompute_device_size": 100}, "--adaptive-recompute"),
-    "unaligned": (FULL | {"unaligned_linear": True}, "unaligned-linear"),
 }
 
 
