@@ -36,10 +36,12 @@ UNEVEN = (
     f"{UNTIED} --num-attention-heads 10 --num-query-groups 5 --kv-channels 8 "
     "--ffn-hidden-size 171 --seq-length 63"
 )
-CP = "--context-parallel-size"
+# Ranks that share each sample take two at once: half the passes, other micro-batches than one rank.
+PAIRS = "--micro-batch-size 2"
+CP = f"{PAIRS} --context-parallel-size"
 ALGO = "--context-parallel-algo"
-TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-TP_2D = "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
+TP, PP = f"{PAIRS} --tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TP_2D = f"{PAIRS} --tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 
 LAYOUTS = {
@@ -102,7 +104,7 @@ LAYOUTS = {
     "local-unaligned-sequence-recompute": (
         4,
         f"{UNEVEN} --transformer-impl local",
-        "--tensor-model-parallel-size 4 --sequence-parallel --unaligned-linear "
+        f"{PAIRS} --tensor-model-parallel-size 4 --sequence-parallel --unaligned-linear "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "context-ulysses": (2, GQA, f"{CP} 2"),
@@ -158,7 +160,11 @@ FP8_DELAYED = f"{GQA} {SIZES} delayed --fp8-amax-history-len 4 --fp8-amax-comput
 FP8_LAYOUTS = {
     "tensorwise-pipeline-recompute": (2, f"{GQA} {SIZES} tensorwise", f"{PP} {RECOMPUTE}"),
     "blockwise-distributed-optimizer": (2, f"{GQA} {SIZES} blockwise", DISTRIBUTED),
-    "mxfp8-tensor-sequence": (2, f"{GQA} {SIZES} mxfp8", f"{TP} --sequence-parallel"),
+    "mxfp8-tensor-sequence": (
+        2,
+        f"{GQA} {SIZES} mxfp8",
+        f"{TP} --micro-batch-size 1 --sequence-parallel",
+    ),
     "tensorwise-expert-parallel": (
         2,
         f"{MOE} {SIZES} tensorwise",
@@ -181,7 +187,7 @@ class OneRank:
         self.directory = directory
         self.model = model.split()
         save = ["--save", str(directory / "weights"), "--lr", "0", "--train-iters", "1"]
-        self._run(1, save)
+        self._run(1, [*save, "--micro-batch-size", "4"])
         self.records = self.train(1, "")
 
     def train(self, world_size: int, flags: str) -> list[dict]:
