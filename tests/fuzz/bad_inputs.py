@@ -459,6 +459,7 @@ def _bytes(draw: random.Random, good: Mapping[str, bytes]) -> Case:
 
 def _change(draw: random.Random, tree: Any) -> None:
     """Replace, remove or add one value at any depth."""
+    value = copy.deepcopy(draw.choice(VALUES))  # the next change may be inside of it
     while True:
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         if not keys:
@@ -469,13 +470,13 @@ def _change(draw: random.Random, tree: Any) -> None:
         tree = tree[key]
     action = draw.random()
     if action < 0.7:
-        tree[key] = draw.choice(VALUES)
+        tree[key] = value
     elif action < 0.85:
         del tree[key]
     elif isinstance(tree, dict):
-        tree[draw.choice(["x", "", "__class__", "num_layers"])] = draw.choice(VALUES)
+        tree[draw.choice(["x", "", "__class__", "num_layers"])] = value
     else:
-        tree.append(draw.choice(VALUES))
+        tree.append(value)
 
 
 def _damaged(draw: random.Random, content: bytes) -> bytes:
