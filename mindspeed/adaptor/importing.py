@@ -106,7 +106,9 @@ def model_parallel_is_initialized() -> bool:
 
 def is_initializing(module: ModuleType) -> bool:
     """Whether the body of ``module`` has not run to its end."""
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+    # Not getattr(module, "__spec__"): packages that import lazily would start to import.
+    spec = getattr(module, "__dict__", {}).get("__spec__")
+    return bool(getattr(spec, "_initializing", False))
 
 
 def _find_with_the_others(

@@ -8,7 +8,7 @@ import types
 import pytest
 from packaging.version import Version
 
-from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.importing import PostImportHooks, is_initializing
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind, fits, parameter_names
 from mindspeed.errors import PatchConflict, PatchTargetChanged, PatchTargetMissing
@@ -259,3 +259,18 @@ def test_arguments_are_bound_by_name_with_defaults():
 
     assert parameter_names(function) == ["a", "b", "c"]
     assert bind(function, (1,), {"c": 4}) == {"a": 1, "b": 2, "c": 4}
+
+
+def test_asking_whether_a_module_is_initialising_imports_nothing():
+    """As torch_npu's packages, which import what is asked of them."""
+
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name):
+            if name == "__spec__":
+                raise ImportError("a library that is not there")
+            return super().__getattribute__(name)
+
+    assert not is_initializing(Lazy("lazy_package"))
+    module = types.ModuleType("at_work")
+    module.__spec__ = types.SimpleNamespace(_initializing=True)
+    assert is_initializing(module)
