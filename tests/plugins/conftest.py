@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.syspath_prepend(str(site))
     before = set(sys.modules)
 
-    def package(*args: Any, **kwargs: Any) -> None:
-        install(site, *args, **kwargs)
+    def package(name: str, modules: Mapping[str, str], *args: Any, **kwargs: Any) -> None:
+        for module in modules:  # the examples of the documentation have one of the same name
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        install(site, name, modules, *args, **kwargs)
         forget()
 
     yield package
