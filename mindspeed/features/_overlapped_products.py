@@ -57,6 +57,29 @@ def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
         )
 
 
+def fused_overlap() -> Overlap:
+    """Fused kernels for the products that gather or scatter."""
+    from mindspeed.tensor_parallel.strategy import Overlap
+
+    return Overlap(fused=True, operations=("gather_matmul", "matmul_scatter"), strict=strict())
+
+
+def sequence_parallel_problem(flag: str, does: str, megatron: Megatron) -> Iterator[Problem]:
+    """There is nothing to gather or to scatter, so :func:`fused_overlap` has no effect.
+
+    Args:
+        flag: what the user set.
+        does: what it does to gathering and scattering.
+        megatron: Megatron's arguments.
+    """
+    if not megatron.get("sequence_parallel", True):
+        yield Problem(
+            flag,
+            f"{does} gathering and scattering, which only --sequence-parallel has",
+            "add --sequence-parallel",
+        )
+
+
 def rows_of_a_micro_batch(megatron: Megatron) -> int | None:
     """Rows ``s b`` of every product with a collective; None where they are not known before.
 

@@ -30,26 +30,14 @@ class Mc2Options:
 
 def _validate(options: Mc2Options, megatron: Megatron) -> list[Problem]:
     problems = list(shared.common_problems(NAME, megatron))
-    if not megatron.get("sequence_parallel", True):
-        problems.append(
-            Problem(
-                NAME,
-                "fuses gathering and scattering, which only --sequence-parallel has",
-                "add --sequence-parallel",
-            )
-        )
+    problems += shared.sequence_parallel_problem(NAME, "fuses", megatron)
     if megatron.get("tp_comm_overlap"):
         problems.append(Problem(NAME, "cannot be combined with --tp-comm-overlap", "choose one"))
     return problems
 
 
 def _attach(seams: Seams, options: Mc2Options, megatron: Megatron) -> None:
-    from mindspeed.tensor_parallel.strategy import Overlap
-
-    overlap = Overlap(
-        fused=True, operations=("gather_matmul", "matmul_scatter"), strict=shared.strict()
-    )
-    shared.attach_products(seams, FEATURE.name, overlap)
+    shared.attach_products(seams, FEATURE.name, shared.fused_overlap())
 
 
 FEATURE = Feature(

@@ -62,14 +62,7 @@ def _enabled(options: TpCommOverlapOptions, megatron: Megatron) -> bool:
 
 def _validate(options: TpCommOverlapOptions, megatron: Megatron) -> list[Problem]:
     problems = list(shared.common_problems(NAME, megatron))
-    if not megatron.get("sequence_parallel", True):
-        problems.append(
-            Problem(
-                NAME,
-                "overlaps gathering and scattering, which only --sequence-parallel has",
-                "add --sequence-parallel",
-            )
-        )
+    problems += shared.sequence_parallel_problem(NAME, "overlaps", megatron)
     for name, (default, why) in _USERBUFFERS.items():
         if megatron.get(name, default) != default:
             spelling = "--" + name.replace("_", "-")
@@ -78,11 +71,7 @@ def _validate(options: TpCommOverlapOptions, megatron: Megatron) -> list[Problem
 
 
 def _attach(seams: Seams, options: TpCommOverlapOptions, megatron: Megatron) -> None:
-    from mindspeed.tensor_parallel.strategy import Overlap
-
-    every = Overlap(
-        fused=True, operations=("gather_matmul", "matmul_scatter"), strict=shared.strict()
-    )
+    every = shared.fused_overlap()
     products = shared.attach_products(seams, FEATURE.name, every)
 
     def follow_config(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
