@@ -1,0 +1,64 @@
+"""What the actions of a pipeline schedule cost, in any unit of time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.pipeline.schedule.plan import Plan
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one micro-batch through ALL stages of one rank; a stage takes 1/v of them.
+
+    Attributes:
+        forward: tF.
+        input_gradient: tI.
+        weight_gradient: tW; a whole backward takes tI + tW.
+        recompute: tR; as forward by default.
+        latency: from the end of an action to the arrival of its message on another rank.
+        reduction: data-parallel reduction of all gradients of one rank.
+        transfer: copy of what a pending W keeps to the host or back, of all stages of one rank.
+        stage_shares: the part of a rank's time and activations that each stage takes; 1/v each by
+            default.
+        weight_share: part of the activations that a pending W keeps.
+        input_share: part of the activations that a forward with ``Fc`` keeps.
+    """
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+    recompute: float | None = None
+    latency: float = 0.0
+    reduction: float = 0.0
+    transfer: float = 0.0
+    stage_shares: tuple[float, ...] | None = None
+    weight_share: float = 1.0
+    input_share: float = 0.0
+
+    def share(self, plan: Plan, stage: int) -> float:
+        """The part of its rank's time and activations that ``stage`` takes."""
+        if self.stage_shares is not None:
+            return self.stage_shares[stage]
+        return 1.0 / plan.placement.chunks
+
+    def seconds(self, plan: Plan, action: Action) -> float:
+        """How long ``action`` occupies its rank; actions in the background take 0."""
+        if action.microbatch is None:
+            return 0.0
+        return (
+            self._rank_time(action.op)
+            * self.share(plan, action.stage)
+            * plan.size(action.microbatch)
+        )
+
+    def _rank_time(self, op: str) -> float:
+        return {
+            "F": self.forward,
+            "Fc": self.forward,
+            "R": self.forward if self.recompute is None else self.recompute,
+            "B": self.input_gradient + self.weight_gradient,
+            "I": self.input_gradient,
+            "W": self.weight_gradient,
+        }.get(op, 0.0)

@@ -1,0 +1,59 @@
+"""Which rank has which pipeline stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The stages of every rank.
+
+    Attributes:
+        stages: for each rank its stages; the position of a stage in this tuple is the number of
+            the model chunk that computes it.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def loop(cls, ranks: int, chunks: int = 1) -> Placement:
+        """Stage s is on rank s mod p, as in Megatron."""
+        return cls(tuple(tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks)))
+
+    @classmethod
+    def v_shape(cls, ranks: int) -> Placement:
+        """Two chunks, down and up again: the first and the last stage are on rank 0."""
+        return cls(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        """p."""
+        return len(self.stages)
+
+    @property
+    def chunks(self) -> int:
+        """v, of the rank that has most."""
+        return max(map(len, self.stages))
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return sum(map(len, self.stages))
+
+    @cached_property
+    def _where(self) -> dict[int, tuple[int, int]]:
+        return {
+            stage: (rank, chunk)
+            for rank, stages in enumerate(self.stages)
+            for chunk, stage in enumerate(stages)
+        }
+
+    def rank(self, stage: int) -> int:
+        """The rank that computes ``stage``."""
+        return self._where[stage][0]
+
+    def chunk(self, stage: int) -> int:
+        """The model chunk of its rank that computes ``stage``."""
+        return self._where[stage][1]
