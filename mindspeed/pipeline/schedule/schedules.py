@@ -1,18 +1,31 @@
 """The schedules by name: what a request asks for, and the plan that fulfils it.
 
-request = ScheduleRequest(kind="interleaved")
-plan = build_plan(request, ranks=4, chunks=2, num_microbatches=16)
+    request = ScheduleRequest(kind="interleaved")
+    plan = build_plan(request, ranks=4, chunks=2, num_microbatches=16)
+
+| kind        | order                    | split backwards | memory of the worst rank, in A    |
+|---          |---                       |---              |---                                |
+| 1f1b        | flush, k=1               | no              | p                                 |
+| interleaved | flush, k=2               | no              | p + (p - 1) / v                   |
+| zb-h1       | flush, k=1               | all             | p                                 |
+| nanopipe    | flush, k=2 (v=1: k=1)    | all             | p + (p - 1) / v                   |
+| zb-v        | vee                      | all             | p                                 |
+| dualpipev   | DeepSeek's               | some, or none   | p + 1/2                           |
+| aiao        | flush, g=m (or breadth)  | no              | (2 (p - 1) + (v - 1) m + 1) / v   |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule import orders
 from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -20,7 +33,8 @@ class ScheduleRequest:
     """What the flags of a job ask of its pipeline schedule.
 
     Attributes:
-        kind: one of :data:`KINDS`. ``1f1b`` with several chunks per rank is its interleaved form.
+        kind: one of :data:`KINDS`. ``1f1b`` with several chunks per rank is its interleaved form,
+            ``zb-h1`` and ``nanopipe`` exist for both.
         plan: a plan read from a file; it is taken instead of one of ``kind``.
         memory_limit: most activations alive on a rank, in A: one micro-batch over all stages of
             the rank.
@@ -30,7 +44,7 @@ class ScheduleRequest:
         costs: by which actions are placed.
         group_size: g of :func:`orders.flush`.
         warmup: k of :func:`orders.flush`.
-        split_cooldown: dualpipev splits the backwards of its cool-down.
+        split_cooldown: dualpipev splits the backwards of its warm-up and cool-down.
         strict: aiao in the literal order: all forwards of a chunk, then those of the next.
         v_shape: the model is split in a V; the kinds zb-v and dualpipev always are.
     """
@@ -55,9 +69,6 @@ class ScheduleRequest:
         if self.v_shape or self.kind in ("zb-v", "dualpipev"):
             return Placement.v_shape(ranks)
         return Placement.loop(ranks, chunks)
-
-
-KINDS = ("auto", "1f1b", "interleaved", "nanopipe", "zb-h1", "zb-v", "dualpipev", "aiao")
 
 
 def build_plan(
@@ -85,13 +96,99 @@ def build_plan(
         return Plan(placement, rows, num_microbatches, name="forward only")
     if request.plan is not None:
         return request.plan
-    if request.kind not in ("1f1b", "interleaved"):
-        raise ConfigError(f"--pipeline-schedule {request.kind} is none of {', '.join(KINDS)}")
-    if chunks > 1 and num_microbatches < ranks:
+    if request.kind not in _BUILDERS:
         raise ConfigError(
-            f"{num_microbatches} micro-batches are too few for the interleaved schedule of "
-            f"{ranks} pipeline ranks; it needs at least {ranks}"
+            f"--pipeline-schedule {request.kind} is none of {', '.join(KINDS)} and no file"
         )
-    rows = orders.flush(ranks, chunks, num_microbatches, request.group_size, request.warmup)
-    name = "1f1b" if chunks == 1 else "interleaved"
-    return Plan(placement, rows, num_microbatches, request.sizes, name)
+    if request.sizes is not None and len(request.sizes) != num_microbatches:
+        raise ConfigError(
+            f"{len(request.sizes)} sizes of micro-batches for {num_microbatches} micro-batches"
+        )
+    return _BUILDERS[request.kind](request, placement, num_microbatches)
+
+
+def _one_forward_one_backward(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    return with_reductions(_flush(request, placement, m))
+
+
+def _interleaved(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    _need_chunks(placement, "interleaved")
+    return with_reductions(_flush(request, placement, m))
+
+
+def _nanopipe(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    return _filled(request, _flush(request, placement, m))
+
+
+def _zero_bubble(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    return _filled(request, _flush(request, placement, m, warmup=1.0))
+
+
+def _zero_bubble_v(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    rows = orders.vee(placement.ranks, m)
+    return _filled(request, _plan(request, placement, m, rows))
+
+
+def _dualpipev(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    p = placement.ranks
+    if m < 2 * p:
+        raise ConfigError(
+            f"{m} micro-batches are too few for DualPipeV on {p} pipeline ranks; it needs at "
+            f"least {2 * p}. --pipeline-schedule zb-v takes any number"
+        )
+    rows = orders.dualpipev(p, m, request.split_cooldown)
+    return with_reductions(_plan(request, placement, m, rows))
+
+
+def _all_in_all_out(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    _need_chunks(placement, "aiao")
+    p, v = placement.ranks, placement.chunks
+    if request.strict:
+        return with_reductions(_plan(request, placement, m, orders.breadth(p, v, m)))
+    return with_reductions(_flush(replace(request, group_size=m), placement, m))
+
+
+_BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+    "nanopipe": _nanopipe,
+    "zb-h1": _zero_bubble,
+    "zb-v": _zero_bubble_v,
+    "dualpipev": _dualpipev,
+    "aiao": _all_in_all_out,
+}
+KINDS = ("auto", *_BUILDERS)
+
+
+def _need_chunks(placement: Placement, kind: str) -> None:
+    if placement.chunks == 1:
+        raise ConfigError(
+            f"--pipeline-schedule {kind} needs several model chunks on each rank "
+            "(--num-layers-per-virtual-pipeline-stage); without them take 1f1b"
+        )
+
+
+def _flush(
+    request: ScheduleRequest, placement: Placement, m: int, warmup: float | None = None
+) -> Plan:
+    p, v = placement.ranks, placement.chunks
+    if v > 1 and m < p:
+        raise ConfigError(
+            f"{m} micro-batches are too few for {p} pipeline ranks with {v} model chunks each; "
+            f"at least {p} are needed"
+        )
+    k = request.warmup if request.warmup is not None else warmup
+    return _plan(request, placement, m, orders.flush(p, v, m, request.group_size, k))
+
+
+def _plan(request: ScheduleRequest, placement: Placement, m: int, rows: orders.Rows) -> Plan:
+    return Plan(placement, rows, m, request.sizes, request.kind)
+
+
+def _filled(request: ScheduleRequest, plan: Plan) -> Plan:
+    """The backwards split, within the limit or the memory that the order needs anyway."""
+    limit = request.memory_limit
+    if limit is None:
+        limit = max(simulate(plan, request.costs).peak_memory)
+    filled = split_backwards(plan, request.costs, [limit] * plan.placement.ranks)
+    return with_reductions(filled)

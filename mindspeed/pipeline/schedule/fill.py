@@ -1,0 +1,204 @@
+"""Split backwards and put their weight gradients where a rank would idle.
+
+The order of forwards and backwards of each rank is given and stays. Every backward becomes an I,
+which the rank before waits for, and a W, which nobody waits for. All ranks are simulated, event by
+event; a rank whose next action is not ready runs its oldest pending W instead.
+
+One routine replaces hand-written schedules (cap: most activations of a rank):
+
+    flush, k=1, v=1, cap p                  ZB-H1
+    flush, k=2, v=1, cap 2p - 1             ZB-H2
+    flush, k=1, v>1, cap p                  interleaved zero bubble
+    flush, k=2, v>1, cap p + (p - 1) / v    nano-pipe, with the memory of interleaved 1F1B
+    vee, cap p                              ZB-V
+
+Source of the split: Qi et al., "Zero bubble pipeline parallelism" (2023).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+
+from mindspeed.errors import ConfigError
+from mindspeed.pipeline.schedule.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARDS,
+    REDUCE,
+    Action,
+)
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.simulate import simulate
+
+THETAS = (0.0, 0.25, 0.5, 1.0)
+_NEVER = float("inf")
+_ROUNDING = 1e-9
+
+
+def split_backwards(
+    plan: Plan, costs: Costs, caps: Sequence[float], thetas: Sequence[float] = THETAS
+) -> Plan:
+    """``plan`` with weight gradients of their own, in the best of several ways.
+
+    Args:
+        plan: whole forwards and backwards only.
+        costs: by which idle times are found.
+        caps: most activations of each rank, in A.
+        thetas: an idle time is used if it is at least theta times as long as the W. The one with
+            the shortest simulated step is taken.
+
+    Raises:
+        ConfigError: the order itself needs more memory than ``caps`` allow.
+    """
+    candidates = [fill_weight_gradients(plan, costs, caps, theta) for theta in thetas]
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda one: round(simulate(one, costs).makespan, 9))
+
+
+def fill_weight_gradients(plan: Plan, costs: Costs, caps: Sequence[float], theta: float) -> Plan:
+    """:func:`split_backwards` for one ``theta``."""
+    filler = _Filler(plan, costs, caps, theta)
+    return replace(plan, rows=tuple(map(tuple, filler.rows())))
+
+
+def with_reductions(plan: Plan) -> Plan:
+    """``plan`` with a G right after the last gradient of each chunk."""
+    return replace(plan, rows=tuple(map(_reduced, plan.rows)))
+
+
+def _reduced(row: Sequence[Action]) -> tuple[Action, ...]:
+    last = {action.stage: n for n, action in enumerate(row) if action.op in ("B", "W")}
+    reduced: list[Action] = []
+    for number, action in enumerate(row):
+        reduced.append(action)
+        if last.get(action.stage) == number:
+            reduced.append(Action(REDUCE, action.stage))
+    return tuple(reduced)
+
+
+class _Filler:
+    """The simulation of all ranks in the order of time."""
+
+    def __init__(self, plan: Plan, costs: Costs, caps: Sequence[float], theta: float) -> None:
+        p, self.m = plan.placement.ranks, plan.num_microbatches
+        stages = plan.placement.num_stages
+        self.plan, self.costs, self.caps, self.theta = plan, costs, caps, theta
+        self.rank_of = [plan.placement.rank(stage) for stage in range(stages)]
+        self.shares = [costs.share(plan, stage) for stage in range(stages)]
+        self.sizes = [plan.size(i) for i in range(self.m)]
+        # When the output of a forward and the gradient from a backward are there, per stage and
+        # micro-batch.
+        self.forward_end: list[float | None] = [None] * (stages * self.m)
+        self.backward_end: list[float | None] = [None] * (stages * self.m)
+        self.waiting: dict[tuple[bool, int], int] = {}
+        self.position, self.memory = [0] * p, [0.0] * p
+        self.pending: list[deque[tuple[int, int]]] = [deque() for _ in range(p)]
+        self.left = [0] * stages  # backwards
+        for _, action in plan:
+            self.left[action.stage] += action.op not in FORWARDS
+        self.filled: list[list[Action]] = [[] for _ in range(p)]
+        self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(p)]
+
+    def rows(self) -> list[list[Action]]:
+        while self.events:
+            now, rank = heappop(self.events)
+            self._step(rank, now)
+        return self.filled
+
+    def _step(self, rank: int, now: float) -> None:
+        """What ``rank`` does at ``now``: its next action, a weight gradient, or it waits."""
+        row, position = self.plan.rows[rank], self.position[rank]
+        if position == len(row):
+            while self.pending[rank]:
+                self._weight_gradient(rank, now)
+            return
+        op, stage, i = row[position]
+        assert i is not None
+        forward = op in FORWARDS
+        arrival, source = self._arrival(forward, stage, i, rank)
+        if forward and self._full(rank, stage, i):
+            heappush(self.events, (self._weight_gradient(rank, now), rank))
+        elif arrival is not None and arrival <= now:
+            heappush(self.events, (self._fixed(rank, now, forward, stage, i), rank))
+        elif self.pending[rank] and self._long_enough(rank, now, arrival, forward, stage, i):
+            heappush(self.events, (self._weight_gradient(rank, now), rank))
+        elif arrival is not None:
+            heappush(self.events, (arrival, rank))
+        else:
+            self.waiting[forward, source] = rank
+
+    def _arrival(self, forward: bool, stage: int, i: int, rank: int) -> tuple[float | None, int]:
+        """When the input is there, if that is known, and where it comes from."""
+        before = stage - 1 if forward else stage + 1
+        if not 0 <= before < len(self.rank_of):
+            return 0.0, -1
+        source = before * self.m + i
+        end = (self.forward_end if forward else self.backward_end)[source]
+        if end is not None and self.rank_of[before] != rank:
+            end += self.costs.latency
+        return end, source
+
+    def _full(self, rank: int, stage: int, i: int) -> bool:
+        needed = self.memory[rank] + self.shares[stage] * self.sizes[i]
+        if needed <= self.caps[rank] + _ROUNDING:
+            return False
+        if not self.pending[rank]:
+            raise ConfigError(
+                f"the schedule {self.plan.name} needs {needed:g} A of activations at "
+                f"{stage}F{i} of rank {rank}; {self.caps[rank]:g} A are allowed"
+            )
+        return True
+
+    def _long_enough(
+        self, rank: int, now: float, arrival: float | None, forward: bool, stage: int, i: int
+    ) -> bool:
+        """Whether the idle time is worth a weight gradient."""
+        if not self.theta:
+            return True
+        if arrival is None:  # the action that makes the input has not even started
+            before = stage - 1 if forward else stage + 1
+            seconds = self.costs.forward if forward else self.costs.input_gradient
+            arrival = now + seconds * self.shares[before] * self.sizes[i]
+            arrival += self.costs.latency * (self.rank_of[before] != rank)
+        first, j = self.pending[rank][0]
+        needed = self.costs.weight_gradient * self.shares[first] * self.sizes[j]
+        return arrival - now >= self.theta * needed - _ROUNDING
+
+    def _fixed(self, rank: int, now: float, forward: bool, stage: int, i: int) -> float:
+        share = self.shares[stage] * self.sizes[i]
+        source = stage * self.m + i
+        self.position[rank] += 1
+        if forward:
+            end = now + self.costs.forward * share
+            self.forward_end[source] = end
+            self.memory[rank] += share
+            self.filled[rank].append(Action("F", stage, i))
+        else:
+            end = now + self.costs.input_gradient * share
+            self.backward_end[source] = end
+            self.memory[rank] -= (1 - self.costs.weight_share) * share
+            self.filled[rank].append(Action(BACKWARD_INPUT, stage, i))
+            self.pending[rank].append((stage, i))
+            self.left[stage] -= 1
+            if not self.left[stage]:  # its reduction can start as soon as its last W has run
+                self.pending[rank] = deque(
+                    sorted(self.pending[rank], key=lambda one: one[0] != stage)
+                )
+        waiter = self.waiting.pop((forward, source), None)
+        if waiter is not None:
+            after = stage + 1 if forward else stage - 1
+            other = self.rank_of[after] != rank
+            heappush(self.events, (end + self.costs.latency * other, waiter))
+        return end
+
+    def _weight_gradient(self, rank: int, now: float) -> float:
+        stage, i = self.pending[rank].popleft()
+        share = self.shares[stage] * self.sizes[i]
+        self.memory[rank] -= self.costs.weight_share * share
+        self.filled[rank].append(Action(BACKWARD_WEIGHT, stage, i))
+        return now + self.costs.weight_gradient * share
