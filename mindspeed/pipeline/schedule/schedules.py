@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from mindspeed.errors import ConfigError
-from mindspeed.pipeline.schedule import orders
+from mindspeed.pipeline.schedule import orders, recompute
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
 from mindspeed.pipeline.schedule.placement import Placement
@@ -104,7 +104,8 @@ def build_plan(
         raise ConfigError(
             f"{len(request.sizes)} sizes of micro-batches for {num_microbatches} micro-batches"
         )
-    return _BUILDERS[request.kind](request, placement, num_microbatches)
+    plan = _BUILDERS[request.kind](request, placement, num_microbatches)
+    return _recomputing(request, plan)
 
 
 def _one_forward_one_backward(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
@@ -192,3 +193,14 @@ def _filled(request: ScheduleRequest, plan: Plan) -> Plan:
         limit = max(simulate(plan, request.costs).peak_memory)
     filled = split_backwards(plan, request.costs, [limit] * plan.placement.ranks)
     return with_reductions(filled)
+
+
+def _recomputing(request: ScheduleRequest, plan: Plan) -> Plan:
+    """``plan`` with the recomputation that is asked for."""
+    if request.recompute == "bubble":
+        limit = request.memory_limit
+        chunks = None if limit is None else int(limit * plan.placement.chunks + 1e-9)
+        return recompute.in_bubble(plan, request.costs, chunks)
+    if request.recompute == "advance":
+        return recompute.in_advance(plan, request.costs)
+    return plan

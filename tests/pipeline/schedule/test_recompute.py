@@ -12,6 +12,7 @@ from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.recompute import choose, in_advance, in_bubble, place
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
 
 EQUAL = Costs()
@@ -212,3 +213,16 @@ def test_a_schedule_that_waits_for_itself_is_refused():
     rows = (plan.rows[0], plan.rows[1][::-1])
     with pytest.raises(ConfigError, match="waits for itself"):
         place(Plan(plan.placement, rows, 4), [(), ()], 4, EQUAL)
+
+
+def test_a_request_for_recomputation():
+    def plan(**asked) -> Plan:
+        return build_plan(ScheduleRequest("interleaved", **asked), 4, 2, 16)
+
+    bubble, advance = plan(recompute="bubble"), plan(recompute="advance")
+    assert [max(simulate(one).peak_chunks) for one in (plan(), bubble, advance)] == [11, 8, 2]
+    assert max(simulate(plan(recompute="bubble", memory_limit=3.5)).peak_chunks) == 7
+    for one in (bubble, advance):
+        assert [sum(action.op == "G" for action in row) for row in one.rows] == [2] * 4
+    forwards = build_plan(ScheduleRequest("interleaved", recompute="bubble"), 4, 2, 16, True)
+    assert {action.op for _, action in forwards} == {"F"}
