@@ -1,8 +1,9 @@
 """Patches of Megatron-LM's argument handling: more flags, and a call once all values are final.
 
 ``add_megatron_arguments`` builds the parser; flags are added after Megatron's own.
-``validate_args`` makes Megatron's values final, before any process group or module exists: the
-session (:mod:`mindspeed.session`) chooses and attaches features right after it.
+``validate_args`` makes Megatron's values final, before any process group or module exists: right
+before it our flags set values that Megatron checks, and right after it the session
+(:mod:`mindspeed.session`) chooses and attaches features.
 
 Megatron requires ``CUDA_DEVICE_MAX_CONNECTIONS=1`` with tensor or context parallelism and forbids
 it with FSDP. It limits the hardware queues of an NVIDIA GPU, so on other devices Megatron's checks
@@ -26,6 +27,7 @@ OWNER = "arguments"
 def argument_patches(
     add_flags: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
     own_flags: Callable[[], Iterable[str]],
+    derive: Callable[[argparse.Namespace], None],
     configure: Callable[[argparse.Namespace], None],
 ) -> tuple[Patch, ...]:
     """The two patches of Megatron-LM's argument handling.
@@ -33,6 +35,7 @@ def argument_patches(
     Args:
         add_flags: adds flags to Megatron-LM's parser and returns it.
         own_flags: the names among them whose values Megatron's validation must not change.
+        derive: called with the values as given; sets those that follow from our flags.
         configure: called with the validated values.
     """
 
@@ -45,6 +48,7 @@ def argument_patches(
     def configure_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
             given = {name: getattr(args, name) for name in own_flags() if name in args}
+            derive(args)
             with _required_connections(args):
                 result = original(args, *rest, **kwargs)
             vars(args).update(given)  # Megatron sets a few of these names, too

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from mindspeed.adaptor import fused_functions
 from mindspeed.adaptor.arguments import argument_patches
 from mindspeed.adaptor.importing import PostImportHooks
@@ -15,5 +17,9 @@ def all_patches() -> tuple[Patch, ...]:
     seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
     of_seams = dict.fromkeys(patch for seam in seams for patch in seam.patches)
     of_kernels = [patch for patches in fused_functions.PATCHES.values() for patch in patches]
-    of_arguments = argument_patches(lambda parser: parser, tuple, lambda args: None)
+    of_arguments = argument_patches(lambda parser: parser, tuple, _nothing, _nothing)
     return (*all_repairs(), *of_arguments, *of_seams, *of_kernels)
+
+
+def _nothing(args: argparse.Namespace) -> None:
+    pass

@@ -60,6 +60,9 @@ class Feature:
         attach: ``(seams, options, megatron) -> None`` attaches functions to seams; it imports the
             algorithm.
         validate: ``(options, megatron) -> list[Problem]``, asked only when enabled.
+        derives: ``(options, megatron) -> {name: value}``: arguments of Megatron's that follow from
+            the flags, set before Megatron checks its arguments, so those that Megatron derives are
+            missing. Asked again later: what it returned may be there already. Raises ConfigError.
         corrects: ``(options, megatron) -> {name: value}``: arguments of Megatron's that must have
             another value when the feature is on; changed in Megatron's own namespace.
         seams: the seams it uses; ``attach`` is refused all others.
@@ -77,6 +80,7 @@ class Feature:
     enabled: Callable[[Any, Megatron], bool]
     attach: Callable[[Seams, Any, Megatron], None]
     validate: Callable[[Any, Megatron], list[Problem]] = _no_problems
+    derives: Callable[[Any, Megatron], dict[str, Any]] = _as_given
     corrects: Callable[[Any, Megatron], dict[str, Any]] = _as_given
     seams: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()

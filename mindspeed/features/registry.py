@@ -178,6 +178,37 @@ def resolve(
     return Configuration(level, options, tuple(attachment_order(enabled)))
 
 
+def derived(values: Mapping[str, Any], features: Iterable[Feature] | None = None) -> dict[str, Any]:
+    """Arguments of Megatron's that follow from our flags, for before Megatron checks them.
+
+    Args:
+        values: Megatron's arguments and our flags by name, as they were given.
+        features: defaults to all features of the library.
+
+    Raises:
+        ConfigError: flags contradict each other; one problem a line.
+    """
+    features = [
+        feature
+        for feature in (all_features() if features is None else features)
+        if feature.derives is not Feature.derives  # values of others are checked by resolve
+    ]
+    level_flag = next(flags_of(LevelOptions))
+    level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
+    found: dict[str, Any] = {}
+    problems = []
+    for feature in features:
+        options = _options_of(feature, values)
+        if feature.level <= level and feature.enabled(options, values):
+            try:
+                found |= feature.derives(options, values)
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
+
+
 def refuse_unknown(
     names: Iterable[str], where: str = "", features: Iterable[Feature] | None = None
 ) -> None:

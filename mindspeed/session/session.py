@@ -45,6 +45,7 @@ from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.registry import (
     Configuration,
     add_arguments,
+    derived,
     own_flags,
     refuse_unknown,
     resolve,
@@ -90,7 +91,9 @@ class Session:
         with self.engine.batch():
             for patch in repairs_for(self.device, self.te):
                 self.engine.add(patch)
-            for patch in argument_patches(_add_flags, own_flags, self._configure_from_namespace):
+            for patch in argument_patches(
+                _add_flags, own_flags, _derive, self._configure_from_namespace
+            ):
                 self.engine.add(patch)
 
     def configure(self, values: Mapping[str, Any], *, strict: bool = False) -> Configuration:
@@ -114,6 +117,7 @@ class Session:
         values = ChainMap(values, from_file)  # type: ignore[arg-type]  # it is only read
         for name, value in corrected_arguments(values, self.device.name).items():
             values[name] = value  # in Megatron's own namespace
+        values.update(derived(values))
         new = resolve(values, self.device.name)
         old = self.configuration
         if old is not None and model_parallel_is_initialized():
@@ -176,6 +180,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_arguments(parser, read_config_file())
     parser.set_defaults(cp_comm_type=COMM_TYPE_NOT_GIVEN)
     return parser
+
+
+def _derive(args: argparse.Namespace) -> None:
+    vars(args).update(derived(vars(args)))
 
 
 def _holds_aliases(module: ModuleType) -> bool:

@@ -44,7 +44,6 @@ _REASONS: dict[str, tuple[str, str, str]] = {
         "",
     ),
     "--deepspeed_config says all there is": ("--deepspeed", "", ""),
-    "--manual-layers alone decides": ("--use-manual-layer-allocation", "", ""),
     "it tunes or watches a service of Megatron-LM's that is not part of this trainer": (
         """
         --no-one-logger --onnx-safe --bert-no-binary-head --no-manual-gc-eval

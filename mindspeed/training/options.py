@@ -127,9 +127,6 @@ class ParallelOptions:
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, "virtual pipeline stages of one rank (interleaved schedule)", range=LAYERS
     )
-    num_layer_list: str | None = flag(
-        None, "layers of every pipeline stage, such as 5,6,6,5", aliases=("--manual-layers",)
-    )
     zero_stage: int | None = flag(
         None,
         "ranks share 1: optimizer states, 2: gradients too, 3: parameters too (default: as "

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed.errors import ConfigError
+from mindspeed.features import registry
 from mindspeed.features.context_parallel import indivisible
 from mindspeed.features.fused_adam import NAMES
 from mindspeed.training.resolve_parallel import parallel
@@ -66,7 +67,8 @@ def resolve(
     Raises:
         ConfigError: one line per problem, each naming the flags and what to change.
     """
-    problems = [*_required(args, training), *parallel(args, world_size)]
+    parallelism = list(_derived(args)) or parallel(args, world_size)
+    problems = [*_required(args, training), *parallelism]
     if not problems:
         _shape(args)
         _precision(args)
@@ -76,6 +78,13 @@ def resolve(
     if problems:
         raise ConfigError("\n".join(problems))
     return Settings(args, recipe)
+
+
+def _derived(args: argparse.Namespace) -> Iterator[str]:
+    try:
+        vars(args).update(registry.derived(vars(args)))
+    except ConfigError as error:
+        yield from str(error).splitlines()
 
 
 def _required(args: argparse.Namespace, training: bool) -> Iterator[str]:

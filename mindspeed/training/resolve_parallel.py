@@ -99,8 +99,6 @@ def _pipeline(args: argparse.Namespace) -> Iterator[str]:
     pp, layers = args.pipeline_model_parallel_size, args.num_layers or 0
     per_stage = args.num_layers_per_virtual_pipeline_stage
     chunks = args.num_virtual_stages_per_pipeline_rank
-    if args.num_layer_list is not None:
-        yield from _layer_list(args)
     layout = args.pipeline_model_parallel_layout
     if sum(value is not None for value in (per_stage, chunks, layout)) > 1:
         yield (
@@ -134,22 +132,3 @@ def _pipeline(args: argparse.Namespace) -> Iterator[str]:
         args.overlap_p2p_comm = args.align_param_gather = False
     elif pp == 1:
         yield "the interleaved schedule needs --pipeline-model-parallel-size of at least 2"
-
-
-def _layer_list(args: argparse.Namespace) -> Iterator[str]:
-    """``5,6,5`` is the layout ``Et*5|t*6|t*5L``."""
-    pp, given = args.pipeline_model_parallel_size, args.num_layer_list
-    if not all(part.strip().isdigit() for part in given.split(",")):
-        yield f"--num-layer-list {given}: whole numbers with commas are expected, such as 5,6,6,5"
-        return
-    counts = [int(part) for part in given.split(",")]
-    if len(counts) != pp or sum(counts) != args.num_layers:
-        yield (
-            f"--num-layer-list {given} has {len(counts)} stages and {sum(counts)} layers: there "
-            f"are {pp} stages (--pipeline-model-parallel-size) and {args.num_layers} layers"
-        )
-    elif args.pipeline_model_parallel_layout is not None:
-        yield "give one of --num-layer-list and --pipeline-model-parallel-layout"
-    else:
-        stages = "|".join("t" * count for count in counts)
-        args.pipeline_model_parallel_layout = f"E{stages}L"

@@ -115,7 +115,9 @@ def test_cuda_device_max_connections_is_required_on_cuda_only(name_of_device, gi
         monkeypatch.setenv(name, given)
     monkeypatch.setattr(device, "current", lambda: SimpleNamespace(name=name_of_device))
     seen = []
-    _, patch = arguments.argument_patches(lambda parser: parser, tuple, lambda args: None)
+    _, patch = arguments.argument_patches(
+        lambda parser: parser, tuple, lambda args: None, lambda args: None
+    )
     validate = patch.make(lambda args, defaults: seen.append(os.environ.get(name)))
     for fsdp in ({}, {"use_torch_fsdp2": True}, {"use_megatron_fsdp": True}):
         validate(argparse.Namespace(**fsdp), {})

@@ -54,6 +54,11 @@ LAYOUTS = {
         MODEL,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
+    "uneven-pipeline": (
+        2,
+        MODEL,
+        "--pipeline-model-parallel-size 2 --pipeline-num-transformer-layers [[0,2],[1,1]]",
+    ),
     "swap-attention": (
         2,
         MODEL,

@@ -80,7 +80,7 @@ WRONG = {
     "optimizer": ([*TINY, "--optimizer", "lamb"], "--optimizer lamb: choose one of adam, sgd"),
     "wrong layers of stages": (
         [*TINY, "--pipeline-model-parallel-size", "2", "--manual-layers", "1,2"],
-        "--num-layer-list 1,2 has 2 stages and 3 layers: there are 2 stages",
+        "--manual-layers: 1,2 has 3 layers in all: --num-layers is 4",
         2,
     ),
     "wrong accumulation": (

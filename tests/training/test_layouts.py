@@ -25,6 +25,7 @@ MLA = (
     f"{UNTIED} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
+MOE_PATTERN = f"{MOE} --moe-layer-freq [0,1,0,1]"
 LOCAL = f"{GQA} --transformer-impl local"
 # Linear biases for positions, and layers with and without a window.
 ALIBI = f"{GQA} --position-embedding-type alibi --window-size 20,0 --window-attn-skip-freq 2"
@@ -42,6 +43,7 @@ CP = f"{PAIRS} --context-parallel-size"
 ALGO = "--context-parallel-algo"
 TP, PP = f"{PAIRS} --tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TP_2D = f"{PAIRS} --tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
+PP4 = "--pipeline-model-parallel-size 4 --pipeline-num-transformer-layers"
 DISTRIBUTED = "--use-distributed-optimizer"
 
 LAYOUTS = {
@@ -50,6 +52,14 @@ LAYOUTS = {
     "sequence-parallel": (2, GQA, f"{TP} --sequence-parallel"),
     "pipeline": (2, GQA, PP),
     "virtual-pipeline": (2, GQA, f"{PP} --num-layers-per-virtual-pipeline-stage 1"),
+    "uneven-pipeline": (2, GQA, f"{PP} --num-layer-list 1,3"),
+    "uneven-virtual-pipeline-moe": (4, MOE_PATTERN, f"{PP4} [[0,1],[1,0]*3]"),
+    "uneven-pipeline-mtp": (2, MTP, f"{PP} --use-manual-layer-allocation --manual-layers 4,0"),
+    "uneven-virtual-pipeline-noop": (
+        2,
+        f"{GQA} --num-layers 5 --noop-layers 2",
+        f"{PP} --pipeline-num-transformer-layers [[1,1],[2,1]]",
+    ),
     "distributed-optimizer": (2, GQA, DISTRIBUTED),
     "overlap-grad-reduce": (2, GQA, "--overlap-grad-reduce"),
     "overlap-param-gather": (
@@ -198,6 +208,17 @@ class OneRank:
         self._run(world_size, [*load, "--no-load-rng", "--metrics-file", str(file), *flags.split()])
         return metrics(file)
 
+    def resumed(self, sizes: tuple[int, int], flags: tuple[str, str]) -> list[dict]:
+        """Two iterations with one layout, saved, and the third with another."""
+        file, folder = self.directory / "metrics.jsonl", self.directory / "resumed"
+        start = ["--load", str(self.directory / "weights"), "--finetune", "--no-load-optim"]
+        save = ["--no-load-rng", "--save", str(folder), "--exit-interval", "2", *flags[0].split()]
+        self._run(sizes[0], [*start, *save])
+        file.unlink(missing_ok=True)
+        load = ["--load", str(folder), "--no-load-rng", "--metrics-file", str(file)]
+        self._run(sizes[1], [*load, *flags[1].split()])
+        return metrics(file)
+
     def _run(self, world_size: int, flags: list[str]) -> None:
         self.ranks(world_size, train, [*self.model, *flags], setup=SETUP, backend=None, timeout=240)
 
@@ -231,6 +252,18 @@ def test_layout_trains_like_one_rank(layout, one_rank):
     for name, tolerance in (*additional, ("grad_norm", 1e-4)):
         expected = pytest.approx(column(reference.records, name), rel=tolerance)
         assert column(records, name) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_continues_with_other_layers_on_each_stage(first, one_rank, tmp_path):
+    reference = one_rank(MOE_PATTERN)
+    uneven = f"{PP4} [[0,1],[1,0]*3]"
+    sizes, flags = ((4, 1), (uneven, "")) if first else ((1, 4), ("", uneven))
+    records = reference.resumed(sizes, flags)
+    assert column(records, "lm_loss") == pytest.approx(
+        column(reference.records, "lm_loss")[2:], rel=1e-6
+    )
 
 
 EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
