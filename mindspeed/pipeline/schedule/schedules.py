@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule import orders, recompute
+from mindspeed.pipeline.schedule.checker import check
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
 from mindspeed.pipeline.schedule.placement import Placement
@@ -91,21 +92,43 @@ def build_plan(
         ConfigError: the schedule does not exist for these sizes; names what would do.
     """
     placement = request.placement(ranks, chunks)
+    _check_sizes(request, placement, ranks, chunks, num_microbatches, forward_only)
     if forward_only:
         rows = orders.forward_only(placement, num_microbatches)
-        return Plan(placement, rows, num_microbatches, name="forward only")
+        plan = Plan(placement, rows, num_microbatches, name="forward only")
+        check(plan, forward_only=True)
+        return plan
     if request.plan is not None:
-        return request.plan
-    if request.kind not in _BUILDERS:
+        plan = replace(request.plan, sizes=request.sizes)
+    elif request.kind in _BUILDERS:
+        plan = _BUILDERS[request.kind](request, placement, num_microbatches)
+        plan = _recomputing(request, plan)
+    else:
         raise ConfigError(
             f"--pipeline-schedule {request.kind} is none of {', '.join(KINDS)} and no file"
         )
-    if request.sizes is not None and len(request.sizes) != num_microbatches:
-        raise ConfigError(
-            f"{len(request.sizes)} sizes of micro-batches for {num_microbatches} micro-batches"
-        )
-    plan = _BUILDERS[request.kind](request, placement, num_microbatches)
-    return _recomputing(request, plan)
+    check(plan, request.memory_limit, request.costs)
+    return plan
+
+
+def _check_sizes(
+    request: ScheduleRequest, placement: Placement, p: int, v: int, m: int, forward_only: bool
+) -> None:
+    if request.plan is not None:
+        name = f"the pipeline schedule {request.plan.name}"
+        if placement.ranks != p:
+            raise ConfigError(f"{name} is for {placement.ranks} pipeline ranks, the job has {p}")
+        for rank, stages in enumerate(placement.stages):
+            if len(stages) != v:
+                raise ConfigError(
+                    f"{name} has {len(stages)} stages on rank {rank}, the job {v} model chunks"
+                )
+        if request.plan.num_microbatches != m and not forward_only:
+            raise ConfigError(
+                f"{name} is for {request.plan.num_microbatches} micro-batches, the step has {m}"
+            )
+    if request.sizes is not None and len(request.sizes) != m and not forward_only:
+        raise ConfigError(f"{len(request.sizes)} sizes of micro-batches for {m} micro-batches")
 
 
 def _one_forward_one_backward(request: ScheduleRequest, placement: Placement, m: int) -> Plan:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mindspeed.pipeline.schedule.actions import BACKWARDS, FORWARDS, Action
+from mindspeed.pipeline.schedule.actions import BACKWARDS, FORWARDS, REDUCE, Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
@@ -125,7 +125,10 @@ class Prices:
     def __init__(self, plan: Plan, costs: Costs, memory_limit: float | None = None) -> None:
         timeline = simulate(plan, costs).timeline
         started = [
-            (one.start, one.end, r, one.action) for r, row in enumerate(timeline) for one in row
+            (one.start, one.end, r, one.action)
+            for r, row in enumerate(timeline)
+            for one in row
+            if one.action.op != REDUCE
         ]
         self._order = [(rank, action) for _, _, rank, action in sorted(started)]
         self._plan, self._costs, self._limit = plan, costs, memory_limit
