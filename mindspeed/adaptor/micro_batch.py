@@ -32,12 +32,14 @@ class FullBatch:
         position_ids: int64 ``[b, s]``, counted; None if this stage needs none or documents have
             their own.
         cu_seqlens: Of the packed documents, samples concatenated; None without packed documents.
+        samples: b.
         seq_length: s.
     """
 
     tensors: dict[str, torch.Tensor | None]
     position_ids: torch.Tensor | None
     cu_seqlens: CuSeqlens | None
+    samples: int
     seq_length: int
 
 
@@ -59,7 +61,7 @@ def read_batch(
         tokenizer: Knows the end-of-document token.
         pre_process: This stage embeds tokens.
         post_process: This stage computes the loss.
-        shape: ``(b, s)``, None where lengths vary.
+        shape: ``(b, s)``, None where only rank 0 knows it.
         documents: Returns ``cu_seqlens`` of a batch, instead of the seam ``documents``.
     """
     from megatron.core import parallel_state
@@ -99,7 +101,7 @@ def read_batch(
     elif pre_process and not packed:
         positions = torch.arange(length, device=here).repeat(samples, 1)
     wanted = {name: received.get(name) for name in ("tokens", "labels", "loss_mask")}
-    return FullBatch(wanted, positions, cu_seqlens, length)
+    return FullBatch(wanted, positions, cu_seqlens, samples, length)
 
 
 def plan_batch(cu_seqlens: CuSeqlens, samples: int, *, reset_mask: bool) -> None:

@@ -22,8 +22,9 @@ the ranks of a context-parallel group have (:mod:`mindspeed.attention.packed_bat
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,10 @@ class MicroBatches(Iterator[Batch]):
         pre_process: the stage embeds tokens.
         post_process: the stage computes the loss.
         trained: called for each micro-batch when it is requested.
+        sizes: samples of the micro-batches of a step, where they differ; the loader yields as many.
+
+    Attributes:
+        micro_batch_sizes: ``sizes``.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class MicroBatches(Iterator[Batch]):
         pre_process: bool,
         post_process: bool,
         trained: Callable[[], None] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self._args = args
         self._trained = trained
@@ -73,11 +79,10 @@ class MicroBatches(Iterator[Batch]):
         self._options: dict[str, Any] = {
             "pre_process": pre_process,
             "post_process": post_process,
-            "shape": None,
             "documents": _samples_and_padding if args.is_instruction_dataset else None,
         }
-        if not args.variable_seq_lengths:
-            self._options["shape"] = (args.micro_batch_size, args.seq_length)
+        self.micro_batch_sizes = sizes
+        self._sizes = itertools.cycle(sizes or (args.micro_batch_size,))
         self._tokenizer = tokenizer
         self._ahead: deque[_Ahead] = deque()
         self._announced = 0
@@ -109,12 +114,15 @@ class MicroBatches(Iterator[Batch]):
         return [batch.read.seq_length for batch in list(self._ahead)[:count]]
 
     def _read(self) -> _Ahead:
-        seams = session.install().seams
-        read = read_batch(seams, self._loader, self._tokenizer, **self._options)
+        seams, args = session.install().seams, self._args
+        samples = next(self._sizes)
+        shape = None if args.variable_seq_lengths else (samples, args.seq_length)
+        read = read_batch(seams, self._loader, self._tokenizer, shape=shape, **self._options)
         if self._planner is None or read.cu_seqlens is None:
             return _Ahead(read)
-        samples, reset_mask = self._args.micro_batch_size, self._reset_mask
-        planning = self._planner.submit(plan_batch, read.cu_seqlens, samples, reset_mask=reset_mask)
+        planning = self._planner.submit(
+            plan_batch, read.cu_seqlens, read.samples, reset_mask=self._reset_mask
+        )
         return _Ahead(read, planning)
 
     def _on_this_rank(self, read: FullBatch) -> Batch:
@@ -124,7 +132,7 @@ class MicroBatches(Iterator[Batch]):
         part, packed_seq_params = shard_batch(
             batch,
             read.cu_seqlens,
-            self._args.micro_batch_size,
+            read.samples,
             reset_mask=self._reset_mask,
             reset_positions=self._reset_positions,
         )

@@ -43,7 +43,12 @@ from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
 from mindspeed.training.batches import Batch, MicroBatches
 from mindspeed.training.instruction import Collate, length_multiple
-from mindspeed.training.samplers import CyclicSampler, SamplerConfig, SequentialSampler
+from mindspeed.training.samplers import (
+    CyclicSampler,
+    SamplerConfig,
+    SequentialSampler,
+    SizedSampler,
+)
 from mindspeed.training.token_counts import TokenCounter
 
 Reader = Iterator[Batch]
@@ -256,10 +261,12 @@ def micro_batches(
     consumed: int,
     tokenizer: TextTokenizer,
     counter: TokenCounter | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> list[Reader | None]:
     """One reader per virtual pipeline stage of this rank, None where a stage needs no data.
 
-    ``counter`` counts on one of the ranks that read the same batches.
+    ``counter`` counts on one of the ranks that read the same batches. ``sizes`` are those of the
+    micro-batches of a step, where they differ.
     """
     chunks = args.virtual_pipeline_model_parallel_size
     readers: list[Reader | None] = []
@@ -276,7 +283,7 @@ def micro_batches(
         if not (pre_process or post_process or _read_everywhere(args)):
             readers.append(None)
             continue
-        loader = _loader(args, dataset, consumed, collate) if _is_tensor_rank_0() else None
+        loader = _loader(args, dataset, consumed, collate, sizes) if _is_tensor_rank_0() else None
         counts = counts and parallel_state.get_context_parallel_rank() == 0
         trained = None
         if loader is not None and counter is not None and counts:
@@ -289,13 +296,18 @@ def micro_batches(
                 pre_process=pre_process,
                 post_process=post_process,
                 trained=trained,
+                sizes=sizes,
             )
         )
     return readers
 
 
 def _loader(
-    args: argparse.Namespace, dataset: Any, consumed: int, collate: Collate | None
+    args: argparse.Namespace,
+    dataset: Any,
+    consumed: int,
+    collate: Collate | None,
+    sizes: Sequence[int] | None,
 ) -> Iterator[Any]:
     if dataset is None:
         raise DataError("a data split is empty: check --split and the size of the data set")
@@ -317,7 +329,7 @@ def _loader(
         workers = 0 if here.on_host else 2
     loader = torch.utils.data.DataLoader(
         dataset,
-        batch_sampler=sampler,
+        batch_sampler=sampler if sizes is None else SizedSampler(sampler, sizes),
         collate_fn=collate,
         num_workers=workers,
         pin_memory=here.has("pinned_memory"),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,11 +99,18 @@ class MicroBatchLoss:
         loss: scalar: a sum over ``num_tokens`` tokens, or a mean.
         num_tokens: scalar, integer; None where ``loss`` is a mean.
         reports: name -> [2], fp32: a sum and its count; a mean counts as one.
+        means: names of the reports that are means.
     """
 
     loss: torch.Tensor
     num_tokens: torch.Tensor | None
     reports: Reports
+    means: frozenset[str] = frozenset()
+
+    def weighted(self, weight: float) -> MicroBatchLoss:
+        """With means that count ``weight`` times, for micro-batches of different sizes."""
+        scaled = {name: self.reports[name] * weight for name in self.means}
+        return replace(self, reports={**self.reports, **scaled})
 
 
 def checked(forward_step: ForwardStep, args: Any, reserved: Collection[str]) -> ForwardStep:
@@ -145,6 +152,7 @@ def checked(forward_step: ForwardStep, args: Any, reserved: Collection[str]) -> 
                 loss.detach().clone().view(()),
                 num_tokens[0].view(()) if num_tokens else None,
                 {name: _sum_and_count(value) for name, value in reports.items()},
+                frozenset(name for name, value in reports.items() if value.numel() == 1),
             )
             return (loss, *num_tokens, collected)
 

@@ -6,7 +6,8 @@ sample of the stopped one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,3 +92,23 @@ class CyclicSampler:
         whole = p.total // p.micro_batch_size * p.micro_batch_size
         shuffled = torch.randperm(whole, generator=generator).tolist()
         return shuffled[offset:][p.rank :: p.ranks]
+
+
+class SizedSampler:
+    """Micro-batches of other sizes, with the samples of another sampler in its order.
+
+    Args:
+        sampler: yields equal micro-batches.
+        sizes: samples of the micro-batches of a step; every step has the same.
+    """
+
+    def __init__(self, sampler: Iterable[list[int]], sizes: Sequence[int]) -> None:
+        self._sampler, self._sizes = sampler, sizes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = itertools.chain.from_iterable(self._sampler)
+        for size in itertools.cycle(self._sizes):
+            micro_batch = list(itertools.islice(samples, size))
+            if len(micro_batch) < size:
+                return
+            yield micro_batch

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice
 
 import pytest
 
 from mindspeed.errors import DataError
-from mindspeed.training.samplers import CyclicSampler, SamplerConfig, SequentialSampler
+from mindspeed.training.samplers import (
+    CyclicSampler,
+    SamplerConfig,
+    SequentialSampler,
+    SizedSampler,
+)
 
 
 def config(rank: int = 0, consumed: int = 0, total: int = 22) -> SamplerConfig:
@@ -97,3 +102,18 @@ def test_cyclic_continues_after_the_consumed_samples_across_epochs(sharding, ste
 def test_cyclic_order_is_megatron_lms(sharding, rank):
     sampler = CyclicSampler(config(rank), sharding=sharding)
     assert list(islice(sampler, 10)) == RECORDED[sharding, rank]
+
+
+def test_other_sizes_have_the_same_samples_step_by_step():
+    equal, sizes = list(SequentialSampler(config(1, total=40))), (1, 3, 1, 3)
+    sized = list(SizedSampler(SequentialSampler(config(1, total=40)), sizes))
+    assert [len(batch) for batch in sized] == [1, 3] * 5
+    assert list(chain(*sized)) == list(chain(*equal))
+    resumed = SizedSampler(SequentialSampler(config(1, consumed=16, total=40)), sizes)
+    assert list(resumed) == sized[4:]
+
+
+def test_an_incomplete_last_micro_batch_is_left_out_with_other_sizes_too():
+    sized = list(SizedSampler(SequentialSampler(config(1, total=12)), (1, 4, 1)))
+    assert sized == [[2], [3, 6, 7, 10], [11]]
+    assert list(SizedSampler(SequentialSampler(config(1, total=12)), (4, 4))) == [[2, 3, 6, 7]]
