@@ -1,0 +1,182 @@
+"""Messages between the ranks of a pipeline: receives posted early, sends kept until complete.
+
+Each ordered pair of ranks has a stream of its own: two process groups span the pipeline, one for
+messages to higher ranks and one for messages to lower ranks. In one group both directions of a pair
+would wait for each other where the backend serialises what a communicator does (NCCL, HCCL).
+
+A connection is made when it is first used, and waits for the other side. Ranks that each post a
+receive first would wait for ever, so all connections that a plan needs are made before, in one
+order.
+
+A message has no tag. Its receiver knows the order in which its sender sends (``Plan.channels``) and
+posts its receives in that order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mindspeed import device
+from mindspeed.pipeline.schedule.executor import Tensors
+from mindspeed.pipeline.schedule.plan import Plan, Transfer
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The two process groups over a pipeline.
+
+    Attributes:
+        upward: messages to a higher rank.
+        downward: messages to a lower rank.
+        ranks: the global ranks of the pipeline, in order.
+        connected: the (source, target) pairs between which a message has passed.
+    """
+
+    upward: Any
+    downward: Any
+    ranks: tuple[int, ...]
+    connected: set[tuple[int, int]] = field(default_factory=set)
+
+    def connect(self, rank: int, ends: Iterable[tuple[int, int]]) -> None:
+        """Send one byte along each (source, target) that is new; collective over the pipeline."""
+        token = torch.zeros(1, dtype=torch.uint8, device=_device())
+        for source, target in sorted(set(ends) - self.connected):
+            group = self.group(source, target)
+            if rank == source:
+                dist.send(token, dst=self.ranks[target], group=group)
+            elif rank == target:
+                dist.recv(token, src=self.ranks[source], group=group)
+            self.connected.add((source, target))
+
+    def group(self, source: int, target: int) -> Any:
+        """The group for messages between two ranks of the pipeline."""
+        return self.upward if source < target else self.downward
+
+
+_DIRECTIONS: WeakKeyDictionary[Any, Directions] = WeakKeyDictionary()
+
+
+def directions_of(pp_group: Any) -> Directions:
+    """The two groups over ``pp_group``: made at its first use, by all its ranks, once.
+
+    Only the ranks of the pipeline take part, in contrast to a plain ``new_group``, for which all
+    ranks of the job would have to make the groups of all pipelines in the same order.
+    """
+    if pp_group not in _DIRECTIONS:
+        ranks = dist.get_process_group_ranks(pp_group)
+        _know_equally_many_groups(pp_group)
+        upward, downward = (
+            dist.new_group(
+                ranks,
+                timeout=_timeout(pp_group),
+                backend=dist.get_backend(pp_group),
+                use_local_synchronization=True,
+                group_desc=f"PIPELINE_{name}_GROUP",
+            )
+            for name in ("UPWARD", "DOWNWARD")
+        )
+        _DIRECTIONS[pp_group] = Directions(upward, downward, tuple(ranks))
+    return _DIRECTIONS[pp_group]
+
+
+def _know_equally_many_groups(pp_group: Any) -> None:
+    """Let the ranks of ``pp_group`` find the same name for the next group that they make alone.
+
+    torch names it after its ranks and the number of groups that a process is in. Groups of one rank
+    make up for those that only some of the ranks are in, as the embedding groups.
+    """
+    known = distributed_c10d._world.pg_names
+    counts = [torch.zeros(1, dtype=torch.int64, device=_device()) for _ in range(pp_group.size())]
+    dist.all_gather(counts, torch.full_like(counts[0], len(known)), group=pp_group)
+    for _ in range(int(max(counts)) - len(known)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def _device() -> torch.device:
+    return device.current().torch_device()
+
+
+def _timeout(group: Any) -> Any:
+    """How long operations of ``group`` may take; None if it does not tell."""
+    for backend_device in getattr(group, "_device_types", []):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return group._get_backend(backend_device).options._timeout
+    return None
+
+
+class PeerToPeer:
+    """The messages of one rank in one step (:class:`.executor.Channels`).
+
+    Args:
+        plan: the plan of the step.
+        rank: this rank in the pipeline.
+        directions: groups over the pipeline.
+        buffers: new tensors for the content of a message that this rank receives, in the sender's
+            order; None while sizes are not known.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        directions: Directions,
+        buffers: Callable[[Transfer], Tensors | None],
+    ) -> None:
+        directions.connect(rank, plan.channels)
+        self._rank = rank
+        self._directions = directions
+        self._buffers = buffers
+        self._unposted = {
+            source: deque(transfers)
+            for (source, target), transfers in plan.channels.items()
+            if target == rank
+        }
+        self._posted: dict[Transfer, tuple[Tensors, list[Any]]] = {}
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def expect(self, transfer: Transfer) -> None:
+        """Post the receive of a message, if its size is known, and of those sent before it."""
+        queue = self._unposted[transfer.source]
+        while transfer not in self._posted:
+            tensors = self._buffers(queue[0])
+            if tensors is None:
+                return
+            group = self._directions.group(transfer.source, self._rank)
+            source = self._directions.ranks[transfer.source]
+            handles = [dist.irecv(tensor, src=source, group=group) for tensor in tensors]
+            self._posted[queue.popleft()] = (tensors, handles)
+
+    def receive(self, transfer: Transfer) -> Tensors:
+        """Wait for a message."""
+        self.expect(transfer)
+        tensors, handles = self._posted.pop(transfer)
+        for handle in handles:
+            handle.wait()
+        return tensors
+
+    def send(self, transfer: Transfer, tensors: Tensors) -> None:
+        """Start to send a message.
+
+        What is sent are aliases: the caller may empty the tensors that it passed.
+        """
+        group = self._directions.group(self._rank, transfer.target)
+        target = self._directions.ranks[transfer.target]
+        for tensor in tensors:
+            alias = tensor.detach().contiguous()
+            self._sending.append((dist.isend(alias, dst=target, group=group), alias))
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+
+    def finish(self) -> None:
+        """Wait until everything was sent."""
+        while self._sending:
+            self._sending.popleft()[0].wait()

@@ -1,0 +1,184 @@
+"""Runs the row of a plan that belongs to one rank.
+
+    for action in row:
+        wait for its message -> compute -> send its result
+        (receives of the next actions are posted before)
+
+The executor only keeps the order and hands tensors on: to the rank that computes the next stage, or
+directly to another stage of the same rank. What an action computes is decided by :class:`Work`, how
+messages travel by :class:`Channels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from mindspeed.pipeline.schedule.actions import (
+    BACKWARD_WEIGHT,
+    BACKWARDS,
+    FORWARDS,
+    LOAD,
+    OFFLOAD,
+    RECOMPUTE,
+    REDUCE,
+    Action,
+)
+from mindspeed.pipeline.schedule.plan import Plan, Transfer
+
+Tensors = list[torch.Tensor]
+PREFETCH = 2
+
+
+class Work(Protocol):
+    """The computations of one rank in one step. An implementation keeps what backward needs."""
+
+    def forward(self, action: Action, inputs: Tensors) -> Tensors:
+        """``F``, ``Fc``: outputs of a stage on a micro-batch.
+
+        Args:
+            action: names stage and micro-batch.
+            inputs: outputs of the stage before; empty for the first stage.
+        """
+        ...
+
+    def handed_on(self, action: Action) -> None:
+        """The outputs of this forward were handed on, and need no longer be kept by this rank."""
+        ...
+
+    def backward(self, action: Action, gradients: Tensors) -> Tensors:
+        """``B``, ``I``: gradients of the inputs that a forward got.
+
+        Args:
+            action: names stage and micro-batch.
+            gradients: of the outputs; empty for the last stage.
+        """
+        ...
+
+    def weight_gradients(self, action: Action) -> None:
+        """``W``: what the ``I`` of the same stage and micro-batch left out."""
+        ...
+
+    def recompute(self, action: Action) -> None:
+        """``R``: the forward again that ``Fc`` did not keep."""
+        ...
+
+    def offload(self, action: Action) -> None:
+        """``O``: move what the pending ``W`` needs to the host, in the background."""
+        ...
+
+    def load(self, action: Action) -> None:
+        """``L``: load it back, in the background."""
+        ...
+
+    def reduce(self, action: Action) -> None:
+        """``G``: start the data-parallel reduction of the gradients of a stage."""
+        ...
+
+
+class Channels(Protocol):
+    """Messages between this rank and the others."""
+
+    def expect(self, transfer: Transfer) -> None:
+        """Post the receive of a message, if its size is known, and of those sent before it."""
+        ...
+
+    def receive(self, transfer: Transfer) -> Tensors:
+        """Wait for a message."""
+        ...
+
+    def send(self, transfer: Transfer, tensors: Tensors) -> None:
+        """Start to send a message; the caller may free its own references."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything was sent."""
+        ...
+
+
+def execute(
+    plan: Plan,
+    rank: int,
+    work: Work,
+    channels: Channels,
+    *,
+    prefetch: int = PREFETCH,
+    done: Callable[[Action], None] = lambda action: None,
+) -> None:
+    """Run all actions of ``rank``.
+
+    Args:
+        plan: checked before (:mod:`.checker`): a wrong plan waits for ever.
+        rank: this rank in the pipeline.
+        work: computes.
+        channels: send and receive.
+        prefetch: the receives of so many actions after the current one are posted before it runs.
+        done: called after each action, before its result is handed on.
+    """
+    row = plan.rows[rank]
+    awaited = [message_to(plan, action) for action in row]
+    local: dict[Transfer, Tensors] = {}
+    for index, action in enumerate(row):
+        for transfer in awaited[index : index + 1 + prefetch]:
+            if transfer is not None and transfer.source != rank:
+                channels.expect(transfer)
+        inputs: Tensors = []
+        if (transfer := awaited[index]) is not None:
+            is_local = transfer.source == rank
+            inputs = local.pop(transfer) if is_local else channels.receive(transfer)
+        outputs = _run(work, action, inputs)
+        done(action)
+        if (transfer := message_of(plan, action)) is None:
+            continue
+        if transfer.target == rank:
+            local[transfer] = [tensor.detach() for tensor in outputs]
+        else:
+            channels.send(transfer, outputs)
+        if transfer.forward:
+            work.handed_on(action)
+    channels.finish()
+
+
+def message_of(plan: Plan, action: Action) -> Transfer | None:
+    """What ``action`` hands on; source and target may be the same rank."""
+    if action.op in FORWARDS:
+        return _message(plan, action, action.stage, action.stage + 1)
+    if action.op in BACKWARDS:
+        return _message(plan, action, action.stage, action.stage - 1)
+    return None
+
+
+def message_to(plan: Plan, action: Action) -> Transfer | None:
+    """What ``action`` waits for; source and target may be the same rank."""
+    if action.op in FORWARDS:
+        return _message(plan, action, action.stage - 1, action.stage)
+    if action.op in BACKWARDS:
+        return _message(plan, action, action.stage + 1, action.stage)
+    return None
+
+
+def _message(plan: Plan, action: Action, source: int, target: int) -> Transfer | None:
+    placement = plan.placement
+    if min(source, target) < 0 or max(source, target) >= placement.num_stages:
+        return None
+    assert action.microbatch is not None
+    return Transfer(
+        placement.rank(source), placement.rank(target), source < target, target, action.microbatch
+    )
+
+
+def _run(work: Work, action: Action, inputs: Tensors) -> Tensors:
+    if action.op in FORWARDS:
+        return work.forward(action, inputs)
+    if action.op in BACKWARDS:
+        return work.backward(action, inputs)
+    {
+        BACKWARD_WEIGHT: work.weight_gradients,
+        RECOMPUTE: work.recompute,
+        OFFLOAD: work.offload,
+        LOAD: work.load,
+        REDUCE: work.reduce,
+    }[action.op](action)
+    return []

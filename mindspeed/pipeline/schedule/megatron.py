@@ -1,0 +1,169 @@
+"""Megatron's ``forward_backward_func`` that runs a plan.
+
+:class:`ScheduledPipeline` takes the place of Megatron's own schedules. :mod:`.work.megatron` has what
+an action computes, :mod:`.executor` how a row is executed.
+
+Features pass Megatron's function, or what another feature made of it, to :func:`scheduled`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from mindspeed import device
+from mindspeed.errors import ConfigError
+from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
+from mindspeed.pipeline.schedule.executor import Tensors, execute
+from mindspeed.pipeline.schedule.plan import Plan, Transfer
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.work.megatron import MegatronWork, StepArguments
+
+
+@dataclass(frozen=True)
+class ScheduledPipeline:
+    """A drop-in for what ``get_forward_backward_func`` returns.
+
+    Attributes:
+        request: the schedule; its plan is looked up in every call, as the number of micro-batches
+            changes while the batch size is ramped up, and in evaluations.
+    """
+
+    request: ScheduleRequest = field(default_factory=ScheduleRequest)
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """Run one step; the arguments are those of Megatron's schedules.
+
+        Returns:
+            What the loss function returned for each micro-batch, on the last pipeline rank.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        readers = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        groups = _groups(p2p_communicator, pg_collection)
+        if len(chunks) > 1 and adjust_tensor_shapes_fn is not None:
+            raise ConfigError("adjust_tensor_shapes_fn needs one model chunk per pipeline rank")
+        rank = groups.pp.rank()
+        plan = plan_of(
+            self.request, groups.pp.size(), len(chunks), num_microbatches, bool(forward_only)
+        )
+        work = MegatronWork(
+            plan,
+            rank,
+            StepArguments(
+                forward_step_func=forward_step_func,
+                readers=readers,
+                chunks=chunks,
+                config=config,
+                groups=groups,
+                num_microbatches=num_microbatches,
+                forward_only=bool(forward_only),
+                collect_non_loss_data=bool(collect_non_loss_data),
+                first_val_step=first_val_step,
+                force_all_reduce=bool(force_all_reduce),
+            ),
+        )
+        received, sent = self._shapes(
+            adjust_tensor_shapes_fn,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        empty = functools.partial(
+            torch.empty,
+            dtype=config.pipeline_dtype or torch.float32,
+            device=device.current().torch_device(),
+        )
+
+        def buffers(transfer: Transfer) -> Tensors:
+            return [empty(shape) for shape in (received if transfer.forward else sent)]
+
+        channels = PeerToPeer(plan, rank, directions_of(groups.pp), buffers)
+        with _timed(config, "forward-backward", level=1):
+            with work.step():
+                execute(plan, rank, work, channels)
+            work.finalize()
+        return work.losses
+
+    @staticmethod
+    def _shapes(adjust: Callable[..., Any] | None, **options: Any) -> tuple[list[Any], list[Any]]:
+        """Shapes of the tensors that a stage receives and sends."""
+        received, sent = (schedules.get_tensor_shapes(**options) for _ in range(2))
+        return (received, sent) if adjust is None else adjust(received, sent)
+
+
+def scheduled(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline:
+    """A pipeline that runs plans, for the seam ``schedule``.
+
+    Args:
+        previous: what ``get_forward_backward_func`` returned, or another feature made of it.
+        changes: fields of :class:`ScheduleRequest`.
+    """
+    if not isinstance(previous, ScheduledPipeline):
+        previous = ScheduledPipeline()
+    return replace(previous, request=replace(previous.request, **changes))
+
+
+@functools.lru_cache(maxsize=32)
+def plan_of(
+    request: ScheduleRequest, ranks: int, chunks: int, num_microbatches: int, forward_only: bool
+) -> Plan:
+    """The plan of a step, made once for each number of micro-batches."""
+    return build_plan(request, ranks, chunks, num_microbatches, forward_only)
+
+
+def _groups(p2p_communicator: Any, pg_collection: Any) -> Any:
+    """The process groups of a step; Megatron's global ones unless the caller passes others."""
+    if (p2p_communicator is None) != (pg_collection is None):
+        raise ConfigError("p2p_communicator and pg_collection must be passed both or not at all")
+    if pg_collection is not None:
+        return pg_collection
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+@contextlib.contextmanager
+def _timed(config: Any, name: str, *, level: int) -> Iterator[None]:
+    if config.timers is None:
+        yield
+        return
+    config.timers(name, log_level=level).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers(name).stop()

@@ -1,0 +1,1 @@
+"""What the actions of a plan do with Megatron's model chunks (:mod:`.megatron`)."""

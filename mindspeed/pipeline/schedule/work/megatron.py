@@ -1,0 +1,248 @@
+"""The computations of a plan on Megatron's model chunks.
+
+What surrounds them is Megatron's own: ``forward_step`` computes a micro-batch and its loss,
+``finalize_model_grads`` ends the step. In between gradients are only accumulated, as the whole step
+runs under ``no_sync``; the reduction of a chunk starts where the plan has its ``G``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from mindspeed import device
+from mindspeed.errors import DataError
+from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.pipeline.schedule.executor import Tensors
+from mindspeed.pipeline.schedule.plan import Plan
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """The arguments of ``forward_backward_func`` that concern what is computed.
+
+    Attributes:
+        forward_step_func: computes one micro-batch.
+        readers: a data iterator, or None, for each chunk.
+        chunks: this rank's model chunks.
+        config: the model's configuration.
+        groups: Megatron's ``ProcessGroupCollection`` with tp, cp, pp, embd, pos_embd and dp_cp.
+        num_microbatches: of the step.
+        forward_only: no backward follows.
+        collect_non_loss_data: keep what the loss function returns for ``non_loss_data=True``.
+        first_val_step: of fp8 weights: whether this is the first step of a validation.
+        force_all_reduce: reduce gradients with an all-reduce in this step.
+    """
+
+    forward_step_func: Callable[..., Any]
+    readers: list[Any]
+    chunks: list[Any]
+    config: Any
+    groups: Any
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool
+
+
+class MegatronWork:
+    """One step of one rank (:class:`mindspeed.pipeline.schedule.executor.Work`).
+
+    Args:
+        plan: that is executed.
+        rank: this rank in the pipeline.
+        step: what to compute.
+
+    Attributes:
+        losses: what the loss function returned for each micro-batch of the last stage.
+        live: activations that wait for their backward: (stage, micro-batch) -> inputs and outputs.
+    """
+
+    def __init__(self, plan: Plan, rank: int, step: StepArguments) -> None:
+        self._plan, self._rank, self._step = plan, rank, step
+        self.losses: list[Any] = []
+        self.live: dict[tuple[int, int | None], tuple[Tensors, Tensors]] = {}
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current().torch_device())
+        self._gathered: set[int] = set()
+        self._reduced: set[int] = set()
+        self._embedding: Any = None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all actions: no gradient is reduced before its ``G``."""
+        config, step = self._step.config, self._step
+        if config.finalize_model_grads_func is not None and not step.forward_only:
+            self._embedding = schedules.clear_embedding_activation_buffer(
+                config, step.chunks, self._has_last_stage
+            )
+        functions = config.no_sync_func or []
+        with contextlib.ExitStack() as stack:
+            for no_sync in functions if isinstance(functions, list) else [functions]:
+                stack.enter_context(no_sync())
+            yield
+
+    def finalize(self) -> None:
+        """Reduce what no ``G`` did and let Megatron finalise the gradients."""
+        step, config = self._step, self._step.config
+        if step.forward_only:
+            return
+        for chunk in range(len(step.chunks)):
+            self._start_reduction(chunk)
+        if config.finalize_model_grads_func is None:
+            return
+        schedules.finish_embedding_wgrad_compute(
+            config, self._embedding, self._has_last_stage, step.groups.tp
+        )
+        config.finalize_model_grads_func(
+            step.chunks,
+            self._num_tokens if config.calculate_per_token_loss else None,
+            pg_collection=step.groups,
+            force_all_reduce=step.force_all_reduce,
+        )
+
+    def forward(self, action: Action, inputs: Tensors) -> Tensors:
+        """Run a chunk, and the loss function on the last stage."""
+        step = self._step
+        chunk = self._plan.placement.chunk(action.stage)
+        if not step.forward_only:
+            for tensor in inputs:
+                tensor.requires_grad_(tensor.is_floating_point())
+            self._gather_parameters(chunk)
+        (output,), num_tokens = self._forward_step(action, chunk, inputs)
+        outputs = list(output) if isinstance(output, tuple | list) else [output]
+        self._num_tokens += num_tokens
+        if not step.forward_only:
+            self.live[action.stage, action.microbatch] = inputs, outputs
+        return outputs
+
+    def handed_on(self, action: Action) -> None:
+        """Free the content of outputs; their graph stays."""
+        if self._step.forward_only:
+            return
+        _, outputs = self.live[action.stage, action.microbatch]
+        for output in outputs:
+            schedules.deallocate_output_tensor(
+                output, self._step.config.deallocate_pipeline_outputs
+            )
+
+    def backward(self, action: Action, gradients: Tensors) -> Tensors:
+        """Gradients of the inputs; zeros for those that did not take part."""
+        config = self._step.config
+        inputs, outputs = self.live.pop((action.stage, action.microbatch))
+        if config.timers is not None:
+            config.timers("backward-compute", log_level=2).start()
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.retain_grad()
+        if action.stage == self._plan.placement.num_stages - 1:
+            if config.grad_scale_func is not None:
+                outputs[0] = config.grad_scale_func(outputs[0])
+            gradients = [torch.ones_like(outputs[0])]
+        _run_backward(outputs, gradients)
+        if config.timers is not None:
+            config.timers("backward-compute").stop()
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+
+    def weight_gradients(self, action: Action) -> None:
+        """Not yet."""
+        raise NotImplementedError(action)
+
+    def recompute(self, action: Action) -> None:
+        """Not yet."""
+        raise NotImplementedError(action)
+
+    def offload(self, action: Action) -> None:
+        """Not yet."""
+        raise NotImplementedError(action)
+
+    def load(self, action: Action) -> None:
+        """Not yet."""
+        raise NotImplementedError(action)
+
+    def reduce(self, action: Action) -> None:
+        """Start the reduction of a chunk, if it can overlap with anything."""
+        self._start_reduction(self._plan.placement.chunk(action.stage))
+
+    @property
+    def _has_last_stage(self) -> bool:
+        placement = self._plan.placement
+        return placement.rank(placement.num_stages - 1) == self._rank
+
+    def _forward_step(self, action: Action, chunk: int, inputs: Tensors) -> Any:
+        step = self._step
+        first = schedules.check_first_val_step(
+            step.first_val_step, step.forward_only, action.microbatch == 0
+        )
+        try:
+            return schedules.forward_step(
+                step.forward_step_func,
+                step.readers[chunk],
+                step.chunks[chunk],
+                step.num_microbatches,
+                inputs or [None],  # type: ignore[list-item]
+                self.losses,
+                step.config,
+                cp_group_size=step.groups.cp.size(),
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=first,
+                current_microbatch=action.microbatch,
+                vp_stage=chunk if len(step.chunks) > 1 else None,
+                is_last_stage=action.stage == self._plan.placement.num_stages - 1,
+            )
+        except StopIteration:
+            raise DataError(
+                f"the data iterator of pipeline stage {action.stage} (rank {self._rank} of the "
+                f"pipeline) ended at micro-batch {action.microbatch}; the step has "
+                f"{step.num_microbatches}"
+            ) from None
+
+    def _gather_parameters(self, chunk: int) -> None:
+        """Start the parameter gathers of this chunk and the next one, if they are aligned."""
+        functions, chunks = self._step.config.param_sync_func, self._step.chunks
+        if functions is None or len(chunks) == 1:
+            return
+        for number in {chunk, min(chunk + 1, len(chunks) - 1)} - self._gathered:
+            self._gathered.add(number)
+            function = functions[number] if isinstance(functions, list) else functions
+            function(chunks[number].parameters())
+
+    def _start_reduction(self, chunk: int) -> None:
+        """Start the reduction of a chunk once; ``finalize_model_grads`` waits for it.
+
+        Without ``--overlap-grad-reduce``, or with several instances of the distributed optimizer,
+        ``finalize_model_grads`` does it all.
+        """
+        model = self._step.chunks[chunk]
+        options = getattr(model, "ddp_config", None)
+        if chunk in self._reduced or options is None or not hasattr(model, "bucket_groups"):
+            return
+        if options.overlap_grad_reduce and options.num_distributed_optimizer_instances == 1:
+            self._reduced.add(chunk)
+            for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+                group.start_grad_sync(force_all_reduce=self._step.force_all_reduce)
+
+
+def _run_backward(outputs: Tensors, gradients: Tensors) -> None:
+    """Call the engine directly: freed outputs no longer have the shape of their gradients."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad
+    ]
+    if pairs:
+        tensors, grad_tensors = zip(*pairs, strict=True)
+        torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+            tensors=tensors,
+            grad_tensors=grad_tensors,
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )

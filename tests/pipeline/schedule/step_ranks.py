@@ -1,0 +1,237 @@
+"""Steps of small GPT models on the ranks of a pipeline, by Megatron's schedules and by plans.
+
+Weights depend on the global names of parameters only, so that models with different numbers of
+stages can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
+SIZES = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One model on some ranks."""
+
+    pipeline: int = 1
+    chunks: int = 1
+    tensor: int = 1
+    context: int = 1
+    spec: str = "te"
+    dropout: float = 0.1
+    config: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Losses (last stage only) and the gradients after the reduction, by global name."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+class Model:
+    """The chunks of this rank with weights, wrapped for data parallelism."""
+
+    def __init__(self, layout: Layout) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        self.layout = layout
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            layout.chunks if layout.chunks > 1 else None,
+            context_parallel_size=layout.context,
+        )
+        self.seed()
+        stages = range(layout.chunks) if layout.chunks > 1 else [None]
+        self.config = self._config()
+        self.config.finalize_model_grads_func = finalize_model_grads
+        ddp = DistributedDataParallelConfig(**layout.ddp)
+        self.chunks = []
+        for stage in stages:
+            model = self._chunk(stage)
+            for name, parameter in named(model):
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                parameter.data.normal_(0, 0.2, generator=generator)
+                parameter.data += "norm" in name and name.endswith("weight")
+            self.chunks.append(DistributedDataParallel(self.config, ddp, model))
+        functions = [chunk.no_sync for chunk in self.chunks]
+        if ddp.overlap_grad_reduce:
+            self.config.no_sync_func = functions if layout.chunks > 1 else functions[0]
+        if ddp.align_param_gather and ddp.overlap_param_gather:
+            functions = [chunk.start_param_sync for chunk in self.chunks]
+            self.config.param_sync_func = functions if layout.chunks > 1 else functions[0]
+
+    def seed(self) -> None:
+        """Dropout starts anew."""
+        from megatron.core import tensor_parallel
+
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+
+    def step(self, num_microbatches: int, schedule: Any = None, forward_only: bool = False) -> Step:
+        """One step; by Megatron's schedule unless another is given."""
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        self.seed()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        several = self.layout.chunks > 1
+        readers = [iter(batches(num_microbatches)) for _ in self.chunks]
+        with torch.no_grad() if forward_only else contextlib.nullcontext():
+            losses = (schedule or get_forward_backward_func())(
+                forward_step_func=forward_step,
+                data_iterator=readers if several else readers[0],
+                model=self.chunks if several else self.chunks[0],
+                num_microbatches=num_microbatches,
+                seq_length=SEQUENCE,
+                micro_batch_size=BATCH,
+                forward_only=forward_only,
+            )
+        gradients = {}
+        for chunk in self.chunks:
+            gradients |= {name: p.main_grad.clone() for name, p in named(chunk.module)}
+        return Step([float(loss) for loss in losses], gradients)
+
+    def _config(self) -> Any:
+        from megatron.core.transformer import TransformerConfig
+
+        layout = self.layout
+        several = layout.chunks > 1
+        return TransformerConfig(
+            **{
+                **SIZES,
+                "normalization": "RMSNorm",
+                "add_bias_linear": False,
+                "hidden_dropout": layout.dropout,
+                "attention_dropout": layout.dropout,
+                "gradient_accumulation_fusion": False,
+                "tensor_model_parallel_size": layout.tensor,
+                "sequence_parallel": layout.tensor > 1,
+                "context_parallel_size": layout.context,
+                "pipeline_model_parallel_size": layout.pipeline,
+                "virtual_pipeline_model_parallel_size": layout.chunks if several else None,
+                "microbatch_group_size_per_vp_stage": layout.pipeline,
+                "pipeline_dtype": torch.float32,
+                "deallocate_pipeline_outputs": True,
+                "overlap_p2p_comm": several,
+                "batch_p2p_comm": not several,
+                **layout.config,
+            }
+        )
+
+    def _chunk(self, stage: int | None) -> torch.nn.Module:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_local_spec,
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+
+        spec = (
+            get_gpt_layer_with_transformer_engine_spec()
+            if self.layout.spec == "te"
+            else get_gpt_layer_local_spec(normalization="RMSNorm")
+        )
+        ends = {"ignore_virtual": False, "vp_stage": stage}
+        return GPTModel(
+            self.config,
+            spec,
+            VOCABULARY,
+            SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(**ends),
+            post_process=parallel_state.is_pipeline_last_stage(**ends),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            vp_stage=stage,
+        )
+
+
+def named(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters with the numbers that their layers have in the whole model."""
+
+    def number(match: re.Match[str]) -> str:
+        return f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}."
+
+    for name, parameter in model.named_parameters():
+        yield re.sub(r"^decoder\.layers\.(\d+)\.", number, name), parameter
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    """Tokens ``[b, s]`` of this data-parallel rank's micro-batches."""
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(5 + parallel_state.get_data_parallel_rank())
+    return list(torch.randint(VOCABULARY, (count, BATCH, SEQUENCE), generator=generator))
+
+
+def forward_step(reader: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    """Megatron's ``forward_step_func``."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    tokens = next(reader)
+    batch = get_batch_on_this_cp_rank(
+        {
+            "tokens": tokens,
+            "labels": tokens.roll(-1, 1),
+            "positions": torch.arange(SEQUENCE).expand(BATCH, -1),
+        }
+    )
+    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+    return output, partial(_loss)
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = output.mean()
+    return loss, loss.detach().clone()
+
+
+def compare(layouts: dict[str, tuple[Layout, list[tuple[int, str]]]]) -> dict[str, list[str]]:
+    """Differences between Megatron's schedule and plans of the same model, for each layout.
+
+    Args:
+        layouts: name -> (layout, [(number of micro-batches, kind of schedule)]).
+    """
+    from mindspeed.pipeline.schedule.megatron import scheduled
+
+    found = {}
+    for name, (layout, kinds) in layouts.items():
+        model = Model(layout)
+        expected = {m: model.step(m) for m in sorted({m for m, _ in kinds})}
+        found[name] = []
+        for m, kind in kinds:
+            step = model.step(m, scheduled(None, kind=kind))
+            found[name] += [f"{kind}: {text}" for text in differences(step, expected[m])]
+        m = kinds[0][0]
+        step = model.step(m, scheduled(None, kind=kinds[0][1]), forward_only=True)
+        if step.losses != model.step(m, forward_only=True).losses:
+            found[name].append("losses of an evaluation")
+    return found
+
+
+def differences(step: Step, expected: Step) -> list[str]:
+    """What is not bitwise equal."""
+    found = [] if step.losses == expected.losses else [f"{step.losses} != {expected.losses}"]
+    for name, gradient in expected.gradients.items():
+        if not torch.equal(step.gradients[name], gradient):
+            found.append(f"{name}: {(step.gradients[name] - gradient).abs().max()}")
+    return found
