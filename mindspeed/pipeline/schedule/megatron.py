@@ -1,7 +1,7 @@
 """Megatron's ``forward_backward_func`` that runs a plan.
 
-:class:`ScheduledPipeline` takes the place of Megatron's own schedules. :mod:`.work.megatron` has what
-an action computes, :mod:`.executor` how a row is executed.
+:class:`ScheduledPipeline` takes the place of Megatron's own schedules. :mod:`.work.megatron` has
+what an action computes, :mod:`.executor` how a row is executed.
 
 Features pass Megatron's function, or what another feature made of it, to :func:`scheduled`.
 """
