@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 
 from mindspeed import device
-from mindspeed.errors import DataError
-from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, Action
 from mindspeed.pipeline.schedule.executor import Tensors
 from mindspeed.pipeline.schedule.plan import Plan
 
@@ -67,7 +68,7 @@ class MegatronWork:
     def __init__(self, plan: Plan, rank: int, step: StepArguments) -> None:
         self._plan, self._rank, self._step = plan, rank, step
         self.losses: list[Any] = []
-        self.live: dict[tuple[int, int | None], tuple[Tensors, Tensors]] = {}
+        self.live: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current().torch_device())
         self._gathered: set[int] = set()
         self._reduced: set[int] = set()
@@ -85,6 +86,8 @@ class MegatronWork:
         with contextlib.ExitStack() as stack:
             for no_sync in functions if isinstance(functions, list) else [functions]:
                 stack.enter_context(no_sync())
+            if any(action.op == BACKWARD_INPUT for action in self._plan.rows[self._rank]):
+                stack.enter_context(self._weight_gradients.splitting())
             yield
 
     def finalize(self) -> None:
@@ -118,14 +121,14 @@ class MegatronWork:
         outputs = list(output) if isinstance(output, tuple | list) else [output]
         self._num_tokens += num_tokens
         if not step.forward_only:
-            self.live[action.stage, action.microbatch] = inputs, outputs
+            self.live[_key(action)] = inputs, outputs
         return outputs
 
     def handed_on(self, action: Action) -> None:
         """Free the content of outputs; their graph stays."""
         if self._step.forward_only:
             return
-        _, outputs = self.live[action.stage, action.microbatch]
+        _, outputs = self.live[_key(action)]
         for output in outputs:
             schedules.deallocate_output_tensor(
                 output, self._step.config.deallocate_pipeline_outputs
@@ -134,7 +137,7 @@ class MegatronWork:
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         """Gradients of the inputs; zeros for those that did not take part."""
         config = self._step.config
-        inputs, outputs = self.live.pop((action.stage, action.microbatch))
+        inputs, outputs = self.live.pop(_key(action))
         if config.timers is not None:
             config.timers("backward-compute", log_level=2).start()
         for tensor in inputs:
@@ -144,30 +147,45 @@ class MegatronWork:
             if config.grad_scale_func is not None:
                 outputs[0] = config.grad_scale_func(outputs[0])
             gradients = [torch.ones_like(outputs[0])]
-        _run_backward(outputs, gradients)
+        split = action.op == BACKWARD_INPUT
+        with self._weight_gradients.deferred(_key(action)) if split else contextlib.nullcontext():
+            _run_backward(outputs, gradients)
         if config.timers is not None:
             config.timers("backward-compute").stop()
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
 
     def weight_gradients(self, action: Action) -> None:
-        """Not yet."""
-        raise NotImplementedError(action)
+        """Add to the gradients of weights what the ``I`` of this micro-batch left out."""
+        self._weight_gradients.compute(_key(action))
 
     def recompute(self, action: Action) -> None:
         """Not yet."""
         raise NotImplementedError(action)
 
     def offload(self, action: Action) -> None:
-        """Not yet."""
-        raise NotImplementedError(action)
+        """Start to copy what a pending ``W`` needs to the host."""
+        self._weight_gradients.offload(_key(action))
 
     def load(self, action: Action) -> None:
-        """Not yet."""
-        raise NotImplementedError(action)
+        """Start to copy it back."""
+        self._weight_gradients.load(_key(action))
 
     def reduce(self, action: Action) -> None:
         """Start the reduction of a chunk, if it can overlap with anything."""
         self._start_reduction(self._plan.placement.chunk(action.stage))
+
+    @cached_property
+    def _weight_gradients(self) -> Any:
+        """The store that the linear layers of all chunks share."""
+        module = self._step.chunks[0]
+        while module is not None:
+            if (store := getattr(module, "weight_gradients", None)) is not None:
+                return store
+            module = getattr(module, "module", None)
+        raise ConfigError(
+            f"the pipeline schedule {self._plan.name} computes weight gradients apart from those of "
+            "the inputs, which the layers of this model cannot: take one without I and W"
+        )
 
     @property
     def _has_last_stage(self) -> bool:
@@ -226,6 +244,11 @@ class MegatronWork:
             self._reduced.add(chunk)
             for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
                 group.start_grad_sync(force_all_reduce=self._step.force_all_reduce)
+
+
+def _key(action: Action) -> tuple[int, int]:
+    assert action.microbatch is not None
+    return action.stage, action.microbatch
 
 
 def _run_backward(outputs: Tensors, gradients: Tensors) -> None:
