@@ -16,6 +16,7 @@ import torch
 from mindspeed.adaptor.micro_batch import read_batch, shard_batch
 from mindspeed.adaptor.packed_seq_params import model_patches
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.pipeline_ends import pipeline_ends, readers_patch
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -39,15 +40,7 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
             expects="(batch, cu_seqlens, cu_seqlens_padded, max_seqlen, cp_size, cp_rank)",
             versions=VERSIONS,
         ),
-        Patch(
-            "megatron.training.utils:is_first_or_last_pipeline_stage",
-            lambda original: lambda vp_stage: True,
-            OWNER,
-            "all pipeline stages read, because all need the documents",
-            kind="replace",
-            expects="(vp_stage)",
-            versions=VERSIONS,
-        ),
+        readers_patch(seams, OWNER),
         Patch(
             "megatron.core.datasets.gpt_dataset:_get_ltor_masks_and_position_ids",
             _without_mask,
@@ -64,7 +57,7 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
 
 
 def read_patch(seams: Seams, owner: str) -> Patch:
-    """The patch of Megatron-LM's batch reader, shared by the seams ``documents`` and ``batch``."""
+    """The patch of Megatron-LM's batch reader: of ``documents``, ``batch``, ``pipeline_ends``."""
     return Patch(
         "megatron.training.utils:get_batch_on_this_tp_rank",
         lambda original: _broadcast(original, seams),
@@ -79,19 +72,20 @@ def _broadcast(original: Callable[..., Any], seams: Seams) -> Callable[..., Any]
     def get_batch_on_this_tp_rank(
         data_iterator: Iterator[Any] | None, mtp_on_this_rank: bool = False
     ) -> dict[str, Any]:
-        from megatron.core import parallel_state
         from megatron.training import get_args, get_tokenizer
 
         args = get_args()
+        first, last = pipeline_ends(seams, None)
+        if args.pipeline_model_parallel_size == 1 or mtp_on_this_rank:
+            first = last = True
         if args.hybrid_context_parallel or args.sft:
-            return original(data_iterator, mtp_on_this_rank)  # type: ignore[no-any-return]
-        alone = args.pipeline_model_parallel_size == 1 or mtp_on_this_rank
+            return original(data_iterator, first and last)  # type: ignore[no-any-return]
         read = read_batch(
             seams,
             data_iterator,
             get_tokenizer(),
-            pre_process=alone or parallel_state.is_pipeline_first_stage(),
-            post_process=alone or parallel_state.is_pipeline_last_stage(),
+            pre_process=first,
+            post_process=last,
             shape=None if args.variable_seq_lengths else (args.micro_batch_size, args.seq_length),
         )
         packing: dict[str, torch.Tensor] = {}

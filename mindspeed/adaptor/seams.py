@@ -5,6 +5,7 @@ when the first function arrives, and calls all functions in the order in which t
 
 | seam            | a function gets                         | and returns                     |
 | --------------- | --------------------------------------- | ------------------------------- |
+| pipeline_ends   | (first, last): bool; vp_stage or None   | (first, last)                   |
 | model_arguments | dict: the arguments of ``GPTModel``     | dict                            |
 | layer_spec      | block, config, first_layer              | block                           |
 | chunk           | model, config, vp_stage; once it exists | -                               |
@@ -29,6 +30,9 @@ prediction included, does so on the instances it gets from ``chunk``.
 index of its first layer in the whole model (both from 0). A layer with an attribute ``stored_as``
 has that number in checkpoints with a name per layer. ``computing_layers`` is what Megatron's FLOPs
 formula and its means over layers count.
+
+A function of ``pipeline_ends`` says whether a chunk of this rank, or any of them for None, embeds
+tokens and whether it computes the loss: these chunks read (:mod:`mindspeed.adaptor.pipeline_ends`).
 
 A function of ``documents`` finds the documents of a micro-batch; the seam passes them to the
 attention of every layer (:mod:`mindspeed.adaptor.packed_documents`, ``packed_seq_params``).
@@ -63,6 +67,7 @@ from typing import Any, cast
 from mindspeed.adaptor import fused_functions, model_construction, packed_documents
 from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
+from mindspeed.adaptor.pipeline_ends import readers_patch
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
 from mindspeed.te import attention_policy, comm, kernels, local_linears, optimizer_policy
@@ -380,7 +385,13 @@ def _print_on_last_rank(text: str) -> None:
         print(text, flush=True)
 
 
+def _pipeline_ends(seams: Seams) -> tuple[Patch, ...]:
+    owner = owner_of("pipeline_ends")
+    return readers_patch(seams, owner), packed_documents.read_patch(seams, owner)
+
+
 _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
+    "pipeline_ends": _pipeline_ends,
     "model_arguments": lambda seams: (seams.model_construction,),
     "layer_spec": lambda seams: (
         seams.model_construction,

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig, SGDOpt
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.features._v_shape import layout_of
 from mindspeed.features.unaligned_linear import sizes_of
 from mindspeed.training.arguments import namespace_name
 
@@ -40,6 +41,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         values["num_query_groups"] = None
     if args.unaligned_linear:
         values.update(_uneven(args))
+    if (layout := layout_of(vars(args))) is not None:
+        values["pipeline_model_parallel_layout"] = layout
     if args.rope_type is None:
         values.pop("rope_type", None)
     if args.init_method_xavier_uniform:

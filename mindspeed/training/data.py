@@ -29,6 +29,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
 from mindspeed import device, session
+from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.data.instruction_dataset import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.megatron import (
     InOrderDataset,
@@ -276,8 +277,8 @@ def micro_batches(
         collate = Collate(tokenizer.pad, args.seq_length, multiple)
     for vp_stage in range(chunks) if chunks else [None]:
         where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
-        pre_process = parallel_state.is_pipeline_first_stage(**where)
-        post_process = counts = parallel_state.is_pipeline_last_stage(**where)
+        pre_process, post_process = pipeline_ends(session.install().seams, vp_stage)
+        counts = post_process
         if args.mtp_num_layers and mtp_on_this_rank(config, **where):
             pre_process = post_process = True  # its layers need the embedding and the labels
         if not (pre_process or post_process or _read_everywhere(args)):
@@ -345,8 +346,8 @@ def _is_tensor_rank_0() -> bool:
 
 
 def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
-    edge = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    here = edge or _read_everywhere(args) or mtp_on_this_rank(config)
+    edge = pipeline_ends(session.install().seams, None)
+    here = any(edge) or _read_everywhere(args) or mtp_on_this_rank(config)
     return here and _is_tensor_rank_0()
 
 

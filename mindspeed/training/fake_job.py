@@ -47,16 +47,14 @@ def fake_job(args: argparse.Namespace, stage: int) -> Iterator[None]:
 
 def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:
     """This rank's chunks, in the precision of their parameters."""
-    from megatron.core import parallel_state
-
+    from mindspeed import session
+    from mindspeed.adaptor.pipeline_ends import pipeline_ends
     from mindspeed.lora import LoraConfig, attach
     from mindspeed.training.model import gpt_model
 
     def build(vp_stage: int | None) -> Any:
-        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-        first = parallel_state.is_pipeline_first_stage(**where)
-        last = parallel_state.is_pipeline_last_stage(**where)
-        return gpt_model(args, config, first, last, vp_stage)
+        ends = pipeline_ends(session.install().seams, vp_stage)
+        return gpt_model(args, config, *ends, vp_stage)
 
     count = args.virtual_pipeline_model_parallel_size
     before = torch.get_default_dtype()

@@ -29,6 +29,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from mindspeed import device, session
+from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.load_weights import needs_whole_stages
@@ -196,15 +197,9 @@ def build_modules(
     chunks = args.virtual_pipeline_model_parallel_size
     modules = []
     for vp_stage in range(chunks) if chunks else [None]:
-        where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
+        ends = pipeline_ends(session.install().seams, vp_stage)
         with sharded_init.construction(_replicas) if sharded else nullcontext():
-            module = provider(
-                args,
-                config,
-                parallel_state.is_pipeline_first_stage(**where),
-                parallel_state.is_pipeline_last_stage(**where),
-                vp_stage,
-            )
+            module = provider(args, config, *ends, vp_stage)
         if sharded:
             sharded_init.shard_rest(module, _replicas)
         module.model_type = ModelType.encoder_or_decoder

@@ -1,0 +1,165 @@
+"""Model chunks in a V-shape: which flags ask for it, what they need, what it attaches.
+
+``--schedules-method dualpipev`` and ``--pipeline-schedule zb-v`` or ``dualpipev`` split the model
+this way (:mod:`mindspeed.pipeline.v_shape`). The user gives no flag of virtual stages: there are
+two chunks on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Megatron, Problem
+from mindspeed.pipeline.v_shape import even_layout
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.pipeline.v_shape.megatron import VShapeLayout
+
+SCHEDULES = ("zb-v", "dualpipev")
+LAYOUT = "--pipeline-model-parallel-layout"
+_OTHER_SPLITS = {
+    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
+    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+}
+_UNSUPPORTED = {
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
+    "use_legacy_models": "--use-legacy-models",
+    "is_hybrid_model": "--hybrid-override-pattern",
+    "hybrid_override_pattern": "--hybrid-override-pattern",
+}
+
+
+def flag_of(values: Mapping[str, Any]) -> str | None:
+    """The flag, with its value, that asks for a V-shape; None if none does."""
+    if values.get("schedules_method") == "dualpipev":
+        return "--schedules-method dualpipev"
+    schedule = values.get("pipeline_schedule")
+    return f"--pipeline-schedule {schedule}" if schedule in SCHEDULES else None
+
+
+def layout_of(values: Mapping[str, Any]) -> VShapeLayout | None:
+    """What the config of a model in a V-shape has as layout; None without a V-shape.
+
+    Args:
+        values: final arguments.
+    """
+    if flag_of(values) is None:
+        return None
+    from mindspeed.pipeline.v_shape.megatron import VShapeLayout
+
+    ranks = values["pipeline_model_parallel_size"]
+    layout = values.get("pipeline_model_parallel_layout")
+    if layout is None:
+        layout = even_layout(values["num_layers"], ranks, values.get("mtp_num_layers") or 0)
+    return VShapeLayout(layout, ranks)
+
+
+def num_microbatches(megatron: Megatron) -> int | None:
+    """The fewest micro-batches of a step; None where the arguments do not say."""
+    size = megatron.get("global_batch_size")
+    if ramp := megatron.get("rampup_batch_size"):
+        size = int(ramp[0])
+    each = (megatron.get("micro_batch_size") or 0) * (megatron.get("data_parallel_size") or 0)
+    return size // each if size and each else None
+
+
+def problems(megatron: Megatron) -> Iterator[Problem]:
+    """Everything that a V-shape does not go together with."""
+    name = flag_of(megatron)
+    if name is None:
+        return
+    ranks = megatron.get("pipeline_model_parallel_size") or 1
+    if ranks < 2:
+        yield Problem(
+            name, f"needs --pipeline-model-parallel-size of at least 2, not {ranks}", "remove it"
+        )
+        return
+    for other, flag in _OTHER_SPLITS.items():
+        if megatron.get(other):
+            yield Problem(
+                name,
+                f"gives every pipeline rank two chunks itself: {flag} {megatron[other]} says "
+                "something else",
+                f"remove {flag}; {LAYOUT} with {2 * ranks} stages splits the layers unevenly",
+            )
+    for other, flag in _UNSUPPORTED.items():
+        if megatron.get(other):
+            yield Problem(name, f"cannot be combined with {flag}", "remove one of them")
+    if megatron.get("ckpt_format") == "torch":
+        yield Problem(
+            name,
+            "cannot be combined with --ckpt-format torch, which stores layers by rank and chunk",
+            "use --ckpt-format torch_dist",
+        )
+    yield from _layers(name, megatron, ranks)
+
+
+def _layers(name: str, megatron: Megatron, ranks: int) -> Iterator[Problem]:
+    layers, layout = megatron.get("num_layers"), megatron.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        stages = _stages(str(layout))
+        if stages != 2 * ranks:
+            yield Problem(
+                name,
+                f"needs 2 stages on each of {ranks} pipeline ranks; {LAYOUT} {layout} has {stages}",
+                f"give {2 * ranks} stages, in the order in which a micro-batch passes them",
+            )
+    elif layers is not None and layers % (2 * ranks):
+        yield Problem(
+            name,
+            f"splits --num-layers {layers} into 2 * --pipeline-model-parallel-size {ranks} = "
+            f"{2 * ranks} equal stages",
+            f"choose a multiple of {2 * ranks}, or give {LAYOUT}",
+        )
+
+
+def _stages(layout: str) -> int:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    return PipelineParallelLayerLayout.get_num_stages_from_str(layout)  # type: ignore[no-any-return]
+
+
+def corrects(megatron: Megatron) -> dict[str, Any]:
+    """Two chunks per rank, and their layers as a layout."""
+    values: dict[str, Any] = {"virtual_pipeline_model_parallel_size": 2}
+    layers, ranks = megatron.get("num_layers"), megatron.get("pipeline_model_parallel_size")
+    if megatron.get("pipeline_model_parallel_layout") is None and layers and ranks:
+        values["pipeline_model_parallel_layout"] = even_layout(
+            layers, ranks, megatron.get("mtp_num_layers") or 0
+        )
+    return values
+
+
+def attach_v_shape(seams: Seams, megatron: Megatron, owner: str) -> None:
+    """Build the chunks of a V-shape, and let its ends read the data."""
+
+    def arguments(given: dict[str, Any]) -> dict[str, Any]:
+        from mindspeed.pipeline.v_shape.megatron import chunk_arguments
+
+        return chunk_arguments(given)
+
+    def ends(_: tuple[bool, bool], vp_stage: int | None) -> tuple[bool, bool]:
+        from mindspeed.pipeline.v_shape.megatron import ends
+
+        return ends(vp_stage)
+
+    shared: list[Any] = []
+
+    def share(model: Any, config: Any, vp_stage: int | None) -> None:
+        from mindspeed.pipeline.v_shape.megatron import SharedEmbedding
+
+        if not shared:
+            shared.append(SharedEmbedding())
+        shared[0](model, config, vp_stage)
+
+    if megatron.get("num_layers"):  # frameworks give it to the model only
+        seams.show_arguments(owner=owner, pipeline_model_parallel_layout=layout_of(megatron))
+    seams.model_arguments.add(arguments, owner=owner)
+    seams.pipeline_ends.add(ends, owner=owner)
+    seams.chunk.add(share, owner=owner)

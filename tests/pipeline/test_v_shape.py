@@ -1,0 +1,87 @@
+"""A model in a V-shape has the layers, weights and checkpoints of the model on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.pipeline.v_shape_ranks import MOE, Case, build_all
+
+SETUP = "tests.support.warm"
+MTP = {"mtp_num_layers": 1}
+BUILT = {
+    "two ranks": Case(2),
+    "two ranks, local": Case(2, spec="local"),
+    "two ranks, tied": Case(2, tied=True),
+    "two ranks, tied, local": Case(2, tied=True, spec="local"),
+    "two ranks, uneven": Case(2, layout="E|tttt|t|tttL"),
+    "two ranks, experts": Case(2, config=MOE),
+    "two ranks, experts, uneven": Case(2, layout="Et|ttt|t|tttL", config=MOE),
+    "two ranks, mtp": Case(2, config=MTP),
+    "two ranks, mtp, tied": Case(2, config=MTP, tied=True),
+    "two ranks, mtp, experts": Case(2, config={**MTP, **MOE}),
+    "four ranks": Case(4),
+    "four ranks, tied, experts": Case(4, tied=True, config=MOE),
+}
+
+
+@pytest.fixture(scope="module")
+def built(rank_pool):
+    """(what every rank has, what the only rank has) by case."""
+    alone = {name: replace(case, ranks=1, layout=None) for name, case in BUILT.items()}
+    (one,) = rank_pool.run(1, build_all, alone, setup=SETUP, timeout=120)
+    found = {}
+    for ranks in (2, 4):
+        cases = {name: case for name, case in BUILT.items() if case.ranks == ranks}
+        parts = rank_pool.run(ranks, build_all, cases, setup=SETUP, timeout=120)
+        found |= {name: [part[name] for part in parts] for name in cases}
+    return {name: (found[name], one[name]) for name in BUILT}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_parameter_is_on_one_rank(name, built):
+    ranks, alone = built[name]
+    shapes = [shape for rank in ranks for shape in rank.shapes.items()]
+    assert len(shapes) == len(dict(shapes))  # none twice: no copy of an embedding
+    assert dict(shapes) == alone.shapes
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_checkpoints_hold_what_those_of_one_rank_hold(name, built):
+    ranks, alone = built[name]
+    found = [entry for rank in ranks for entry in rank.checkpoint]
+    assert sorted(map(str, found)) == sorted(map(str, alone.checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    {
+        "two ranks": [[0, 1, "embedding"], [6, 7, "output", "norm"], [2, 3], [4, 5]],
+        "two ranks, uneven": [
+            ["embedding"],
+            [5, 6, 7, "output", "norm"],
+            [0, 1, 2, 3],
+            [4],
+        ],
+        "four ranks": [
+            [0, "embedding"],
+            [7, "output", "norm"],
+            [1],
+            [6],
+            [2],
+            [5],
+            [3],
+            [4],
+        ],
+        "two ranks, mtp": [
+            [0, 1, "embedding"],
+            [6, 7, "mtp", "output", "norm"],
+            [2, 3],
+            [4, 5],
+        ],
+    }.items(),
+)
+def test_layers_go_down_the_ranks_and_up_again(name, chunks, built):
+    ranks, _ = built[name]
+    assert [chunk for rank in ranks for chunk in rank.chunks] == chunks

@@ -1,0 +1,216 @@
+"""Builds GPTs in a V-shape inside rank processes and runs a step."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_grouped_gemm": True,
+    "moe_layer_freq": [0, 1, 0, 0, 1, 1, 0, 1],
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, and its V-shape: none on one rank."""
+
+    ranks: int = 1
+    spec: str = "te"
+    layout: str | None = None
+    tied: bool = False
+    num_layers: int = 8
+    schedule: str = "zb-v"
+    microbatches: int = 8
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one rank has.
+
+    Attributes:
+        chunks: the layers of each chunk, counted from 0 over the model, and ``embedding``,
+            ``norm``, ``output``, ``mtp``.
+        shapes: parameters of this rank by their name in the whole model.
+        checkpoint: name, global shape and offset of every tensor that a checkpoint gets.
+        losses: of the micro-batches, on the last rank.
+        gradients: by name in the whole model.
+    """
+
+    chunks: list[list[int | str]]
+    shapes: dict[str, tuple[int, ...]]
+    checkpoint: list[tuple[Any, ...]]
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def build_all(cases: dict[str, Case]) -> dict[str, Built]:
+    """Each model, without a step."""
+    return {name: _run(case, step=False) for name, case in cases.items()}
+
+
+def step_all(cases: dict[str, Case]) -> dict[str, Built]:
+    """One step of each model, with weights that depend on their names only."""
+    return {name: _run(case, step=True) for name, case in cases.items()}
+
+
+def _run(case: Case, step: bool) -> Built:
+    from megatron.core import parallel_state, tensor_parallel
+
+    from mindspeed.megatron_adaptor import repatch
+
+    parallel_state.destroy_model_parallel()
+    values = {"num_layers": case.num_layers, "pipeline_model_parallel_size": case.ranks}
+    if case.ranks > 1:
+        values["schedules_method"] = "dualpipev"
+    repatch(values)
+    virtual = 2 if case.ranks > 1 else None
+    parallel_state.initialize_model_parallel(1, case.ranks, virtual)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    models = [_model(case, stage) for stage in (range(2) if virtual else [None])]
+    named = {}
+    for model in models:
+        named |= {global_name(model, name): p for name, p in model.named_parameters()}
+    for name, parameter in named.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.data.normal_(0, 0.2, generator=generator)
+        parameter.data += "norm" in name and name.endswith("weight")
+    return Built(
+        [_contents(model) for model in models],
+        {name: tuple(p.shape) for name, p in named.items()},
+        [entry for model in models for entry in _checkpoint(model)],
+        *(_step(case, models, named) if step else ()),
+    )
+
+
+def _step(case: Case, models: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batches = list(
+        torch.randint(
+            VOCABULARY,
+            (case.microbatches, BATCH, SEQUENCE),
+            generator=torch.Generator().manual_seed(5),
+        )
+    )
+    losses = get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=[iter(batches) for _ in models] if len(models) > 1 else iter(batches),
+        model=models if len(models) > 1 else models[0],
+        num_microbatches=case.microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    gradients = {name: p.grad.clone() for name, p in named.items()}
+    return [float(loss) for loss in losses], gradients
+
+
+def _model(case: Case, stage: int | None) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.transformer import TransformerConfig
+
+    from mindspeed.pipeline.v_shape import even_layout
+    from mindspeed.pipeline.v_shape.megatron import VShapeLayout
+
+    layout = None
+    if case.ranks > 1:
+        predicted = case.config.get("mtp_num_layers", 0)
+        text = case.layout or even_layout(case.num_layers, case.ranks, predicted)
+        layout = VShapeLayout(text, case.ranks)
+    config = TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=16,
+        num_attention_heads=2,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        pipeline_model_parallel_size=case.ranks,
+        virtual_pipeline_model_parallel_size=2 if case.ranks > 1 else None,
+        pipeline_model_parallel_layout=layout,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        **case.config,
+    )
+    engine = case.spec == "te"
+    if config.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(config, engine, vp_stage=stage)
+    elif engine:
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    predicted = None
+    if config.mtp_num_layers:
+        predicted = get_gpt_mtp_block_spec(config, spec, engine, vp_stage=stage)
+    return GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=case.tied,
+        mtp_block_spec=predicted,
+        vp_stage=stage,
+    )
+
+
+def global_name(model: Any, name: str) -> str:
+    """The parameter's name in a model on one rank."""
+
+    def whole(match: re.Match[str]) -> str:
+        return f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}."
+
+    return re.sub(r"^decoder\.layers\.(\d+)\.", whole, name)
+
+
+def _contents(model: Any) -> list[int | str]:
+    parts = {"embedding": "embedding", "mtp": "mtp", "output": "output_layer"}
+    found: list[int | str] = [layer.layer_number - 1 for layer in model.decoder.layers]
+    found += [part for part, name in parts.items() if name in dict(model.named_children())]
+    return [*found, "norm"] if model.decoder.final_layernorm is not None else found
+
+
+def _checkpoint(model: Any) -> Iterator[tuple[Any, ...]]:
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    apply_factories(state)
+    for entry in nested_values(state):
+        offset = tuple(getattr(entry, "global_offset", ()))
+        yield entry.key, tuple(entry.global_shape), offset, entry.replica_id
+
+
+def _forward(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    output = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+    return output, partial(_loss)
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = output.mean()
+    return loss, loss.detach()
