@@ -27,6 +27,7 @@ from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.pipeline.schedule.swap import swap
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,13 @@ def _interleaved(request: ScheduleRequest, placement: Placement, m: int) -> Plan
 
 
 def _nanopipe(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
-    return _filled(request, _flush(request, placement, m))
+    order = _flush(request, placement, m)
+    if not request.swap:
+        return _filled(request, order)
+    peaks = simulate(order, request.costs).peak_memory
+    filled = split_backwards(order, request.costs, [max(peaks)] * placement.ranks)
+    limit = max(peaks) if request.memory_limit is None else request.memory_limit
+    return with_reductions(swap(filled, request.costs, [min(one, limit) for one in peaks]))
 
 
 def _zero_bubble(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
