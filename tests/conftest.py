@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,19 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: none of them then keeps one worker busy alone at the end.
+    """Mark what ``quick_cases`` leaves to the slow tests, and put files with slow tests first.
 
-    pytest-xdist hands out files in this order with ``--no-loadscope-reorder``.
+    None of these files then keeps one worker busy alone at the end: pytest-xdist hands out files in
+    this order with ``--no-loadscope-reorder``.
     """
+    cases: Counter[str] = Counter()
+    for item in items:
+        limit = item.get_closest_marker("quick_cases")
+        if limit is not None and item.get_closest_marker("slow") is None:
+            test = item.nodeid.partition("[")[0]
+            cases[test] += 1
+            if cases[test] > limit.args[0]:
+                item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

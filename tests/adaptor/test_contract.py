@@ -34,6 +34,7 @@ def test_all_contracts_hold_in_the_installed_megatron():
     assert problems(megatron_root()) == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.1"])
 def test_all_contracts_hold_in_the_neighbouring_releases(version, tmp_path):
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path)]

@@ -18,6 +18,7 @@ def alone(rank_pool):
     return found
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("spec", "ranks_of_group", "algorithm", "names", "script"),
     [

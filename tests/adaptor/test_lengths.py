@@ -10,6 +10,7 @@ from tests.adaptor import lengths_ranks
 SETUP = "tests.support.warm"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("stages", "chunks"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 1), (2, 2)]
 )

@@ -23,6 +23,7 @@ ADAPTOR = "tests.support.warm"
 MEGATRON = "megatron.core.parallel_state"  # imported alone: nothing is repaired
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("repaired", [False, True])
 def test_destroy_model_parallel_leaves_only_the_world(ranks, repaired):
     function = repair_ranks.groups_left_after_destroy

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.attention import npu_jobs as jobs
 
 CLOSE = 2e-5  # fp32
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_plan_on_one_device(npu) -> None:
     found = npu(jobs.virtual_ranks)
     assert len(found) == 10

@@ -376,6 +376,7 @@ for size in ("small", "large"):  # the small one imports what writing needs
 """
 
 
+@pytest.mark.slow
 def test_a_large_model_is_never_fully_in_memory(tmp_path):
     """What the kernel says of a process that writes 218 MB in every format: at most 64 MB."""
     config = {

@@ -124,6 +124,7 @@ def test_round_trip_is_byte_identical(directories, tmp_path, name, implementatio
     assert ours["model_type"] == theirs["model_type"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "size", "flags"),
     [
@@ -274,6 +275,7 @@ def test_bin_files_are_read_too(directories, tmp_path):
     same(files(tmp_path / "hf"), files(source))
 
 
+@pytest.mark.slow
 def test_the_commands_convert_both_ways_and_list_models(directories, command, tmp_path):
     source, checkpoint, out = directories("mistral-window"), tmp_path / "ck", tmp_path / "hf"
     assert "release" in mindspeed("convert", "--input", source, "--output", checkpoint)

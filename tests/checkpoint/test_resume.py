@@ -96,6 +96,7 @@ def test_a_full_disk_at_the_last_save_is_an_error_that_names_what_is_intact(rank
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "module, name",
     [
@@ -177,6 +178,7 @@ WEIGHTS_ONLY = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", WEIGHTS_ONLY)
 @pytest.mark.parametrize(
     "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"]

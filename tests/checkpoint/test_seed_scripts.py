@@ -91,6 +91,7 @@ def test_flags_that_contradict_config_json(llama, ranks, tmp_path):
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_the_script_of_bloom_runs(tmp_path):
     config = {**CASES["bloom"].config, "n_layer": 4, "num_hidden_layers": 4}
     case = type(CASES["bloom"])("Bloom", config)

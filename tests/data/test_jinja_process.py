@@ -53,6 +53,7 @@ def _half_a_second(monkeypatch):
     monkeypatch.setattr(jinja_process, "SECONDS", 0.5)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", GREEDY)
 def test_an_excessive_or_invalid_template_is_one_error_message(case):
     source, said = GREEDY[case]

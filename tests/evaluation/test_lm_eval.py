@@ -27,6 +27,7 @@ def truth(folders, rank_pool):
     return rank_pool.run(1, lm_eval_ranks.by_the_harness, *folders, setup=SETUP, timeout=200)[0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_scores_and_log_probabilities_equal_those_of_the_harness(ranks, folders, truth, tp, pp, dp):
     results = ranks(tp * pp * dp, lm_eval_ranks.by_us, *folders, tp, pp, setup=SETUP, timeout=200)
@@ -87,6 +88,7 @@ def test_the_harness_reads_the_same_scores_from_our_server(ranks, folders):
     assert [greedy for _, greedy in found["ours"]][:2] == [True, True]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_repeats_no_request(ranks, folders, tmp_path):
     answers = str(tmp_path / "answers")
     (seen,) = ranks(1, lm_eval_ranks.interrupted, *folders, answers, setup=SETUP, timeout=200)

@@ -24,6 +24,7 @@ MODELS = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("world_size", [1, 2], ids=["one-rank", "tp-sp"])
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("model", MODELS)

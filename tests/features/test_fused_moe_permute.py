@@ -28,6 +28,7 @@ DISPATCHERS = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world_size", [1, 2], ids=["one-rank", "ep"])
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_losses_and_gradients_are_equal(ranks, dispatcher, world_size):

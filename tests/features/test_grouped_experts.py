@@ -22,6 +22,7 @@ PRE_SOFTMAX = {"moe_router_pre_softmax": True}  # Megatron demands it of one exp
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("experts", "world_size"), [(1, 1), (2, 1), (8, 1), (4, 2)])
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_twenty_steps_equal_those_of_sequential_experts(ranks, spec, experts, world_size):

@@ -23,6 +23,7 @@ def assert_small(results, count):
             assert error < 2e-6, key  # slopes and sinks are fp32
 
 
+@pytest.mark.slow
 def test_tensor_and_context_parallel(ranks):
     adaptive = layer_ranks.ADAPTIVE
     runs = (("te", "p2p"), ("local", "a2a"), ("local", adaptive))

@@ -90,6 +90,7 @@ def test_mistakes_are_answered_and_the_chat_goes_on(ranks, folder, tmp_path):
     assert len(messages) == 3 and messages[1]["content"] == "hello"
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_pipe(folder):
     env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
     words = ["chat", f"--load=hf:{folder}", "--greedy", "--max-new-tokens=6"]

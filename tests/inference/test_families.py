@@ -104,6 +104,7 @@ def _ids(found, options):
     return [[tokens for tokens, _ in row] for row in found]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_generates_as_in_transformers(oracle, ranks, name):
     folder, model = oracle(name)
@@ -138,6 +139,7 @@ def test_penalties_and_limits_mean_what_they_mean_in_transformers(oracle, ranks)
     assert len({str(value) for value in expected.values()}) > 5  # the variants do differ
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     [

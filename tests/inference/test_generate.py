@@ -47,6 +47,7 @@ def truth(rank_pool):
     return output
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
 def test_greedy_equals_argmax_of_full_passes(ranks, truth, tp, pp, implementation):

@@ -327,6 +327,7 @@ def test_wrong_flags_are_refused_before_the_model_is_loaded(words, message, caps
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_server_on_two_ranks_answers_and_ends_well(tiny):
     env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}

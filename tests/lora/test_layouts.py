@@ -38,6 +38,7 @@ def base(tmp_path_factory):
     return folder, root / "adapter", *oracle.truth(model)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "size, flags",
     [

@@ -22,6 +22,7 @@ ROTARY = 4 * gpt_ranks.SEQUENCE * 8
 PEAK = re.compile(r"step (\d+) needed ([\d.]+) MiB; next plan: ([\d.]+) MiB")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "spec"), [("rmsnorm-swiglu-gqa", "te"), ("layernorm-gelu-bias", "local")]
 )
@@ -74,6 +75,7 @@ def test_the_suites_spelling_is_the_same_feature(train, plain):
     assert results == plain[0] and len(PEAK.findall(printed)) == 4
 
 
+@pytest.mark.slow
 def test_ranks_with_different_clocks_agree(train):
     tensor = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     flags = [*tensor, "--pipeline-model-parallel-size", "2"]

@@ -45,6 +45,7 @@ def a_layer(ranks, world, spec, config=None, **flags):
     return {name: value - one[name] for name, value in two.items()}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("world", "spec"), [(1, "te"), (1, "local"), (2, "te")])
 def test_bytes_of_a_layer_and_what_flags_free(ranks, world, spec):
     s, b, h, f, a, g = (SIZES[name] for name in ("s", "b", "h", "F", "a", "g"))

@@ -48,6 +48,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "spec", "size", "overrides"), CASES)
 def test_every_plan_gives_the_same_losses_gradients_and_random_states(
     ranks, name, spec, size, overrides

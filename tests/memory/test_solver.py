@@ -93,6 +93,7 @@ def random_case(seed):
     return layers, budget
 
 
+@pytest.mark.slow
 def test_equals_brute_force_in_300_random_cases():
     solved = sum(check(*random_case(seed)) for seed in range(300))
     assert 100 < solved < 290  # both answers occur

@@ -220,6 +220,7 @@ ANY_JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

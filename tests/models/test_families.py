@@ -117,6 +117,7 @@ MORE_LAYOUTS = [
 ]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("name", "size", "flags"),
     [

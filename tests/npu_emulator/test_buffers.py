@@ -20,6 +20,7 @@ def found(npu_pool):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_groups_have_their_own_options(found):
     for one in found:
         groups = one["groups"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.npu_emulator import library_jobs as jobs
@@ -10,6 +11,7 @@ MIB = 1 << 20
 SETUP = "tests.npu_emulator.preload_transfer"
 
 
+@pytest.mark.slow
 def test_the_device_answers(npu):
     found = npu(jobs.figures, setup=SETUP)
     assert found["who"] == ("npu", "hccl", 1, 8)

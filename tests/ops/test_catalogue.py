@@ -36,6 +36,7 @@ def test_every_sample_agrees_with_the_definition_in_float64(operator):
         assert result.passed, result
 
 
+@pytest.mark.quick_cases(3)
 @every_operator
 def test_opcheck(operator):
     """Schema, autograd registration, fake kernel, and AOT tracing with dynamic shapes."""

@@ -133,6 +133,7 @@ def test_int8_weights_are_dequantised(ranks, form, offset):
         assert (y - y64).abs().max() <= 2 * torch.finfo(torch.float16).eps * y64.abs().max()
 
 
+@pytest.mark.slow
 def test_opcheck_and_compile(ranks):
     operands = (draw(*s, seed=1).float() for s in ((M, K), (K, N), (M, N), (N,)))
     for expected, compiled in ranks(2, group_ranks.opcheck_and_compile, *operands, timeout=180):

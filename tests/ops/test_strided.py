@@ -34,6 +34,7 @@ def samples(operator, *, first, dtype=None):
     return list(itertools.islice(operator.samples(dtype or operator.dtypes[0]), first))
 
 
+@pytest.mark.quick_cases(3)
 @every_operator
 def test_on_the_cpu(operator):
     """The first samples with each argument in turn, all samples with all arguments at once."""
@@ -86,6 +87,7 @@ def test_operators_that_communicate(ranks):
     assert_nothing_found(ranks(2, jobs.on_two_ranks, timeout=240))
 
 
+@pytest.mark.slow
 def test_operators_that_communicate_on_emulated_npus(npu_ranks):
     assert_nothing_found(npu_ranks(2, jobs.on_two_ranks, "npu", timeout=240))
 

@@ -48,6 +48,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("format_", "before", "after"), FORMATS)
 def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, before, after):
     """Whichever of the two wrote a checkpoint, both continue it with the same bits."""
@@ -103,6 +104,7 @@ def test_narrow_gradients_are_not_rounded_again(rank_pool, kind):
         assert result["one"].digests == result["other"].digests
 
 
+@pytest.mark.quick_cases(1)
 @KINDS
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_without_copies_of_gradients_the_weights_are_the_same_bits(rank_pool, distributed, kind):

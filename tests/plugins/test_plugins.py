@@ -238,6 +238,7 @@ def run(code: str, *folders: object) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_trainer_and_configure_take_the_flag_and_undeclared_seams_are_refused(packages, tmp_path):
     entries = {"acme-gain": "acme_gain:FEATURE", "acme-bias": "acme_bias:FEATURE"}
     packages("acme", {**GAIN, **UNDECLARED}, {plugins.FEATURES: entries})

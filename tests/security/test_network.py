@@ -14,6 +14,7 @@ from tests.security import listening_rank
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the sockets from /proc")
 def test_ranks_and_launcher_listen_on_the_loopback_interface_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
             yield node, ast.unparse(node.func)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", RULES)
 def test_every_module_keeps_the_rule(name: str) -> None:
     breaks, exceptions = RULES[name]

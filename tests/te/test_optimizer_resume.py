@@ -11,6 +11,7 @@ from tests.te import checkpoint_ranks
 needs("megatron.core")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", checkpoint_ranks.OPTIONS)
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
 def test_training_resumes_identically(ranks, tmp_path, name, sharding):
@@ -29,6 +30,7 @@ def test_training_resumes_identically(ranks, tmp_path, name, sharding):
         assert all(result["equal"])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
 def test_a_custom_update_rule_resumes_identically(ranks, tmp_path, sharding):
     options = checkpoint_ranks.OPTIONS["bf16-precision-aware"]
@@ -46,6 +48,7 @@ def test_a_custom_update_rule_resumes_identically(ranks, tmp_path, sharding):
         assert set(result["steps"]) == {5}
 
 
+@pytest.mark.slow
 def test_without_the_repair_fp32_does_not_load_its_own_layout(ranks, tmp_path):
     with pytest.raises(RankError, match="a view of a leaf Variable that requires grad"):
         ranks(

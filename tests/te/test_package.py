@@ -160,6 +160,7 @@ print("neighbours fine", is_transformer_engine_available())
 """
 
 
+@pytest.mark.slow
 def test_transformers_accelerate_and_peft_work_in_the_same_process():
     for name in ("transformers", "accelerate", "peft", "megatron.core"):
         if importlib.util.find_spec(name) is None:

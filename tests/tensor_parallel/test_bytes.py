@@ -41,6 +41,7 @@ def sent(found):
     }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_bytes_of_a_layer(ranks, spec):
     assert sent(costs(ranks, 2, {}, spec)) == {

@@ -53,6 +53,7 @@ def assert_divided(case: Case, events, plain_events, parts: int, column_backward
     assert calls == expected, case
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_layers_equal_to_the_bit_with_the_same_bytes(ranks, size):
     """Transformer Engine's, a sequence of its operations, the local spec's; frozen, with LoRA."""

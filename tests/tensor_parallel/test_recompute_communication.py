@@ -45,6 +45,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_without_recomputation_to_the_bit(ranks, case):
     name, spec, size, overrides, more = CASES[case]

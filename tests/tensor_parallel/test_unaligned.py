@@ -73,6 +73,7 @@ def test_other_numbers_of_rows_are_refused(ranks):
         assert len(errors) == 2 and all("--seq-length" in error for error in errors)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_equals_one_rank(ranks, case):
     name, spec, size, sequence_parallel, length = CASES[case]

@@ -129,6 +129,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_every_test_gets_its_own_outcome_on_two_ranks(checkout, tmp_path):
     before = sorted(checkout.rglob("*"))
     results = tmp_path / "results.jsonl"
@@ -143,6 +144,7 @@ def test_every_test_gets_its_own_outcome_on_two_ranks(checkout, tmp_path):
     assert "| total     | 5      | 3      | 2             | 1       | 1 " in text
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_where_it_stopped(checkout, tmp_path):
     results = tmp_path / "results.jsonl"
     done = {"world_size": 1, "file": "tests/unit_tests/test_fates.py"}
@@ -169,6 +171,7 @@ def test_kills_the_nursery_and_leaves_a_process_behind():
 """
 
 
+@pytest.mark.slow
 def test_a_process_left_behind_does_not_keep_the_driver_waiting(checkout, tmp_path):
     (checkout / "tests/unit_tests/test_killer.py").write_text(KILLER)
     results, began = tmp_path / "results.jsonl", time.monotonic()

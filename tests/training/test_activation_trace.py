@@ -31,6 +31,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_by_site_are_those_of_real_ranks(ranks, name):
     world, flags = CASES[name]

@@ -55,6 +55,7 @@ def one_rank(run) -> list[dict]:
     return run(1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -94,6 +95,7 @@ def one_rank_packed(run) -> list[dict]:
     return run(1, f"--pack-sequences {ENGINE}")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags"),
     [

@@ -240,6 +240,7 @@ def column(records: list[dict], name: str) -> list[float]:
     return [record[name] for record in records]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )
@@ -294,6 +295,7 @@ def test_bf16_follows_fp32(one_rank):
     assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", FP8_LAYOUTS)
 def test_fp8_trains_like_one_rank_and_close_to_fp32(layout, one_rank):
     world_size, model, flags = FP8_LAYOUTS[layout]

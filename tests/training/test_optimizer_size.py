@@ -22,6 +22,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimate_is_what_the_optimizer_keeps(rank_pool, case):
     words = [*CASES[case].split(), "--train-iters", "1"]

@@ -75,6 +75,7 @@ def test_training_resumes_bit_for_bit(run, tmp_path, optimizer, mode):
     assert whole[-1][0] < whole[0][0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("optimizer", [CADAM, EMA], ids=["cadam", "ema"])
 @pytest.mark.parametrize("before, after", [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_continues(run, tmp_path, optimizer, before, after):

@@ -13,6 +13,7 @@ from tests.support.trainer_job import SETUP, metrics, printed, train
 SLOW = {"one-rank", "data-2", "pipeline-2", "tensor-2-bf16"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS],
@@ -54,6 +55,7 @@ FP16 = {
 }
 
 
+@pytest.mark.slow
 def test_dynamic_loss_scaling_skips_and_grows_as_megatron_lm(ranks, tmp_path):
     file = tmp_path / "metrics.jsonl"
     flags = [

@@ -41,6 +41,7 @@ def whole(run):
     return records
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags", "boundaries", "multiple"),
     [

@@ -34,6 +34,7 @@ def llama_405b(rank_pool):
     return dict(zip(layouts, found, strict=True))
 
 
+@pytest.mark.slow
 def test_llama_405b_sends_what_the_formula_says(llama_405b):
     unit = 8192 * 2 // 16  # s b e / p
     plain, expected = llama_405b[Layout(16)].bytes, one_dimensional(LLAMA_3_405B, 16)

@@ -25,6 +25,7 @@ def mlp_widths() -> cost.Widths:
     return cost.Widths(grid_ranks.HIDDEN, 0, 0, grid_ranks.FFN, grid_ranks.FFN)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "overlaps", [(), (GATHER, BACKWARD), (SCATTER,)], ids=lambda o: "-".join(o) or "plain"
 )
