@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from tests.pipeline.v_shape_ranks import MOE, Case, build_all
+from tests.pipeline.v_shape_ranks import MOE, Case, build_all, step_all
 
 SETUP = "tests.support.warm"
 MTP = {"mtp_num_layers": 1}
@@ -85,3 +86,43 @@ def test_checkpoints_hold_what_those_of_one_rank_hold(name, built):
 def test_layers_go_down_the_ranks_and_up_again(name, chunks, built):
     ranks, _ = built[name]
     assert [chunk for rank in ranks for chunk in rank.chunks] == chunks
+
+
+STEPS = {
+    "dualpipev": Case(2, schedule="dualpipev"),
+    "zb-v": Case(2),
+    "zb-v, local": Case(2, spec="local"),
+    "tied": Case(2, tied=True),
+    "tied, local": Case(2, tied=True, spec="local"),
+    "uneven": Case(2, layout="E|tttt|t|tttL"),
+    "experts": Case(2, config=MOE),
+    "mtp": Case(2, config=MTP),
+    "mtp, tied": Case(2, config=MTP, tied=True),
+    "dualpipev on four": Case(4, schedule="dualpipev"),
+    "zb-v on four": Case(4),
+}
+
+
+@pytest.fixture(scope="module")
+def steps(rank_pool):
+    """(step of every rank, step of the only rank) by case."""
+    alone = {name: replace(case, ranks=1, layout=None) for name, case in STEPS.items()}
+    (one,) = rank_pool.run(1, step_all, alone, setup=SETUP, timeout=120)
+    found = {}
+    for ranks in (2, 4):
+        cases = {name: case for name, case in STEPS.items() if case.ranks == ranks}
+        parts = rank_pool.run(ranks, step_all, cases, setup=SETUP, timeout=120)
+        found |= {name: [part[name] for part in parts] for name in cases}
+    return {name: (found[name], one[name]) for name in STEPS}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_losses_on_the_last_rank_and_gradients_equal_those_of_one_rank(name, steps):
+    *others, last = steps[name][0]
+    expected = steps[name][1]
+    assert last.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert all(not rank.losses for rank in others)
+    found = {key: value for rank in (*others, last) for key, value in rank.gradients.items()}
+    assert found.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6, msg=key)

@@ -31,7 +31,8 @@ class Case:
     layout: str | None = None
     tied: bool = False
     num_layers: int = 8
-    schedule: str = "zb-v"
+    schedule: str = "dualpipev"
+    split: bool = False
     microbatches: int = 8
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -96,25 +97,37 @@ def _run(case: Case, step: bool) -> Built:
 
 
 def _step(case: Case, models: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    batches = list(
-        torch.randint(
-            VOCABULARY,
-            (case.microbatches, BATCH, SEQUENCE),
-            generator=torch.Generator().manual_seed(5),
-        )
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
     )
-    losses = get_forward_backward_func()(
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from mindspeed.pipeline.schedule.megatron import scheduled
+
+    schedule, several = get_forward_backward_func(), len(models) > 1
+    if several:
+        schedule = scheduled(schedule, kind=case.schedule, split_cooldown=case.split)
+    config = models[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    chunks = [DistributedDataParallel(config, ddp, model) for model in models]
+    functions = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = functions if several else functions[0]
+    shape = (case.microbatches, BATCH, SEQUENCE)
+    generator = torch.Generator().manual_seed(5)
+    batches = list(torch.randint(VOCABULARY, shape, generator=generator))
+    losses = schedule(
         forward_step_func=_forward,
-        data_iterator=[iter(batches) for _ in models] if len(models) > 1 else iter(batches),
-        model=models if len(models) > 1 else models[0],
+        data_iterator=[iter(batches) for _ in chunks] if several else iter(batches),
+        model=chunks if several else chunks[0],
         num_microbatches=case.microbatches,
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
         forward_only=False,
     )
-    gradients = {name: p.grad.clone() for name, p in named.items()}
+    gradients = {name: p.main_grad.clone() for name, p in named.items()}
     return [float(loss) for loss in losses], gradients
 
 

@@ -86,6 +86,25 @@ class ReversedRanks:
         return self._group.size()
 
 
+class OneRank:
+    """A group of this rank alone, which has nothing to reduce."""
+
+    def rank(self) -> int:
+        """The first."""
+        return 0
+
+    def size(self) -> int:
+        """One."""
+        return 1
+
+
+def finalized_groups(groups: Any) -> Any:
+    """The groups with which Megatron finalises the gradients: embeddings have no copies."""
+    groups = copy.copy(groups)
+    groups.embd = OneRank()
+    return groups
+
+
 def ends(vp_stage: int | None) -> tuple[bool, bool]:
     """Whether a chunk of this rank, or any of them for None, is the first and the last stage."""
     first = parallel_state.get_pipeline_model_parallel_rank() == 0

@@ -21,6 +21,8 @@ from mindspeed.errors import ConfigError, DataError
 from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, Action
 from mindspeed.pipeline.schedule.executor import Tensors
 from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.v_shape.megatron import finalized_groups
+from mindspeed.pipeline.v_shape.results import move_results
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class MegatronWork:
     def finalize(self) -> None:
         """Reduce what no ``G`` did and let Megatron finalise the gradients."""
         step, config = self._step, self._step.config
+        self._move_results()
         if step.forward_only:
             return
         for chunk in range(len(step.chunks)):
@@ -105,7 +108,7 @@ class MegatronWork:
         config.finalize_model_grads_func(
             step.chunks,
             self._num_tokens if config.calculate_per_token_loss else None,
-            pg_collection=step.groups,
+            pg_collection=finalized_groups(step.groups) if self._turns else step.groups,
             force_all_reduce=step.force_all_reduce,
         )
 
@@ -191,6 +194,23 @@ class MegatronWork:
     def _has_last_stage(self) -> bool:
         placement = self._plan.placement
         return placement.rank(placement.num_stages - 1) == self._rank
+
+    @property
+    def _turns(self) -> bool:
+        """Whether the stages form a V: the last one is on the first rank."""
+        placement = self._plan.placement
+        return placement.ranks > 1 and placement.rank(placement.num_stages - 1) == 0
+
+    def _move_results(self) -> None:
+        """Give losses and tokens to the last rank, where Megatron looks for them."""
+        if not self._turns:
+            return
+        last = self._plan.placement.ranks - 1
+        results = (self.losses, self._num_tokens)
+        results = move_results(results, source=0, target=last, group=self._step.groups.pp)
+        self.losses, self._num_tokens = results
+        if self._rank != last:
+            self.losses = []
 
     def _forward_step(self, action: Action, chunk: int, inputs: Tensors) -> Any:
         step = self._step
