@@ -9,13 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.features._divided_backward import (
+    divide_backward,
+    divided_backward_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
-_KINDS = ("1f1b", "interleaved", "aiao")
+_WHOLE_BACKWARDS = ("1f1b", "interleaved", "aiao")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ def _validate(options: PipelineScheduleOptions, megatron: Megatron) -> list[Prob
                 "give --pipeline-model-parallel-size, or remove it",
             )
         )
+    if options.pipeline_schedule not in _WHOLE_BACKWARDS:
+        name = f"--pipeline-schedule {options.pipeline_schedule}"
+        problems += divided_backward_problems(name, megatron)
     return problems
 
 
@@ -48,6 +55,8 @@ def _attach(seams: Seams, options: PipelineScheduleOptions, megatron: Megatron) 
 
         return scheduled(previous, kind=options.pipeline_schedule)
 
+    if options.pipeline_schedule not in _WHOLE_BACKWARDS:
+        divide_backward(seams, FEATURE.name)
     seams.schedule.add(schedule, owner=FEATURE.name)
 
 
@@ -59,5 +68,5 @@ FEATURE = Feature(
     enabled=_enabled,
     validate=_validate,
     attach=_attach,
-    seams=("schedule",),
+    seams=("chunk", "schedule"),
 )

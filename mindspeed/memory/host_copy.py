@@ -217,18 +217,28 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def can_offload(tensor: torch.Tensor, min_bytes: int, device: str) -> bool:
-    """Whether a copy in host memory frees memory of the device.
+    """Whether a copy in host memory frees memory of the device that only autograd needs.
 
     Args:
         tensor: Any shape and dtype. Leaves exist anyway, and so do tensors without a gradient
-            history (masks, tables); an expanded tensor repeats elements; a subclass holds tensors
+            history (masks, tables).
+        min_bytes: A smaller one is not worth it.
+        device: Type of the device.
+    """
+    return tensor.grad_fn is not None and can_copy(tensor, min_bytes, device)
+
+
+def can_copy(tensor: torch.Tensor, min_bytes: int, device: str) -> bool:
+    """Whether a :class:`HostCopy` of a tensor is possible and worth it.
+
+    Args:
+        tensor: Any shape and dtype. An expanded tensor repeats elements; a subclass holds tensors
             of its own.
         min_bytes: A smaller one is not worth it.
         device: Type of the device.
     """
     return (
-        tensor.grad_fn is not None
-        and tensor.nbytes >= max(min_bytes, 1)
+        tensor.nbytes >= max(min_bytes, 1)
         and tensor.device.type == device
         and not is_traceable_wrapper_subclass(tensor)
         and all(

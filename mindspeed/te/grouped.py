@@ -9,6 +9,7 @@ backward: the input and the weights; nothing is copied or padded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from mindspeed.te.linear_function import compute_dtype
 from mindspeed.te.quantization import Cast, Casts, check_multiples
 from mindspeed.te.weight_gradient import (
     DelayedWgrad,
+    Hidden,
     WgradOptions,
     add_delayed,
+    add_expert_gradients,
     added_to_main_grad,
 )
 
@@ -36,8 +39,12 @@ class _GroupedLinear(torch.autograd.Function):
         wgrad: WgradOptions,
         casts: tuple[Casts, ...],
         count: int,
+        hidden: Hidden | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
+        ctx.store = None
+        if hidden is not None:
+            ctx.store, parameters = hidden.store, (*hidden.weights, *parameters)
         weights, biases = parameters[:count], parameters[count:]
         ctx.splits, ctx.dtype, ctx.wgrad, ctx.count = splits, dtype, wgrad, count
         ctx.casts = casts
@@ -80,7 +87,7 @@ class _GroupedLinear(torch.autograd.Function):
             bgrads.append(rows.sum(0).to(bias.dtype) if bias.requires_grad else None)
         for one in ctx.casts:
             one.finish()
-        return dgrad, None, None, None, None, None, *wgrads, *bgrads
+        return dgrad, None, None, None, None, None, None, *wgrads, *bgrads
 
 
 def _each(casts: Sequence[Cast], parts: Sequence[torch.Tensor], summed: int) -> torch.Tensor:
@@ -111,6 +118,9 @@ def _weight_gradients(
     if x is None:
         return [None] * len(weights)
     splits = ctx.splits
+    if ctx.store is not None:
+        ctx.store.put(partial(add_expert_gradients, weights, splits, ctx.wgrad.fuse), x, grad)
+        return []
     # All or none: a frozen expert among others has no buffer.
     fuse = ctx.wgrad.fuse and all(getattr(w, "main_grad", None) is not None for w in weights)
 
@@ -239,14 +249,17 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             )
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms if self.use_bias else 0)]
+        options = self._wgrad_options
+        hidden = options.hide(rows, *weights)
         out = _GroupedLinear.apply(
             rows,
             splits,
             compute_dtype(inp, weights[0]),
-            WgradOptions(self.fuse_wgrad_accumulation, self._delayed),
+            options,
             fp8.casts_of(self, self.num_gemms, is_first_microbatch=is_first_microbatch),
             self.num_gemms,
-            *weights,
+            hidden,
+            *(weights if hidden is None else ()),
             *(biases if self.apply_bias else ()),
         )
         out = out.view(*inp.shape[:-1], self.out_features)

@@ -7,12 +7,14 @@ Saved for backward: both operands.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from mindspeed.te import kernels
-from mindspeed.te.weight_gradient import added_to_main_grad
+from mindspeed.te.weight_gradient import Hidden, add_product, added_to_main_grad
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -26,7 +28,9 @@ class _GroupedMatmul(torch.autograd.Function):
         splits: list[int],
         trans_b: bool,
         fuse_into: list[Any],  # in a list: autograd is not to see a second path to the parameter
+        hidden: Hidden | None,
     ) -> torch.Tensor:
+        ctx.hidden = hidden
         ctx.save_for_backward(x, weight)
         ctx.splits, ctx.trans_b, ctx.fuse_into = splits, trans_b, fuse_into
         return kernels.grouped_matmul(x, weight.unbind(0), splits, trans_b)
@@ -45,7 +49,30 @@ class _GroupedMatmul(torch.autograd.Function):
                 wgrad = added_to_main_grad(parameter, weight.shape)
             if not ctx.fuse_into:
                 wgrad = kernels.grouped_wgrad(left, right, splits)
-        return dgrad, wgrad, None, None, None
+        if ctx.hidden is not None:
+            store, (parameter,) = ctx.hidden
+            add = partial(_add, parameter, weight.shape, splits, ctx.trans_b, bool(ctx.fuse_into))
+            store.put(add, x, grad)
+        return dgrad, wgrad, None, None, None, None
+
+
+def _add(
+    parameter: torch.Tensor,
+    shape: Sequence[int],
+    splits: list[int],
+    trans_b: bool,
+    fuse: bool,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+) -> None:
+    """Add the gradient of a hidden parameter, which the product views as ``shape``."""
+    left, right = (grad, x) if trans_b else (x, grad)
+    if fuse:
+        main_grads = parameter.main_grad.view(shape).unbind(0)  # type: ignore[attr-defined]
+        kernels.accumulate_grouped_wgrad(left, right, splits, main_grads)
+    else:
+        product = kernels.grouped_wgrad(left, right, splits)
+        add_product(parameter, product.to(parameter.dtype).view(parameter.shape))
 
 
 def gmm(
@@ -55,6 +82,7 @@ def gmm(
     trans_b: bool = False,
     *,
     fuse_into: torch.Tensor | None = None,
+    hidden: Hidden | None = None,
 ) -> torch.Tensor:
     """Multiply group i of the rows of ``a [t, k]`` with ``b[i]``, the grouped_gemm package's call.
 
@@ -65,9 +93,12 @@ def gmm(
         trans_b: Multiply with the transposed matrices.
         fuse_into: Parameter that ``b`` is a view of; the weight gradient is added to its
             ``main_grad``.
+        hidden: The parameter that ``b`` is a view of, if autograd is not to see it.
 
     Returns:
         ``[t, n]`` in the dtype of ``a``; differentiable.
     """
     parameters = [] if getattr(fuse_into, "main_grad", None) is None else [fuse_into]
-    return _GroupedMatmul.apply(a, b, batch_sizes.tolist(), trans_b, parameters)  # type: ignore[no-any-return]
+    matrices = b if hidden is None else b.detach()
+    sizes = batch_sizes.tolist()
+    return _GroupedMatmul.apply(a, matrices, sizes, trans_b, parameters, hidden)  # type: ignore[no-any-return]

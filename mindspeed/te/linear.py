@@ -20,7 +20,7 @@ from mindspeed.te.base import (
 )
 from mindspeed.te.linear_communication import LinearCommunication, overlaps_communication
 from mindspeed.te.linear_function import linear
-from mindspeed.te.weight_gradient import DelayedWgrad, WgradOptions
+from mindspeed.te.weight_gradient import DelayedWgrad
 from mindspeed.tensor_parallel import regions
 
 
@@ -136,9 +136,8 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
         communication: LinearCommunication,
     ) -> torch.Tensor:
         """The layer without its norm; adapters override it."""
-        wgrad = WgradOptions(self.fuse_wgrad_accumulation, self._delayed)
-        casts = fp8.casts_of(self, is_first_microbatch=self._first_microbatch)
-        return linear(inp, weight, bias, communication, wgrad, next(iter(casts), None))
+        casts = next(iter(fp8.casts_of(self, is_first_microbatch=self._first_microbatch)), None)
+        return linear(inp, weight, bias, communication, self._wgrad_options, casts)
 
     def extra_repr(self) -> str:
         """Return the shape of this rank's weight."""

@@ -5,12 +5,16 @@ What it computes and communicates, forward and backward, is in
 products are computed. Saved for backward: the input shard and W; the gathered input instead where
 ``kernels.recompute_all_gather`` returns False, and in recomputed regions, which drop it.
 
+Where a pipeline schedule divides backward, the weight is hidden from autograd, and its gradient is
+computed later from the shards of x and dy, which are gathered then.
+
 With fp8 the products are those of :class:`~mindspeed.te.quantization.Casts` between plain
 collectives.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ from mindspeed.te.linear_communication import (
     saved_tensors,
 )
 from mindspeed.te.quantization import Casts
-from mindspeed.te.weight_gradient import WgradOptions, weight_gradient
+from mindspeed.te.weight_gradient import Hidden, WgradOptions, add_gradient, weight_gradient
 from mindspeed.tensor_parallel import regions
 
 
@@ -35,13 +39,16 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Hidden,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         communication: LinearCommunication,
         wgrad: WgradOptions,
         casts: Casts | None,
     ) -> torch.Tensor:
+        ctx.store = None
+        if isinstance(weight, Hidden):
+            ctx.store, (weight,) = weight
         ctx.communication, ctx.wgrad, ctx.casts = communication, wgrad, casts
         ctx.dtype, ctx.x_dtype = dtype, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -66,31 +73,40 @@ class _Linear(torch.autograd.Function):
         weight, communication, casts = ctx.weight, ctx.communication, ctx.casts
         (x, _), gathered = saved_tensors(ctx, grad, communication)
         local_grad, (needs_x, needs_weight, needs_bias) = grad, ctx.needs_input_grad[:3]
+        # Factors of fp8 are those of this moment.
+        later = ctx.store is not None and ctx.store.deferring and casts is None
+        now = (needs_weight or ctx.store is not None) and not later
         gathering = None
-        if needs_weight and communication.gathers_input and not ctx.gathered:
+        if now and communication.gathers_input and not ctx.gathered:
             x, gathering = comm.all_gather_first_dim(x, communication.group, async_op=True)
         dx, reducing = None, None
         if casts is not None:
             dx, reducing, grad = _cast_gradient(ctx, grad, weight)
         elif needs_x:
-            follows = needs_weight and ctx.wgrad.delayed is None
             dx, reducing, grad = multiply_gradient(
                 grad,
                 weight.to(ctx.dtype),
                 communication,
-                keep=needs_weight,
-                wgrad_follows=follows,
+                keep=now,
+                wgrad_follows=now and ctx.wgrad.delayed is None,
                 gathered=gathered,
             )
-        elif needs_weight and communication.gathers_grad:
+        elif now and communication.gathers_grad:
             grad = gather(grad, communication.group, gathered)
         if gathering is not None:
             gathering.wait()
         dw = None
-        if needs_weight:
+        if now:
             if casts is not None:
                 x, grad = casts.wgrad_operands(x, grad)
-            dw = weight_gradient(weight, x, grad, ctx.wgrad)
+            if ctx.store is None:
+                dw = weight_gradient(weight, x, grad, ctx.wgrad)
+            else:
+                ctx.store.put(partial(_add, weight, ctx.wgrad.fuse, None, False, False), x, grad)
+        elif later:
+            gathers = communication.gathers_input and not ctx.gathered, communication.gathers_grad
+            run = partial(_add, weight, ctx.wgrad.fuse, communication.group, *gathers)
+            ctx.store.put(run, x, local_grad)
         db = None
         if needs_bias:
             db = local_grad.reshape(-1, local_grad.shape[-1]).sum(0).to(ctx.bias_dtype)
@@ -99,6 +115,26 @@ class _Linear(torch.autograd.Function):
         if casts is not None:
             casts.finish()
         return None if dx is None else dx.to(ctx.x_dtype), dw, db, None, None, None, None
+
+
+def _add(
+    weight: torch.Tensor,
+    fuse: bool,
+    group: Any,
+    gathers_input: bool,
+    gathers_grad: bool,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+) -> None:
+    """Add the gradient of a hidden weight, from the shards of its operands."""
+    gathering = None
+    if gathers_input:
+        x, gathering = comm.all_gather_first_dim(x, group, async_op=True)
+    if gathers_grad:
+        grad = gather(grad, group)
+    if gathering is not None:
+        gathering.wait()
+    add_gradient(weight, x, grad, fuse)
 
 
 def _cast_multiply(
@@ -152,13 +188,14 @@ def linear(
         wgrad: Where the weight gradient goes.
         casts: How operands are quantised to fp8; None: not.
     """
+    wgrad = wgrad or WgradOptions()
     return _Linear.apply(  # type: ignore[no-any-return]
         x,
-        weight,
+        wgrad.hide(x, weight) or weight,
         bias,
         compute_dtype(x, weight),
         communication or LinearCommunication(),
-        wgrad or WgradOptions(),
+        wgrad,
         casts,
     )
 

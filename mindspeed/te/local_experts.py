@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed.te.grouped_gemm import gmm
+from mindspeed.te.weight_gradient import WgradOptions
 
 
 def grouped_mlp_forward(
@@ -36,7 +37,10 @@ def grouped_mlp_forward(
             raise ValueError("--moe-apply-probs-on-input needs --moe-router-topk 1")
         x, probs = (x * probs).to(x.dtype), torch.ones_like(probs)
     experts = self.num_local_experts
-    product = partial(_product, tokens_per_expert, config.gradient_accumulation_fusion)
+    # The seam ``chunk`` gives a store to the modules whose backward is divided.
+    store = getattr(self, "weight_gradients", None)
+    options = WgradOptions(config.gradient_accumulation_fusion, store=store)
+    product = partial(_product, tokens_per_expert, options)
     hidden = product(x, self.weight1, (experts, config.hidden_size, -1))
     if not self.activation_recompute:
         active = self.activation_func_with_probs(hidden, probs)
@@ -52,9 +56,10 @@ def grouped_mlp_forward(
 
 def _product(
     sizes: torch.Tensor,
-    fuse: bool,
+    options: WgradOptions,
     x: torch.Tensor,
     weight: torch.Tensor,
     shape: tuple[int, int, int],
 ) -> torch.Tensor:
-    return gmm(x, weight.view(shape), sizes, fuse_into=weight if fuse else None)
+    fuse_into, hidden = weight if options.fuse else None, options.hide(x, weight)
+    return gmm(x, weight.view(shape), sizes, fuse_into=fuse_into, hidden=hidden)

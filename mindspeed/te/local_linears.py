@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import linear
 from mindspeed.te.weight_gradient import WgradOptions
@@ -44,6 +45,7 @@ class _Multiply:
 
     gradient_accumulation_fusion: bool
     overlap_communication = True
+    weight_gradients: WeightGradients | None = None
 
     def _multiply(
         self,
@@ -52,7 +54,7 @@ class _Multiply:
         bias: torch.Tensor | None,
         communication: LinearCommunication,
     ) -> torch.Tensor:
-        wgrad = WgradOptions(fuse=self.gradient_accumulation_fusion)
+        wgrad = WgradOptions(self.gradient_accumulation_fusion, store=self.weight_gradients)
         return linear(inp, weight, bias, communication, wgrad)
 
 

@@ -5,6 +5,10 @@
 With ``fuse`` (gradient accumulation fusion) the product is added to ``weight.main_grad``, and
 autograd gets a placeholder that makes it run the hooks of the parameter. Delayed gradients keep
 ``x`` and ``dy`` until :meth:`DelayedWgrad.backward_dw`.
+
+While a pipeline schedule divides backward, layers with a store
+(:mod:`mindspeed.pipeline.schedule.weight_gradients`) hide their weights from autograd and add the
+gradients themselves (:func:`add_gradient`).
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from mindspeed.te import kernels
 from mindspeed.te.base import get_dummy_wgrad
 
@@ -27,10 +32,35 @@ class WgradOptions:
     Attributes:
         fuse: Add them to ``weight.main_grad``.
         delayed: Queue of computations that :meth:`DelayedWgrad.backward_dw` runs; None: at once.
+        store: Takes them while a pipeline schedule divides backward.
     """
 
     fuse: bool = False
     delayed: deque[Callable[[], None]] | None = field(default=None, compare=False)
+    store: WeightGradients | None = field(default=None, compare=False)
+
+    def hide(self, x: torch.Tensor, *weights: torch.Tensor) -> Hidden | None:
+        """Hide the weights of a layer from autograd if the store takes their gradients.
+
+        Args:
+            x: Input of the layer, any shape.
+            *weights: Of the layer, or the parameter that it views, any shape.
+        """
+        if self.store is None or not self.store.takes(x, weights):
+            return None
+        return Hidden(self.store, weights)
+
+
+class Hidden(NamedTuple):
+    """Weights that autograd does not see, as one argument of its functions.
+
+    Attributes:
+        store: Takes the computation of their gradients in backward.
+        weights: The parameters.
+    """
+
+    store: WeightGradients
+    weights: tuple[torch.Tensor, ...]
 
 
 def weight_gradient(
@@ -63,6 +93,65 @@ def _compute(
         return (grad.t() @ x).to(weight.dtype)
     kernels.accumulate_wgrad(x, grad, main_grad)
     return added_to_main_grad(weight)
+
+
+def add_gradient(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, fuse: bool) -> None:
+    """Add the gradient of a weight that autograd does not see to ``main_grad`` or ``grad``.
+
+    Args:
+        weight: ``[out, in]``.
+        x: Input, ``[..., in]``.
+        grad: Output gradient, ``[..., out]`` in the dtype of ``x``.
+        fuse: The product is added to ``main_grad`` without rounding it to the weight's dtype.
+    """
+    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    main_grad = getattr(weight, "main_grad", None)
+    if fuse and main_grad is not None:
+        kernels.accumulate_wgrad(x, grad, main_grad)
+    else:
+        add_product(weight, (grad.t() @ x).to(weight.dtype))
+
+
+def add_expert_gradients(
+    weights: Sequence[torch.Tensor],
+    splits: Sequence[int],
+    fuse: bool,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+) -> None:
+    """Add the gradients of experts that autograd does not see to ``main_grad`` or ``grad``.
+
+    Args:
+        weights: ``[out, in]`` of each expert; frozen ones get none.
+        splits: Tokens of each expert.
+        fuse: The products are added to ``main_grad`` without rounding them.
+        x: Input, ``[t, in]``.
+        grad: Output gradient, ``[t, out]`` in the dtype of ``x``.
+    """
+    main_grads = [getattr(weight, "main_grad", None) for weight in weights]
+    if fuse and all(main_grad is not None for main_grad in main_grads):
+        kernels.accumulate_grouped_wgrad(grad, x, splits, main_grads)  # type: ignore[arg-type]
+        return
+    products = kernels.grouped_wgrad(grad, x, splits).unbind(0)
+    for weight, wgrad in zip(weights, products, strict=True):
+        if weight.requires_grad:
+            add_product(weight, wgrad.to(weight.dtype))
+
+
+def add_product(weight: torch.Tensor, wgrad: torch.Tensor) -> None:
+    """Add the gradient of a weight that autograd does not see, as the hook of its owner would.
+
+    Args:
+        weight: The parameter, any shape.
+        wgrad: Its gradient, of the same shape and dtype.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(wgrad)
+    elif weight.grad is None:
+        weight.grad = wgrad
+    else:
+        weight.grad.add_(wgrad)
 
 
 def added_to_main_grad(
@@ -114,8 +203,13 @@ class DelayedWgrad:
     A weight with a delayed gradient is marked ``skip_backward_post_hook``: its owner's hook runs
     after :meth:`backward_dw` (:meth:`register_wgrad_accumulation_and_reduce_hooks`), not at the end
     of autograd's backward, where there is no gradient yet.
+
+    Attributes:
+        weight_gradients: Takes the weight gradients while a pipeline schedule divides backward.
     """
 
+    weight_gradients: WeightGradients | None = None
+    fuse_wgrad_accumulation: bool
     _delayed: deque[Callable[[], None]] | None
     _wgrad_hooks: list[Callable[[], Any]]
 
@@ -126,6 +220,10 @@ class DelayedWgrad:
     def _init_delayed(self, delay: bool) -> None:
         self._delayed = deque() if delay else None
         self._wgrad_hooks = []
+
+    @property
+    def _wgrad_options(self) -> WgradOptions:
+        return WgradOptions(self.fuse_wgrad_accumulation, self._delayed, self.weight_gradients)
 
     def need_backward_dw(self) -> bool:
         """Return whether weight gradients are computed by :meth:`backward_dw`."""

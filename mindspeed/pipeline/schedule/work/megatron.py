@@ -186,8 +186,8 @@ class MegatronWork:
                 return store
             module = getattr(module, "module", None)
         raise ConfigError(
-            f"the pipeline schedule {self._plan.name} computes weight gradients apart from those of "
-            "the inputs, which the layers of this model cannot: take one without I and W"
+            f"the pipeline schedule {self._plan.name} computes weight gradients apart from those "
+            "of the inputs, which the layers of this model cannot: take one without I and W"
         )
 
     @property
