@@ -1,71 +1,197 @@
-"""``--pipeline-schedule``: the order of forwards and backwards in a pipeline, or a file with it.
+"""``--pipeline-schedule``: in which order a pipeline runs its forwards and backwards.
 
-Without it Megatron's own 1F1B or interleaved schedule runs. With it a plan does
-(:mod:`mindspeed.pipeline.schedule`), which is made, checked and priced before training starts.
+    --pipeline-schedule zb-h1            a schedule by its name
+    --pipeline-schedule auto             the fastest of all within the memory limit
+    --pipeline-schedule FILE.csv         one row per rank, as torch.distributed.pipelining writes it
+    --pipeline-memory-limit FACTOR       activations, relative to Megatron's own schedule
+    --pipeline-schedule-dump FILE        write the schedule that runs
+
+Without any of them Megatron's own 1F1B or interleaved schedule runs. The schedule is made and checked
+before training starts (:mod:`mindspeed.pipeline.schedule`).
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features._divided_backward import (
-    divide_backward,
-    divided_backward_problems,
-)
+from mindspeed.errors import ConfigError
+from mindspeed.features import _pipeline_plan as shared
+from mindspeed.features._divided_backward import divide_backward, divided_backward_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
+from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
+_SCHEDULE = "--pipeline-schedule"
+_LIMIT = "--pipeline-memory-limit"
+_DUMP = "--pipeline-schedule-dump"
+_OTHER_SCHEDULES = {
+    "use_nanopipe": "--use-nanopipe",
+    "fold_mode": "--fold-mode",
+    "recompute_in_bubble": "--recompute-in-bubble",
+    "recompute_in_advance": "--recompute-in-advance",
+    "optimized_pipeline": "--optimized-pipeline",
+    "optimize_send_recv_comm": "--optimize-send-recv-comm",
+    "optimize_vpp_send_recv_comm": "--optimize-vpp-send-recv-comm",
+    "schedules_method": "--schedules-method",
+}
+"""Flags of ours that run a plan, too."""
 _WHOLE_BACKWARDS = ("1f1b", "interleaved", "aiao")
 
 
 @dataclass(frozen=True)
 class PipelineScheduleOptions:
-    """Which schedule, within which limits, and where it is written."""
+    """Which schedule, within which limit, and where it is written."""
 
-    pipeline_schedule: str | None = flag(None, "pipeline schedule: a name or FILE.csv")
+    pipeline_schedule: str | None = flag(
+        None,
+        "pipeline schedule: auto, 1f1b, interleaved, nanopipe, zb-h1, zb-v, dualpipev, aiao or "
+        "FILE.csv",
+    )
+    pipeline_schedule_dump: str | None = flag(None, "write the pipeline schedule to this csv file")
+    pipeline_memory_limit: float | None = flag(
+        None,
+        "most activations of a rank, relative to the fullest rank of Megatron's own schedule",
+        range=Range(0, above=True),
+    )
 
 
-def _enabled(options: PipelineScheduleOptions, megatron: Megatron) -> bool:
-    return options.pipeline_schedule is not None
+def _is_file(options: PipelineScheduleOptions) -> bool:
+    return (options.pipeline_schedule or "").endswith(".csv")
 
 
 def _validate(options: PipelineScheduleOptions, megatron: Megatron) -> list[Problem]:
-    problems = []
-    if (megatron.get("pipeline_model_parallel_size") or 1) == 1:
-        problems.append(
-            Problem(
-                f"--pipeline-schedule {options.pipeline_schedule}",
-                "there is one pipeline stage",
-                "give --pipeline-model-parallel-size, or remove it",
-            )
-        )
-    if options.pipeline_schedule not in _WHOLE_BACKWARDS:
-        name = f"--pipeline-schedule {options.pipeline_schedule}"
+    others = [other for name, other in _OTHER_SCHEDULES.items() if megatron.get(name)]
+    schedule = options.pipeline_schedule
+    if schedule is None:
+        without = f"has no effect on Megatron's own schedules; add {_SCHEDULE}"
+        given = {_LIMIT: options.pipeline_memory_limit, _DUMP: options.pipeline_schedule_dump}
+        if others:
+            return []
+        return [
+            Problem(name, without, "or remove it")
+            for name, value in given.items()
+            if value is not None
+        ]
+    name = f"{_SCHEDULE} {schedule}"
+    problems = list(shared.problems_of(name, megatron))
+    if schedule not in _WHOLE_BACKWARDS:
         problems += divided_backward_problems(name, megatron)
-    return problems
+    if problems:
+        return problems
+    return [*_schedule_problems(name, options, megatron)]
+
+
+def _schedule_problems(
+    name: str, options: PipelineScheduleOptions, megatron: Megatron
+) -> Iterator[Problem]:
+    from mindspeed.pipeline.schedule.schedules import KINDS
+
+    if not _is_file(options) and options.pipeline_schedule not in KINDS:
+        yield Problem(name, "no such schedule", f"choose one of {', '.join(KINDS)}, or FILE.csv")
+        return
+    if _is_file(options):
+        for other in (key for key in _OTHER_SCHEDULES if megatron.get(key)):
+            yield Problem(
+                name, f"and {_OTHER_SCHEDULES[other]} are two schedules", "remove one of them"
+            )
+        if megatron.get("rampup_batch_size"):
+            yield Problem(
+                name,
+                "is for one number of micro-batches, which --rampup-batch-size changes",
+                "remove one of them",
+            )
+    else:
+        yield from _two_schedules(name, options, megatron)
+    try:
+        changes = _changes(options, megatron)
+    except ConfigError as error:
+        yield Problem(name, str(error))
+        return
+    from mindspeed.pipeline.schedule.placement import Placement
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+    ranks, chunks = megatron["pipeline_model_parallel_size"], shared.chunks_of(megatron)
+    plan = changes.get("plan")
+    if plan is not None and plan.placement != Placement.loop(ranks, chunks):
+        yield Problem(
+            name,
+            "does not place stage s on rank s mod p",
+            "files of V-shaped schedules cannot be run; take zb-v or dualpipev by name",
+        )
+        return
+    found = shared.plan_of(name, megatron, ScheduleRequest(**changes))
+    if isinstance(found, Problem):
+        yield found
+
+
+def _two_schedules(
+    name: str, options: PipelineScheduleOptions, megatron: Megatron
+) -> Iterator[Problem]:
+    """Flags that choose another order; the others change the chosen one."""
+    chosen = {"use_nanopipe": "nanopipe", "fold_mode": "aiao", "schedules_method": "dualpipev"}
+    for key, kind in chosen.items():
+        if megatron.get(key) and options.pipeline_schedule != kind:
+            yield Problem(
+                name, f"and {_OTHER_SCHEDULES[key]} are two schedules", "remove one of them"
+            )
+
+
+def _changes(options: PipelineScheduleOptions, megatron: Megatron) -> dict[str, Any]:
+    """The fields of ``ScheduleRequest`` that the flags give.
+
+    Raises:
+        ConfigError: the file is no schedule of this job.
+    """
+    ranks, chunks = megatron.get("pipeline_model_parallel_size") or 1, shared.chunks_of(megatron)
+    changes: dict[str, Any] = {}
+    if _is_file(options):
+        from mindspeed.pipeline.schedule.csv_file import read_plan
+
+        changes["plan"] = read_plan(
+            Path(str(options.pipeline_schedule)),
+            ranks=ranks,
+            chunks=chunks,
+            num_microbatches=shared.num_microbatches(megatron),
+        )
+    elif options.pipeline_schedule is not None:
+        changes["kind"] = options.pipeline_schedule
+    if options.pipeline_memory_limit is not None:
+        # A V-shape is compared with 1F1B, as it has no chunks without it.
+        v_shape = options.pipeline_schedule in ("zb-v", "dualpipev")
+        changes["memory_limit"] = shared.limit_of(
+            options.pipeline_memory_limit, ranks, 1 if v_shape else chunks
+        )
+    return changes
 
 
 def _attach(seams: Seams, options: PipelineScheduleOptions, megatron: Megatron) -> None:
+    changes = _changes(options, megatron)
+    is_first = os.environ.get("RANK", "0") == "0"
+    dump = options.pipeline_schedule_dump if is_first else None
+
     def schedule(previous: Any) -> Any:
-        from mindspeed.pipeline.schedule.megatron import scheduled
+        from mindspeed.pipeline.schedule.megatron import scheduled, written_to
 
-        return scheduled(previous, kind=options.pipeline_schedule)
+        return written_to(scheduled(previous, **changes), dump)
 
-    if options.pipeline_schedule not in _WHOLE_BACKWARDS:
+    if options.pipeline_schedule not in (None, *_WHOLE_BACKWARDS):
         divide_backward(seams, FEATURE.name)
     seams.schedule.add(schedule, owner=FEATURE.name)
 
 
 FEATURE = Feature(
     name="pipeline-schedule",
-    summary="the order of forwards and backwards in a pipeline",
+    summary="the order of forwards and backwards in a pipeline, by name or from a file",
     level=2,
     options=PipelineScheduleOptions,
-    enabled=_enabled,
+    enabled=lambda options, megatron: options != PipelineScheduleOptions(),
     validate=_validate,
     attach=_attach,
     seams=("chunk", "schedule"),

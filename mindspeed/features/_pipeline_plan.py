@@ -1,0 +1,107 @@
+"""What features share that run a plan instead of Megatron's own pipeline schedule.
+
+The plan of a full step is made and checked while the flags are, by every rank alike: a schedule that
+does not exist for these sizes, or needs more memory than allowed, is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.feature import Megatron, Problem
+
+if TYPE_CHECKING:
+    from mindspeed.pipeline.schedule.plan import Plan
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+_UNSUPPORTED = {
+    "overlap_moe_expert_parallel_comm": (
+        "--overlap-moe-expert-parallel-comm",
+        "it has a schedule of its own",
+    ),
+    "hybrid_context_parallel": ("--hybrid-context-parallel", "it has a schedule of its own"),
+    "fine_grained_activation_offloading": (
+        "--fine-grained-activation-offloading",
+        "it expects Megatron's order of micro-batches",
+    ),
+    "use_megatron_fsdp": ("--use-megatron-fsdp", "FSDP reduces gradients by hooks"),
+    "use_torch_fsdp2": ("--use-torch-fsdp2", "FSDP reduces gradients by hooks"),
+    "use_ring_exchange_p2p": ("--use-ring-exchange-p2p", "messages are sent one by one"),
+    "enable_cuda_graph": ("--enable-cuda-graph", "graphs are recorded in Megatron's order"),
+    "external_cuda_graph": ("--external-cuda-graph", "graphs are recorded in Megatron's order"),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "--num-microbatches-with-partial-activation-checkpoints",
+        "it depends on Megatron's order of micro-batches",
+    ),
+}
+
+
+def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
+    """What no plan can be combined with.
+
+    Args:
+        flag: with its value, for messages.
+        megatron: Megatron's arguments.
+    """
+    if (megatron.get("pipeline_model_parallel_size") or 1) == 1:
+        yield Problem(
+            flag,
+            "there is one pipeline rank, so nothing to schedule",
+            "give --pipeline-model-parallel-size, or remove it",
+        )
+    for name, (other, why) in _UNSUPPORTED.items():
+        if megatron.get(name):
+            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
+    if (graphs := megatron.get("cuda_graph_impl")) not in (None, "none"):
+        yield Problem(
+            flag,
+            f"cannot be combined with --cuda-graph-impl {graphs}: graphs are recorded in "
+            "Megatron's order",
+            "remove one",
+        )
+
+
+def num_microbatches(megatron: Megatron) -> int | None:
+    """Micro-batches of a full step; None where the arguments do not say."""
+    size = megatron.get("global_batch_size")
+    each = (megatron.get("micro_batch_size") or 0) * (megatron.get("data_parallel_size") or 0)
+    return size // each if size and each else None
+
+
+def chunks_of(megatron: Megatron) -> int:
+    """Model chunks of each pipeline rank."""
+    return megatron.get("virtual_pipeline_model_parallel_size") or 1
+
+
+def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | Problem | None:
+    """The checked plan of a full step, or why there is none; None where m is not known.
+
+    Args:
+        flag: with its value, for the message.
+        megatron: Megatron's arguments.
+        request: the schedule.
+    """
+    from mindspeed.pipeline.schedule.schedules import build_plan
+
+    ranks, count = megatron.get("pipeline_model_parallel_size") or 1, num_microbatches(megatron)
+    if ranks == 1 or count is None:
+        return None
+    chunks = 2 if request.placement(ranks, 1).chunks == 2 else chunks_of(megatron)
+    try:
+        return build_plan(request, ranks, chunks, count)
+    except ConfigError as error:
+        return Problem(flag, str(error))
+
+
+def limit_of(factor: float, ranks: int, chunks: int) -> float:
+    """A memory limit in A, the activations of one micro-batch over all stages of a rank.
+
+    Args:
+        factor: of what Megatron's own schedule keeps on its fullest rank: 1F1B the activations of
+            p micro-batches, interleaved schedules those of p + (p - 1) / v.
+        ranks: p.
+        chunks: v.
+    """
+    return factor * (ranks if chunks == 1 else ranks + (ranks - 1) / chunks)
