@@ -6,8 +6,8 @@
     --pipeline-memory-limit FACTOR       activations, relative to Megatron's own schedule
     --pipeline-schedule-dump FILE        write the schedule that runs
 
-Without any of them Megatron's own 1F1B or interleaved schedule runs. The schedule is made and checked
-before training starts (:mod:`mindspeed.pipeline.schedule`).
+Without any of them Megatron's own 1F1B or interleaved schedule runs. The schedule is made and
+checked before training starts (:mod:`mindspeed.pipeline.schedule`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.utils import get_model_config
 from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
+from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.executor import Tensors, execute
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
@@ -36,9 +38,11 @@ class ScheduledPipeline:
     Attributes:
         request: the schedule; its plan is looked up in every call, as the number of micro-batches
             changes while the batch size is ramped up, and in evaluations.
+        dump: csv file to which this rank writes every new plan of training; None: none.
     """
 
     request: ScheduleRequest = field(default_factory=ScheduleRequest)
+    dump: str | None = None
 
     def __call__(
         self,
@@ -71,7 +75,12 @@ class ScheduledPipeline:
             raise ConfigError("adjust_tensor_shapes_fn needs one model chunk per pipeline rank")
         rank = groups.pp.rank()
         plan = plan_of(
-            self.request, groups.pp.size(), len(chunks), num_microbatches, bool(forward_only)
+            self.request,
+            groups.pp.size(),
+            len(chunks),
+            num_microbatches,
+            bool(forward_only),
+            None if forward_only else self.dump,
         )
         work = MegatronWork(
             plan,
@@ -133,12 +142,25 @@ def scheduled(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline
     return replace(previous, request=replace(previous.request, **changes))
 
 
+def written_to(pipeline: ScheduledPipeline, dump: str | None) -> ScheduledPipeline:
+    """The same pipeline; its plans are written to a csv file, the last one stays."""
+    return pipeline if dump is None else replace(pipeline, dump=dump)
+
+
 @functools.lru_cache(maxsize=32)
 def plan_of(
-    request: ScheduleRequest, ranks: int, chunks: int, num_microbatches: int, forward_only: bool
+    request: ScheduleRequest,
+    ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    forward_only: bool,
+    dump: str | None,
 ) -> Plan:
-    """The plan of a step, made once for each number of micro-batches."""
-    return build_plan(request, ranks, chunks, num_microbatches, forward_only)
+    """The plan of a step, made and written once for each number of micro-batches."""
+    plan = build_plan(request, ranks, chunks, num_microbatches, forward_only)
+    if dump is not None:
+        write_plan(Path(dump), plan)
+    return plan
 
 
 def _groups(p2p_communicator: Any, pg_collection: Any) -> Any:

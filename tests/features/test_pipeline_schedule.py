@@ -1,0 +1,113 @@
+"""``--pipeline-schedule`` is refused before training wherever it cannot be what it says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.pipeline_schedule import FEATURE
+from mindspeed.features.registry import resolve
+
+JOB = {
+    "pipeline_model_parallel_size": 4,
+    "global_batch_size": 16,
+    "micro_batch_size": 1,
+    "data_parallel_size": 2,
+}
+CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def names(**flags):
+    return {feature.name for feature in resolve({**JOB, **flags}, "cpu").enabled}
+
+
+def test_without_flags_megatrons_own_schedules_run():
+    assert FEATURE.name not in names()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"pipeline_schedule": "1f1b"},
+        {"pipeline_schedule": "zb-h1", "pipeline_memory_limit": 1.0},
+        {"pipeline_schedule": "1f1b", "pipeline_schedule_dump": "plan.csv"},
+        {"pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2},
+        {"pipeline_schedule": "aiao", "virtual_pipeline_model_parallel_size": 2},
+    ],
+)
+def test_possible_schedules_are_taken(flags):
+    assert FEATURE.name in names(**flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"pipeline_schedule": "gpipe"}, "--pipeline-schedule gpipe: no such schedule; choose one"),
+        ({"pipeline_schedule": "interleaved"}, "--num-layers-per-virtual-pipeline-stage"),
+        (
+            {"pipeline_schedule": "1f1b", "pipeline_model_parallel_size": 1},
+            "--pipeline-schedule 1f1b: there is one pipeline rank",
+        ),
+        (
+            {"pipeline_schedule": "1f1b", "pipeline_memory_limit": 0.5},
+            "--pipeline-schedule 1f1b: the pipeline schedule 1f1b: rank 0 keeps 3 A",
+        ),
+        ({"pipeline_memory_limit": 1.0}, "--pipeline-memory-limit: has no effect"),
+        ({"pipeline_memory_limit": 0.0}, "--pipeline-memory-limit 0"),
+        ({"pipeline_schedule_dump": "x.csv"}, "--pipeline-schedule-dump: has no effect"),
+        (
+            {"pipeline_schedule": "1f1b", "cuda_graph_impl": "local"},
+            "cannot be combined with --cuda-graph-impl local",
+        ),
+        (
+            {"pipeline_schedule": "1f1b", "overlap_moe_expert_parallel_comm": True},
+            "cannot be combined with --overlap-moe-expert-parallel-comm",
+        ),
+        ({"pipeline_schedule": "absent.csv"}, "absent.csv"),
+    ],
+)
+def test_impossible_schedules_are_refused(flags, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        names(**flags)
+
+
+@pytest.mark.parametrize(
+    ("change", "job", "text"),
+    [
+        (("0F1", "0Q1"), {}, "line 1, column 2: '0Q1' is no action"),
+        (("1F1,1B1", "1B1,1F1"), {}, "1B1"),
+        ((",0B1", ""), {}, "0"),
+        (("", ""), {"pipeline_model_parallel_size": 4}, "pipeline ranks"),
+        (("", ""), {"global_batch_size": 4}, "micro-batches"),
+        (("", ""), {"virtual_pipeline_model_parallel_size": 2}, "stages on rank 0"),
+        (("", ""), {"rampup_batch_size": ["2", "2", "8"]}, "--rampup-batch-size"),
+    ],
+)
+def test_a_file_that_is_no_schedule_of_this_job_is_refused(tmp_path, change, job, text):
+    path = tmp_path / "plan.csv"
+    small = {**JOB, "pipeline_model_parallel_size": 2, "global_batch_size": 2}
+    small |= {"data_parallel_size": 1, "pipeline_schedule": str(path)}
+    path.write_text(CSV)
+    resolve(small, "cpu")
+    path.write_text(CSV.replace(*change, 1))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        resolve({**small, **job}, "cpu")
+
+
+def test_a_file_with_a_deadlock_is_refused_with_the_chain(tmp_path):
+    path = tmp_path / "plan.csv"
+    path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0\n")
+    flags = {"global_batch_size": 2, "data_parallel_size": 1, "pipeline_schedule": str(path)}
+    with pytest.raises(ConfigError, match="waits"):
+        resolve({**JOB, "pipeline_model_parallel_size": 2, **flags}, "cpu")
+
+
+def test_a_file_in_a_v_shape_is_refused(tmp_path):
+    path = tmp_path / "plan.csv"
+    path.write_text("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    flags = {"global_batch_size": 1, "data_parallel_size": 1, "pipeline_schedule": str(path)}
+    flags |= {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    with pytest.raises(ConfigError, match="take zb-v or dualpipev by name"):
+        resolve({**JOB, **flags}, "cpu")
