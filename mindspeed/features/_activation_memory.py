@@ -31,6 +31,14 @@ _INCOMPATIBLE = {
 }
 
 
+_RECOMPUTE_LAYERS = (
+    "enable_recompute_layers_per_pp_rank",
+    "optimize_recomp_communication_level",
+    "recompute_in_advance",
+)
+"""Flags whose features recompute the layers that Megatron would."""
+
+
 def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
     """Combinations that no plan of activations can run with."""
     for name, (other, why) in _INCOMPATIBLE.items():
@@ -87,9 +95,7 @@ def selective_problem(flag: str, module: str, megatron: Megatron) -> Iterator[Pr
 
 def recomputed_layers(megatron: Megatron) -> int:
     """Layers at the start that are recomputed as a whole, by Megatron or by our own plan."""
-    by_plan = megatron.get("enable_recompute_layers_per_pp_rank") or megatron.get(
-        "optimize_recomp_communication_level"
-    )
+    by_plan = any(map(megatron.get, _RECOMPUTE_LAYERS))
     block = megatron.get("recompute_method") == "block"
     if block and (by_plan or megatron.get("recompute_granularity") == "full"):
         return megatron.get("recompute_num_layers") or 0

@@ -16,8 +16,6 @@ from mindspeed.errors import ConfigError
 FEATURES: dict[str, str] = {
     "Dynamic pipeline parallelism (DPP)": "--optimized-pipeline --manual-mbs",
     "Fold3D": "--fold-mode",
-    "Recomputation scheduled independently in the pipeline": "--recompute-in-bubble "
-    "--recompute-in-advance",
     "Nano-pipe pipeline parallelism": "--use-nanopipe",
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
