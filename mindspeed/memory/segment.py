@@ -145,7 +145,12 @@ class _Capture:
         name: Layer and site, for messages.
         saved: Stands for the tensors that the first run saved.
         stop: Raise :class:`_Stop` at the last that is needed.
+
+    Attributes:
+        second_run: Tells :mod:`mindspeed.testing.saved` that the values wait for a backward.
     """
+
+    second_run = True
 
     def __init__(self, name: str, saved: list[weakref.ref[Recomputed]], *, stop: bool) -> None:
         live = [i for i, reference in enumerate(saved) if reference() is not None]

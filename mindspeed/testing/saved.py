@@ -156,7 +156,8 @@ def saved_for_backward(
             except BaseException:  # the early stop of a recomputation, which has kept the tensor
                 storages.watch(tensor, *module_and_site())
                 raise
-            found = storages.pack(tensor, holder.value, *module_and_site())
+            again = getattr(pack, "second_run", False)
+            found = storages.pack(tensor, holder.value, *module_and_site(), again=again)
             if found is not None:
                 weakref.finalize(holder, storages.drop_pack, *found).atexit = False
             return holder

@@ -122,9 +122,16 @@ class Storages:
         self._count(saved)
 
     def pack(
-        self, tensor: torch.Tensor, packed: Any, module: str, site: str
+        self, tensor: torch.Tensor, packed: Any, module: str, site: str, *, again: bool = False
     ) -> tuple[Saved, bool, list[Saved]] | None:
         """Count a tensor (any shape and dtype) that inner hooks turned into ``packed``.
+
+        Args:
+            tensor: The tensor.
+            packed: What the hooks made of it.
+            module: Whose forward saves it.
+            site: Source line.
+            again: Computed a second time, for a backward that has not begun.
 
         Returns:
             What :meth:`drop_pack` needs later; None where it does not count.
@@ -139,7 +146,8 @@ class Storages:
                 kept = True
             elif found.device.type == "cpu":
                 copies.append(self._add_copy(saved, found))
-        if kept and torch._C._current_graph_task_id() != -1 and not saved.needed:
+        again = again or torch._C._current_graph_task_id() != -1
+        if kept and again and not saved.needed:
             self.watch(tensor, module, site)  # recomputed: a table may keep it for the backward
         elif kept:
             self._watched[storage._cdata] = saved

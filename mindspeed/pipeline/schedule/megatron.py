@@ -19,16 +19,18 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from mindspeed import device
 from mindspeed.errors import ConfigError
+from mindspeed.pipeline.schedule.actions import FORWARD_INPUT_ONLY
 from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
 from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.executor import Tensors, execute
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.work.megatron import MegatronWork, StepArguments
+from mindspeed.pipeline.schedule.work.recomputation import Recomputation
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,13 @@ class ScheduledPipeline:
         request: the schedule; its plan is looked up in every call, as the number of micro-batches
             changes while the batch size is ramped up, and in evaluations.
         dump: csv file to which this rank writes every new plan of training; None: none.
+        recomputation: what drops and recomputes the activations of a model chunk; None: nothing
+            does. Plans with ``Fc`` need it.
     """
 
     request: ScheduleRequest = field(default_factory=ScheduleRequest)
     dump: str | None = None
+    recomputation: Callable[[torch.nn.Module], Recomputation | None] | None = None
 
     def __call__(
         self,
@@ -96,6 +101,7 @@ class ScheduledPipeline:
                 collect_non_loss_data=bool(collect_non_loss_data),
                 first_val_step=first_val_step,
                 force_all_reduce=bool(force_all_reduce),
+                recomputations=self._recomputations(plan, chunks),
             ),
         )
         received, sent = self._shapes(
@@ -122,6 +128,18 @@ class ScheduledPipeline:
                 execute(plan, rank, work, channels)
             work.finalize()
         return work.losses
+
+    def _recomputations(self, plan: Plan, chunks: list[Any]) -> list[Recomputation | None]:
+        """For each chunk what drops and recomputes its activations."""
+        if self.recomputation is not None:
+            return [self.recomputation(unwrap_model(chunk)) for chunk in chunks]
+        dropped = next((action for _, action in plan if action.op == FORWARD_INPUT_ONLY), None)
+        if dropped is not None:
+            raise ConfigError(
+                f"the schedule {plan.name} has {dropped}, but nothing recomputes activations: add "
+                "--recompute-in-bubble or --recompute-in-advance"
+            )
+        return [None] * len(chunks)
 
     @staticmethod
     def _shapes(adjust: Callable[..., Any] | None, **options: Any) -> tuple[list[Any], list[Any]]:

@@ -8,7 +8,8 @@ runs under ``no_sync``; the reduction of a chunk starts where the plan has its `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,9 +19,10 @@ from megatron.core.pipeline_parallel import schedules
 
 from mindspeed import device
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, Action
+from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, FORWARD_INPUT_ONLY, Action
 from mindspeed.pipeline.schedule.executor import Tensors
 from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.work.recomputation import Recomputation
 from mindspeed.pipeline.v_shape.megatron import finalized_groups
 from mindspeed.pipeline.v_shape.results import move_results
 
@@ -40,6 +42,7 @@ class StepArguments:
         collect_non_loss_data: keep what the loss function returns for ``non_loss_data=True``.
         first_val_step: of fp8 weights: whether this is the first step of a validation.
         force_all_reduce: reduce gradients with an all-reduce in this step.
+        recomputations: for each chunk what drops and recomputes its activations, if anything does.
     """
 
     forward_step_func: Callable[..., Any]
@@ -52,6 +55,7 @@ class StepArguments:
     collect_non_loss_data: bool
     first_val_step: bool | None
     force_all_reduce: bool
+    recomputations: Sequence[Recomputation | None]
 
 
 class MegatronWork:
@@ -120,7 +124,8 @@ class MegatronWork:
             for tensor in inputs:
                 tensor.requires_grad_(tensor.is_floating_point())
             self._gather_parameters(chunk)
-        (output,), num_tokens = self._forward_step(action, chunk, inputs)
+        with self._stored_or_dropped(action, chunk):
+            (output,), num_tokens = self._forward_step(action, chunk, inputs)
         outputs = list(output) if isinstance(output, tuple | list) else [output]
         self._num_tokens += num_tokens
         if not step.forward_only:
@@ -162,8 +167,10 @@ class MegatronWork:
         self._weight_gradients.compute(_key(action))
 
     def recompute(self, action: Action) -> None:
-        """Not yet."""
-        raise NotImplementedError(action)
+        """Compute what a forward did not keep, with the random numbers that it drew."""
+        layers = self._step.recomputations[self._plan.placement.chunk(action.stage)]
+        if layers is not None:
+            layers.recompute(action.microbatch)
 
     def offload(self, action: Action) -> None:
         """Start to copy what a pending ``W`` needs to the host."""
@@ -211,6 +218,15 @@ class MegatronWork:
         self.losses, self._num_tokens = results
         if self._rank != last:
             self.losses = []
+
+    def _stored_or_dropped(self, action: Action, chunk: int) -> AbstractContextManager[object]:
+        """What becomes of the activations of a forward."""
+        layers = self._step.recomputations[chunk]
+        if layers is None or self._step.forward_only:
+            return contextlib.nullcontext()
+        if action.op == FORWARD_INPUT_ONLY:
+            return layers.dropped(action.microbatch)
+        return layers.stored()
 
     def _forward_step(self, action: Action, chunk: int, inputs: Tensors) -> Any:
         step = self._step
