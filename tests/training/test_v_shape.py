@@ -1,0 +1,132 @@
+"""The trainer with stages in a V-shape: losses, gradient norms and checkpoints of one rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.training.test_layouts import MTP_TIED, OneRank, column
+
+SIZES = "--num-layers 8 --global-batch-size 8"
+GQA = f"{SIZES} --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights"
+TIED = f"{SIZES} --group-query-attention --num-query-groups 4"
+MOE = (
+    f"{GQA} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none "
+    "--moe-layer-freq [0,1,0,0,1,1,0,1]"
+)
+PP, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+DUALPIPEV = f"{PP} --schedules-method dualpipev"
+PAIRS = "--micro-batch-size 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+LAYOUTS = {
+    "two ranks": (2, GQA, DUALPIPEV),
+    "local spec": (2, f"{GQA} --transformer-impl local", DUALPIPEV),
+    "four ranks": (4, GQA, f"{PP4} --schedules-method dualpipev"),
+    "tied": (2, TIED, DUALPIPEV),
+    "tensor, sequence": (
+        4,
+        TIED,
+        f"{DUALPIPEV} {PAIRS} --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "data, overlap": (4, TIED, f"{DUALPIPEV} {OVERLAP}"),
+    "context": (4, GQA, f"{DUALPIPEV} {PAIRS} --context-parallel-size 2"),
+    "experts": (4, MOE, f"{DUALPIPEV} --expert-model-parallel-size 2"),
+    "mtp": (2, f"{SIZES} {MTP_TIED}", DUALPIPEV),
+    "uneven": (2, MOE, f"{DUALPIPEV} --pipeline-model-parallel-layout E|tttt|t|tttL"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, tmp_path_factory):
+    """``one_rank(model)``: made once for each model."""
+    made: dict[str, OneRank] = {}
+
+    def get(model: str) -> OneRank:
+        if model not in made:
+            made[model] = OneRank(rank_pool.run, tmp_path_factory.mktemp("one_rank"), model)
+        return made[model]
+
+    return get
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_trains_like_one_rank(layout, one_rank):
+    world_size, model, flags = LAYOUTS[layout]
+    reference = one_rank(model)
+    records = reference.train(world_size, flags)
+    assert len(records) == 3
+    losses = [(name, 1e-6) for name in records[0] if name.endswith("_loss")]
+    for name, tolerance in (*losses, ("grad_norm", 1e-4)):
+        expected = pytest.approx(column(reference.records, name), rel=tolerance)
+        assert column(records, name) == expected
+
+
+RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+RESUMED = {
+    "to one rank": ((2, 1), (DUALPIPEV, "")),
+    "from one rank": ((1, 2), ("", DUALPIPEV)),
+    "to four ranks": ((2, 4), (DUALPIPEV, f"{PP4} --schedules-method dualpipev")),
+    "to the loop": (
+        (4, 2),
+        (
+            f"{DUALPIPEV} {RESHARDABLE}",
+            f"{PP} --num-layers-per-virtual-pipeline-stage 2 {RESHARDABLE}",
+        ),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", RESUMED)
+@pytest.mark.parametrize("model", [TIED, MOE], ids=["tied", "experts"])
+def test_a_run_continues_with_other_stages(model, change, one_rank):
+    """Weights and optimizer states go by the names of the whole model."""
+    reference = one_rank(model)
+    records = reference.resumed(*RESUMED[change])
+    for name in ("lm_loss", "grad_norm"):
+        expected = pytest.approx(
+            column(reference.records, name)[2:], rel=1e-6 if name == "lm_loss" else 1e-4
+        )
+        assert column(records, name) == expected
+
+
+def test_validation_runs_forward_only(one_rank):
+    reference = one_rank(TIED)
+    flags = "--eval-iters 2 --eval-interval 2 --calculate-per-token-loss"
+    losses = []
+    for world_size, layout in ((1, ""), (2, DUALPIPEV)):
+        reference.train(world_size, f"{flags} {layout}")
+        records = (reference.directory / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(record).get("validation_loss") for record in records])
+    assert any(losses[0])
+    assert losses[1] == [loss and pytest.approx(loss, rel=1e-6) for loss in losses[0]]
+
+
+def test_weights_are_saved_as_one_rank_saves_them(one_rank, tmp_path):
+    for model in (TIED, f"{SIZES} {MTP_TIED}"):
+        reference = one_rank(model)
+        folder = tmp_path / str(len(model))
+        reference.train(2, f"{DUALPIPEV} --lr 0 --train-iters 1 --save {folder}")
+        saved, expected = (weights_of(path) for path in (folder, reference.directory / "weights"))
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
+def weights_of(folder):
+    """The tensors of the model in a checkpoint, by name."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    path = next(folder.glob("iter_*"))
+    reader = FileSystemReader(path)
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if not name.startswith(("optimizer", "rng")) and hasattr(entry, "properties")
+    }
+    _load_state_dict(state, storage_reader=reader, no_dist=True)
+    return state
