@@ -32,10 +32,8 @@ from mindspeed.pipeline.schedule.actions import (
 )
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.simulate import simulate
 
 THETAS = (0.0, 0.25, 0.5, 1.0)
-_NEVER = float("inf")
 _ROUNDING = 1e-9
 
 
@@ -54,16 +52,14 @@ def split_backwards(
     Raises:
         ConfigError: the order itself needs more memory than ``caps`` allow.
     """
-    candidates = [fill_weight_gradients(plan, costs, caps, theta) for theta in thetas]
-    if len(candidates) == 1:
-        return candidates[0]
-    return min(candidates, key=lambda one: round(simulate(one, costs).makespan, 9))
-
-
-def fill_weight_gradients(plan: Plan, costs: Costs, caps: Sequence[float], theta: float) -> Plan:
-    """:func:`split_backwards` for one ``theta``."""
-    filler = _Filler(plan, costs, caps, theta)
-    return replace(plan, rows=tuple(map(tuple, filler.rows())))
+    best: _Filler | None = None
+    for theta in thetas:
+        filler = _Filler(plan, costs, caps, theta)
+        filler.run()
+        if best is None or filler.makespan < best.makespan - _ROUNDING:
+            best = filler
+    assert best is not None
+    return replace(plan, rows=tuple(map(tuple, best.filled)))
 
 
 def with_reductions(plan: Plan) -> Plan:
@@ -101,21 +97,22 @@ class _Filler:
         self.left = [0] * stages  # backwards
         for _, action in plan:
             self.left[action.stage] += action.op not in FORWARDS
+        self.makespan = 0.0
         self.filled: list[list[Action]] = [[] for _ in range(p)]
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(p)]
 
-    def rows(self) -> list[list[Action]]:
+    def run(self) -> None:
         while self.events:
             now, rank = heappop(self.events)
             self._step(rank, now)
-        return self.filled
 
     def _step(self, rank: int, now: float) -> None:
         """What ``rank`` does at ``now``: its next action, a weight gradient, or it waits."""
         row, position = self.plan.rows[rank], self.position[rank]
         if position == len(row):
             while self.pending[rank]:
-                self._weight_gradient(rank, now)
+                now = self._weight_gradient(rank, now)
+            self.makespan = max(self.makespan, now)
             return
         op, stage, i = row[position]
         assert i is not None

@@ -12,6 +12,7 @@
 | zb-v        | vee                      | all             | p                                 |
 | dualpipev   | DeepSeek's               | some, or none   | p + 1/2                           |
 | aiao        | flush, g=m (or breadth)  | no              | (2 (p - 1) + (v - 1) m + 1) / v   |
+| auto        | the fastest of all       | if that helps   | the limit, if there is one        |
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule import orders, recompute
+from mindspeed.pipeline.schedule.auto import fastest
 from mindspeed.pipeline.schedule.checker import check
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
@@ -49,6 +51,7 @@ class ScheduleRequest:
         split_cooldown: dualpipev splits the backwards of its warm-up and cool-down.
         strict: aiao in the literal order: all forwards of a chunk, then those of the next.
         v_shape: the model is split in a V; the kinds zb-v and dualpipev always are.
+        split: auto may split backwards.
     """
 
     kind: str = "1f1b"
@@ -63,6 +66,7 @@ class ScheduleRequest:
     split_cooldown: bool = False
     strict: bool = False
     v_shape: bool = False
+    split: bool = True
 
     def placement(self, ranks: int, chunks: int) -> Placement:
         """Which rank has which stages."""
@@ -179,7 +183,20 @@ def _all_in_all_out(request: ScheduleRequest, placement: Placement, m: int) -> P
     return with_reductions(_flush(replace(request, group_size=m), placement, m))
 
 
+def _auto(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    _need_microbatches(placement, m)
+    return fastest(
+        placement,
+        m,
+        request.costs,
+        memory_limit=request.memory_limit,
+        sizes=request.sizes,
+        split=request.split,
+    )
+
+
 _BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
+    "auto": _auto,
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
     "nanopipe": _nanopipe,
@@ -188,7 +205,7 @@ _BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
     "dualpipev": _dualpipev,
     "aiao": _all_in_all_out,
 }
-KINDS = ("auto", *_BUILDERS)
+KINDS = tuple(_BUILDERS)
 
 
 def _need_chunks(placement: Placement, kind: str) -> None:
@@ -199,15 +216,20 @@ def _need_chunks(placement: Placement, kind: str) -> None:
         )
 
 
-def _flush(
-    request: ScheduleRequest, placement: Placement, m: int, warmup: float | None = None
-) -> Plan:
+def _need_microbatches(placement: Placement, m: int) -> None:
     p, v = placement.ranks, placement.chunks
-    if v > 1 and m < p:
+    if v > 1 and m < p and placement == Placement.loop(p, v):
         raise ConfigError(
             f"{m} micro-batches are too few for {p} pipeline ranks with {v} model chunks each; "
             f"at least {p} are needed"
         )
+
+
+def _flush(
+    request: ScheduleRequest, placement: Placement, m: int, warmup: float | None = None
+) -> Plan:
+    _need_microbatches(placement, m)
+    p, v = placement.ranks, placement.chunks
     k = request.warmup if request.warmup is not None else warmup
     return _plan(request, placement, m, orders.flush(p, v, m, request.group_size, k))
 
