@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed.journal import Journal
 from mindspeed.memory.figures import SiteFigures
+from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.testing import saved_for_backward
 from tests.pipeline.schedule.step_ranks import Layout, Model, differences
 
@@ -31,7 +32,7 @@ def _compare(layout: Layout, asked: dict[str, Any], m: int, number: int | None) 
     from mindspeed.memory.megatron import install, layers_of, runtime_of
     from mindspeed.memory.plan import Action, Plan
     from mindspeed.memory.scheduled import ScheduledRecomputation
-    from mindspeed.pipeline.schedule.megatron import plan_of, scheduled
+    from mindspeed.pipeline.schedule.megatron import scheduled
 
     model, journal = Model(layout), Journal()
     expected = model.step(m)
@@ -52,7 +53,7 @@ def _compare(layout: Layout, asked: dict[str, Any], m: int, number: int | None) 
     figures = SiteFigures()
     for runtime in runtimes:
         figures.add(runtime.figures.total())
-    plan = plan_of(pipeline.request, layout.pipeline, layout.chunks, m, False)
+    plan = build_plan(pipeline.request, layout.pipeline, layout.chunks, m)
     row = plan.rows[parallel_state.get_pipeline_model_parallel_rank()]
     evaluation = model.step(m, pipeline, forward_only=True)
     wrong = differences(step, expected)
