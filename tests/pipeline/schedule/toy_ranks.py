@@ -1,0 +1,88 @@
+"""Plans executed with work that only says who it is, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.executor import Tensors, execute
+from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.virtual_time import VirtualTime
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one rank did: last clock, actions, most activations alive, wrong inputs."""
+
+    end: float
+    trace: tuple[Action, ...]
+    peak_chunks: int
+    wrong: list[str]
+
+
+class ToyWork:
+    """Outputs are (stage, micro-batch); counts activations."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._last = plan.placement.num_stages - 1
+        self.alive = self.peak = 0
+        self.wrong: list[str] = []
+
+    def forward(self, action: Action, inputs: Tensors) -> Tensors:
+        self._check(action, inputs, action.stage - 1 if action.stage else None)
+        self._keep(action.op == "F")
+        return [_name(action)]
+
+    def handed_on(self, action: Action) -> None:
+        pass
+
+    def backward(self, action: Action, gradients: Tensors) -> Tensors:
+        self._check(action, gradients, action.stage + 1 if action.stage < self._last else None)
+        self.alive -= action.op == "B"
+        return [_name(action)]
+
+    def weight_gradients(self, action: Action) -> None:
+        self.alive -= 1
+
+    def recompute(self, action: Action) -> None:
+        self._keep(True)
+
+    def offload(self, action: Action) -> None:
+        pass
+
+    def load(self, action: Action) -> None:
+        pass
+
+    def reduce(self, action: Action) -> None:
+        pass
+
+    def _keep(self, stored: bool) -> None:
+        self.alive += stored
+        self.peak = max(self.peak, self.alive)
+
+    def _check(self, action: Action, inputs: Tensors, stage: int | None) -> None:
+        expected = [] if stage is None else [[float(stage), float(action.microbatch)]]
+        if [tensor.tolist() for tensor in inputs] != expected:
+            self.wrong.append(f"{action} got {inputs}, not {expected}")
+
+
+def run_all(plans: list[tuple[Plan, Costs]]) -> list[Run]:
+    """Execute every plan on this rank."""
+    return [_run(plan, costs) for plan, costs in plans]
+
+
+def _run(plan: Plan, costs: Costs) -> Run:
+    time, work, rank = VirtualTime(plan, costs), ToyWork(plan), dist.get_rank()
+    buffers = time.buffers(lambda transfer: [torch.zeros(2)])
+    channels = PeerToPeer(plan, rank, directions_of(dist.group.WORLD), buffers)
+    execute(plan, rank, work, time.channels(channels), done=time.done)
+    return Run(time.now, tuple(time.trace), work.peak, work.wrong)
+
+
+def _name(action: Action) -> torch.Tensor:
+    return torch.tensor([action.stage, action.microbatch], dtype=torch.float32)
