@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed.training.fake_job import build_chunks, fake_job
+from mindspeed.training.pipeline_figures import PipelineFigures, figures, layers_of_stages
 
 _LAYER = re.compile(
     r"^(?:module\.)*(decoder|mtp)\.layers\.\d+(?:\.(?:transformer|mtp_model)_layer)?"
 )
-MOST_LAYERS, MOST_RANKS = 256, 512
+MOST_LAYERS, MOST_RANKS, MOST_KINDS = 256, 512, 8
 OUTSIDE = "outside of layers"
 """Embedding, final norm, output layer and loss."""
 
@@ -60,24 +61,27 @@ class Stage:
     Attributes:
         number: of the stage.
         chunks: what a micro-batch keeps in each of its chunks.
-        held: micro-batches of each chunk that are held at the fullest moments.
+        held: micro-batches of each chunk that are held at the fullest moments; no whole numbers
+            where sizes differ or a part of the activations is kept.
     """
 
     number: int
     chunks: list[Kept]
-    held: frozenset[tuple[int, ...]]
+    held: frozenset[tuple[float, ...]]
 
     @property
     def bytes(self) -> int:
         """Bytes of all micro-batches in flight, at the moment at which they are most."""
         return max(
-            sum(k * chunk.total for k, chunk in zip(held, self.chunks, strict=True))
+            round(sum(k * chunk.total for k, chunk in zip(held, self.chunks, strict=True)))
             for held in self.held
         )
 
 
 def trace(args: argparse.Namespace) -> list[Stage]:
-    """The first, second and last pipeline stage; others are like the second.
+    """The first and the last pipeline stage, and one of others with the same number of layers.
+
+    Of those alike it is the one that holds most.
 
     Args:
         args: final values.
@@ -96,16 +100,28 @@ def trace(args: argparse.Namespace) -> list[Stage]:
     ):
         if refused:
             raise NotTraced(reason)
-    last = args.pipeline_model_parallel_size - 1
-    return [_trace_stage(args, stage) for stage in sorted({0, min(1, last), last})]
+    pipeline = figures(args)
+    return [_trace_stage(args, rank, pipeline.held[rank]) for rank in _different(args, pipeline)]
 
 
-def _trace_stage(args: argparse.Namespace, stage: int) -> Stage:
-    from mindspeed.memory.in_flight.megatron import held_by_stage
+def _different(args: argparse.Namespace, pipeline: PipelineFigures) -> list[int]:
+    """Of all ranks with the same layers and ends the one that holds most."""
+    layers, placement = layers_of_stages(args), pipeline.placement
+    alike: dict[tuple[Any, ...], int] = {}
+    for rank, stages in enumerate(placement.stages):
+        ends = (0 in stages, placement.num_stages - 1 in stages)
+        kind = (ends, tuple(layers[stage] for stage in stages))
+        other = alike.setdefault(kind, rank)
+        if pipeline.in_flight(rank) > pipeline.in_flight(other):
+            alike[kind] = rank
+    if len(alike) > MOST_KINDS:
+        raise NotTraced(f"{len(alike)} different stages, more than {MOST_KINDS}")
+    return sorted(alike.values())
+
+
+def _trace_stage(args: argparse.Namespace, stage: int, held: frozenset[tuple[float, ...]]) -> Stage:
     from mindspeed.training.configs import transformer_config
 
-    per_step = args.micro_batch_size * args.data_parallel_size
-    micro_batches = max(1, args.global_batch_size // per_step)
     args = copy.copy(args)
     args.enable_gloo_process_groups = False
     args.world_size //= args.data_parallel_size  # replicas keep the same
@@ -114,7 +130,6 @@ def _trace_stage(args: argparse.Namespace, stage: int) -> Stage:
         config = transformer_config(args)
         with FakeTensorMode(allow_non_fake_inputs=True):
             chunks = [forward(args, config, chunk) for chunk in build_chunks(args, config)]
-        held = held_by_stage(stage, micro_batches, config)
     return Stage(stage, chunks, held)
 
 

@@ -12,7 +12,8 @@ that share an optimizer):
                          embedding and output layer
     activations          s b per layer times what it keeps of a token (.activations); with full
                          recomputation its input, and one layer whole
-    in flight            stages - rank micro-batches with the 1F1B schedule, a part more with the
+    in flight            micro-batches that a rank holds with the schedule of the job
+                         (.pipeline_figures): stages - rank with 1F1B, a part more with the
                          interleaved one
 
 It is an estimate for choosing a layout, not a promise. Below it is a table of the bytes that one
@@ -22,10 +23,12 @@ micro-batch keeps at each site (:mod:`mindspeed.training.activation_trace`), whi
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.training.activations import head_bytes, input_bytes, layer_bytes
 from mindspeed.training.adapter_size import adapter_weights
 from mindspeed.training.flops import (
@@ -39,6 +42,12 @@ from mindspeed.training.optimizer_size import (
     host_bytes,
     state_bytes,
     window_bytes,
+)
+from mindspeed.training.pipeline_figures import (
+    PipelineFigures,
+    figures,
+    layers_of_stages,
+    micro_batches,
 )
 from mindspeed.training.resolve import Settings
 from mindspeed.training.zero import STRATEGIES
@@ -61,6 +70,7 @@ class Estimate:
     gathered: float
     activations: float
     bubble: float
+    schedule: str
     flops_per_step: float
 
     @property
@@ -76,10 +86,18 @@ def estimate(args: argparse.Namespace) -> Estimate:
     edge = args.padded_vocab_size * args.hidden_size
     edges = 2 if args.untie_embeddings_and_output_weights else 1
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    layers = -(-args.num_layers // pp)  # experts are in the last ones: the last stage is fullest
+    pipeline = figures(args)
+    layers = _layers_of_ranks(args, pipeline.placement)
     experts_per_rank = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    dense_here = (sum(dense[-layers:]) + (edges if pp == 1 else 1) * edge) // tp
-    expert_here = sum(expert[-layers:]) // experts_per_rank
+
+    def weights_of(rank: int) -> tuple[int, int]:
+        """Of the layers and the ends that a rank has, and of its experts."""
+        of_layers = sum(dense[layer] for layer in layers[rank])
+        here = edges * edge if pp == 1 else edge * _ends_of(rank, pipeline.placement)
+        return (of_layers + here) // tp, sum(expert[n] for n in layers[rank]) // experts_per_rank
+
+    fullest = max(range(pp), key=lambda rank: (sum(weights_of(rank)), rank))
+    dense_here, expert_here = weights_of(fullest)
     on_rank = dense_here + expert_here
     narrow = args.fp16 or args.bf16
     replicas = args.data_parallel_size * args.context_parallel_size
@@ -88,7 +106,7 @@ def estimate(args: argparse.Namespace) -> Estimate:
         replicas = expert_replicas = 1
     layer = max(d / tp + e / experts_per_rank for d, e in zip(dense, expert, strict=True))
     trained = 0 if args.lora_target_modules else 1
-    adapters, adapters_here = _adapters(args, layers)
+    adapters, adapters_here = _adapters(args, layers[fullest])
     wide_gradients = not narrow or args.accumulate_allreduce_grads_in_fp32
     width = 2 if narrow else 4
     # Of the model and of the adapters: what a rank computes with, and its share if ranks have any.
@@ -108,17 +126,11 @@ def estimate(args: argparse.Namespace) -> Estimate:
         host=host,
         windows=trained * share[0] * window_bytes(args),
         gradient_copies=trained * share[0] * gradient_copy_bytes(args),
-        activations=_activations(args),
-        bubble=bubble_fraction(args),
+        activations=_activations(args, pipeline, layers),
+        bubble=pipeline.bubble,
+        schedule=pipeline.name,
         flops_per_step=training_flops(args, args.global_batch_size),
     )
-
-
-def bubble_fraction(args: argparse.Namespace) -> float:
-    """Part of a step in which a pipeline stage waits: (p - 1) / (v m + p - 1)."""
-    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    work = _micro_batches(args) * (chunks or 1)
-    return (stages - 1) / (work + stages - 1)
 
 
 def describe(settings: Settings) -> str:
@@ -136,7 +148,7 @@ def describe(settings: Settings) -> str:
     ]
     lines: list[tuple[str, Any]] = [
         ("ranks", _layout(args)),
-        ("micro-batches", f"{_micro_batches(args)} per step and rank"),
+        ("micro-batches", f"{micro_batches(args)} per step and rank"),
         ("parameters", f"{e.parameters:,} ({e.parameters_per_rank:,} on the fullest rank)"),
         ("weights", f"{e.weights / GIB:10.3f} GiB per rank"),
         ("gradients", f"{e.gradients / GIB:10.3f} GiB per rank"),
@@ -144,7 +156,7 @@ def describe(settings: Settings) -> str:
         *((name, f"{size / GIB:10.3f} GiB {of}") for name, size, of in only_with_flags if size),
         ("activations", f"{e.activations / GIB:10.3f} GiB per rank{by_formula}"),
         ("memory", f"{e.memory / GIB:10.3f} GiB per rank, estimated"),
-        ("pipeline bubble", f"{100 * e.bubble:.1f} %"),
+        ("pipeline bubble", f"{100 * e.bubble:.1f} % ({e.schedule})"),
         ("model FLOPs", f"{e.flops_per_step:.3e} per step"),
     ]
     figures = "\n".join(f"  {name:<16} {value}" for name, value in lines)
@@ -164,10 +176,6 @@ def _sites(args: argparse.Namespace) -> tuple[str, int | None]:
     except Exception as error:  # the other figures do not depend on it
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"  not traced: {reason}", None
-
-
-def _micro_batches(args: argparse.Namespace) -> int:
-    return max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 
 def _layout(args: argparse.Namespace) -> str:
@@ -194,12 +202,12 @@ def _matrices(args: argparse.Namespace) -> tuple[list[int], list[int]]:
     return dense + [attention + shared + router] * sparse, [0] * plain + [experts] * sparse
 
 
-def _adapters(args: argparse.Namespace, layers: int) -> tuple[int, int]:
-    """Entries of all adapters, and of those on a rank of the last stage."""
+def _adapters(args: argparse.Namespace, layers: Sequence[int]) -> tuple[int, int]:
+    """Entries of all adapters, and of those in some layers."""
     if not args.lora_target_modules:
         return 0, 0
     sizes = [adapter_weights(args, experts=kind) for kind in _kinds(args)]
-    return sum(whole for whole, _ in sizes), sum(here for _, here in sizes[-layers:])
+    return sum(whole for whole, _ in sizes), sum(sizes[layer][1] for layer in layers)
 
 
 def _kinds(args: argparse.Namespace) -> list[bool]:
@@ -208,22 +216,36 @@ def _kinds(args: argparse.Namespace) -> list[bool]:
     return [False] * dense + [True] * sparse
 
 
-def _activations(args: argparse.Namespace) -> float:
-    """On the fullest stage: the first holds most micro-batches, the last the logits of one."""
+def _activations(
+    args: argparse.Namespace, pipeline: PipelineFigures, layers: Sequence[Sequence[int]]
+) -> float:
+    """On the fullest rank: the first holds most micro-batches, the last the logits of one."""
     tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
-    stages = args.pipeline_model_parallel_size
-    kinds = _kinds(args)
-    here = -(-args.num_layers // stages)
-    first, last = _stage(args, kinds[:here]), _stage(args, kinds[-here:])
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    in_flight = min(
-        stages * (1 + (stages - 1) / (stages * chunks) * (chunks > 1)), _micro_batches(args)
-    )
-    head = head_bytes(args)
-    kept = [in_flight * first[0] + first[1], last[0] + last[1] + head]
-    if stages == 1:
-        kept = [first[0] + first[1] + head]
+    kinds, placement, counts = _kinds(args), pipeline.placement, layers_of_stages(args)
+    last = placement.rank(placement.num_stages - 1)
+    kept = []
+    for rank, here in enumerate(layers):
+        held, once = _stage(args, [kinds[layer] for layer in here])
+        parts = tuple(counts[stage] / max(len(here), 1) for stage in placement.stages[rank])
+        head = head_bytes(args) if rank == last else 0.0
+        kept.append(pipeline.in_flight(rank, parts) * held + once + head)
     return tokens * max(kept)
+
+
+def _layers_of_ranks(args: argparse.Namespace, placement: Placement) -> list[list[int]]:
+    """The layers on each pipeline rank, counted from 0 in the model."""
+    counts = layers_of_stages(args)
+    ends = list(itertools.accumulate(counts))
+    return [
+        [n for stage in stages for n in range(ends[stage] - counts[stage], ends[stage])]
+        for stages in placement.stages
+    ]
+
+
+def _ends_of(rank: int, placement: Placement) -> int:
+    """How many of embedding and output layer a rank has."""
+    stages = placement.stages[rank]
+    return (0 in stages) + (placement.num_stages - 1 in stages)
 
 
 def _stage(args: argparse.Namespace, kinds: Sequence[bool]) -> tuple[float, float]:

@@ -28,6 +28,10 @@ CASES = {
         2,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
+    "uneven-pipeline": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layer-list 1,3",
+    ),
 }
 
 

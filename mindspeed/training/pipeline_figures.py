@@ -1,0 +1,223 @@
+"""The pipeline schedule of a resolved job: its bubble, and the micro-batches that ranks hold.
+
+The flags of a job choose a schedule (seam ``schedule``; without a flag of ours Megatron's own). Its
+plan is made as in training and simulated, with a backward that takes twice as long as a forward.
+A step with more micro-batches repeats the middle of a shorter one: plans of long steps are not
+made, their figures are continued from two short ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindspeed.pipeline.layout import evenly, stage_layers
+from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.placement import Placement
+from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.simulate import simulate
+
+Held = tuple[float, ...]
+"""Micro-batches whose activations each chunk of a rank holds at one moment."""
+
+MOST_ACTIONS = 40_000
+LARGEST = 120_000
+_BACKWARD = 2.0
+
+
+@dataclass(frozen=True)
+class PipelineFigures:
+    """A step of the pipeline.
+
+    Attributes:
+        name: of the schedule.
+        placement: which rank has which stages.
+        bubble: fraction of the step in which the mean rank computes nothing that must be computed.
+        held: for each rank the fullest moments, those at which no other holds as much.
+    """
+
+    name: str
+    placement: Placement
+    bubble: float
+    held: tuple[frozenset[Held], ...]
+
+    def in_flight(self, rank: int, weights: tuple[float, ...] | None = None) -> float:
+        """The most micro-batches that a rank holds, over all its chunks.
+
+        Args:
+            rank: of the pipeline.
+            weights: part of the rank's activations in each chunk; equal by default.
+        """
+        chunks = len(next(iter(self.held[rank])))
+        parts = weights or (1 / chunks,) * chunks
+        return max(
+            sum(count * part for count, part in zip(held, parts, strict=True))
+            for held in self.held[rank]
+        )
+
+
+def figures(args: argparse.Namespace) -> PipelineFigures:
+    """Those of a job whose features are attached.
+
+    Raises:
+        ConfigError: the schedule does not exist for these sizes.
+    """
+    ranks = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    return figures_of(request_of(args), ranks, chunks, micro_batches(args), stage_shares(args))
+
+
+def micro_batches(args: argparse.Namespace) -> int:
+    """Of a step, on one data-parallel rank."""
+    return max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+
+
+def request_of(args: argparse.Namespace) -> ScheduleRequest:
+    """The schedule that the flags of a job ask for."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    function: Any = get_forward_backward_func(stages, chunks)
+    while function is not None:
+        if isinstance(request := getattr(function, "request", None), ScheduleRequest):
+            return request
+        function = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
+    return ScheduleRequest(group_size=args.microbatch_group_size_per_vp_stage if chunks else None)
+
+
+def stage_shares(args: argparse.Namespace) -> tuple[float, ...] | None:
+    """The part of a mean rank's layers on each stage; None where all have as many."""
+    layers = layers_of_stages(args)
+    if len(set(layers)) == 1:
+        return None
+    mean = args.num_layers / args.pipeline_model_parallel_size
+    return tuple(count / mean for count in layers)
+
+
+def layers_of_stages(args: argparse.Namespace) -> tuple[int, ...]:
+    """Layers of each stage, in the order in which a micro-batch passes them."""
+    ranks = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if args.pipeline_model_parallel_layout is None:
+        return stage_layers(evenly(args.num_layers, ranks, chunks))
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import (
+        PipelineParallelLayerLayout as Layout,
+    )
+
+    stages = Layout.parse_str_to_list(str(args.pipeline_model_parallel_layout))
+    return tuple(stage.count(LayerType.decoder) for stage in stages)
+
+
+def figures_of(
+    request: ScheduleRequest,
+    ranks: int,
+    chunks: int,
+    count: int,
+    shares: tuple[float, ...] | None = None,
+) -> PipelineFigures:
+    """Those of a schedule.
+
+    Args:
+        request: the schedule.
+        ranks: p.
+        chunks: v.
+        count: micro-batches of the step, m.
+        shares: :attr:`Costs.stage_shares`.
+    """
+    if ranks == 1:
+        one = (frozenset({(1.0,) * chunks}),)
+        return PipelineFigures("no pipeline", Placement.loop(1, chunks), 0.0, one)
+    costs = replace(request.costs, forward=1.0, stage_shares=shares, recompute=None)
+    costs = replace(costs, input_gradient=_BACKWARD / 2, weight_gradient=_BACKWARD / 2)
+
+    def at(number: int) -> _Step:
+        return _Step.of(build_plan(request, ranks, chunks, number), costs)
+
+    group = (request.group_size or ranks) if chunks > 1 else 1
+    period = min(group, count)
+    if 2 * ranks * chunks * count <= MOST_ACTIONS or request.sizes is not None or request.plan:
+        step = at(count)
+    else:
+        enough = 2 * ranks + 4 * period
+        short = min(count, enough + (count - enough) % period)
+        plain = request.kind in ("1f1b", "interleaved") and not request.recompute
+        if plain and shares is None and 2 * ranks * chunks * (short + period) > LARGEST:
+            return _closed_form(ranks, chunks, count, period)
+        step = at(short)
+        if short < count:
+            step = step.continued(at(short + period), (count - short) / period)
+    placement = request.placement(ranks, chunks)
+    return PipelineFigures(step.name, placement, 1 - step.useful / step.makespan, step.held)
+
+
+@dataclass(frozen=True)
+class _Step:
+    name: str
+    makespan: float
+    useful: float
+    held: tuple[frozenset[Held], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, costs: Costs) -> _Step:
+        simulation = simulate(plan, costs)
+        held = tuple(held_in_row(row, plan, plan.placement.chunk, costs) for row in plan.rows)
+        return cls(plan.name, simulation.makespan, simulation.useful, held)
+
+    def continued(self, longer: _Step, steps: float) -> _Step:
+        """As far again as from here to ``longer``, so many times."""
+
+        def line(one: float, other: float) -> float:
+            return one + steps * (other - one)
+
+        def moments(one: frozenset[Held], other: frozenset[Held]) -> frozenset[Held]:
+            if one == other:
+                return one
+            most = [tuple(map(max, zip(*held, strict=True))) for held in (one, other)]
+            return frozenset({tuple(map(line, *most))})
+
+        return _Step(
+            self.name,
+            line(self.makespan, longer.makespan),
+            line(self.useful, longer.useful),
+            tuple(map(moments, self.held, longer.held)),
+        )
+
+
+def held_in_row(
+    row: tuple[Action, ...], plan: Plan, chunk_of: Callable[[int], int], costs: Costs
+) -> frozenset[Held]:
+    """The fullest moments of a rank that runs ``row``, in micro-batches of mean size."""
+    chunks = 1 + max(chunk_of(action.stage) for action in row)
+    mean = sum(map(plan.size, range(plan.num_microbatches))) / plan.num_microbatches
+    kept, input_only = costs.weight_share, costs.input_share
+    change = {"F": 1.0, "Fc": input_only, "R": 1 - input_only, "I": kept - 1, "W": -kept}
+    change |= {"B": -1.0, "O": -kept, "L": kept}
+    held, moments = [0.0] * chunks, set()
+    for action in row:
+        if action.microbatch is None:
+            continue
+        chunk = chunk_of(action.stage)
+        held[chunk] += change[action.op] * plan.size(action.microbatch) / mean
+        if action.op in ("F", "Fc", "R", "L"):
+            moments.add(tuple(round(count, 9) for count in held))
+    return frozenset(one for one in moments if not any(_less(one, other) for other in moments))
+
+
+def _less(one: Held, other: Held) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def _closed_form(ranks: int, chunks: int, count: int, group: int) -> PipelineFigures:
+    """Megatron's schedules, where a plan would have millions of actions."""
+    bubble = (ranks - 1) / (chunks * count + ranks - 1)
+    held = []
+    for rank in range(ranks):
+        ahead = (ranks - 1 - rank) * (2 if chunks > 1 else 1) + (chunks - 1) * group + 1
+        held.append(frozenset({(min(ahead / chunks, count),) * chunks}))
+    name, placement = "1f1b" if chunks == 1 else "interleaved", Placement.loop(ranks, chunks)
+    return PipelineFigures(name, placement, bubble, tuple(held))
