@@ -86,7 +86,9 @@ def request_of(args: argparse.Namespace) -> ScheduleRequest:
         if isinstance(request := getattr(function, "request", None), ScheduleRequest):
             return request
         function = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
-    return ScheduleRequest(group_size=args.microbatch_group_size_per_vp_stage if chunks else None)
+    if not chunks:
+        return ScheduleRequest()
+    return ScheduleRequest("interleaved", group_size=args.microbatch_group_size_per_vp_stage)
 
 
 def stage_shares(args: argparse.Namespace) -> tuple[float, ...] | None:
@@ -104,13 +106,12 @@ def layers_of_stages(args: argparse.Namespace) -> tuple[int, ...]:
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if args.pipeline_model_parallel_layout is None:
         return stage_layers(evenly(args.num_layers, ranks, chunks))
-    from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import (
         PipelineParallelLayerLayout as Layout,
     )
 
     stages = Layout.parse_str_to_list(str(args.pipeline_model_parallel_layout))
-    return tuple(stage.count(LayerType.decoder) for stage in stages)
+    return tuple(sum(layer.name == "decoder" for layer in stage) for stage in stages)
 
 
 def figures_of(

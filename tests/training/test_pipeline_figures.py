@@ -9,6 +9,8 @@ from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.training import pipeline_figures
 from mindspeed.training.pipeline_figures import figures_of
+from tests.support.trainer_job import SETUP
+from tests.training.activation_trace_job import described
 
 KINDS = {
     "1f1b": 1,
@@ -88,3 +90,18 @@ def test_sizes_weigh_what_is_held():
     sizes = (1.0, 2.0, 3.0, 2.0)
     found = figures_of(ScheduleRequest(sizes=sizes), 2, 1, 4)
     assert found.in_flight(0) == (2 + 3) / 2  # of mean size 2
+
+
+def test_dry_run_prints_the_figures_of_the_schedule_of_its_flags(ranks):
+    pipeline = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size"
+    cases = {
+        f"{pipeline} 8": "11.1 % (1f1b)",
+        f"{pipeline} 8 --num-layer-list 1,3": "36.0 % (1f1b)",
+        f"{pipeline} 8 --pipeline-schedule zb-h1": "4.0 % (zb-h1)",
+        f"{pipeline} 8 --num-layers-per-virtual-pipeline-stage 1": "5.9 % (interleaved)",
+        f"{pipeline} 2147483646 --num-layers-per-virtual-pipeline-stage 1": "0.0 % (interleaved)",
+    }
+    for flags, expected in cases.items():
+        (text,) = ranks(1, described, flags.split(), setup=SETUP, backend=None, timeout=60)
+        (bubble,) = [line for line in text.splitlines() if "pipeline bubble" in line]
+        assert bubble.split(maxsplit=2)[2] == expected, flags
