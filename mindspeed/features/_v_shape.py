@@ -69,17 +69,16 @@ def num_microbatches(megatron: Megatron) -> int | None:
     return size // each if size and each else None
 
 
-def problems(megatron: Megatron) -> Iterator[Problem]:
-    """Everything that a V-shape does not go together with."""
-    name = flag_of(megatron)
-    if name is None:
-        return
+def problems(name: str, megatron: Megatron) -> Iterator[Problem]:
+    """Everything that a V-shape does not go together with.
+
+    Args:
+        name: the flag that asks for it, with its value.
+        megatron: Megatron's arguments.
+    """
     ranks = megatron.get("pipeline_model_parallel_size") or 1
     if ranks < 2:
-        yield Problem(
-            name, f"needs --pipeline-model-parallel-size of at least 2, not {ranks}", "remove it"
-        )
-        return
+        return  # whoever makes the plan refuses it
     for other, flag in _OTHER_SPLITS.items():
         if megatron.get(other):
             yield Problem(

@@ -13,10 +13,13 @@ inputs; without it the cool-down runs whole backwards.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from mindspeed.features import _pipeline_plan as shared
 from mindspeed.features import _v_shape
+from mindspeed.features._divided_backward import divide_backward, divided_backward_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 
@@ -41,39 +44,40 @@ def _enabled(options: DualPipeVOptions, megatron: Megatron) -> bool:
 
 
 def _validate(options: DualPipeVOptions, megatron: Megatron) -> list[Problem]:
-    detach, schedule = "--dualpipev-dw-detach", megatron.get("pipeline_schedule")
-    if options.schedules_method is None:
-        found = list(_v_shape.problems(megatron))
-        if options.dualpipev_dw_detach and schedule != "dualpipev":
-            found.append(
-                Problem(detach, "has no effect without --schedules-method dualpipev", "remove it")
-            )
-        return found
-    name = "--schedules-method dualpipev"
-    found = []
-    if schedule not in (None, "dualpipev"):
-        found.append(
-            Problem(
-                name, f"and --pipeline-schedule {schedule} name two schedules", "give one of them"
-            )
-        )
-    return [*found, *_v_shape.problems(megatron), *_too_few(name, megatron)]
+    name = _v_shape.flag_of(megatron)
+    if name is None or (options.dualpipev_dw_detach and not name.endswith("dualpipev")):
+        fix = "add --schedules-method dualpipev, or remove it"
+        return [Problem("--dualpipev-dw-detach", "is a variant of DualPipeV", fix)]
+    found = list(_v_shape.problems(name, megatron))
+    if options.schedules_method is not None:  # else --pipeline-schedule checks its own
+        found += shared.problems_of(name, megatron)
+    if options.dualpipev_dw_detach:
+        found += divided_backward_problems(name, megatron)
+    if not found and options.schedules_method is not None:
+        found += _plan_problems(name, options, megatron)
+    return found
 
 
-def _too_few(name: str, megatron: Megatron) -> list[Problem]:
-    ranks = megatron.get("pipeline_model_parallel_size") or 1
-    count = _v_shape.num_microbatches(megatron)
-    if ranks < 2 or count is None or count >= 2 * ranks:
-        return []
-    return [
-        Problem(
+def _plan_problems(name: str, options: DualPipeVOptions, megatron: Megatron) -> Iterator[Problem]:
+    ranks, count = megatron["pipeline_model_parallel_size"], _v_shape.num_microbatches(megatron)
+    if count is not None and count < 2 * ranks:
+        yield Problem(
             name,
             f"needs 2 * --pipeline-model-parallel-size {ranks} = {2 * ranks} micro-batches or more "
             f"in every step; there are {count}",
             "make --global-batch-size larger or --micro-batch-size smaller, or take "
             "--pipeline-schedule zb-v, which has no such limit",
         )
-    ]
+        return
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+    factor = megatron.get("pipeline_memory_limit")
+    limit = None if factor is None else shared.limit_of(factor, ranks, 1)
+    request = ScheduleRequest(
+        kind="dualpipev", split_cooldown=options.dualpipev_dw_detach, memory_limit=limit
+    )
+    if isinstance(problem := shared.plan_of(name, megatron, request), Problem):
+        yield problem
 
 
 def _corrects(options: DualPipeVOptions, megatron: Megatron) -> dict[str, Any]:
@@ -82,15 +86,16 @@ def _corrects(options: DualPipeVOptions, megatron: Megatron) -> dict[str, Any]:
 
 def _attach(seams: Seams, options: DualPipeVOptions, megatron: Megatron) -> None:
     _v_shape.attach_v_shape(seams, megatron, FEATURE.name)
+    if options == DualPipeVOptions():
+        return  # --pipeline-schedule chooses the order
 
     def schedule(previous: Any) -> Any:
         from mindspeed.pipeline.schedule.megatron import scheduled
 
-        changes: dict[str, Any] = {"split_cooldown": options.dualpipev_dw_detach}
-        if options.schedules_method is not None:
-            changes["kind"] = options.schedules_method
-        return scheduled(previous, **changes)
+        return scheduled(previous, kind="dualpipev", split_cooldown=options.dualpipev_dw_detach)
 
+    if options.dualpipev_dw_detach:
+        divide_backward(seams, FEATURE.name)
     seams.schedule.add(schedule, owner=FEATURE.name)
 
 

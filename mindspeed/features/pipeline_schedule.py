@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.errors import ConfigError
 from mindspeed.features import _pipeline_plan as shared
 from mindspeed.features._divided_backward import divide_backward, divided_backward_problems
+from mindspeed.features._v_shape import flag_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 from mindspeed.ranges import Range
@@ -164,7 +165,7 @@ def _changes(options: PipelineScheduleOptions, megatron: Megatron) -> dict[str, 
         changes["kind"] = options.pipeline_schedule
     if options.pipeline_memory_limit is not None:
         # A V-shape is compared with 1F1B, as it has no chunks without it.
-        v_shape = options.pipeline_schedule in ("zb-v", "dualpipev")
+        v_shape = flag_of(megatron) is not None
         changes["memory_limit"] = shared.limit_of(
             options.pipeline_memory_limit, ranks, 1 if v_shape else chunks
         )

@@ -1,0 +1,115 @@
+"""Flags of a V-shape: what they change, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.features._v_shape import corrects, layout_of
+from mindspeed.features.registry import resolve
+from mindspeed.pipeline.v_shape import even_layout
+
+JOB = {
+    "num_layers": 8,
+    "pipeline_model_parallel_size": 2,
+    "global_batch_size": 8,
+    "micro_batch_size": 1,
+    "data_parallel_size": 1,
+}
+DUALPIPEV = {**JOB, "schedules_method": "dualpipev"}
+ZB_V = {**JOB, "pipeline_schedule": "zb-v"}
+
+
+@pytest.mark.parametrize("job", [DUALPIPEV, ZB_V])
+def test_a_rank_has_two_chunks_and_the_config_a_layout(job):
+    names = [feature.name for feature in resolve(job, "cpu").enabled]
+    assert "dualpipev" in names
+    changes = corrects(job)
+    assert changes["virtual_pipeline_model_parallel_size"] == 2
+    assert changes["pipeline_model_parallel_layout"] == "Ett|tt|tt|ttL"
+    resolve({**job, **changes}, "cpu")  # once more, as repatch does
+    assert corrects({**job, "pipeline_model_parallel_layout": "E|tttt|tt|ttL"}) == {
+        "virtual_pipeline_model_parallel_size": 2
+    }
+
+
+def test_layers_of_multi_token_prediction_are_in_the_last_stage():
+    assert even_layout(4, 2, mtp_layers=1) == "Et|t|t|tmL"
+
+
+def test_without_a_v_shape_there_is_no_layout():
+    assert layout_of({**JOB, "pipeline_schedule": "1f1b"}) is None
+
+
+REFUSED = {
+    "one rank": (
+        {**DUALPIPEV, "pipeline_model_parallel_size": 1},
+        r"--schedules-method dualpipev: there is one pipeline rank",
+    ),
+    "zb-v on one rank": (
+        {**ZB_V, "pipeline_model_parallel_size": 1},
+        r"--pipeline-schedule zb-v: there is one pipeline rank",
+    ),
+    "odd split": (
+        {**DUALPIPEV, "num_layers": 6},
+        r"splits --num-layers 6 into 2 \* --pipeline-model-parallel-size 2 = 4 equal stages; "
+        r"choose a multiple of 4, or give --pipeline-model-parallel-layout",
+    ),
+    "layout of four": (
+        {**ZB_V, "pipeline_model_parallel_layout": "Etttt|ttttL"},
+        r"needs 2 stages on each of 2 pipeline ranks; .* Etttt\|ttttL has 2; give 4 stages",
+    ),
+    "chunks given": (
+        {**DUALPIPEV, "num_layers_per_virtual_pipeline_stage": 2},
+        r"gives every pipeline rank two chunks itself: "
+        r"--num-layers-per-virtual-pipeline-stage 2 says something else; remove",
+    ),
+    "number of chunks given": (
+        {**ZB_V, "num_virtual_stages_per_pipeline_rank": 2},
+        r"--num-virtual-stages-per-pipeline-rank 2 says something else",
+    ),
+    "too few micro-batches": (
+        {**DUALPIPEV, "global_batch_size": 3},
+        r"--schedules-method dualpipev: needs 2 \* --pipeline-model-parallel-size 2 = 4 "
+        r"micro-batches or more in every step; there are 3; .* --pipeline-schedule zb-v",
+    ),
+    "too few while the batch grows": (
+        {**DUALPIPEV, "rampup_batch_size": ["2", "2", "100"]},
+        r"4 micro-batches or more in every step; there are 2",
+    ),
+    "too little memory": (
+        {**DUALPIPEV, "pipeline_memory_limit": 0.5},
+        r"--schedules-method dualpipev: .*activations",
+    ),
+    "variant of nothing": (
+        {**JOB, "dualpipev_dw_detach": True},
+        r"--dualpipev-dw-detach: is a variant of DualPipeV; add --schedules-method dualpipev",
+    ),
+    "two schedules": (
+        {**DUALPIPEV, "pipeline_schedule": "zb-h1"},
+        r"--pipeline-schedule zb-h1: and --schedules-method are two schedules",
+    ),
+    "two splits": (
+        {**DUALPIPEV, "num_layer_list": "4,4"},
+        r"cannot be combined with 'unaligned-pipeline'",
+    ),
+    "old format": (
+        {**DUALPIPEV, "ckpt_format": "torch"},
+        r"cannot be combined with --ckpt-format torch, .*; use --ckpt-format torch_dist",
+    ),
+    "graphs": (
+        {**DUALPIPEV, "cuda_graph_impl": "local"},
+        r"--schedules-method dualpipev: cannot be combined with --cuda-graph-impl local",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_training(name):
+    values, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        resolve(values, "cpu")
+
+
+def test_zb_v_takes_any_number_of_micro_batches():
+    resolve({**ZB_V, "global_batch_size": 1}, "cpu")
