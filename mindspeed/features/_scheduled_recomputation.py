@@ -59,7 +59,7 @@ def problems_of(flag: str, megatron: Megatron, *, chunks: str) -> Iterator[Probl
         yield Problem(flag, f"cannot be combined with {other}: {_BOTH}", "remove one")
 
 
-def attach(
+def attach_recomputation(
     seams: Seams,
     feature: str,
     flag: str,

@@ -57,7 +57,7 @@ def _validate(options: RecomputeInAdvanceOptions, megatron: Megatron) -> list[Pr
 
 def _attach(seams: Seams, options: RecomputeInAdvanceOptions, megatron: Megatron) -> None:
     number = megatron.get("recompute_num_layers")
-    shared.attach(seams, FEATURE.name, _FLAG, megatron, "advance", number)
+    shared.attach_recomputation(seams, FEATURE.name, _FLAG, megatron, "advance", number)
 
 
 FEATURE = Feature(

@@ -55,7 +55,7 @@ def _validate(options: RecomputeInBubbleOptions, megatron: Megatron) -> list[Pro
 
 
 def _attach(seams: Seams, options: RecomputeInBubbleOptions, megatron: Megatron) -> None:
-    shared.attach(seams, FEATURE.name, _FLAG, megatron, "bubble", None)
+    shared.attach_recomputation(seams, FEATURE.name, _FLAG, megatron, "bubble", None)
 
 
 FEATURE = Feature(
