@@ -29,6 +29,7 @@ from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.executor import Tensors, execute
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.virtual_time import Buffers, VirtualTime
 from mindspeed.pipeline.schedule.work.megatron import MegatronWork, StepArguments
 from mindspeed.pipeline.schedule.work.recomputation import Recomputation
 
@@ -43,11 +44,13 @@ class ScheduledPipeline:
         dump: csv file to which this rank writes every new plan of training; None: none.
         recomputation: what drops and recomputes the activations of a model chunk; None: nothing
             does. Plans with ``Fc`` need it.
+        instrument: makes the virtual clock of a step from its plan and work; None: no clock.
     """
 
     request: ScheduleRequest = field(default_factory=ScheduleRequest)
     dump: str | None = None
     recomputation: Callable[[torch.nn.Module], Recomputation | None] | None = None
+    instrument: Callable[[Plan, MegatronWork], VirtualTime] | None = None
 
     def __call__(
         self,
@@ -122,12 +125,20 @@ class ScheduledPipeline:
         def buffers(transfer: Transfer) -> Tensors:
             return [empty(shape) for shape in (received if transfer.forward else sent)]
 
-        channels = PeerToPeer(plan, rank, directions_of(groups.pp), buffers)
         with _timed(config, "forward-backward", level=1):
             with work.step():
-                execute(plan, rank, work, channels)
+                self._execute(plan, work, groups.pp, buffers)
             work.finalize()
         return work.losses
+
+    def _execute(self, plan: Plan, work: MegatronWork, pp_group: Any, buffers: Buffers) -> None:
+        rank, directions = pp_group.rank(), directions_of(pp_group)
+        if self.instrument is None:
+            execute(plan, rank, work, PeerToPeer(plan, rank, directions, buffers))
+            return
+        time = self.instrument(plan, work)
+        channels = PeerToPeer(plan, rank, directions, time.buffers(buffers))
+        execute(plan, rank, work, time.channels(channels), done=time.done)
 
     def _recomputations(self, plan: Plan, chunks: list[Any]) -> list[Recomputation | None]:
         """For each chunk what drops and recomputes its activations."""

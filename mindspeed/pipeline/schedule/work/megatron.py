@@ -184,6 +184,12 @@ class MegatronWork:
         """Start the reduction of a chunk, if it can overlap with anything."""
         self._start_reduction(self._plan.placement.chunk(action.stage))
 
+    @property
+    def num_live(self) -> int:
+        """How many (stage, micro-batch) have activations, for a backward or for a ``W``."""
+        split = any(action.op == BACKWARD_INPUT for action in self._plan.rows[self._rank])
+        return len(self.live) + (len(self._weight_gradients.pending) if split else 0)
+
     @cached_property
     def _weight_gradients(self) -> Any:
         """The store that the linear layers of all chunks share."""
