@@ -59,6 +59,17 @@ LAYOUTS = {
         MODEL,
         "--pipeline-model-parallel-size 2 --pipeline-num-transformer-layers [[0,2],[1,1]]",
     ),
+    "dualpipev": (
+        2,
+        MODEL,
+        "--pipeline-model-parallel-size 2 --schedules-method dualpipev",
+    ),
+    "zb-v-tensor-distributed-optimizer": (
+        4,
+        MODEL.replace("--untie-embeddings-and-output-weights ", ""),
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --tensor-model-parallel-size 2 "
+        "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce",
+    ),
     "swap-attention": (
         2,
         MODEL,

@@ -90,7 +90,9 @@ def test_layers_go_down_the_ranks_and_up_again(name, chunks, built):
 
 STEPS = {
     "dualpipev": Case(2, schedule="dualpipev"),
+    "dualpipev, split": Case(2, schedule="dualpipev", split=True),
     "zb-v": Case(2),
+    "zb-v, few": Case(2, microbatches=1),
     "zb-v, local": Case(2, spec="local"),
     "tied": Case(2, tied=True),
     "tied, local": Case(2, tied=True, spec="local"),

@@ -31,7 +31,7 @@ class Case:
     layout: str | None = None
     tied: bool = False
     num_layers: int = 8
-    schedule: str = "dualpipev"
+    schedule: str = "zb-v"
     split: bool = False
     microbatches: int = 8
     config: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def _run(case: Case, step: bool) -> Built:
     parallel_state.destroy_model_parallel()
     values = {"num_layers": case.num_layers, "pipeline_model_parallel_size": case.ranks}
     if case.ranks > 1:
-        values["schedules_method"] = "dualpipev"
+        values["pipeline_schedule"] = case.schedule
     repatch(values)
     virtual = 2 if case.ranks > 1 else None
     parallel_state.initialize_model_parallel(1, case.ranks, virtual)

@@ -19,10 +19,23 @@ MOE = (
 )
 PP, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 DUALPIPEV = f"{PP} --schedules-method dualpipev"
+ZB_V = f"{PP} --pipeline-schedule zb-v"
 PAIRS = "--micro-batch-size 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUTS = {
     "two ranks": (2, GQA, DUALPIPEV),
+    "split": (2, GQA, f"{DUALPIPEV} --dualpipev-dw-detach"),
+    "zb-v, two ranks": (2, GQA, ZB_V),
+    "zb-v, local spec": (2, f"{GQA} --transformer-impl local", ZB_V),
+    "zb-v, four ranks": (4, TIED, f"{PP4} --pipeline-schedule zb-v"),
+    "zb-v, tensor, sequence": (
+        4,
+        TIED,
+        f"{ZB_V} {PAIRS} --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "zb-v, data, overlap": (4, TIED, f"{ZB_V} {OVERLAP}"),
+    "zb-v, context, experts": (4, MOE, f"{ZB_V} {PAIRS} --context-parallel-size 2"),
+    "zb-v, mtp": (2, f"{SIZES} {MTP_TIED}", ZB_V),
     "local spec": (2, f"{GQA} --transformer-impl local", DUALPIPEV),
     "four ranks": (4, GQA, f"{PP4} --schedules-method dualpipev"),
     "tied": (2, TIED, DUALPIPEV),
