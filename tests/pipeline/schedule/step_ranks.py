@@ -28,6 +28,7 @@ class Layout:
     chunks: int = 1
     tensor: int = 1
     context: int = 1
+    expert: int = 1
     spec: str = "te"
     dropout: float = 0.1
     config: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Model:
             layout.pipeline,
             layout.chunks if layout.chunks > 1 else None,
             context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
         )
         self.seed()
         stages = range(layout.chunks) if layout.chunks > 1 else [None]
@@ -116,11 +118,12 @@ class Model:
         return Step([float(loss) for loss in losses], gradients)
 
     def _config(self) -> Any:
-        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
         layout = self.layout
         several = layout.chunks > 1
-        return TransformerConfig(
+        latent = layout.config.get("multi_latent_attention")
+        return (MLATransformerConfig if latent else TransformerConfig)(
             **{
                 **SIZES,
                 "normalization": "RMSNorm",
@@ -131,6 +134,7 @@ class Model:
                 "tensor_model_parallel_size": layout.tensor,
                 "sequence_parallel": layout.tensor > 1,
                 "context_parallel_size": layout.context,
+                "expert_model_parallel_size": layout.expert,
                 "pipeline_model_parallel_size": layout.pipeline,
                 "virtual_pipeline_model_parallel_size": layout.chunks if several else None,
                 "microbatch_group_size_per_vp_stage": layout.pipeline,
