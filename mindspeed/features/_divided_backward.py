@@ -11,6 +11,13 @@ from mindspeed.features.feature import Megatron, Problem
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.pipeline.schedule.costs import Costs
+
+_LAYER, _LAYER_INPUT, _PENDING = 34, 2, 32
+"""Bytes of a dense layer in 16 bits with flash attention, in units of s b h: what forward keeps,
+what it keeps where the layer is recomputed, and what a weight gradient that waits keeps: 7 of
+inputs and 9 of output gradients. Source of the first: Korthikanti et al., "Reducing activation
+recomputation in large transformer models" (2022)."""
 
 
 def divided_backward_problems(name: str, megatron: Megatron) -> Iterator[Problem]:
@@ -43,3 +50,30 @@ def divide_backward(seams: Seams, owner: str) -> None:
     from mindspeed.te.split_backward import new_store, split
 
     seams.chunk.add(partial(split, new_store()), owner=owner)
+
+
+def costs_of(megatron: Megatron) -> Costs:
+    """By which costs weight gradients are placed.
+
+    Where layers are recomputed, input gradients take longer, and a weight gradient that waits keeps
+    more than the forward did: then few are made to wait, so that memory does not grow.
+    """
+    from mindspeed.pipeline.schedule.costs import Costs
+
+    part = _recomputed_part(megatron)
+    if not part:
+        return Costs()
+    kept = part * _LAYER_INPUT + (1 - part) * _LAYER
+    return Costs(input_gradient=1.0 + part, weight_share=_PENDING / kept)
+
+
+def _recomputed_part(megatron: Megatron) -> float:
+    """The part of the layers that is recomputed whole."""
+    if megatron.get("recompute_granularity") != "full":
+        return 0.0
+    number, layers = megatron.get("recompute_num_layers"), megatron.get("num_layers")
+    if megatron.get("recompute_method") != "block" or not number or not layers:
+        return 1.0
+    stages = megatron.get("pipeline_model_parallel_size") or 1
+    stages *= megatron.get("virtual_pipeline_model_parallel_size") or 1
+    return min(1.0, float(number * stages / layers))

@@ -20,7 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import _pipeline_plan as shared
-from mindspeed.features._divided_backward import divide_backward, divided_backward_problems
+from mindspeed.features._divided_backward import (
+    costs_of,
+    divide_backward,
+    divided_backward_problems,
+)
 from mindspeed.features._v_shape import flag_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
@@ -163,6 +167,8 @@ def _changes(options: PipelineScheduleOptions, megatron: Megatron) -> dict[str, 
         )
     elif options.pipeline_schedule is not None:
         changes["kind"] = options.pipeline_schedule
+        if options.pipeline_schedule not in _WHOLE_BACKWARDS:
+            changes["costs"] = costs_of(megatron)
     if options.pipeline_memory_limit is not None:
         # A V-shape is compared with 1F1B, as it has no chunks without it.
         v_shape = flag_of(megatron) is not None

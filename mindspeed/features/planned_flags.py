@@ -16,7 +16,6 @@ from mindspeed.errors import ConfigError
 FEATURES: dict[str, str] = {
     "Dynamic pipeline parallelism (DPP)": "--optimized-pipeline --manual-mbs",
     "Fold3D": "--fold-mode",
-    "Nano-pipe pipeline parallelism": "--use-nanopipe",
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
     "Zero memory": "--moe-zero-memory",

@@ -8,8 +8,10 @@ import torch
 from mindspeed.memory.stash_swap import StashSwap
 from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from mindspeed.profiling.flops import FlopCounter
+from mindspeed.te import fp8
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.linear import LayerNormLinear, Linear
+from mindspeed.te.recipes import DelayedScaling, Float8CurrentScaling
 from tests.pipeline.schedule.split_ranks import Case, compare
 from tests.support import gpt_ranks
 from tests.support.lazy import needs
@@ -92,6 +94,40 @@ def test_divided_backward_equals_the_whole_one(kind, fused, dtype):
     for name in found:
         assert found[name].any() or name.endswith("1"), name  # an expert without tokens
         assert torch.equal(expected[name], found[name]), name
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling])
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_operands_in_fp8_are_those_of_the_whole_backward(kind, recipe):
+    """The factors of delayed scaling change with every backward."""
+    whole, divided = (fp8_layer(kind) for _ in range(2))
+    store = divided.weight_gradients = WeightGradients()
+    generator = torch.Generator().manual_seed(3)
+    xs = [torch.randn(48, 32, generator=generator) * 2.3**i for i in range(3)]
+    grads = [torch.randn(48, 48, generator=generator) * 1.7**i for i in range(3)]
+    for module in (whole, divided):
+        with store.splitting():
+            outputs = []
+            for x in xs:
+                with fp8.fp8_autocast(enabled=True, fp8_recipe=recipe()):
+                    splits = () if kind == "linear" else ([16, 32],)
+                    outputs.append(module(x.clone().requires_grad_(), *splits))
+            for number, (out, grad) in enumerate(zip(outputs, grads, strict=True)):
+                with store.deferred((0, number)):
+                    out.backward(grad)
+            for number in range(3):
+                store.compute((0, number))
+    assert store.computed == 3
+    for p, q in zip(whole.parameters(), divided.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def fp8_layer(kind):
+    torch.manual_seed(1)
+    options = {"bias": False, "params_dtype": torch.float32, "device": "cpu"}
+    if kind == "grouped":
+        return GroupedLinear(2, 32, 48, init_method=torch.nn.init.normal_, **options)
+    return Linear(32, 48, init_method=torch.nn.init.normal_, **options)
 
 
 def test_layers_that_autograd_would_not_reach_are_undivided():

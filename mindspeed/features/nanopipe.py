@@ -1,0 +1,111 @@
+"""``--use-nanopipe``: weight gradients are computed where a pipeline rank would wait.
+
+Backward is divided into input gradients, which the stage before waits for, and weight gradients,
+which nobody waits for. With model chunks the order is Megatron's interleaved one, and nearly all of
+its bubble but the unavoidable (p - 1) F / v disappears, within the memory of its fullest rank; with
+one chunk per rank it is 1F1B's (ZB-H1). Losses and gradients stay the same, bit for bit.
+
+``--use-nanopipe-swap``: weight gradients that wait keep their inputs in host memory, so that each
+rank has on its device what the interleaved schedule has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features import _pipeline_plan
+from mindspeed.features._divided_backward import (
+    costs_of,
+    divide_backward,
+    divided_backward_problems,
+)
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+_NAME, _SWAP = "--use-nanopipe", "--use-nanopipe-swap"
+
+
+@dataclass(frozen=True)
+class NanopipeOptions:
+    """Whether backward is divided, and where weight gradients wait."""
+
+    use_nanopipe: bool = flag(False, "compute weight gradients where a pipeline rank would wait")
+    use_nanopipe_swap: bool = flag(
+        False, "weight gradients that wait keep what they need in host memory"
+    )
+
+
+def _validate(options: NanopipeOptions, megatron: Megatron) -> list[Problem]:
+    if not options.use_nanopipe:
+        fix = f"add {_NAME}, or remove it"
+        return [Problem(_SWAP, f"moves what weight gradients of {_NAME} need", fix)]
+    problems = [
+        *_pipeline_plan.problems_of(_NAME, megatron),
+        *divided_backward_problems(_NAME, megatron),
+        *_other_schedules(megatron),
+    ]
+    return problems or [*_plan_problems(options, megatron)]
+
+
+def _other_schedules(megatron: Megatron) -> Iterator[Problem]:
+    given = megatron.get("pipeline_schedule")
+    if given not in (None, "nanopipe"):
+        yield Problem(_NAME, f"and --pipeline-schedule {given} are two schedules", "remove one")
+    for name, other in {
+        "schedules_method": "--schedules-method",
+        "fold_mode": "--fold-mode",
+    }.items():
+        if megatron.get(name):
+            yield Problem(_NAME, f"and {other} {megatron[name]} are two schedules", "remove one")
+
+
+def _plan_problems(options: NanopipeOptions, megatron: Megatron) -> Iterator[Problem]:
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+    request = ScheduleRequest(**_changes(options, megatron))
+    found = _pipeline_plan.plan_of(_NAME, megatron, request)
+    if isinstance(found, Problem):
+        yield found
+
+
+def _changes(options: NanopipeOptions, megatron: Megatron) -> dict[str, Any]:
+    changes = {
+        "kind": "nanopipe",
+        "swap": options.use_nanopipe_swap,
+        "costs": costs_of(megatron),
+    }
+    if (factor := megatron.get("pipeline_memory_limit")) is not None:
+        ranks = megatron.get("pipeline_model_parallel_size") or 1
+        chunks = _pipeline_plan.chunks_of(megatron)
+        changes["memory_limit"] = _pipeline_plan.limit_of(factor, ranks, chunks)
+    return changes
+
+
+def _attach(seams: Seams, options: NanopipeOptions, megatron: Megatron) -> None:
+    changes = _changes(options, megatron)
+
+    def schedule(previous: Any) -> Any:
+        from mindspeed.pipeline.schedule.megatron import scheduled
+
+        return scheduled(previous, **changes)
+
+    divide_backward(seams, FEATURE.name)
+    seams.schedule.add(schedule, owner=FEATURE.name)
+
+
+FEATURE = Feature(
+    name="nanopipe",
+    summary="weight gradients are computed where a pipeline rank would wait",
+    level=2,
+    options=NanopipeOptions,
+    enabled=lambda options, megatron: options != NanopipeOptions(),
+    validate=_validate,
+    attach=_attach,
+    seams=("chunk", "schedule"),
+    conflicts=("tensor-parallel-2d", "adaptive-memory"),
+)

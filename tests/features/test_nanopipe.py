@@ -1,0 +1,96 @@
+"""``--use-nanopipe`` is refused before training wherever it cannot be what it says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mindspeed import te
+from mindspeed.errors import ConfigError
+from mindspeed.features._divided_backward import costs_of
+from mindspeed.features.nanopipe import FEATURE
+from mindspeed.features.registry import resolve
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.simulate import simulate
+
+JOB = {
+    "pipeline_model_parallel_size": 4,
+    "virtual_pipeline_model_parallel_size": 2,
+    "global_batch_size": 32,
+    "micro_batch_size": 1,
+    "data_parallel_size": 2,
+    "num_layers": 16,
+    "hidden_size": 64,
+}
+NANO = {"use_nanopipe": True}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"virtual_pipeline_model_parallel_size": None},
+        {"use_nanopipe_swap": True},
+        {"pipeline_schedule": "nanopipe"},
+        {"pipeline_memory_limit": 1.0},
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+    ],
+)
+def test_possible_jobs(flags):
+    enabled = {feature.name for feature in resolve({**JOB, **NANO, **flags}, "cpu").enabled}
+    assert FEATURE.name in enabled
+    assert FEATURE.name not in {feature.name for feature in resolve(JOB, "cpu").enabled}
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            {"use_nanopipe": False, "use_nanopipe_swap": True},
+            "--use-nanopipe-swap: moves what weight gradients of --use-nanopipe need; add",
+        ),
+        ({"pipeline_model_parallel_size": 1}, "--use-nanopipe: there is one pipeline rank"),
+        (
+            {"global_batch_size": 4},
+            "--use-nanopipe: 2 micro-batches are too few for 4 pipeline ranks with 2 model chunks",
+        ),
+        ({"tp_2d": True, "tp_x": 1, "tp_y": 1}, "tensor-parallel-2d"),
+        ({"adaptive_memory_optimization": True}, "adaptive-memory"),
+        ({"pipeline_schedule": "zb-h1"}, "--use-nanopipe: and --pipeline-schedule zb-h1 are two"),
+        ({"schedules_method": "dualpipev"}, "--use-nanopipe: and --schedules-method dualpipev are"),
+        (
+            {"overlap_moe_expert_parallel_comm": True},
+            "--use-nanopipe: cannot be combined with --overlap-moe-expert-parallel-comm",
+        ),
+        (
+            {"use_transformer_engine_op_fuser": True},
+            "--use-nanopipe: cannot be combined with --use-transformer-engine-op-fuser",
+        ),
+        ({"pipeline_memory_limit": 0.3}, "--use-nanopipe: .* A of activations at"),
+    ],
+)
+def test_impossible_jobs_are_refused(flags, text):
+    with pytest.raises(ConfigError) as refused:
+        resolve({**JOB, **NANO, **flags}, "cpu")
+    assert re.search(text, str(refused.value)), refused.value
+
+
+def test_the_layers_of_nvidias_engine_are_refused(monkeypatch):
+    monkeypatch.setattr(te, "choose", lambda device: ("native", ""))
+    with pytest.raises(ConfigError, match=r"--use-nanopipe: computes .*; unset MINDSPEED_TE"):
+        resolve({**JOB, **NANO}, "cpu")
+
+
+def test_recomputed_layers_keep_the_memory_of_megatrons_schedule():
+    full = {"recompute_granularity": "full", "recompute_num_layers": 1, **JOB}
+    assert costs_of(JOB) == Costs()
+    assert costs_of({**full, "recompute_method": "uniform"}).weight_share == 16
+    half = costs_of({**full, "recompute_method": "block"})
+    assert (half.input_gradient, half.weight_share) == (1.5, 32 / 18)
+    costs = costs_of({**full, "recompute_method": "uniform"})
+    plain = simulate(build_plan(ScheduleRequest(), 4, 2, 16), costs)
+    nano = simulate(build_plan(ScheduleRequest(kind="nanopipe", costs=costs), 4, 2, 16), costs)
+    assert nano.peak_memory == plain.peak_memory
+    assert (plain.makespan, nano.makespan) == (70.0, 68.5)
