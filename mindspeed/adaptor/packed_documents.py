@@ -86,7 +86,7 @@ def _broadcast(original: Callable[..., Any], seams: Seams) -> Callable[..., Any]
             get_tokenizer(),
             pre_process=first,
             post_process=last,
-            shape=None if args.variable_seq_lengths else (args.micro_batch_size, args.seq_length),
+            shape=_shape(args),
         )
         packing: dict[str, torch.Tensor] = {}
         if read.cu_seqlens is not None:
@@ -102,6 +102,13 @@ def _broadcast(original: Callable[..., Any], seams: Seams) -> Callable[..., Any]
         }
 
     return get_batch_on_this_tp_rank
+
+
+def _shape(args: Any) -> tuple[int, int] | None:
+    """``(b, s)`` of every micro-batch; None where it varies."""
+    if args.variable_seq_lengths or getattr(args, "optimized_pipeline", False):
+        return None
+    return args.micro_batch_size, args.seq_length
 
 
 def _longest(cu_seqlens: CuSeqlens) -> int:

@@ -14,7 +14,6 @@ from mindspeed.errors import ConfigError
 
 # Feature, as the table of features calls it -> its flags.
 FEATURES: dict[str, str] = {
-    "Dynamic pipeline parallelism (DPP)": "--optimized-pipeline --manual-mbs",
     "Fold3D": "--fold-mode",
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
@@ -32,8 +31,6 @@ FEATURES: dict[str, str] = {
 }
 # What does something similar today.
 INSTEAD: dict[str, str] = {
-    "--manual-mbs": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
-    "--optimized-pipeline": "--num-layers-per-virtual-pipeline-stage makes the pipeline idle less",
     "--fold-mode": "--overlap-grad-reduce reduces gradients while the backward pass runs",
     "--n-shared-experts": "--moe-shared-expert-intermediate-size gives their width",
 }

@@ -20,6 +20,7 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
+from mindspeed.features.dynamic_pipeline import sizes_of_arguments
 from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.storage import directory
@@ -66,7 +67,8 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
     sets = data.build_datasets(args, model.config, tokenizer)
     read = partial(data.micro_batches, args, model.config, tokenizer=tokenizer)
     counter = SampleCounter() if args.is_instruction_dataset else FixedLengthCounter(args)
-    readers = read(sets.train, args.consumed_train_samples, counter=counter)
+    sizes = sizes_of_arguments(vars(args))
+    readers = read(sets.train, args.consumed_train_samples, counter=counter, sizes=sizes)
     held_out = {}
     if args.eval_iters:
         held_out["validation"] = read(sets.valid, args.consumed_valid_samples)

@@ -72,20 +72,25 @@ def directions_of(pp_group: Any) -> Directions:
     ranks of the job would have to make the groups of all pipelines in the same order.
     """
     if pp_group not in _DIRECTIONS:
-        ranks = dist.get_process_group_ranks(pp_group)
-        _know_equally_many_groups(pp_group)
+        backend = dist.get_backend(pp_group)
         upward, downward = (
-            dist.new_group(
-                ranks,
-                timeout=_timeout(pp_group),
-                backend=dist.get_backend(pp_group),
-                use_local_synchronization=True,
-                group_desc=f"PIPELINE_{name}_GROUP",
-            )
-            for name in ("UPWARD", "DOWNWARD")
+            new_pipeline_group(pp_group, name, backend) for name in ("UPWARD", "DOWNWARD")
         )
+        ranks = dist.get_process_group_ranks(pp_group)
         _DIRECTIONS[pp_group] = Directions(upward, downward, tuple(ranks))
     return _DIRECTIONS[pp_group]
+
+
+def new_pipeline_group(pp_group: Any, name: str, backend: str) -> Any:
+    """Another group of the ranks of ``pp_group``; collective over them."""
+    _know_equally_many_groups(pp_group)
+    return dist.new_group(
+        dist.get_process_group_ranks(pp_group),
+        timeout=_timeout(pp_group),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=f"PIPELINE_{name}_GROUP",
+    )
 
 
 def _know_equally_many_groups(pp_group: Any) -> None:

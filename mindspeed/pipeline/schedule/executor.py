@@ -133,7 +133,7 @@ def execute(
         if (transfer := message_of(plan, action)) is None:
             continue
         if transfer.target == rank:
-            local[transfer] = [tensor.detach() for tensor in outputs]
+            local[transfer] = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
         else:
             channels.send(transfer, outputs)
         if transfer.forward:

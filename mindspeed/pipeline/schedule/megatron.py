@@ -17,19 +17,24 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
-from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.actions import FORWARD_INPUT_ONLY
-from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
 from mindspeed.pipeline.schedule.csv_file import write_plan
-from mindspeed.pipeline.schedule.executor import Tensors, execute
-from mindspeed.pipeline.schedule.plan import Plan, Transfer
+from mindspeed.pipeline.schedule.executor import execute
+from mindspeed.pipeline.schedule.messages.megatron import (
+    MessageArguments,
+    Messages,
+    channels_of,
+    lengths_of,
+)
+from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.regrouped_samples import regrouped
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
-from mindspeed.pipeline.schedule.virtual_time import Buffers, VirtualTime
+from mindspeed.pipeline.schedule.virtual_time import VirtualTime
+from mindspeed.pipeline.schedule.weights.megatron import MicroBatchWeights
 from mindspeed.pipeline.schedule.work.megatron import MegatronWork, StepArguments
 from mindspeed.pipeline.schedule.work.recomputation import Recomputation
 
@@ -45,12 +50,14 @@ class ScheduledPipeline:
         recomputation: what drops and recomputes the activations of a model chunk; None: nothing
             does. Plans with ``Fc`` need it.
         instrument: makes the virtual clock of a step from its plan and work; None: no clock.
+        messages: how the messages between stages may differ.
     """
 
     request: ScheduleRequest = field(default_factory=ScheduleRequest)
     dump: str | None = None
     recomputation: Callable[[torch.nn.Module], Recomputation | None] | None = None
     instrument: Callable[[Plan, MegatronWork], VirtualTime] | None = None
+    messages: Messages = field(default_factory=Messages)
 
     def __call__(
         self,
@@ -82,6 +89,9 @@ class ScheduledPipeline:
         if len(chunks) > 1 and adjust_tensor_shapes_fn is not None:
             raise ConfigError("adjust_tensor_shapes_fn needs one model chunk per pipeline rank")
         rank = groups.pp.rank()
+        sizes = None if forward_only else self.request.sizes
+        if sizes is not None:
+            readers = [regrouped(reader, micro_batch_size, sizes) for reader in readers]
         plan = plan_of(
             self.request,
             groups.pp.size(),
@@ -105,40 +115,35 @@ class ScheduledPipeline:
                 first_val_step=first_val_step,
                 force_all_reduce=bool(force_all_reduce),
                 recomputations=self._recomputations(plan, chunks),
+                weights=MicroBatchWeights(sizes, config, groups.cp.size()),
+                several_tensors=self.messages.several_tensors,
             ),
         )
-        received, sent = self._shapes(
-            adjust_tensor_shapes_fn,
+        lengths = lengths_of(readers, num_microbatches) if self.messages.variable_lengths else None
+        arguments = MessageArguments(
+            config=config,
+            groups=groups,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
+            adjust=adjust_tensor_shapes_fn,
+            sizes=sizes,
+            lengths=lengths,
         )
-        empty = functools.partial(
-            torch.empty,
-            dtype=config.pipeline_dtype or torch.float32,
-            device=device.current().torch_device(),
-        )
-
-        def buffers(transfer: Transfer) -> Tensors:
-            return [empty(shape) for shape in (received if transfer.forward else sent)]
-
         with _timed(config, "forward-backward", level=1):
             with work.step():
-                self._execute(plan, work, groups.pp, buffers)
+                self._execute(plan, work, arguments)
             work.finalize()
         return work.losses
 
-    def _execute(self, plan: Plan, work: MegatronWork, pp_group: Any, buffers: Buffers) -> None:
-        rank, directions = pp_group.rank(), directions_of(pp_group)
+    def _execute(self, plan: Plan, work: MegatronWork, arguments: MessageArguments) -> None:
         if self.instrument is None:
-            execute(plan, rank, work, PeerToPeer(plan, rank, directions, buffers))
+            channels = channels_of(plan, arguments, self.messages)
+            execute(plan, arguments.groups.pp.rank(), work, channels)
             return
         time = self.instrument(plan, work)
-        channels = PeerToPeer(plan, rank, directions, time.buffers(buffers))
-        execute(plan, rank, work, time.channels(channels), done=time.done)
+        channels = channels_of(plan, arguments, self.messages, time.buffers)
+        execute(plan, arguments.groups.pp.rank(), work, time.channels(channels), done=time.done)
 
     def _recomputations(self, plan: Plan, chunks: list[Any]) -> list[Recomputation | None]:
         """For each chunk what drops and recomputes its activations."""
@@ -151,12 +156,6 @@ class ScheduledPipeline:
                 "--recompute-in-bubble or --recompute-in-advance"
             )
         return [None] * len(chunks)
-
-    @staticmethod
-    def _shapes(adjust: Callable[..., Any] | None, **options: Any) -> tuple[list[Any], list[Any]]:
-        """Shapes of the tensors that a stage receives and sends."""
-        received, sent = (schedules.get_tensor_shapes(**options) for _ in range(2))
-        return (received, sent) if adjust is None else adjust(received, sent)
 
 
 def scheduled(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline:

@@ -18,6 +18,16 @@ import torch
 from mindspeed.errors import DataError
 
 
+def regrouped(reader: Any, micro_batch_size: int, sizes: Sequence[int]) -> Any:
+    """The micro-batches of one step in other sizes.
+
+    A reader with an attribute ``micro_batch_sizes`` reads the sizes that it says; None stays.
+    """
+    if reader is None or getattr(reader, "micro_batch_sizes", None) is not None:
+        return reader
+    return RegroupedSamples(reader, micro_batch_size, sizes)
+
+
 class RegroupedSamples(Iterator[Any]):
     """The micro-batches of one step. Reads no more micro-batches than it needs.
 

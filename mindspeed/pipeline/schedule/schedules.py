@@ -57,7 +57,7 @@ class ScheduleRequest:
     kind: str = "1f1b"
     plan: Plan | None = None
     memory_limit: float | None = None
-    sizes: tuple[float, ...] | None = None
+    sizes: tuple[int, ...] | None = None
     swap: bool = False
     recompute: str | None = None
     costs: Costs = field(default_factory=Costs)
@@ -104,7 +104,7 @@ def build_plan(
         check(plan, forward_only=True)
         return plan
     if request.plan is not None:
-        plan = replace(request.plan, sizes=request.sizes)
+        plan = replace(request.plan, sizes=_relative(request.sizes))
     elif request.kind in _BUILDERS:
         plan = _BUILDERS[request.kind](request, placement, num_microbatches)
         plan = _recomputing(request, plan)
@@ -235,7 +235,12 @@ def _flush(
 
 
 def _plan(request: ScheduleRequest, placement: Placement, m: int, rows: orders.Rows) -> Plan:
-    return Plan(placement, rows, m, request.sizes, request.kind)
+    return Plan(placement, rows, m, _relative(request.sizes), request.kind)
+
+
+def _relative(sizes: tuple[int, ...] | None) -> tuple[float, ...] | None:
+    """Sizes with mean 1, so that A remains one micro-batch of ``--micro-batch-size``."""
+    return None if sizes is None else tuple(size * len(sizes) / sum(sizes) for size in sizes)
 
 
 def _filled(request: ScheduleRequest, plan: Plan) -> Plan:

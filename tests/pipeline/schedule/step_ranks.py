@@ -150,15 +150,17 @@ class Model:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_decoder_block_spec,
             get_gpt_layer_local_spec,
             get_gpt_layer_with_transformer_engine_spec,
         )
 
-        spec = (
-            get_gpt_layer_with_transformer_engine_spec()
-            if self.layout.spec == "te"
-            else get_gpt_layer_local_spec(normalization="RMSNorm")
-        )
+        if self.config.num_moe_experts:
+            spec = get_gpt_decoder_block_spec(self.config, self.layout.spec == "te", vp_stage=stage)
+        elif self.layout.spec == "te":
+            spec = get_gpt_layer_with_transformer_engine_spec()
+        else:
+            spec = get_gpt_layer_local_spec(normalization="RMSNorm")
         ends = {"ignore_virtual": False, "vp_stage": stage}
         return GPTModel(
             self.config,
@@ -200,7 +202,7 @@ def forward_step(reader: Any, model: Any) -> tuple[torch.Tensor, Any]:
         {
             "tokens": tokens,
             "labels": tokens.roll(-1, 1),
-            "positions": torch.arange(SEQUENCE).expand(BATCH, -1),
+            "positions": torch.arange(SEQUENCE).expand(len(tokens), -1),
         }
     )
     output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])

@@ -21,7 +21,9 @@ from mindspeed import device
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, FORWARD_INPUT_ONLY, Action
 from mindspeed.pipeline.schedule.executor import Tensors
+from mindspeed.pipeline.schedule.headers import check_tensors, made_here
 from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.weights.megatron import MicroBatchWeights
 from mindspeed.pipeline.schedule.work.recomputation import Recomputation
 from mindspeed.pipeline.v_shape.megatron import finalized_groups
 from mindspeed.pipeline.v_shape.results import move_results
@@ -43,6 +45,8 @@ class StepArguments:
         first_val_step: of fp8 weights: whether this is the first step of a validation.
         force_all_reduce: reduce gradients with an all-reduce in this step.
         recomputations: for each chunk what drops and recomputes its activations, if anything does.
+        weights: what each micro-batch counts.
+        several_tensors: a stage may return several tensors, some without gradients.
     """
 
     forward_step_func: Callable[..., Any]
@@ -56,6 +60,8 @@ class StepArguments:
     first_val_step: bool | None
     force_all_reduce: bool
     recomputations: Sequence[Recomputation | None]
+    weights: MicroBatchWeights
+    several_tensors: bool = False
 
 
 class MegatronWork:
@@ -121,12 +127,15 @@ class MegatronWork:
         step = self._step
         chunk = self._plan.placement.chunk(action.stage)
         if not step.forward_only:
-            for tensor in inputs:
-                tensor.requires_grad_(tensor.is_floating_point())
+            if not step.several_tensors:
+                for tensor in inputs:
+                    tensor.requires_grad_()
             self._gather_parameters(chunk)
         with self._stored_or_dropped(action, chunk):
             (output,), num_tokens = self._forward_step(action, chunk, inputs)
         outputs = list(output) if isinstance(output, tuple | list) else [output]
+        if step.several_tensors:
+            check_tensors(outputs, action)
         self._num_tokens += num_tokens
         if not step.forward_only:
             self.live[_key(action)] = inputs, outputs
@@ -137,7 +146,7 @@ class MegatronWork:
         if self._step.forward_only:
             return
         _, outputs = self.live[_key(action)]
-        for output in outputs:
+        for output in made_here(outputs) if self._step.several_tensors else outputs:
             schedules.deallocate_output_tensor(
                 output, self._step.config.deallocate_pipeline_outputs
             )
@@ -146,6 +155,7 @@ class MegatronWork:
         """Gradients of the inputs; zeros for those that did not take part."""
         config = self._step.config
         inputs, outputs = self.live.pop(_key(action))
+        self._step.weights.before_backward(_key(action)[1])
         if config.timers is not None:
             config.timers("backward-compute", log_level=2).start()
         for tensor in inputs:
@@ -160,7 +170,9 @@ class MegatronWork:
             _run_backward(outputs, gradients)
         if config.timers is not None:
             config.timers("backward-compute").stop()
-        return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+        return [
+            torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
+        ]
 
     def weight_gradients(self, action: Action) -> None:
         """Add to the gradients of weights what the ``I`` of this micro-batch left out."""
@@ -241,7 +253,7 @@ class MegatronWork:
         )
         try:
             return schedules.forward_step(
-                step.forward_step_func,
+                step.weights.forward_step(step.forward_step_func, _key(action)[1]),
                 step.readers[chunk],
                 step.chunks[chunk],
                 step.num_microbatches,
@@ -295,13 +307,9 @@ def _key(action: Action) -> tuple[int, int]:
 
 def _run_backward(outputs: Tensors, gradients: Tensors) -> None:
     """Call the engine directly: freed outputs no longer have the shape of their gradients."""
-    pairs = [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if output.requires_grad
-    ]
-    if pairs:
-        tensors, grad_tensors = zip(*pairs, strict=True)
+    tensors = tuple(output for output in outputs if output.requires_grad)
+    if tensors:
+        grad_tensors = tuple(gradients)
         torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
             tensors=tensors,
             grad_tensors=grad_tensors,

@@ -1,0 +1,1 @@
+"""What stages of Megatron's models send each other (:mod:`.megatron`)."""

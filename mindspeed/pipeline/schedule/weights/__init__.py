@@ -1,0 +1,1 @@
+"""What micro-batches of different sizes count in Megatron's losses (:mod:`.megatron`)."""

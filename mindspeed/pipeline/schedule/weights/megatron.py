@@ -1,0 +1,56 @@
+"""Weights of micro-batches of different sizes in Megatron's losses.
+
+The loss itself is weighted where it is computed (:mod:`mindspeed.pipeline.schedule.weighted_loss`).
+The losses of experts and of multi-token prediction take their scale from a global variable when
+their backward runs; it is set for every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+from mindspeed import device
+from mindspeed.pipeline.schedule.micro_batch_sizes import loss_weight
+from mindspeed.pipeline.schedule.weighted_loss import with_weight
+
+
+@dataclass(frozen=True)
+class MicroBatchWeights:
+    """What each micro-batch of a step counts.
+
+    Attributes:
+        sizes: samples of each micro-batch; None where all are equal: nothing changes.
+        config: the model's configuration.
+        context_ranks: size of a context-parallel group.
+    """
+
+    sizes: Sequence[int] | None
+    config: Any
+    context_ranks: int = 1
+
+    def forward_step(self, function: Callable[..., Any], microbatch: int) -> Callable[..., Any]:
+        """The forward step of a micro-batch."""
+        if self.sizes is None:
+            return function
+        weight = loss_weight(self.sizes, microbatch)
+        return with_weight(function, weight, per_token=self.config.calculate_per_token_loss)
+
+    def before_backward(self, microbatch: int) -> None:
+        """Set the scales of auxiliary losses."""
+        config = self.config
+        if self.sizes is None or config.calculate_per_token_loss:
+            return
+        scale = torch.ones(1, device=device.current().torch_device())
+        if config.grad_scale_func is not None:
+            scale = config.grad_scale_func(scale)
+        scale = scale * loss_weight(self.sizes, microbatch) / len(self.sizes)
+        if getattr(config, "num_moe_experts", None) is not None:
+            MoEAuxLossAutoScaler.set_loss_scale(scale * self.context_ranks)
+        if getattr(config, "mtp_num_layers", None) is not None:
+            MTPLossAutoScaler.set_loss_scale(scale)
