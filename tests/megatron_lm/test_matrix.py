@@ -62,7 +62,8 @@ LAYOUTS = {
     "dualpipev": (
         2,
         MODEL,
-        "--pipeline-model-parallel-size 2 --schedules-method dualpipev",
+        "--pipeline-model-parallel-size 2 --schedules-method dualpipev --eval-iters 1 "
+        "--eval-interval 2",
     ),
     "zb-v-tensor-distributed-optimizer": (
         4,
