@@ -7,8 +7,8 @@ and the bubble is that of an interleaved schedule whose weight gradients fill th
     --schedules-method dualpipev [--dualpipev-dw-detach]   the order of DeepSeek's DualPipeV
     --pipeline-schedule zb-v                               weight gradients wherever a rank waits
 
-``--dualpipev-dw-detach`` computes the weight gradients of the cool-down apart from those of the
-inputs; without it the cool-down runs whole backwards.
+DualPipeV computes some weight gradients apart from those of the inputs, in its warm-up and, with
+``--dualpipev-dw-detach``, in its cool-down (as ``--pipeline-schedule dualpipev`` always does).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def _enabled(options: DualPipeVOptions, megatron: Megatron) -> bool:
 
 def _validate(options: DualPipeVOptions, megatron: Megatron) -> list[Problem]:
     name = _v_shape.flag_of(megatron)
-    if name is None or (options.dualpipev_dw_detach and not name.endswith("dualpipev")):
-        fix = "add --schedules-method dualpipev, or remove it"
-        return [Problem("--dualpipev-dw-detach", "is a variant of DualPipeV", fix)]
+    if name is None or (options.dualpipev_dw_detach and options.schedules_method is None):
+        fix = "add it, or remove this flag"
+        return [
+            Problem("--dualpipev-dw-detach", "is a variant of --schedules-method dualpipev", fix)
+        ]
     found = list(_v_shape.problems(name, megatron))
     if options.schedules_method is not None:  # else --pipeline-schedule checks its own
         found += shared.problems_of(name, megatron)
-    if options.dualpipev_dw_detach:
         found += divided_backward_problems(name, megatron)
-    if not found and options.schedules_method is not None:
-        found += _plan_problems(name, options, megatron)
+        found += [] if found else _plan_problems(name, options, megatron)
     return found
 
 
@@ -86,7 +86,7 @@ def _corrects(options: DualPipeVOptions, megatron: Megatron) -> dict[str, Any]:
 
 def _attach(seams: Seams, options: DualPipeVOptions, megatron: Megatron) -> None:
     _v_shape.attach_v_shape(seams, megatron, FEATURE.name)
-    if options == DualPipeVOptions():
+    if options.schedules_method is None:
         return  # --pipeline-schedule chooses the order
 
     def schedule(previous: Any) -> Any:
@@ -94,8 +94,7 @@ def _attach(seams: Seams, options: DualPipeVOptions, megatron: Megatron) -> None
 
         return scheduled(previous, kind="dualpipev", split_cooldown=options.dualpipev_dw_detach)
 
-    if options.dualpipev_dw_detach:
-        divide_backward(seams, FEATURE.name)
+    divide_backward(seams, FEATURE.name)
     seams.schedule.add(schedule, owner=FEATURE.name)
 
 

@@ -7,6 +7,9 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features._v_shape import corrects, layout_of
 from mindspeed.features.registry import resolve
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.pipeline.v_shape import even_layout
 
 JOB = {
@@ -83,7 +86,7 @@ REFUSED = {
     ),
     "variant of nothing": (
         {**JOB, "dualpipev_dw_detach": True},
-        r"--dualpipev-dw-detach: is a variant of DualPipeV; add --schedules-method dualpipev",
+        r"--dualpipev-dw-detach: is a variant of --schedules-method dualpipev; add it",
     ),
     "two schedules": (
         {**DUALPIPEV, "pipeline_schedule": "zb-h1"},
@@ -113,3 +116,18 @@ def test_refused_before_training(name):
 
 def test_zb_v_takes_any_number_of_micro_batches():
     resolve({**ZB_V, "global_batch_size": 1}, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "whole", "detached"), [(4, 16, 8.6, 3.0), (8, 64, 5.2, 1.8)]
+)
+def test_detached_weight_gradients_fill_the_cool_down(ranks, microbatches, whole, detached):
+    for split, expected in ((False, whole), (True, detached)):
+        request = ScheduleRequest(kind="dualpipev", split_cooldown=split)
+        plan = build_plan(request, ranks, 2, microbatches)
+        result = simulate(plan, Costs())
+        assert round(100 * result.bubble, 1) == expected
+        assert max(result.peak_memory) == ranks + 0.5
+    zb_v = simulate(build_plan(ScheduleRequest(kind="zb-v"), ranks, 2, microbatches), Costs())
+    assert round(100 * zb_v.bubble, 1) == detached
+    assert zb_v.peak_memory == tuple([ranks] * ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -86,6 +87,14 @@ def test_checkpoints_hold_what_those_of_one_rank_hold(name, built):
 def test_layers_go_down_the_ranks_and_up_again(name, chunks, built):
     ranks, _ = built[name]
     assert [chunk for rank in ranks for chunk in rank.chunks] == chunks
+
+
+def test_the_first_rank_has_both_ends(built):
+    """One embedding and one output layer more than the others; tied, one weight for both."""
+    vocabulary, hidden = 32, 16
+    for name, ends in (("two ranks", 2), ("two ranks, tied", 1)):
+        first, second = (sum(map(prod, rank.shapes.values())) for rank in built[name][0])
+        assert first - second == ends * vocabulary * hidden + hidden  # and the last norm
 
 
 STEPS = {

@@ -98,7 +98,7 @@ def vee(p: int, m: int) -> Rows:
     return tuple(rows)
 
 
-def dualpipev(p: int, m: int, split: bool = True) -> Rows:
+def dualpipev(p: int, m: int, split: bool = True, split_cooldown: bool = True) -> Rows:
     """The order that DeepSeek published as DualPipeV, for m >= 2p; V-shape.
 
     ``split`` puts the weight gradients where the publication has them; else all backwards are
@@ -106,17 +106,20 @@ def dualpipev(p: int, m: int, split: bool = True) -> Rows:
 
     Source: https://github.com/deepseek-ai/DualPipe (2025), and "Cut-in-half" of Qi et al.
     """
-    return tuple(_dualpipev_row(p, m, rank, split) for rank in range(p))
+    both = split, split and split_cooldown
+    return tuple(_dualpipev_row(p, m, rank, *both) for rank in range(p))
 
 
-def _dualpipev_row(p: int, m: int, rank: int, split: bool) -> tuple[Action, ...]:
+def _dualpipev_row(
+    p: int, m: int, rank: int, split_warmup: bool, split_cooldown: bool
+) -> tuple[Action, ...]:
     down, up = _Chunk(rank), _Chunk(2 * p - 1 - rank)
     row: list[Action] = []
     pending: list[Action] = []  # weight gradients, first in, first out
 
-    def backward(chunk: _Chunk, later: bool = False) -> None:
+    def backward(chunk: _Chunk, split: bool = False) -> None:
         action = chunk.backward()
-        if later and split:
+        if split:
             row.append(action._replace(op=BACKWARD_INPUT))
             pending.append(action._replace(op=BACKWARD_WEIGHT))
         else:
@@ -131,7 +134,7 @@ def _dualpipev_row(p: int, m: int, rank: int, split: bool) -> tuple[Action, ...]
     for _ in range(rank + 1):
         row += (down.forward(), up.forward())
     for _ in range(rest):
-        backward(up, later=True)
+        backward(up, split_warmup)
         weight_gradient()
         row.append(up.forward())
     for _ in range(m - 2 * p + rank + 1):
@@ -144,10 +147,10 @@ def _dualpipev_row(p: int, m: int, rank: int, split: bool) -> tuple[Action, ...]
         row.append(up.forward())
         backward(down)
     for number in range(2 * (rank + 1)):  # the second half splits
-        backward(down if number % 2 else up, later=number > rank)
+        backward(down if number % 2 else up, split_cooldown and number > rank)
     for _ in range(rest):
         weight_gradient()
-        backward(down, later=True)
+        backward(down, split_cooldown)
     while pending:
         weight_gradient()
     return tuple(row)

@@ -10,7 +10,7 @@
 | zb-h1       | flush, k=1               | all             | p                                 |
 | nanopipe    | flush, k=2 (v=1: k=1)    | all             | p + (p - 1) / v                   |
 | zb-v        | vee                      | all             | p                                 |
-| dualpipev   | DeepSeek's               | some, or none   | p + 1/2                           |
+| dualpipev   | DeepSeek's               | some            | p + 1/2                           |
 | aiao        | flush, g=m (or breadth)  | no              | (2 (p - 1) + (v - 1) m + 1) / v   |
 | auto        | the fastest of all       | if that helps   | the limit, if there is one        |
 """
@@ -48,7 +48,8 @@ class ScheduleRequest:
         costs: by which actions are placed.
         group_size: g of :func:`orders.flush`.
         warmup: k of :func:`orders.flush`.
-        split_cooldown: dualpipev splits the backwards of its warm-up and cool-down.
+        split_cooldown: dualpipev splits the backwards of its cool-down, and not only those of its
+            warm-up.
         strict: aiao in the literal order: all forwards of a chunk, then those of the next.
         v_shape: the model is split in a V; the kinds zb-v and dualpipev always are.
         split: auto may split backwards.
@@ -63,7 +64,7 @@ class ScheduleRequest:
     costs: Costs = field(default_factory=Costs)
     group_size: int | None = None
     warmup: float | None = None
-    split_cooldown: bool = False
+    split_cooldown: bool = True
     strict: bool = False
     v_shape: bool = False
     split: bool = True
@@ -171,7 +172,7 @@ def _dualpipev(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
             f"{m} micro-batches are too few for DualPipeV on {p} pipeline ranks; it needs at "
             f"least {2 * p}. --pipeline-schedule zb-v takes any number"
         )
-    rows = orders.dualpipev(p, m, request.split_cooldown)
+    rows = orders.dualpipev(p, m, split_cooldown=request.split_cooldown)
     return with_reductions(_plan(request, placement, m, rows))
 
 
