@@ -26,6 +26,7 @@ DEEPSEEK = (
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+V_SHAPE = f"{PP2} --schedules-method dualpipev"
 EP2 = "--expert-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 RESHARDABLE = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
@@ -44,6 +45,7 @@ CHAINS = {
     "plain data 2 to 1": (MODEL, 2, "", 1, ""),
     "plain tensor 2 to pipeline 2": (MODEL, 2, TP2, 2, PP2),
     "plain pipeline 2 to virtual pipeline": (MODEL, 2, PP2, 2, VPP2),
+    "plain v-shape to virtual pipeline": (MODEL, 2, V_SHAPE, 2, VPP2),
     "plain pipeline 2 to context 2": (MODEL, 2, PP2, 2, "--context-parallel-size 2"),
     "plain experts 2 to tensor 2": (MOE, 2, EP2, 2, TP2),
     "plain tensor 2 to experts 2": (MOE, 2, TP2, 2, EP2),

@@ -8,6 +8,8 @@ from math import prod
 import pytest
 import torch
 
+from mindspeed.pipeline.schedule.placement import Placement
+from mindspeed.pipeline.v_shape import even_layout
 from tests.pipeline.v_shape_ranks import MOE, Case, build_all, step_all
 
 SETUP = "tests.support.warm"
@@ -95,6 +97,21 @@ def test_the_first_rank_has_both_ends(built):
     for name, ends in (("two ranks", 2), ("two ranks, tied", 1)):
         first, second = (sum(map(prod, rank.shapes.values())) for rank in built[name][0])
         assert first - second == ends * vocabulary * hidden + hidden  # and the last norm
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [(even_layout(32, 4), 34.8), ("Ett|tttt|tttt|tttt|ttttt|ttttt|ttttt|tttL", 26.7)],
+)
+def test_a_layout_balances_the_parameters_of_the_first_rank(layout, share):
+    """Llama-3-8B."""
+    stages, (layer, end) = layout.split("|"), (218_112_000, 128_256 * 4096)
+    counts = {"t": layer, "E": end, "L": end}
+    ranks = [
+        sum(counts[part] for stage in own for part in stages[stage])
+        for own in Placement.v_shape(4).stages
+    ]
+    assert round(100 * max(ranks) / sum(ranks), 1) == share
 
 
 STEPS = {
