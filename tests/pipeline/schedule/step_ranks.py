@@ -57,6 +57,7 @@ class Model:
         from mindspeed.te.split_backward import new_store, split
 
         self.layout = layout
+        self.limit: int | None = None  # of micro-batches that the data has
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             layout.tensor,
@@ -101,7 +102,7 @@ class Model:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         several = self.layout.chunks > 1
-        readers = [iter(batches(num_microbatches)) for _ in self.chunks]
+        readers = [iter(batches(num_microbatches)[: self.limit]) for _ in self.chunks]
         with torch.no_grad() if forward_only else contextlib.nullcontext():
             losses = (schedule or get_forward_backward_func())(
                 forward_step_func=forward_step,
@@ -307,6 +308,16 @@ def compare(
 def one_rank(layout: Layout, num_microbatches: int) -> Step:
     """The step of a model without pipeline."""
     return Model(layout).step(num_microbatches)
+
+
+def step_without_data(layout: Layout) -> None:
+    """A step whose data ends after two of four micro-batches on the first stage."""
+    from mindspeed.pipeline.schedule.megatron import scheduled
+
+    model = Model(layout)
+    if torch.distributed.get_rank() == 0:
+        model.limit = 2
+    model.step(4, scheduled(None))
 
 
 def plans(layout: Layout, cases: list[Case]) -> list[Step]:
