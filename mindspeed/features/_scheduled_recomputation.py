@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from mindspeed.features import _pipeline_plan
 from mindspeed.features._activation_memory import attach_plan, common_problems
 from mindspeed.features.feature import Megatron, Problem
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
     from mindspeed.memory.plan import Plan
     from mindspeed.memory.presets import ChunkLayers
+
+When = Literal["bubble", "advance"]
 
 _BOTH = "both decide which layers are recomputed"
 _AGAIN = "a second run would change scaling factors"
@@ -36,27 +39,39 @@ _CONFLICTS = {
 }
 
 
-def problems_of(flag: str, megatron: Megatron, *, chunks: str) -> Iterator[Problem]:
+def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> Iterator[Problem]:
     """What neither flag can run with.
 
     Args:
         flag: Of the feature.
+        when: What it asks of the schedule.
         megatron: Megatron's arguments.
         chunks: What it needs several model chunks of a rank for.
     """
-    yield from common_problems(flag, megatron)
-    if (megatron.get("virtual_pipeline_model_parallel_size") or 1) == 1:
-        yield Problem(
-            flag,
-            f"needs several model chunks on each pipeline rank: {chunks}",
-            "add --num-layers-per-virtual-pipeline-stage, or remove it",
-        )
+    said = set()
+    for problem in (*_pipeline_plan.problems_of(flag, megatron), *common_problems(flag, megatron)):
+        combination, _, _ = problem.message.partition(":")
+        if combination not in said:
+            yield problem
+        said.add(combination)
     for name, (other, why) in _CONFLICTS.items():
         if megatron.get(name):
             yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
     if (megatron.get("adaptive_recompute_device_size") or 0) > 0:
         other = "--adaptive-recompute-device-size"
         yield Problem(flag, f"cannot be combined with {other}: {_BOTH}", "remove one")
+    if _pipeline_plan.chunks_of(megatron) == 1:
+        yield Problem(
+            flag,
+            f"needs several model chunks on each pipeline rank: {chunks}",
+            "add --num-layers-per-virtual-pipeline-stage, or remove it",
+        )
+    elif not said:
+        from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+        found = _pipeline_plan.plan_of(flag, megatron, ScheduleRequest(recompute=when))
+        if isinstance(found, Problem):
+            yield found
 
 
 def attach_recomputation(
@@ -64,7 +79,7 @@ def attach_recomputation(
     feature: str,
     flag: str,
     megatron: Megatron,
-    when: Literal["bubble", "advance"],
+    when: When,
     number: int | None,
 ) -> None:
     """Let a schedule decide when the layers of every model chunk are recomputed.
@@ -74,7 +89,7 @@ def attach_recomputation(
         feature: Its name.
         flag: Its flag, for messages.
         megatron: Megatron's arguments.
-        when: Which schedule.
+        when: What it asks of the schedule.
         number: How many layers of every chunk; None: all.
     """
     per_rank = number is not None and bool(megatron.get("enable_recompute_layers_per_pp_rank"))

@@ -32,7 +32,7 @@ class RecomputeInAdvanceOptions:
 
 def _validate(options: RecomputeInAdvanceOptions, megatron: Megatron) -> list[Problem]:
     chunks = "with one, a rank has nothing to do while it waits for a gradient"
-    problems = list(shared.problems_of(_FLAG, megatron, chunks=chunks))
+    problems = list(shared.problems_of(_FLAG, "advance", megatron, chunks=chunks))
     for name, wanted in (("recompute_granularity", "full"), ("recompute_method", "block")):
         if (given := megatron.get(name)) != wanted:
             other = "--" + name.replace("_", "-")

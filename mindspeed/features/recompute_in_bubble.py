@@ -32,7 +32,7 @@ class RecomputeInBubbleOptions:
 
 def _validate(options: RecomputeInBubbleOptions, megatron: Megatron) -> list[Problem]:
     chunks = "in-bubble recomputation reorders them"
-    problems = list(shared.problems_of(_FLAG, megatron, chunks=chunks))
+    problems = list(shared.problems_of(_FLAG, "bubble", megatron, chunks=chunks))
     if granularity := megatron.get("recompute_granularity"):
         problems.append(
             Problem(

@@ -103,6 +103,7 @@ def test_what_recomputation_in_advance_refuses(flags, named):
         ("distribute_saved_activations", True),
         ("fine_grained_activation_offloading", True),
         ("overlap_moe_expert_parallel_comm", True),
+        ("hybrid_context_parallel", True),
     ],
 )
 @pytest.mark.parametrize("flags", [BUBBLE, ADVANCE], ids=["bubble", "advance"])
