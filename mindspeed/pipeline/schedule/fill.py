@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.actions import (
@@ -33,12 +34,27 @@ from mindspeed.pipeline.schedule.actions import (
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 
-THETAS = (0.0, 0.25, 0.5, 1.0)
+
+class Policy(NamedTuple):
+    """Which idle times a weight gradient takes.
+
+    Attributes:
+        theta: those of at least theta times its own length.
+        late: the same after the last forward of the rank; None: one W after each I instead, as the
+            interleaved zero bubble schedule of torch does.
+    """
+
+    theta: float
+    late: float | None
+
+
+UNIFORM = (Policy(0, 0), Policy(0.25, 0.25), Policy(0.5, 0.5), Policy(1, 1))
+POLICIES = (*UNIFORM, Policy(0.25, 0), Policy(1, 0.5), Policy(1, None))
 _ROUNDING = 1e-9
 
 
 def split_backwards(
-    plan: Plan, costs: Costs, caps: Sequence[float], thetas: Sequence[float] = THETAS
+    plan: Plan, costs: Costs, caps: Sequence[float], policies: Sequence[Policy] = POLICIES
 ) -> Plan:
     """``plan`` with weight gradients of their own, in the best of several ways.
 
@@ -46,20 +62,39 @@ def split_backwards(
         plan: whole forwards and backwards only.
         costs: by which idle times are found.
         caps: most activations of each rank, in A.
-        thetas: an idle time is used if it is at least theta times as long as the W. The one with
-            the shortest simulated step is taken.
+        policies: the one with the shortest simulated step is taken, the first of several.
 
     Raises:
         ConfigError: the order itself needs more memory than ``caps`` allow.
     """
     best: _Filler | None = None
-    for theta in thetas:
-        filler = _Filler(plan, costs, caps, theta)
+    bound = _lower_bound(plan, costs)
+    for policy in policies:
+        filler = _Filler(plan, costs, caps, policy)
         filler.run()
         if best is None or filler.makespan < best.makespan - _ROUNDING:
             best = filler
+        if best.makespan <= bound + _ROUNDING:
+            break
     assert best is not None
     return replace(plan, rows=tuple(map(tuple, best.filled)))
+
+
+def _lower_bound(plan: Plan, costs: Costs) -> float:
+    """No rank starts before the forwards on the way to it, nor ends before its work is done."""
+    placement = plan.placement
+    work = [0.0] * placement.ranks
+    for rank, action in plan:
+        work[rank] += costs.seconds(plan, action)
+    first = plan.size(0)
+    starts = [0.0]
+    for stage in range(placement.num_stages - 1):
+        crosses = placement.rank(stage) != placement.rank(stage + 1)
+        forward = costs.forward * costs.share(plan, stage) * first
+        starts.append(starts[-1] + forward + costs.latency * crosses)
+    return max(
+        starts[min(stages)] + done for stages, done in zip(placement.stages, work, strict=True)
+    )
 
 
 def with_reductions(plan: Plan) -> Plan:
@@ -80,10 +115,10 @@ def _reduced(row: Sequence[Action]) -> tuple[Action, ...]:
 class _Filler:
     """The simulation of all ranks in the order of time."""
 
-    def __init__(self, plan: Plan, costs: Costs, caps: Sequence[float], theta: float) -> None:
+    def __init__(self, plan: Plan, costs: Costs, caps: Sequence[float], policy: Policy) -> None:
         p, self.m = plan.placement.ranks, plan.num_microbatches
         stages = plan.placement.num_stages
-        self.plan, self.costs, self.caps, self.theta = plan, costs, caps, theta
+        self.plan, self.costs, self.caps, self.policy = plan, costs, caps, policy
         self.rank_of = [plan.placement.rank(stage) for stage in range(stages)]
         self.shares = [costs.share(plan, stage) for stage in range(stages)]
         self.sizes = [plan.size(i) for i in range(self.m)]
@@ -93,6 +128,10 @@ class _Filler:
         self.backward_end: list[float | None] = [None] * (stages * self.m)
         self.waiting: dict[tuple[bool, int], int] = {}
         self.position, self.memory = [0] * p, [0.0] * p
+        self.last_forward = [
+            max((n for n, action in enumerate(row) if action.op in FORWARDS), default=-1)
+            for row in plan.rows
+        ]
         self.pending: list[deque[tuple[int, int]]] = [deque() for _ in range(p)]
         self.left = [0] * stages  # backwards
         for _, action in plan:
@@ -118,7 +157,8 @@ class _Filler:
         assert i is not None
         forward = op in FORWARDS
         arrival, source = self._arrival(forward, stage, i, rank)
-        if forward and self._full(rank, stage, i):
+        forced = self._full(rank, stage, i) if forward else self._in_turn(rank)
+        if forced:
             heappush(self.events, (self._weight_gradient(rank, now), rank))
         elif arrival is not None and arrival <= now:
             heappush(self.events, (self._fixed(rank, now, forward, stage, i), rank))
@@ -151,12 +191,23 @@ class _Filler:
             )
         return True
 
+    def _in_turn(self, rank: int) -> bool:
+        """Whether the policy wants a W right after the I that has just run."""
+        return (
+            self.policy.late is None
+            and self.position[rank] > self.last_forward[rank]
+            and bool(self.pending[rank])
+            and self.filled[rank][-1].op == BACKWARD_INPUT
+        )
+
     def _long_enough(
         self, rank: int, now: float, arrival: float | None, forward: bool, stage: int, i: int
     ) -> bool:
         """Whether the idle time is worth a weight gradient."""
-        if not self.theta:
-            return True
+        before_last = self.position[rank] <= self.last_forward[rank]
+        theta = self.policy.theta if before_last else self.policy.late
+        if not theta:
+            return theta is not None
         if arrival is None:  # the action that makes the input has not even started
             before = stage - 1 if forward else stage + 1
             seconds = self.costs.forward if forward else self.costs.input_gradient
@@ -164,7 +215,7 @@ class _Filler:
             arrival += self.costs.latency * (self.rank_of[before] != rank)
         first, j = self.pending[rank][0]
         needed = self.costs.weight_gradient * self.shares[first] * self.sizes[j]
-        return arrival - now >= self.theta * needed - _ROUNDING
+        return arrival - now >= theta * needed - _ROUNDING
 
     def _fixed(self, rank: int, now: float, forward: bool, stage: int, i: int) -> float:
         share = self.shares[stage] * self.sizes[i]

@@ -48,7 +48,7 @@ def flush(p: int, v: int, m: int, g: int | None = None, k: float | None = None) 
     total, widest = v * m, max(map(len, groups))
     rows = []
     for rank in range(p):
-        warmup = min(math.floor(k * (p - 1 - rank) + 0.5) + (v - 1) * widest, total)
+        warmup = min(round(k * (p - 1 - rank)) + (v - 1) * widest, total)
         forward = [Action(FORWARD, chunk * p + rank, i) for chunk, i in forwards]
         backward = [Action(BACKWARD, chunk * p + rank, i) for chunk, i in backwards]
         rows.append(_alternate(forward, backward, warmup))
