@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
-from tests.pipeline.schedule import step_ranks
-from tests.pipeline.schedule.step_ranks import SEQUENCE, VOCABULARY, Layout, Model
+from tests.pipeline.schedule.step_ranks import (
+    SEQUENCE,
+    VOCABULARY,
+    Layout,
+    Model,
+    Step,
+    differences,
+)
 
 
 @dataclass(frozen=True)
@@ -29,29 +35,29 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What differs, and what the store of this rank did in the last run.
+    """What one run did on this rank.
 
     Attributes:
-        different: from Megatron's own schedule.
+        different: from Megatron's own schedule, or from what the run is to be compared with.
         deferred: weight gradients that were computed in a W.
-        peak: most bytes of pending weight gradients.
+        peak: most bytes of pending weight gradients on the device.
         copied: bytes to the host, and back.
     """
 
-    different: list[str] = field(default_factory=list)
-    deferred: int = 0
-    peak: int = 0
-    copied: tuple[int, int] = (0, 0)
+    different: list[str]
+    deferred: int
+    peak: int
+    copied: tuple[int, int]
 
 
 class DividedModel(Model):
     """A model whose layers may divide backward, in both specs, with experts and further heads."""
 
     def __init__(self, case: Case) -> None:
-        from mindspeed.memory.stash_swap import StashSwap
-
-        self.case, self.store = case, WeightGradients(StashSwap(min_bytes=1))
+        self.case = case
         super().__init__(case.layout)
+        self.store: WeightGradients = self.chunks[0].module.weight_gradients
+        self.store.swap.min_bytes = 1
 
     def _chunk(self, stage: int | None) -> torch.nn.Module:
         from megatron.core import parallel_state
@@ -61,8 +67,6 @@ class DividedModel(Model):
             get_gpt_mtp_block_spec,
         )
 
-        from mindspeed.te.split_backward import split
-
         te = self.layout.spec == "te"
         spec = get_gpt_decoder_block_spec(
             self.config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=stage
@@ -71,7 +75,7 @@ class DividedModel(Model):
         if self.case.mtp:
             mtp = get_gpt_mtp_block_spec(self.config, spec, te, vp_stage=stage)
         ends = {"ignore_virtual": False, "vp_stage": stage}
-        model = GPTModel(
+        return GPTModel(
             self.config,
             spec,
             VOCABULARY,
@@ -83,29 +87,55 @@ class DividedModel(Model):
             mtp_block_spec=mtp,
             vp_stage=stage,
         )
-        split(self.store, model, self.config, stage)
-        return model
 
 
-def compare(cases: dict[str, Case]) -> dict[str, Found]:
+def compare(cases: dict[str, Case]) -> dict[str, list[Found]]:
     """Every run of every case against Megatron's schedule."""
     from mindspeed.megatron_adaptor import repatch
 
     repatch({"moe_grouped_gemm": True})
-    return {name: _compare(case) for name, case in cases.items()}
+    found = {}
+    for name, case in cases.items():
+        model = DividedModel(case)
+        expected = {m: model.step(m) for m, _ in case.runs}
+        found[name] = [_run(model, m, expected[m], **changes)[0] for m, changes in case.runs]
+    return found
 
 
-def _compare(case: Case) -> Found:
+def swapped(case: Case) -> tuple[Found, Found, float]:
+    """A step with stashes on the host, against the same order of actions without copies.
+
+    Returns:
+        The step with copies, the one without, and how far the gradients of the first are from those
+        of Megatron's schedule, relative to the largest.
+    """
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+
+    model, ((m, changes),) = DividedModel(case), case.runs
+    request = ScheduleRequest(**changes)
+    plan = build_plan(request, case.layout.pipeline, case.layout.chunks, m)
+    rows = (tuple(action for action in row if action.op not in "OL") for row in plan.rows)
+    megatrons = model.step(m)
+    without, expected = _run(model, m, megatrons, plan=replace(plan, rows=tuple(rows)))
+    found, step = _run(model, m, expected, **changes)
+    distances = [
+        float((step.gradients[name] - gradient).abs().max() / gradient.abs().max())
+        for name, gradient in megatrons.gradients.items()
+    ]
+    return found, without, max(distances)
+
+
+def _run(model: DividedModel, m: int, expected: Step, **changes: Any) -> tuple[Found, Step]:
     from mindspeed.pipeline.schedule.megatron import scheduled
 
-    model = DividedModel(case)
-    found, store = [], model.store
-    figures = store.swap.figures
-    for m, changes in case.runs:
-        expected = model.step(m)
-        deferred, out, back = store.computed, figures.copied_out, figures.copied_in
-        store.peak_bytes = 0
-        step = model.step(m, scheduled(None, **changes))
-        found += [f"{changes}: {text}" for text in step_ranks.differences(step, expected)]
-    copied = figures.copied_out - out, figures.copied_in - back
-    return Found(found, store.computed - deferred, store.peak_bytes, copied)
+    store, figures = model.store, model.store.swap.figures
+    before = store.computed, figures.copied_out, figures.copied_in
+    store.peak_bytes = 0
+    step = model.step(m, scheduled(None, **changes))
+    deferred, out, back = (
+        now - then
+        for now, then in zip(
+            (store.computed, figures.copied_out, figures.copied_in), before, strict=True
+        )
+    )
+    return Found(differences(step, expected), deferred, store.peak_bytes, (out, back)), step

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
-from tests.pipeline.schedule.split_step_ranks import Case, compare
-from tests.pipeline.schedule.step_ranks import Layout
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from tests.pipeline.schedule.split_step_ranks import Case, compare, swapped
+from tests.pipeline.schedule.step_ranks import BATCH, SEQUENCE, SIZES, Layout
 from tests.support.lazy import needs
 
 needs("megatron.core")
@@ -17,7 +20,9 @@ ZB, NANO = (4, {"kind": "zb-h1"}), (4, {"kind": "nanopipe"})
 
 def check(results, cases):
     for found in results:
-        assert {name: one.different for name, one in found.items()} == {name: [] for name in cases}
+        for name, runs in found.items():
+            assert [run.different for run in runs] == [[] for _ in cases[name].runs], name
+            assert all(run.deferred for run in runs), name
 
 
 def test_two_ranks(ranks):
@@ -78,3 +83,29 @@ def test_four_ranks(ranks):
         "selective recompute": Case(Layout(2, config=SELECTIVE), (ZB,)),
     }
     check(ranks(4, compare, cases, setup=SETUP, timeout=400), cases)
+
+
+def stash(row):
+    """Most weight gradients of a row that wait on the device, in chunks."""
+    change = {"I": 1, "W": -1, "O": -1, "L": 1}
+    return max(accumulate(change.get(action.op, 0) for action in row))
+
+
+@pytest.mark.slow
+def test_stashes_of_weight_gradients_on_the_host(ranks):
+    """Bytes of layers with 16 s b h elements between I and W; a chunk is one layer."""
+    case = Case(Layout(4, 2), ((8, {"kind": "nanopipe", "swap": True}),))
+    plan = build_plan(ScheduleRequest(kind="nanopipe", swap=True), 4, 2, 8)
+    chunk = 16 * 4 * SEQUENCE * BATCH * SIZES["hidden_size"]
+    linears = 4 * 2 * 8
+    results = ranks(4, swapped, case, setup=SETUP, timeout=240)
+    for rank, (found, without, distance) in enumerate(results):
+        assert found.different == [], "of the same order without copies"
+        assert distance < 1e-6, "sums are in another order than Megatron's"
+        assert found.deferred == without.deferred == linears
+        assert found.copied == (2 * rank * chunk, 2 * rank * chunk)
+        row = plan.rows[rank]
+        assert found.peak == stash(row) * chunk
+        assert without.peak == stash([a for a in row if a.op not in "OL"]) * chunk
+    assert [found.peak // chunk for found, _, _ in results] == [5, 7, 7, 5]
+    assert [without.peak // chunk for _, without, _ in results] == [5, 7, 9, 11]
