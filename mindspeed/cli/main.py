@@ -44,6 +44,7 @@ COMMANDS: dict[str, str] = {
     "plot": "plot loss, gradient norm, throughput and memory of one or more runs",
     "profile": "model a training step: bytes, calls, FLOPs, exposed communication by layer",
     "attention": "compare and draw context-parallel algorithms on an attention mask",
+    "pipeline": "compare and draw pipeline schedules: bubble, memory, messages",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: implementation on this device, why not others",
     "patches": "list the patches of Megatron, and check them against a Megatron version",
@@ -58,11 +59,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
-    "inspect": ("profile", "attention", "features", "ops", "patches"),
+    "inspect": ("profile", "attention", "pipeline", "features", "ops", "patches"),
 }
 
 _format_for_developers = warnings.formatwarning
-_READ_ONLY = ("models", "recipes", "attention", "features", "ops", "patches", "doctor")
+_READ_ONLY = (
+    "models",
+    "recipes",
+    "attention",
+    "pipeline",
+    "features",
+    "ops",
+    "patches",
+    "doctor",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -96,12 +96,7 @@ def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | P
 
 
 def limit_of(factor: float, ranks: int, chunks: int) -> float:
-    """A memory limit in A, the activations of one micro-batch over all stages of a rank.
+    """:func:`mindspeed.pipeline.schedule.schedules.memory_limit`, imported when it is needed."""
+    from mindspeed.pipeline.schedule.schedules import memory_limit
 
-    Args:
-        factor: of what Megatron's own schedule keeps on its fullest rank: 1F1B the activations of
-            p micro-batches, interleaved schedules those of p + (p - 1) / v.
-        ranks: p.
-        chunks: v.
-    """
-    return factor * (ranks if chunks == 1 else ranks + (ranks - 1) / chunks)
+    return memory_limit(factor, ranks, chunks)

@@ -209,6 +209,18 @@ _BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
 KINDS = tuple(_BUILDERS)
 
 
+def memory_limit(factor: float, ranks: int, chunks: int) -> float:
+    """A memory limit in A, the activations of one micro-batch over all stages of a rank.
+
+    Args:
+        factor: of what Megatron's own schedule keeps on its fullest rank: 1F1B the activations of
+            p micro-batches, interleaved schedules those of p + (p - 1) / v.
+        ranks: p.
+        chunks: v.
+    """
+    return factor * (ranks if chunks == 1 else ranks + (ranks - 1) / chunks)
+
+
 def _need_chunks(placement: Placement, kind: str) -> None:
     if placement.chunks == 1:
         raise ConfigError(

@@ -1,0 +1,261 @@
+"""Compare pipeline schedules without running them: bubble, memory, communication, timeline.
+
+    mindspeed pipeline plan --pp 8 --vpp 2 --microbatches 64
+    mindspeed pipeline plan --pp 4 --vpp 2 --microbatches 8 --plot schedules.png
+    mindspeed pipeline plan --pp 4 --microbatches 8 --schedule zb-h1 --text --dump zb-h1.csv
+
+Every schedule is built, checked and simulated as training would do it. Times are relative: by
+default a micro-batch takes a rank 1 forward, 1 for the gradients of inputs and 1 for those of
+weights. Give measured ones in any unit. Memory is in A: the activations of one micro-batch over all
+layers of a rank. No device is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed.cli.pipeline_picture import draw
+from mindspeed.cli.pipeline_text import timeline
+from mindspeed.errors import ConfigError
+from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, Priced, compare
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.csv_file import write_plan
+from mindspeed.pipeline.schedule.schedules import memory_limit
+from mindspeed.pipeline.schedule.simulate import Simulation
+from mindspeed.ranges import MAX_SIZE, Range, number, whole
+
+HELP = "compare and draw pipeline schedules: bubble, memory, messages"
+
+MAX_PIPELINE, MAX_CHUNKS, MAX_MICROBATCHES = 256, 64, 4096
+_MOST_CHUNKS = 1 << 17  # forwards of a step; a simulation of more takes minutes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``mindspeed pipeline``."""
+    add = parser.add_argument
+    add("action", choices=["plan"], help="plan: build, check, simulate and draw schedules")
+    add("--pp", type=whole(2, MAX_PIPELINE), required=True, metavar="P", help="pipeline ranks")
+    add(
+        "--vpp",
+        type=whole(1, MAX_CHUNKS),
+        default=1,
+        metavar="V",
+        help="model chunks of each rank (default: 1)",
+    )
+    add(
+        "--microbatches",
+        type=whole(1, MAX_MICROBATCHES),
+        metavar="M",
+        help="micro-batches of a step and data-parallel rank",
+    )
+    add(
+        "--schedule",
+        default="all",
+        metavar="NAMES",
+        help=f"all, or some of {', '.join(ENTRIES)} and files FILE.csv, separated by commas "
+        "(default: all)",
+    )
+    time = number(Range(0, 1e12))
+    positive = number(Range(0, 1e12, above=True))
+    for flag, default, what in (
+        ("--forward", 1.0, "forward of a micro-batch through all layers of a rank"),
+        ("--input-grad", 1.0, "gradients of its inputs"),
+        ("--weight-grad", 1.0, "gradients of its weights"),
+    ):
+        add(flag, type=positive, default=default, metavar="T", help=f"{what} (default: {default})")
+    add("--recompute", type=positive, metavar="T", help="recomputation (default: --forward)")
+    for flag, what in (
+        ("--latency", "time from the end of an action until its message is on the next rank"),
+        ("--reduction", "data-parallel reduction of all gradients of a rank"),
+        ("--transfer", "copy to the host, or back, of what a micro-batch's weight gradients need"),
+    ):
+        add(flag, type=time, default=0.0, metavar="T", help=f"{what} (default: 0)")
+    add(
+        "--stage-costs",
+        metavar="C,C,...",
+        help="cost of each of the P x V stages, in order; 1 is a stage of 1/V of a rank's layers",
+    )
+    add("--sizes", metavar="B,B,...", help="samples of each micro-batch, where they differ")
+    add(
+        "--pipeline-memory-limit",
+        type=number(Range(0, 1e6, above=True)),
+        metavar="FACTOR",
+        help="most activations, relative to the fullest rank of Megatron's own schedule",
+    )
+    add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
+    add("--text", action="store_true", help="draw the timelines in the terminal")
+    add("--dump", type=Path, metavar="FILE", help="write the schedule (one --schedule) as csv")
+    add("--json", action="store_true", help="print JSON, with the figures of every rank")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Price the schedules and print, draw or write them."""
+    job, names = _job(args), _names(args)
+    found = compare(job, names)
+    if args.json:
+        print(json.dumps(as_data(job, found), indent=2))
+    else:
+        _print(job, found)
+    simulations = {one.name: one.simulation for one in found if one.simulation is not None}
+    if not simulations:
+        raise ConfigError("no schedule exists for these sizes; the reasons are above")
+    if args.text:
+        width = Console().width
+        for name, simulation in simulations.items():
+            print(f"\n{name}\n{timeline(simulation, width)}")
+    if args.plot:
+        draw(simulations, args.plot, _title(job))
+    if args.dump:
+        if len(names) > 1:
+            raise ConfigError("--dump writes one schedule: name it with --schedule")
+        write_plan(args.dump, simulations[names[0]].plan)
+    return 0
+
+
+def _job(args: argparse.Namespace) -> Job:
+    sizes = _sizes(args.sizes)
+    count = args.microbatches or len(sizes or ())
+    if not count:
+        raise ConfigError("--microbatches is missing (or --sizes, one number for each)")
+    if sizes is not None and len(sizes) != count:
+        raise ConfigError(f"--sizes has {len(sizes)} numbers, --microbatches is {count}")
+    if args.pp * args.vpp * count > _MOST_CHUNKS:
+        raise ConfigError(
+            f"--pp {args.pp} x --vpp {args.vpp} x {count} micro-batches are more than "
+            f"{_MOST_CHUNKS:,} forwards; the pattern repeats, so fewer micro-batches show it"
+        )
+    stages = _numbers("--stage-costs", args.stage_costs)
+    if stages is not None and len(stages) != args.pp * args.vpp:
+        raise ConfigError(
+            f"--stage-costs has {len(stages)} numbers; --pp {args.pp} x --vpp {args.vpp} are "
+            f"{args.pp * args.vpp} stages"
+        )
+    factor = args.pipeline_memory_limit
+    return Job(
+        args.pp,
+        args.vpp,
+        count,
+        Costs(
+            args.forward,
+            args.input_grad,
+            args.weight_grad,
+            args.recompute,
+            args.latency,
+            args.reduction,
+            args.transfer,
+        ),
+        None if factor is None else memory_limit(factor, args.pp, args.vpp),
+        sizes,
+        stages,
+    )
+
+
+def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    read = number(Range(0, 1e12, above=True))
+    try:
+        return tuple(read(word.strip()) for word in text.split(","))
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise ConfigError(f"{flag} {text}: positive numbers with commas are expected") from error
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    read = whole(1, MAX_SIZE)
+    try:
+        return tuple(int(read(word.strip())) for word in text.split(","))
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise ConfigError(f"--sizes {text}: whole numbers with commas are expected") from error
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    if args.schedule == "all":
+        return list(ENTRIES)
+    names = list(dict.fromkeys(name.strip() for name in args.schedule.split(",")))
+    for name in names:
+        if name not in ENTRIES and not name.endswith(".csv"):
+            raise ConfigError(
+                f"--schedule {name!r} is none of all, {', '.join(ENTRIES)} and no FILE.csv"
+            )
+    return names
+
+
+def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
+    """Everything as plain data; times in the unit of the costs, memory in A."""
+    return {
+        "ranks": job.ranks,
+        "chunks": job.chunks,
+        "microbatches": job.num_microbatches,
+        "memory_limit": job.memory_limit,
+        "schedules": [
+            {"name": one.name, "flags": one.flags, **_figures(one.simulation)}
+            if one.simulation is not None
+            else {"name": one.name, "flags": one.flags, "reason": one.reason}
+            for one in found
+        ],
+    }
+
+
+def _figures(simulation: Simulation) -> dict[str, object]:
+    return {
+        "chunks": simulation.plan.placement.chunks,
+        "makespan": simulation.makespan,
+        "bubble": simulation.bubble,
+        "peak_memory": simulation.peak_memory,
+        "peak_chunks": simulation.peak_chunks,
+        "busy": simulation.busy,
+        "exposed_reduction": simulation.exposed_reduction,
+        "messages": sum(simulation.messages.values()),
+        "split_backwards": simulation.counts["I"],
+        "recomputed": simulation.counts["R"],
+    }
+
+
+def _title(job: Job) -> str:
+    chunks = "" if job.chunks == 1 else f", {job.chunks} model chunks each"
+    return f"{job.ranks} pipeline ranks{chunks}, {job.num_microbatches} micro-batches"
+
+
+def _print(job: Job, found: Sequence[Priced]) -> None:
+    table = Table(
+        title=_title(job),
+        caption="bubble: part of the step in which the mean rank does nothing new; memory: of the "
+        "fullest rank, in activations of one micro-batch; exposed: reduction after the last "
+        "backward; again: forwards computed again",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("schedule", no_wrap=True)
+    columns = ("chunks", "step", "bubble", "memory", "exposed", "messages", "again")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    for one in found:
+        if (simulation := one.simulation) is None:
+            continue
+        table.add_row(
+            one.name,
+            str(simulation.plan.placement.chunks),
+            f"{simulation.makespan:.6g}",
+            f"{100 * simulation.bubble:.1f} %",
+            f"{max(simulation.peak_memory):.4g}",
+            f"{simulation.exposed_reduction:.6g}",
+            f"{sum(simulation.messages.values())}",
+            f"{simulation.counts['R']}",
+        )
+    console = Console()
+    console.print(table)
+    for one in found:
+        if one.simulation is None:
+            console.print(f"{one.name}: {one.reason}", highlight=False, markup=False)

@@ -1,0 +1,126 @@
+"""``mindspeed pipeline plan``: table, JSON, pictures, files, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from mindspeed.cli.main import main
+from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, compare
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.csv_file import read_plan
+
+
+def plan(*words: object) -> int:
+    return main(["pipeline", "plan", *map(str, words)])
+
+
+def prices(*words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:
+    assert plan(*words, "--json") == 0
+    return {one["name"]: one for one in json.loads(capsys.readouterr().out)["schedules"]}
+
+
+def test_the_table_has_every_schedule_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--pp", 4, "--vpp", 2, "--microbatches", 8) == 0
+    printed = capsys.readouterr().out
+    for name in ENTRIES:
+        assert re.search(rf"^ *{name}\s", printed, re.MULTILINE), name
+    assert "15.8 %" in printed and "5.9 %" in printed
+
+
+def test_json_has_the_figures_of_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    found = prices("--pp", 8, "--vpp", 2, "--microbatches", 64, "--schedule",
+                   "1f1b,interleaved,nanopipe,recompute-in-bubble", "--latency", 0.3,
+                   capsys=capsys)  # fmt: skip
+    assert round(100 * found["nanopipe"]["bubble"], 1) == 4.0
+    assert round(100 * found["interleaved"]["bubble"], 1) == 9.2
+    assert found["1f1b"]["peak_memory"] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert found["recompute-in-bubble"]["peak_chunks"][0] == 16
+    assert found["interleaved"]["messages"] == 2 * 15 * 64
+
+
+def test_what_does_not_exist_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    found = prices("--pp", 8, "--microbatches", 8, capsys=capsys)
+    assert "needs at least 16" in found["dualpipev"]["reason"]
+    assert "model chunks" in found["interleaved"]["reason"]
+    assert plan("--pp", 8, "--microbatches", 8, "--schedule", "dualpipev") != 0
+    assert "no schedule exists" in capsys.readouterr().err
+
+
+def test_a_slow_last_stage_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--pp", 4, "--vpp", 2, "--microbatches", 16, "--schedule", "1f1b,interleaved")
+    found = prices(*words, "--stage-costs", "1,1,1,1,1,1,1,2", capsys=capsys)
+    # 1F1B has four stages of two of these: the last takes 3 / 2 of the others.
+    assert found["1f1b"]["busy"] == pytest.approx([48, 48, 48, 72])
+    assert found["interleaved"]["busy"] == pytest.approx([48, 48, 48, 72])
+
+
+def test_sizes_give_the_number_of_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "1,2,3,4,5,5,5,5,5,5,5,5,5,4,3,2"
+    equal = prices("--pp", 4, "--sizes", ",".join("4" * 16), "--schedule", "1f1b", capsys=capsys)
+    found = prices("--pp", 4, "--sizes", sizes, "--schedule", "1f1b", capsys=capsys)
+    # The costs are those of a micro-batch of the mean size, 4.
+    bubble = [4 * (one["1f1b"]["makespan"] - 3 * 16) for one in (equal, found)]
+    assert bubble == [36, 25]
+
+
+def test_a_memory_limit_bounds_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    found = prices("--pp", 4, "--vpp", 2, "--microbatches", 16, "--pipeline-memory-limit", 1.0,
+                   capsys=capsys)  # fmt: skip
+    priced = {name: one for name, one in found.items() if "bubble" in one}
+    assert "auto" in priced and "aiao" not in priced
+    assert all(max(one["peak_memory"]) <= 5.5 + 1e-9 for one in priced.values())
+
+
+def test_files_are_written_read_and_drawn(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "zb.csv", tmp_path / "zb.svg"
+    words = ("--pp", 2, "--microbatches", 4)
+    assert plan(*words, "--schedule", "zb-h1", "--dump", file, "--plot", picture, "--text") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^0 F0-* F1-* \.+I0", printed, re.MULTILINE)
+    (again,) = compare(Job(2, 1, 4), [str(file)])
+    (named,) = compare(Job(2, 1, 4), ["zb-h1"])
+    assert read_plan(file).rows == again.simulation.plan.rows == named.simulation.plan.rows
+    assert again.simulation.timeline == named.simulation.timeline
+    drawn = picture.read_text()
+    assert "weight gradients" in drawn and "zb-h1" in drawn
+    assert plan(*words, "--schedule", file) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--pp", 4), "--microbatches is missing"),
+        (("--pp", 1, "--microbatches", 4), "--pp"),
+        (("--pp", 4, "--microbatches", 4, "--schedule", "zbh1"), "'zbh1' is none of all"),
+        (("--pp", 4, "--microbatches", 4, "--schedule", "no.csv"), "no.csv"),
+        (("--pp", 4, "--microbatches", 4, "--sizes", "1,2"), "--sizes has 2 numbers"),
+        (("--pp", 4, "--sizes", "1,x"), "--sizes 1,x"),
+        (("--pp", 4, "--sizes", "1,nan"), "--sizes 1,nan"),
+        (("--pp", 4, "--microbatches", 4, "--stage-costs", "1,1"), "--stage-costs has 2 numbers"),
+        (("--pp", 4, "--microbatches", 4, "--forward", 0), "--forward"),
+        (("--pp", 4, "--microbatches", 4, "--dump", "x.csv"), "--dump writes one schedule"),
+        (("--pp", 4, "--microbatches", 4, "--plot", "x.gif"), "the file must end in"),
+        (("--pp", 256, "--vpp", 64, "--microbatches", 4096), "the pattern repeats"),
+        (
+            ("--pp", 4, "--microbatches", 4, "--pipeline-memory-limit", 0.1),
+            "no schedule exists",
+        ),
+    ],
+)
+def test_bad_input_is_one_message(words, message, capsys: pytest.CaptureFixture[str]) -> None:
+    with_code = 0
+    try:
+        with_code = plan(*words)
+    except SystemExit as end:
+        with_code = int(end.code or 0)
+    assert with_code != 0
+    assert message in capsys.readouterr().err
+
+
+def test_costs_of_joined_stages() -> None:
+    job = Job(2, 2, 4, Costs(), stage_costs=(1.0, 3.0, 1.0, 1.0))
+    assert job.costs_for(2).stage_shares == (0.5, 1.5, 0.5, 0.5)
+    assert job.costs_for(1).stage_shares == (2.0, 1.0)
