@@ -14,7 +14,6 @@ from mindspeed.errors import ConfigError
 
 # Feature, as the table of features calls it -> its flags.
 FEATURES: dict[str, str] = {
-    "Fold3D": "--fold-mode",
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
     "Zero memory": "--moe-zero-memory",
@@ -31,7 +30,6 @@ FEATURES: dict[str, str] = {
 }
 # What does something similar today.
 INSTEAD: dict[str, str] = {
-    "--fold-mode": "--overlap-grad-reduce reduces gradients while the backward pass runs",
     "--n-shared-experts": "--moe-shared-expert-intermediate-size gives their width",
 }
 
