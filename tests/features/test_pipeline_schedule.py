@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from mindspeed.errors import ConfigError
+from mindspeed.features._pipeline_plan import limit_of
 from mindspeed.features.pipeline_schedule import FEATURE
 from mindspeed.features.registry import resolve
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 
 JOB = {
     "pipeline_model_parallel_size": 4,
@@ -111,3 +115,12 @@ def test_a_file_in_a_v_shape_is_refused(tmp_path):
     flags |= {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     with pytest.raises(ConfigError, match="take zb-v or dualpipev by name"):
         resolve({**JOB, **flags}, "cpu")
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (4, 2), (4, 3), (8, 4)])
+def test_a_limit_of_one_is_what_megatrons_schedule_keeps(ranks, chunks):
+    request = ScheduleRequest(kind="1f1b" if chunks == 1 else "interleaved")
+    for factor in (1.0, 0.99):
+        limited = replace(request, memory_limit=limit_of(factor, ranks, chunks))
+        with pytest.raises(ConfigError) if factor < 1 else nullcontext():
+            build_plan(limited, ranks, chunks, 4 * ranks)
