@@ -70,6 +70,16 @@ def num_microbatches(megatron: Megatron) -> int | None:
     return size // each if size and each else None
 
 
+def ramped_microbatches(megatron: Megatron) -> list[int]:
+    """Micro-batches of the steps before the batch size is ramped up."""
+    each = (megatron.get("micro_batch_size") or 0) * (megatron.get("data_parallel_size") or 0)
+    ramp, full = megatron.get("rampup_batch_size"), megatron.get("global_batch_size")
+    if not ramp or not full or not each:
+        return []
+    first, increment = int(ramp[0]), int(ramp[1])
+    return sorted({max(size // each, 1) for size in range(first, full, max(increment, 1))})
+
+
 def chunks_of(megatron: Megatron) -> int:
     """Model chunks of each pipeline rank."""
     return megatron.get("virtual_pipeline_model_parallel_size") or 1
@@ -77,6 +87,8 @@ def chunks_of(megatron: Megatron) -> int:
 
 def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | Problem | None:
     """The checked plan of a full step, or why there is none; None where m is not known.
+
+    The smaller steps of a ramp-up are checked, too.
 
     Args:
         flag: with its value, for the message.
@@ -90,6 +102,8 @@ def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | P
         return None
     chunks = 2 if request.placement(ranks, 1).chunks == 2 else chunks_of(megatron)
     try:
+        for smaller in ramped_microbatches(megatron):
+            build_plan(request, ranks, chunks, smaller)
         return build_plan(request, ranks, chunks, count)
     except ConfigError as error:
         return Problem(flag, str(error))

@@ -58,6 +58,14 @@ def test_possible_schedules_are_taken(flags):
             {"pipeline_schedule": "1f1b", "pipeline_memory_limit": 0.5},
             "--pipeline-schedule 1f1b: the pipeline schedule 1f1b: rank 0 keeps 3 A",
         ),
+        (
+            {
+                "pipeline_schedule": "interleaved",
+                "virtual_pipeline_model_parallel_size": 2,
+                "rampup_batch_size": ["4", "2", "8"],
+            },
+            "2 micro-batches are too few",
+        ),
         ({"pipeline_memory_limit": 1.0}, "--pipeline-memory-limit: has no effect"),
         ({"pipeline_memory_limit": 0.0}, "--pipeline-memory-limit 0"),
         ({"pipeline_schedule_dump": "x.csv"}, "--pipeline-schedule-dump: has no effect"),
