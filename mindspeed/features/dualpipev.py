@@ -108,5 +108,15 @@ FEATURE = Feature(
     corrects=_corrects,
     attach=_attach,
     seams=("pipeline_ends", "model_arguments", "chunk", "schedule"),
-    conflicts=("unaligned-pipeline",),
+    conflicts=(
+        "adaptive-memory",  # these four ask which layers wait for backward in Megatron's order
+        "recompute-in-advance",
+        "recompute-in-bubble",
+        "swap-attention",
+        "dynamic-pipeline",
+        "nanopipe",
+        "recompute-layers-per-pp-rank",
+        "tensor-parallel-2d",
+        "unaligned-pipeline",
+    ),
 )

@@ -51,6 +51,7 @@ def base(tmp_path_factory):
         pytest.param(2, (TP2, LOCAL, *FULL), id="tp2-local-recompute-full"),
         pytest.param(2, (TP2, SP, *SELECTIVE), id="tp2-sp-recompute-selective"),
         pytest.param(2, (PP2, VPP, *FULL), id="pp2-vpp2-recompute-full"),
+        pytest.param(2, (PP2, "--pipeline-schedule=zb-v"), id="pp2-v-shape"),
         pytest.param(2, ("--overlap-grad-reduce",), id="dp2-overlap"),
         pytest.param(4, (TP4, SP), id="tp4-sp"),
         pytest.param(4, (TP2, PP2, SP), id="tp2-pp2-sp"),
