@@ -93,7 +93,7 @@ def estimate(args: argparse.Namespace) -> Estimate:
     def weights_of(rank: int) -> tuple[int, int]:
         """Of the layers and the ends that a rank has, and of its experts."""
         of_layers = sum(dense[layer] for layer in layers[rank])
-        here = edges * edge if pp == 1 else edge * _ends_of(rank, pipeline.placement)
+        here = edge * min(edges, _ends_of(rank, pipeline.placement))
         return (of_layers + here) // tp, sum(expert[n] for n in layers[rank]) // experts_per_rank
 
     fullest = max(range(pp), key=lambda rank: (sum(weights_of(rank)), rank))

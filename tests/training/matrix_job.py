@@ -42,3 +42,12 @@ def modes_of_passes(flags: Sequence[str]) -> list[tuple[bool, bool]]:
     settings = _prepare([*MODEL, *TRAINING, *flags], int(os.environ["WORLD_SIZE"]))
     pretrain(settings, forward_step=watched)
     return modes
+
+
+def estimated(flags: Sequence[str]) -> tuple[str, int]:
+    """What a dry run on two ranks says: the schedule, and parameters on the fullest rank."""
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.training.estimate import estimate
+
+    found = estimate(_prepare([*MODEL, *TRAINING, "--dry-run", *flags], 2).args)
+    return found.schedule, found.parameters_per_rank

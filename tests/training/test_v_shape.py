@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from tests.support.trainer_job import SETUP
+from tests.training.matrix_job import estimated
 from tests.training.test_layouts import MTP_TIED, OneRank, column
 
 SIZES = "--num-layers 8 --global-batch-size 8"
@@ -117,6 +119,20 @@ def test_validation_runs_forward_only(one_rank):
         losses.append([json.loads(record).get("validation_loss") for record in records])
     assert any(losses[0])
     assert losses[1] == [loss and pytest.approx(loss, rel=1e-6) for loss in losses[0]]
+
+
+def test_dry_run_counts_the_ends_of_the_first_rank(rank_pool):
+    counted = {}
+    for model in (GQA, TIED):
+        for flags in (DUALPIPEV, ZB_V, PP):
+            words = [*model.split(), *flags.split()]
+            (found,) = rank_pool.run(1, estimated, words, setup=SETUP, backend=None)
+            counted[model, flags] = found
+    ends = 1024 * 64  # padded vocabulary, hidden size
+    assert counted[GQA, DUALPIPEV][0] == "dualpipev" and counted[TIED, ZB_V][0] == "zb-v"
+    for schedule in (DUALPIPEV, ZB_V):
+        assert counted[GQA, schedule][1] - counted[GQA, PP][1] == ends
+        assert counted[TIED, schedule][1] == counted[TIED, PP][1]
 
 
 def test_weights_are_saved_as_one_rank_saves_them(one_rank, tmp_path):
