@@ -39,14 +39,14 @@ CASES = {
 }
 
 
-def records(ranks, folder, flags):
+def records(ranks, folder, flags, world_size=2):
     file = folder / "metrics.jsonl"
     file.unlink(missing_ok=True)
     if "--train-samples" not in flags:
         flags += " --train-iters 3"
     found = [*flags.split(), "--metrics-file", str(file)]
-    results = ranks(2, train, found, setup=SETUP, backend=None, timeout=240)
-    assert [result["error"] for result in results] == [None, None]
+    results = ranks(world_size, train, found, setup=SETUP, backend=None, timeout=240)
+    assert {result["error"] for result in results} == {None}
     lines = map(json.loads, file.read_text().splitlines())
     wanted = ("loss", "norm", "scale")
     figures = [{k: v for k, v in line.items() if any(w in k for w in wanted)} for line in lines]
@@ -69,6 +69,17 @@ def test_schedule_trains_like_megatrons(case, ranks, tmp_path):
     assert any("lm_loss" in line for line in figures)
     ops = {action.op for _, action in read_plan(plan)}
     assert ("W" in ops) == (schedule != "1f1b")
+
+
+@pytest.mark.slow
+def test_experts_on_several_ranks_train_with_overlapping_reductions(ranks, tmp_path):
+    experts, _ = CASES["experts"]
+    flags = (
+        f"{experts} --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 2 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    )
+    expected = records(ranks, tmp_path, flags, 4)
+    assert records(ranks, tmp_path, f"{flags} --pipeline-schedule nanopipe", 4) == expected
 
 
 def test_a_dumped_schedule_is_a_schedule(ranks, tmp_path):
