@@ -47,8 +47,8 @@ def argument_patches(
 
     def configure_after(original: Callable[..., Any]) -> Callable[..., Any]:
         def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-            given = {name: getattr(args, name) for name in own_flags() if name in args}
             derive(args)
+            given = {name: getattr(args, name) for name in own_flags() if name in args}
             with _required_connections(args):
                 result = original(args, *rest, **kwargs)
             vars(args).update(given)  # Megatron sets a few of these names, too

@@ -197,11 +197,12 @@ def derived(values: Mapping[str, Any], features: Iterable[Feature] | None = None
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
     found: dict[str, Any] = {}
     problems = []
-    for feature in features:
-        options = _options_of(feature, values)
-        if feature.level <= level and feature.enabled(options, values):
+    for feature in attachment_order(features):  # one may set flags of another
+        known = {**values, **found}
+        options = _options_of(feature, known)
+        if feature.level <= level and feature.enabled(options, known):
             try:
-                found |= feature.derives(options, values)
+                found |= feature.derives(options, known)
             except ConfigError as error:
                 problems.append(str(error))
     if problems:

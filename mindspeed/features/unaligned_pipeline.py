@@ -138,4 +138,5 @@ FEATURE = Feature(
     derives=_derives,
     attach=_attach,
     seams=("model_arguments",),
+    after=("automated-pipeline",),
 )

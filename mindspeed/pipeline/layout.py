@@ -105,6 +105,13 @@ def stage_layers(layers: Layers) -> tuple[int, ...]:
     return tuple(row[chunk] for chunk in range(len(layers[0])) for row in layers)
 
 
+def stage_counts(layout: str) -> tuple[int, ...]:
+    """Transformer layers of each stage of Megatron's layout string, ``Et*2|(tt|)*2,tL``."""
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(pattern, lambda found: found[1] * int(found[2]), layout.replace(",", ""))
+    return tuple(stage.count("t") for stage in layout.split("|"))
+
+
 def evenly(num_layers: int, ranks: int, chunks: int = 1) -> Layers:
     """As even as possible: the first stages have one layer more."""
     each, more = divmod(num_layers, ranks * chunks)

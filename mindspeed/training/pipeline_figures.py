@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindspeed.pipeline.layout import evenly, stage_layers
+from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.placement import Placement
@@ -106,12 +106,7 @@ def layers_of_stages(args: argparse.Namespace) -> tuple[int, ...]:
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if args.pipeline_model_parallel_layout is None:
         return stage_layers(evenly(args.num_layers, ranks, chunks))
-    from megatron.core.transformer.pipeline_parallel_layer_layout import (
-        PipelineParallelLayerLayout as Layout,
-    )
-
-    stages = Layout.parse_str_to_list(str(args.pipeline_model_parallel_layout))
-    return tuple(sum(layer.name == "decoder" for layer in stage) for stage in stages)
+    return stage_counts(str(args.pipeline_model_parallel_layout))
 
 
 def figures_of(

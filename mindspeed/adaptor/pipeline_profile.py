@@ -1,0 +1,360 @@
+"""Measures a pipelined job in its first steps, and searches a better division of its layers.
+
+Steps, from 0: (0) warm-up, (1) bytes that a chunk keeps, (2) bytes and time of recomputing modules
+of a layer, (3, 4) seconds of every layer and of both ends. Then rank 0 gathers the pipeline's
+figures, writes the profile, searches (:mod:`mindspeed.pipeline.automated`) and writes the result.
+Training goes on unchanged; all that was wrapped is restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed import device
+from mindspeed.errors import MindSpeedError
+from mindspeed.journal import Journal, replace_method
+from mindspeed.memory import agreement
+from mindspeed.memory.adaptive.profile import Kind
+from mindspeed.memory.candidates import KEEP_ALL
+from mindspeed.memory.estimate import device_clock
+from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
+from mindspeed.pipeline.automated.profile import MODULES, Layer, Part, Profile, Recompute
+
+SITES = {"mlp": "mlp", "attention": "self_attention", "layer": LAYER}
+"""Module of a profile -> site of a layer."""
+BYTES, RECOMPUTE, FIRST_TIMED, STEPS = 1, 2, 3, 5
+_PLANS: list[LayerPlan] = [KEEP_ALL, *({SITES[name]: Action.RECOMPUTE} for name in MODULES)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured for.
+
+    Attributes:
+        mode: ``memory`` or ``perf``.
+        ratio: ``--save-memory-ratio``.
+        recompute_type: index in :data:`MODULES`.
+        path: of the result; the profile is next to it.
+        job: values for which it holds.
+        megatron: Megatron's arguments.
+    """
+
+    mode: Any
+    ratio: float
+    recompute_type: int
+    path: Path
+    job: Mapping[str, Any]
+    megatron: Mapping[str, Any]
+
+    @property
+    def profile_path(self) -> Path:
+        """``plan.json`` -> ``plan.profile.json``."""
+        return self.path.with_suffix(".profile.json")
+
+
+@dataclass
+class _Figures:
+    """Of this rank; seconds are lists of single calls."""
+
+    forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    chunk_forward: list[float] = field(default_factory=list)
+    head_backward: list[float] = field(default_factory=list)
+    outside: dict[int, int] = field(default_factory=dict)  # chunk -> bytes
+
+
+class Profiler:
+    """One process's part."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._here, self._journal = task, device.current(), Journal()
+        self._clock = device_clock(self._here)
+        self._step, self._micro_batches = 0, 1
+        self._layers: dict[int, tuple[Kind, torch.nn.Module]] = {}
+        self._chunks: list[Any] = []
+        self._figures = _Figures()
+        self._gradient_of_output: float | None = None
+        self._in_layers = 0.0
+
+    def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """For the seam ``schedule``: ``function`` runs the micro-batches of a step."""
+
+        @functools.wraps(function)
+        def run(**options: Any) -> Any:
+            if options.get("forward_only") or self._step >= STEPS:
+                return function(**options)
+            if not self._chunks:
+                self._begin(options["model"], options["num_microbatches"])
+            result = function(**options)
+            self._step += 1
+            if self._step == STEPS:
+                self._journal.undo()
+                self._finish()
+            return result
+
+        return run
+
+    # What is wrapped
+
+    def _begin(self, model: Any, micro_batches: int) -> None:
+        from megatron.core.utils import unwrap_model
+
+        from mindspeed.memory.megatron import install, layers_of, sites_of, wrap
+
+        self._chunks = unwrap_model(model if isinstance(model, list) else [model])
+        self._micro_batches = micro_batches
+        kinds: dict[Any, Kind] = {}
+        for index, chunk in enumerate(self._chunks):
+            layers = {
+                name: layer for name, layer in layers_of(chunk).items() if name.startswith("decod")
+            }
+            runtime = install(chunk, Plan(dict.fromkeys(layers, KEEP_ALL)), self._journal)
+            for name, layer in layers.items():
+                kind = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
+                new = kind not in kinds
+                kinds.setdefault(kind, Kind(_PLANS))
+                self._layers[layer.layer_number - 1] = kinds[kind], layer
+                known = sites_of(layer)
+                wrap(
+                    runtime,
+                    name,
+                    layer,
+                    [one for one in SITES.values() if one in known],
+                    self._journal,
+                )
+                self._time(layer)
+                if new:
+                    self._try(runtime, name, layer, kinds[kind])
+            self._watch(index, chunk, layers)
+
+    def _try(self, runtime: Any, name: str, layer: Any, kind: Kind) -> None:
+        """Recompute each module of ``layer`` once, in one step."""
+
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if self._step == RECOMPUTE and not kind.costs and torch.is_grad_enabled():
+                    kind.try_all(runtime, name, forward, (args, kwargs), self._clock)
+                return forward(*args, **kwargs)
+
+            return run
+
+        replace_method(layer, "forward", make, self._journal)
+
+    def _time(self, layer: Any) -> None:
+        number = layer.layer_number - 1
+
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if self._step < FIRST_TIMED or not torch.is_grad_enabled():
+                    return forward(*args, **kwargs)
+                hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                start = self._now()
+                output = forward(*args, **kwargs)
+                seconds = self._now() - start
+                self._figures.forward[number].append(seconds)
+                self._in_layers += seconds
+                self._time_backward(number, hidden, output)
+                return output
+
+            return run
+
+        replace_method(layer, "forward", make, self._journal)
+
+    def _time_backward(self, number: int, hidden: Any, output: Any) -> None:
+        started: list[float] = []
+
+        def begin(gradient: Any) -> None:
+            now = self._now()
+            if self._gradient_of_output is not None:
+                self._figures.head_backward.append(now - self._gradient_of_output)
+                self._gradient_of_output = None
+            started.append(now)
+
+        def end(gradient: Any) -> None:
+            if started:
+                self._figures.backward[number].append(self._now() - started[-1])
+
+        result = output[0] if isinstance(output, tuple) else output
+        if result.requires_grad:
+            result.register_hook(begin)
+        if hidden.requires_grad:
+            hidden.register_hook(end)
+
+    def _watch(self, index: int, chunk: Any, layers: Mapping[str, Any]) -> None:
+        """Bytes and seconds of what is outside of layers."""
+
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not torch.is_grad_enabled():
+                    return forward(*args, **kwargs)
+                if self._step == BYTES and index not in self._figures.outside:
+                    return self._counted(index, chunk, layers, forward, args, kwargs)
+                if self._step < FIRST_TIMED:
+                    return forward(*args, **kwargs)
+                self._in_layers, start = 0.0, self._now()
+                output = forward(*args, **kwargs)
+                self._figures.chunk_forward.append(self._now() - start - self._in_layers)
+                if chunk.post_process and output.requires_grad:
+                    output.register_hook(self._output_gradient)
+                return output
+
+            return run
+
+        replace_method(chunk, "forward", make, self._journal)
+
+    def _output_gradient(self, gradient: Any) -> None:
+        self._gradient_of_output = self._now()
+
+    def _counted(
+        self, index: int, chunk: Any, layers: Mapping[str, Any], forward: Any, args: Any, kw: Any
+    ) -> Any:
+        from mindspeed.testing import saved_for_backward
+
+        with saved_for_backward(chunk) as saved:
+            output = forward(*args, **kw)
+            by_module = saved.by_module()
+        inside = tuple(f"{name}." for name in layers)
+        self._figures.outside[index] = sum(
+            nbytes
+            for name, nbytes in by_module.items()
+            if name not in layers and not name.startswith(inside)
+        )
+        return output
+
+    def _now(self) -> float:
+        self._here.synchronize()
+        return time.perf_counter()
+
+    # What becomes of it
+
+    def _finish(self) -> None:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_pipeline_model_parallel_group()
+        own = (self._own_layers(), self._ends(), self._latency(group))
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, own, group=group)
+        if dist.get_rank() == 0:
+            layers = {number: layer for found, _, _ in parts for number, layer in found.items()}
+            profile = Profile(
+                layers=tuple(layers[number] for number in sorted(layers)),
+                first=parts[0][1],
+                last=parts[-1][1],
+                ranks=group.size(),
+                num_microbatches=self._micro_batches,
+                chunks=len(self._chunks),
+                micro_batch_size=self._task.megatron.get("micro_batch_size") or 1,
+                latency=max(latency for _, _, latency in parts),
+                job=self._task.job,
+            )
+            print(report(self._task, profile), flush=True)
+
+    def _own_layers(self) -> dict[int, Layer]:
+        found = {}
+        for number, (kind, layer) in self._layers.items():
+            keep, *others = kind.costs[0]
+            forward = statistics.median(self._figures.forward[number])
+            backward = self._figures.backward.get(number)
+            found[number] = Layer(
+                forward=forward,
+                backward=statistics.median(backward) if backward else 2 * forward,
+                activations=float(keep.kept),
+                static=self._static(layer),
+                recompute={
+                    name: Recompute(cost.seconds, float(max(keep.kept - cost.kept, 0)))
+                    for name, cost in zip(MODULES, others, strict=True)
+                },
+            )
+        return found
+
+    def _ends(self) -> Part:
+        """What this rank computes outside of layers; at both ends of the pipeline it counts."""
+        seconds = statistics.median(self._figures.chunk_forward)
+        backward = self._figures.head_backward
+        in_layers = sum(self._static(layer) for _, layer in self._layers.values())
+        whole = sum(self._static(chunk) for chunk in self._chunks)
+        return Part(
+            forward=max(seconds, 0.0) * len(self._chunks),
+            backward=statistics.median(backward) if backward else max(seconds, 0.0),
+            activations=float(sum(self._figures.outside.values())),
+            static=whole - in_layers,
+        )
+
+    def _static(self, module: Any) -> float:
+        """Bytes of weights, gradients and optimizer states."""
+        megatron = self._task.megatron
+        shared = 1
+        if megatron.get("use_distributed_optimizer"):
+            shared = megatron.get("data_parallel_size") or 1
+        total = 0.0
+        for parameter in module.parameters():
+            width = parameter.element_size()
+            states = 8 + (4 if width == 2 else 0)
+            trained = (4 + states / shared) if parameter.requires_grad else 0
+            total += parameter.numel() * (width + trained)
+        return total
+
+    def _latency(self, group: Any) -> float:
+        """Seconds of a small message from the first pipeline rank to the second."""
+        ranks = dist.get_process_group_ranks(group)
+        here, tensor = self._here.torch_device(), torch.zeros(1)
+        tensor, found = tensor.to(here), []
+        if dist.get_rank() not in ranks[:2]:
+            return 0.0
+        for _ in range(5):
+            start = time.perf_counter()
+            if dist.get_rank() == ranks[0]:
+                dist.send(tensor, ranks[1], group=group)
+                dist.recv(tensor, ranks[1], group=group)
+            else:
+                dist.recv(tensor, ranks[0], group=group)
+                dist.send(tensor, ranks[0], group=group)
+            self._here.synchronize()
+            found.append((time.perf_counter() - start) / 2)
+        return min(found)
+
+
+def report(task: Task, profile: Profile) -> str:
+    """Write the profile, search, write the result; what to tell users."""
+    from mindspeed.pipeline.automated.result import write_result
+    from mindspeed.pipeline.automated.search import search
+
+    profile.write(task.profile_path)
+    text = f"automated pipeline: measured, {task.profile_path}"
+    try:
+        found = search(profile, task.mode, ratio=task.ratio, module=MODULES[task.recompute_type])
+    except MindSpeedError as error:
+        return f"{text}; no result: {error}"
+    result = write_result(task.path, found, task.job)
+    return (
+        f"{text}; {task.path} is for the next start, the same as {' '.join(result.flags())}: "
+        f"{1e3 * found.before.makespan:,.1f} -> {1e3 * found.after.makespan:,.1f} ms, "
+        f"{found.before.peak / 2**20:,.1f} -> {found.after.peak / 2**20:,.1f} MiB"
+    )
+
+
+def refuse_different_files(digest: str, path: str) -> None:
+    """Collective: all ranks must see the same result, or none."""
+    agreement.refuse_different(
+        digest, [dist.group.WORLD], device.current().torch_device(), f"the file {path}"
+    )
+
+
+def pipeline_rank() -> int:
+    """This rank's place in the pipeline."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_rank()  # type: ignore[no-any-return]
