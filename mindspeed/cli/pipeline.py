@@ -3,6 +3,7 @@
     mindspeed pipeline plan --pp 8 --vpp 2 --microbatches 64
     mindspeed pipeline plan --pp 4 --vpp 2 --microbatches 8 --plot schedules.png
     mindspeed pipeline plan --pp 4 --microbatches 8 --schedule zb-h1 --text --dump zb-h1.csv
+    mindspeed pipeline search --profile automated_pipeline.profile.json --out plan.json
 
 Every schedule is built, checked and simulated as training would do it. Times are relative: by
 default a micro-batch takes a rank 1 forward, 1 for the gradients of inputs and 1 for those of
@@ -21,6 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from mindspeed.cli import pipeline_search
 from mindspeed.cli.pipeline_picture import draw
 from mindspeed.cli.pipeline_text import timeline
 from mindspeed.errors import ConfigError
@@ -40,8 +42,13 @@ _MOST_CHUNKS = 1 << 17  # forwards of a step; a simulation of more takes minutes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed pipeline``."""
     add = parser.add_argument
-    add("action", choices=["plan"], help="plan: build, check, simulate and draw schedules")
-    add("--pp", type=whole(2, MAX_PIPELINE), required=True, metavar="P", help="pipeline ranks")
+    add(
+        "action",
+        choices=["plan", "search"],
+        help="plan: build, check, simulate and draw schedules; search: layers, recomputation and "
+        "schedule for a measured profile",
+    )
+    add("--pp", type=whole(2, MAX_PIPELINE), metavar="P", help="pipeline ranks")
     add(
         "--vpp",
         type=whole(1, MAX_CHUNKS),
@@ -93,10 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", action="store_true", help="draw the timelines in the terminal")
     add("--dump", type=Path, metavar="FILE", help="write the schedule (one --schedule) as csv")
     add("--json", action="store_true", help="print JSON, with the figures of every rank")
+    pipeline_search.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Price the schedules and print, draw or write them."""
+    """Price the schedules and print, draw or write them, or search one."""
+    if args.action == "search":
+        return pipeline_search.run(args)
     job, names = _job(args), _names(args)
     found = compare(job, names)
     if args.json:
@@ -120,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
+    if args.pp is None:
+        raise ConfigError("--pp is missing: pipeline ranks")
     sizes = _sizes(args.sizes)
     count = args.microbatches or len(sizes or ())
     if not count:

@@ -55,6 +55,11 @@ LAYOUTS = {
     "uneven-pipeline": (2, GQA, f"{PP} --num-layer-list 1,3"),
     "uneven-virtual-pipeline-moe": (4, MOE_PATTERN, f"{PP4} [[0,1],[1,0]*3]"),
     "uneven-pipeline-mtp": (2, MTP, f"{PP} --use-manual-layer-allocation --manual-layers 4,0"),
+    "uneven-pipeline-recompute": (
+        2,
+        GQA,
+        f"{PP} --num-layer-list 3,1 --recompute-module-list 2,1 --recompute-type 0",
+    ),
     "uneven-virtual-pipeline-noop": (
         2,
         f"{GQA} --num-layers 5 --noop-layers 2",

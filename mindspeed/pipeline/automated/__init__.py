@@ -4,5 +4,5 @@
 
 :mod:`.profile` is what was measured, :mod:`.stages` what a choice costs, :mod:`.search` finds the
 best one, :mod:`.result` is its file and its flags. All are pure: a profile has one result. The
-measurement in a running job is :mod:`.megatron`.
+measurement in a running job is ``mindspeed.adaptor.pipeline_profile``.
 """
