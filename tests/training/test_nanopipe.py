@@ -22,6 +22,8 @@ CASES = {
     "LoRA": f"{CHUNKS} --lora-r 4 --lora-target-modules linear_qkv linear_fc1 linear_fc2",
     "recompute": f"{TE} {CHUNKS} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
+    "activations on the host": f"{TE} {CHUNKS} --swap-attention --swap-min-bytes 0",
+    "fp8": f"{TE} {CHUNKS} --bf16 --fp8-format hybrid",
 }
 
 

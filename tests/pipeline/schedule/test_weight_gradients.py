@@ -258,6 +258,8 @@ EXPERTS_ONE_BY_ONE = {
     "experts": Case("moe-sequential", fused=True),
     "experts-local": Case("moe-sequential", "local"),
 }
+IN_16_BITS = {"bf16": True, "params_dtype": torch.bfloat16, "add_bias_linear": False}
+LAYERS = {n: Case("layernorm-gelu-bias", options=IN_16_BITS | {"num_layers": n}) for n in (1, 2)}
 SMALL = ("norm", "bias", "router", "embedding", "output_layer")
 
 
@@ -279,3 +281,10 @@ def test_models_divided_equal_models_whole(ranks, size):
         gathers, layers = results["dense"].gathers, 2 * 2 * (size - 1)  # column, and row
         assert gathers["W"] == 2 * layers, "of inputs and of output gradients"
         assert gathers["I"] == gathers["B"] - layers, "an output gradient is gathered twice"
+
+
+def test_what_a_dense_layer_keeps_for_its_w_of_what_it_kept_for_backward(ranks):
+    (found,) = ranks(1, compare, LAYERS, setup="tests.support.warm", timeout=240)
+    unit = gpt_ranks.SEQUENCE * gpt_ranks.BATCH * 32  # s b h
+    kept = {name: getattr(found[2], name) - getattr(found[1], name) for name in ("saved", "stash")}
+    assert kept == {"saved": 33.75 * unit, "stash": 32 * unit}
