@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.megatron_lm.launch import pretrain
@@ -13,6 +15,7 @@ BOTH = "--recompute-norm --recompute-activation-function"
 STAGES = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PLAN = "all: {mlp.activation: recompute_output, self_attention: offload}\n1: {layer: recompute}\n"
 # Flags of a run, and those that are added to it.
@@ -28,6 +31,14 @@ CASES = {
         "--recompute-granularity selective --recompute-modules mlp core_attn "
         "--optimize-recomp-communication-level 1",
     ),
+    "recomputation in bubbles": (
+        f"--bf16 {STAGES} {DROPOUT}",
+        "--recompute-in-bubble --pipeline-schedule-dump {}",
+    ),
+    "recomputation in advance": (
+        f"--bf16 {STAGES} {DROPOUT} --transformer-impl local --overlap-grad-reduce",
+        f"{BLOCK} --recompute-in-advance --pipeline-schedule-dump {{}}",
+    ),
     "plan": ("--bf16 --use-distributed-optimizer --overlap-grad-reduce", "--activation-plan {}"),
 }
 
@@ -35,8 +46,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_printed_losses_are_those_of_a_run_without_it(tmp_path, case):
     given, added = CASES[case]
-    (tmp_path / "plan.yaml").write_text(PLAN)
+    file = tmp_path / "plan"  # read or written
+    file.write_text(PLAN)
     base = f"{MODEL} {TRAINING} {given}"
     plain = pretrain(tmp_path, 2, *base.split())
-    other = pretrain(tmp_path, 2, *base.split(), *added.format(tmp_path / "plan.yaml").split())
+    other = pretrain(tmp_path, 2, *base.split(), *added.format(file).split())
     assert other.losses == plain.losses and other.grad_norms == plain.grad_norms
+    if "--recompute-in-" in added:
+        first, *_ = file.read_text().splitlines()
+        assert re.findall(r"\d+Fc\d+", first) and re.findall(r"\d+R\d+", first)
