@@ -48,18 +48,13 @@ def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> It
         megatron: Megatron's arguments.
         chunks: What it needs several model chunks of a rank for.
     """
+    problems = [*_pipeline_plan.problems_of(flag, megatron), *layer_problems(flag, megatron)]
     said = set()
-    for problem in (*_pipeline_plan.problems_of(flag, megatron), *common_problems(flag, megatron)):
+    for problem in problems:
         combination, _, _ = problem.message.partition(":")
         if combination not in said:
             yield problem
         said.add(combination)
-    for name, (other, why) in _CONFLICTS.items():
-        if megatron.get(name):
-            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
-    if (megatron.get("adaptive_recompute_device_size") or 0) > 0:
-        other = "--adaptive-recompute-device-size"
-        yield Problem(flag, f"cannot be combined with {other}: {_BOTH}", "remove one")
     if _pipeline_plan.chunks_of(megatron) == 1:
         yield Problem(
             flag,
@@ -72,6 +67,22 @@ def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> It
         found = _pipeline_plan.plan_of(flag, megatron, ScheduleRequest(recompute=when))
         if isinstance(found, Problem):
             yield found
+
+
+def layer_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
+    """What layers that a schedule recomputes can not be combined with.
+
+    Args:
+        flag: That asks for it.
+        megatron: Megatron's arguments.
+    """
+    yield from common_problems(flag, megatron)
+    for name, (other, why) in _CONFLICTS.items():
+        if megatron.get(name):
+            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
+    if (megatron.get("adaptive_recompute_device_size") or 0) > 0:
+        other = "--adaptive-recompute-device-size"
+        yield Problem(flag, f"cannot be combined with {other}: {_BOTH}", "remove one")
 
 
 def attach_recomputation(
@@ -93,6 +104,41 @@ def attach_recomputation(
         number: How many layers of every chunk; None: all.
     """
     per_rank = number is not None and bool(megatron.get("enable_recompute_layers_per_pp_rank"))
+    part = _recomputed_part(number, megatron, per_rank=per_rank)
+
+    def schedule(previous: Any) -> Any:
+        from mindspeed.pipeline.schedule.megatron import scheduled
+
+        pipeline = scheduled(previous, recompute=when)
+        if part < 1:
+            costs = pipeline.request.costs
+            costs = replace(costs, recompute=part * costs.forward, input_share=1 - part)
+            pipeline = scheduled(pipeline, costs=costs)
+        return recomputing(pipeline)
+
+    drop_layers(seams, feature, flag, megatron, number, per_rank=per_rank)
+    seams.schedule.add(schedule, owner=feature)
+
+
+def drop_layers(
+    seams: Seams,
+    feature: str,
+    flag: str,
+    megatron: Megatron,
+    number: int | None = None,
+    *,
+    per_rank: bool = False,
+) -> None:
+    """Let layers of every model chunk be recomputed where a schedule says so.
+
+    Args:
+        seams: The feature's.
+        feature: Its name.
+        flag: Its flag, for messages.
+        megatron: Megatron's arguments.
+        number: How many layers; None: all.
+        per_rank: Count them over the chunks of a rank.
+    """
 
     def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
         from mindspeed.memory.plan import LAYER, Action
@@ -101,13 +147,21 @@ def attach_recomputation(
         chosen = layers.first(number, of_rank=per_rank)
         return plan_of(chosen, lambda layer: (LAYER,), Action.RECOMPUTE)
 
-    def schedule(previous: Any) -> Any:
-        from mindspeed.pipeline.schedule.megatron import scheduled
-
-        return replace(scheduled(previous, recompute=when), recomputation=_of_chunk)
-
     attach_plan(seams, feature, flag, megatron, plan)
-    seams.schedule.add(schedule, owner=feature)
+
+
+def recomputing(pipeline: Any) -> Any:
+    """A ``ScheduledPipeline`` that runs plans with ``Fc`` and ``R``; see :func:`drop_layers`."""
+    return replace(pipeline, recomputation=_of_chunk)
+
+
+def _recomputed_part(number: int | None, megatron: Megatron, *, per_rank: bool) -> float:
+    """Of the layers of a chunk, where all chunks have as many."""
+    if number is None:
+        return 1.0
+    chunks = _pipeline_plan.chunks_of(megatron)
+    layers = (megatron.get("num_layers") or 1) / (megatron.get("pipeline_model_parallel_size") or 1)
+    return min(1.0, number / layers * (1 if per_rank else chunks))
 
 
 def _of_chunk(model: Any) -> Any:

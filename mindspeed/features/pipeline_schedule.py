@@ -25,6 +25,7 @@ from mindspeed.features._divided_backward import (
     divide_backward,
     divided_backward_problems,
 )
+from mindspeed.features._scheduled_recomputation import drop_layers, layer_problems, recomputing
 from mindspeed.features._v_shape import flag_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
@@ -32,6 +33,7 @@ from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.pipeline.schedule.plan import Plan
 
 _SCHEDULE = "--pipeline-schedule"
 _LIMIT = "--pipeline-memory-limit"
@@ -131,9 +133,21 @@ def _schedule_problems(
             "files of V-shaped schedules cannot be run; take zb-v or dualpipev by name",
         )
         return
+    if plan is not None and _recomputes(plan):
+        yield from layer_problems(name, megatron)
+        if granularity := megatron.get("recompute_granularity"):
+            yield Problem(
+                name,
+                f"says what is recomputed, as --recompute-granularity {granularity} does",
+                "remove one of them",
+            )
     found = shared.plan_of(name, megatron, ScheduleRequest(**changes))
     if isinstance(found, Problem):
         yield found
+
+
+def _recomputes(plan: Plan) -> bool:
+    return any(action.op == "R" for _, action in plan)
 
 
 def _two_schedules(
@@ -183,11 +197,17 @@ def _attach(seams: Seams, options: PipelineScheduleOptions, megatron: Megatron) 
     is_first = os.environ.get("RANK", "0") == "0"
     dump = options.pipeline_schedule_dump if is_first else None
 
+    recomputes = "plan" in changes and _recomputes(changes["plan"])
+
     def schedule(previous: Any) -> Any:
         from mindspeed.pipeline.schedule.megatron import scheduled, written_to
 
-        return written_to(scheduled(previous, **changes), dump)
+        pipeline = written_to(scheduled(previous, **changes), dump)
+        return recomputing(pipeline) if recomputes else pipeline
 
+    if recomputes:
+        name = f"{_SCHEDULE} {options.pipeline_schedule}"
+        drop_layers(seams, FEATURE.name, name, megatron)
     if options.pipeline_schedule not in (None, *_WHOLE_BACKWARDS):
         divide_backward(seams, FEATURE.name)
     seams.schedule.add(schedule, owner=FEATURE.name)

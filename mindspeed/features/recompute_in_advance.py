@@ -71,5 +71,5 @@ FEATURE = Feature(
     attach=_attach,
     seams=("chunk", "schedule"),
     conflicts=("recompute-in-bubble",),
-    after=("recompute-layers-per-pp-rank",),
+    after=("pipeline-schedule", "nanopipe", "recompute-layers-per-pp-rank"),
 )

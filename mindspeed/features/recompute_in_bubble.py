@@ -68,4 +68,5 @@ FEATURE = Feature(
     attach=_attach,
     seams=("chunk", "schedule"),
     conflicts=("recompute-in-advance",),
+    after=("pipeline-schedule", "nanopipe"),
 )

@@ -109,3 +109,17 @@ def test_what_recomputation_in_advance_refuses(flags, named):
 @pytest.mark.parametrize("flags", [BUBBLE, ADVANCE], ids=["bubble", "advance"])
 def test_what_both_refuse(flags, name, value):
     assert f"cannot be combined with --{name.replace('_', '-')}" in problems(flags, **{name: value})
+
+
+def test_files_that_recompute_are_refused_with_other_recomputation(tmp_path):
+    from mindspeed.pipeline.schedule.csv_file import write_plan
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+
+    file = tmp_path / "plan.csv"
+    write_plan(file, build_plan(ScheduleRequest(recompute="bubble"), 2, 2, 8))
+    step = {"global_batch_size": 8, "micro_batch_size": 1, "data_parallel_size": 1}
+    given = {"pipeline_schedule": str(file), **step}
+    assert problems(given) == ""
+    assert "--recompute-granularity full does" in problems(given, **FULL)
+    assert "--swap-attention" in problems(given, swap_attention=True)
+    assert "are two schedules" in problems(given, **BUBBLE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
@@ -179,6 +179,16 @@ def test_every_dropped_chunk_is_recomputed_between_its_forward_and_backward(p, v
             for (stage, i), position in again.items():
                 assert ops["Fc", stage, i] < position < ops["B", stage, i]
                 assert stage != p * v - 1
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("latency", [0.0, 0.1, 0.5])
+def test_no_rank_stores_more_than_the_cap(p, latency):
+    costs = Costs(latency=latency)
+    for v, m, cap in product((2, 3), (p, p + 1, 3 * p), (3, p, 2 * p - 1)):
+        plan = interleaved(p, v, m)
+        assert max(simulate(in_bubble(plan, costs, cap), costs).peak_chunks) <= cap
+        assert max(simulate(in_advance(plan, costs), costs).peak_chunks) <= 2
 
 
 def test_split_backwards_are_stored_until_their_weight_gradient():

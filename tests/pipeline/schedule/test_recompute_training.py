@@ -111,32 +111,39 @@ def test_recomputation_communicates_as_the_first_run_did(ranks):
     check(found, {name: bubble if case.m == 8 else advance for name, case in cases.items()})
 
 
-LAYOUT = "--num-layers-per-virtual-pipeline-stage 1 --hidden-dropout 0.1 --attention-dropout 0.1"
+STAGES = (
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1"
+)
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-TRAINED = {
-    "": (2, ""),
-    "experts": (
-        4,
-        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-        f"--global-batch-size 8 --expert-model-parallel-size 2 {MOE}",
-    ),
-}
+EXPERT_PARALLEL = (
+    "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    f"--global-batch-size 8 --expert-model-parallel-size 2 {MOE}"
+)
 
 
-@pytest.mark.parametrize("case", ["", pytest.param("experts", marks=pytest.mark.slow)], ids=str)
-def test_our_trainer_ends_with_the_same_parameters(ranks, case):
-    world, layout = TRAINED[case]
+def train(ranks: Any, world: int, flags: str) -> tuple[list[Any], int]:
+    """The parameters of all ranks after three steps, and second runs of layers on the first."""
+    given = f"{STAGES} {flags}".split()
+    found = ranks(world, memory_ranks.trained, given, setup=SETUP, backend=None, timeout=240)
+    return [rank["digest"] for rank in found], found[0]["reruns"]
 
-    def train(flags: str) -> Any:
-        given = f"--pipeline-model-parallel-size 2 {LAYOUT} {layout} {flags}".split()
-        return ranks(world, memory_ranks.trained, given, setup=SETUP, backend=None, timeout=240)
 
-    plain = [rank["digest"] for rank in train("")]
-    for flags, first in (
-        ("--recompute-in-bubble", 3),
-        (f"--recompute-in-advance {BLOCK}", 24),
-        (f"--recompute-in-advance {BLOCK} --enable-recompute-layers-per-pp-rank", 12),
+def test_our_trainer_ends_with_the_same_parameters(ranks):
+    parameters, _ = train(ranks, 2, "")
+    assert train(ranks, 2, "--recompute-in-bubble") == (parameters, 3)
+    assert train(ranks, 2, f"--recompute-in-advance {BLOCK}") == (parameters, 24)
+
+
+@pytest.mark.slow
+def test_our_trainer_with_experts_and_data_parallelism(ranks, tmp_path):
+    """Also with layers counted per rank, and with a schedule that recomputes read from a file."""
+    parameters, _ = train(ranks, 4, EXPERT_PARALLEL)
+    file = tmp_path / "plan.csv"
+    per_rank = f"--recompute-in-advance {BLOCK} --enable-recompute-layers-per-pp-rank"
+    for flags, count in (
+        (f"--recompute-in-bubble --pipeline-schedule-dump {file}", 3),
+        (f"--pipeline-schedule {file}", 3),
+        (per_rank, 12),
     ):
-        ours = train(flags)
-        assert [rank["digest"] for rank in ours] == plain
-        assert ours[0]["reruns"] == first
+        assert train(ranks, 4, f"{EXPERT_PARALLEL} {flags}") == (parameters, count)
