@@ -1,15 +1,17 @@
 """Model chunks in a V-shape: which flags ask for it, what they need, what it attaches.
 
-``--schedules-method dualpipev`` and ``--pipeline-schedule zb-v`` or ``dualpipev`` split the model
-this way (:mod:`mindspeed.pipeline.v_shape`). The user gives no flag of virtual stages: there are
-two chunks on every rank.
+``--schedules-method dualpipev`` and ``--pipeline-schedule`` with ``zb-v``, ``dualpipev`` or a file
+of such a schedule split the model this way (:mod:`mindspeed.pipeline.v_shape`). The user gives no
+flag of virtual stages: there are two chunks on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Megatron, Problem
 from mindspeed.pipeline.v_shape import even_layout
 
@@ -40,7 +42,23 @@ def flag_of(values: Mapping[str, Any]) -> str | None:
     if values.get("schedules_method") == "dualpipev":
         return "--schedules-method dualpipev"
     schedule = values.get("pipeline_schedule")
-    return f"--pipeline-schedule {schedule}" if schedule in SCHEDULES else None
+    if schedule in SCHEDULES or _is_v_shaped_file(schedule or ""):
+        return f"--pipeline-schedule {schedule}"
+    return None
+
+
+def _is_v_shaped_file(name: str) -> bool:
+    """Whether this is a csv file of a schedule in a V-shape; what is wrong with it, others say."""
+    if not name.endswith(".csv"):
+        return False
+    from mindspeed.pipeline.schedule.csv_file import read_plan
+    from mindspeed.pipeline.schedule.placement import Placement
+
+    try:
+        placement = read_plan(Path(name)).placement
+    except ConfigError:
+        return False
+    return placement == Placement.v_shape(placement.ranks)
 
 
 def layout_of(values: Mapping[str, Any]) -> VShapeLayout | None:

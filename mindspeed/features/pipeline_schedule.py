@@ -126,11 +126,12 @@ def _schedule_problems(
 
     ranks, chunks = megatron["pipeline_model_parallel_size"], shared.chunks_of(megatron)
     plan = changes.get("plan")
-    if plan is not None and plan.placement != Placement.loop(ranks, chunks):
+    placements = (Placement.loop(ranks, chunks), Placement.v_shape(ranks))
+    if plan is not None and plan.placement not in placements:
         yield Problem(
             name,
-            "does not place stage s on rank s mod p",
-            "files of V-shaped schedules cannot be run; take zb-v or dualpipev by name",
+            "places stage s neither on rank s mod p nor in a V (s and 2 p - 1 - s on one rank)",
+            "take another file, or a schedule by name",
         )
         return
     if plan is not None and _recomputes(plan):
@@ -169,6 +170,7 @@ def _changes(options: PipelineScheduleOptions, megatron: Megatron) -> dict[str, 
         ConfigError: the file is no schedule of this job.
     """
     ranks, chunks = megatron.get("pipeline_model_parallel_size") or 1, shared.chunks_of(megatron)
+    v_shape = flag_of(megatron) is not None
     changes: dict[str, Any] = {}
     if _is_file(options):
         from mindspeed.pipeline.schedule.csv_file import read_plan
@@ -176,7 +178,7 @@ def _changes(options: PipelineScheduleOptions, megatron: Megatron) -> dict[str, 
         changes["plan"] = read_plan(
             Path(str(options.pipeline_schedule)),
             ranks=ranks,
-            chunks=chunks,
+            chunks=2 if v_shape else chunks,
             num_microbatches=shared.num_microbatches(megatron),
         )
     elif options.pipeline_schedule is not None:
@@ -185,7 +187,6 @@ def _changes(options: PipelineScheduleOptions, megatron: Megatron) -> dict[str, 
             changes["costs"] = costs_of(megatron)
     if options.pipeline_memory_limit is not None:
         # A V-shape is compared with 1F1B, as it has no chunks without it.
-        v_shape = flag_of(megatron) is not None
         changes["memory_limit"] = shared.limit_of(
             options.pipeline_memory_limit, ranks, 1 if v_shape else chunks
         )

@@ -121,6 +121,14 @@ def test_validation_runs_forward_only(one_rank):
     assert losses[1] == [loss and pytest.approx(loss, rel=1e-6) for loss in losses[0]]
 
 
+def test_a_schedule_in_a_file_trains_like_its_name(one_rank, tmp_path):
+    file, reference = tmp_path / "plan.csv", one_rank(TIED)
+    by_name = reference.train(2, f"{ZB_V} --pipeline-schedule-dump {file}")
+    by_file = reference.train(2, f"{PP} --pipeline-schedule {file}")
+    for name in ("lm_loss", "grad_norm"):
+        assert column(by_file, name) == column(by_name, name)
+
+
 def test_dry_run_counts_the_ends_of_the_first_rank(rank_pool):
     counted = {}
     for model in (GQA, TIED):
