@@ -4,9 +4,9 @@
     1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3
 
 Cells are written as in :mod:`actions`; empty cells are skipped. The ``compute_only`` files of
-torch.distributed.pipelining are read: ``(0F5;3B1)OVERLAP_F_B`` is 0F5 and then 3B1. A chunk without
-a G gets one after its last gradient; as a plan has it there anyway, it is not written, so that
-torch reads our files of F, I, W and B.
+torch.distributed.pipelining are read: ``(0F5;3B1)OVERLAP_F_B`` is 0F5, then 3B1; ``0REDUCE_GRAD``
+is 0G. If there is no G at all, each chunk gets one after its last gradient; where a plan has them
+there anyway, they are not written, so that torch reads our files of F, I, W and B.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
+_REDUCTION = re.compile(r"(\d+)REDUCE_GRAD")
+_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|(SEND|RECV)_[FB])\d*")
 
 
 def write_plan(path: Path, plan: Plan) -> None:
@@ -95,6 +96,9 @@ def _actions(cell: str) -> list[Action]:
     overlapped = _OVERLAPPED.fullmatch(cell)
     if overlapped is not None:
         return [Action.parse(part.strip()) for part in overlapped[1].split(";")]
+    reduction = _REDUCTION.fullmatch(cell)
+    if reduction is not None:
+        return [Action(REDUCE, int(reduction[1]))]
     if _COMMUNICATION.fullmatch(cell):
         raise ValueError(
             f"{cell!r} is communication of torch's; write the file with format='compute_only'"

@@ -191,7 +191,7 @@ def _auto(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
         m,
         request.costs,
         memory_limit=request.memory_limit,
-        sizes=request.sizes,
+        sizes=_relative(request.sizes),
         split=request.split,
     )
 

@@ -1,0 +1,78 @@
+"""``auto``: the fastest plan within the memory limit."""
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.simulate import simulate
+
+
+def auto(p, v, m, costs=None, **changes):
+    costs = costs or Costs()
+    request = ScheduleRequest(kind="auto", costs=costs, **changes)
+    return simulate(build_plan(request, p, v, m), costs)
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(latency=0.1), Costs(1, 1.5, 0.7, latency=0.3)])
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 4), (4, 1, 8), (4, 2, 8), (4, 4, 8)])
+def test_no_named_schedule_is_faster(p, v, m, costs):
+    found = auto(p, v, m, costs)
+    for kind in ("1f1b", "zb-h1", "nanopipe"):
+        plan = build_plan(ScheduleRequest(kind=kind, costs=costs), p, v, m)
+        assert found.makespan <= simulate(plan, costs).makespan + 1e-6
+    if v == 2:
+        found = auto(p, v, m, costs, v_shape=True)
+        for kind in ("zb-v", "dualpipev"):
+            plan = build_plan(ScheduleRequest(kind=kind, costs=costs), p, v, m)
+            assert found.makespan <= simulate(plan, costs).makespan + 1e-6
+
+
+def test_among_equally_fast_ones_it_takes_that_of_least_memory():
+    """Without latency the short warm-up reaches the bound of the long one."""
+    found = auto(8, 2, 64)
+    assert (found.bubble_time, max(found.peak_memory)) == (3.5, 8)
+
+
+def test_among_equally_fast_and_small_ones_it_takes_that_of_fewest_split_backwards():
+    """Where weight gradients cost nothing there is nothing to gain by a split."""
+    found = auto(4, 1, 8, Costs(weight_gradient=0))
+    assert found.counts["I"] == 0
+
+
+def test_memory_buys_time_where_messages_are_slow():
+    costs = Costs(latency=0.3)
+    bubbles = []
+    for limit in (8, 9, 10, 11.5, 16):
+        found = auto(8, 2, 32, costs, memory_limit=limit)
+        assert max(found.peak_memory) <= limit
+        bubbles.append(found.bubble)
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[-1] < 0.5 * bubbles[0]
+
+
+def test_a_long_reduction_makes_the_groups_larger():
+    costs = Costs(reduction=40)
+    found, plain = auto(4, 4, 16, costs), build_plan(ScheduleRequest(), 4, 4, 16)
+    assert found.exposed_reduction < simulate(plain, costs).exposed_reduction
+    assert max(found.peak_memory) > 4.75
+
+
+def test_it_may_be_told_not_to_split():
+    assert auto(4, 2, 8, split=False).counts["I"] == 0
+    assert auto(4, 2, 8, split=False, v_shape=True).counts["I"] == 0
+
+
+def test_sizes_are_relative_to_their_mean():
+    sizes = (1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5, 5, 5, 4, 3, 2)
+    found = auto(4, 1, 16, sizes=sizes)
+    assert found.useful == pytest.approx(48)
+
+
+def test_too_little_memory_names_the_least_that_would_do():
+    with pytest.raises(ConfigError) as error:
+        auto(8, 2, 64, memory_limit=7.5)
+    assert str(error.value) == (
+        "no pipeline schedule of 64 micro-batches on 8 ranks fits in 7.5 A of activations "
+        "(--pipeline-memory-limit); the smallest one needs 8 A"
+    )
