@@ -35,7 +35,8 @@ from mindspeed.pipeline.schedule.regrouped_samples import regrouped
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.virtual_time import VirtualTime
 from mindspeed.pipeline.schedule.weights.megatron import MicroBatchWeights
-from mindspeed.pipeline.schedule.work.megatron import MegatronWork, StepArguments
+from mindspeed.pipeline.schedule.work.arguments import StepArguments
+from mindspeed.pipeline.schedule.work.megatron import MegatronWork
 from mindspeed.pipeline.schedule.work.recomputation import Recomputation
 
 

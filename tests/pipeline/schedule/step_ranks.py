@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
-SIZES = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 2}
+SIZES = {"hidden_size": 32, "num_attention_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Layout:
     expert: int = 1
     spec: str = "te"
     dropout: float = 0.1
+    num_layers: int = 8
     config: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
 
@@ -127,6 +128,7 @@ class Model:
         return (MLATransformerConfig if latent else TransformerConfig)(
             **{
                 **SIZES,
+                "num_layers": layout.num_layers,
                 "normalization": "RMSNorm",
                 "add_bias_linear": False,
                 "hidden_dropout": layout.dropout,
@@ -308,6 +310,41 @@ def compare(
 def one_rank(layout: Layout, num_microbatches: int) -> Step:
     """The step of a model without pipeline."""
     return Model(layout).step(num_microbatches)
+
+
+def with_given_groups(layout: Layout) -> tuple[list[str], int]:
+    """Steps whose caller passes its own groups.
+
+    Returns:
+        Differences to Megatron's schedule, and groups that steps after the first made.
+    """
+    from functools import partial
+
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from mindspeed.errors import ConfigError
+    from mindspeed.pipeline.schedule.megatron import scheduled
+
+    model = Model(layout)
+    expected = model.step(4)
+    groups = ProcessGroupCollection.use_mpu_process_groups(
+        ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]
+    )
+    dist.new_group([0])  # rank 1 is in fewer groups
+    groups.pp = dist.new_group(dist.get_process_group_ranks(groups.pp))
+    communicator = P2PCommunicator(groups.pp, model.config)
+    given = {"p2p_communicator": communicator, "pg_collection": groups}
+    found = differences(model.step(4, partial(scheduled(None), **given)), expected)
+    made = len(dist.distributed_c10d._world.pg_names)
+    found += differences(model.step(4, partial(scheduled(None), **given)), expected)
+    made = len(dist.distributed_c10d._world.pg_names) - made
+    try:
+        model.step(4, partial(scheduled(None), pg_collection=groups))
+    except ConfigError:
+        return found, made
+    return [*found, "half of the groups were taken"], made
 
 
 def step_without_data(layout: Layout) -> None:

@@ -12,7 +12,14 @@ import torch
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
-from tests.pipeline.schedule.step_ranks import Case, Layout, compare, one_rank, plans
+from tests.pipeline.schedule.step_ranks import (
+    Case,
+    Layout,
+    compare,
+    one_rank,
+    plans,
+    with_given_groups,
+)
 
 SETUP = "tests.support.warm"
 SLOW = Costs(1, 1.25, 0.75, latency=0.125)
@@ -26,8 +33,11 @@ CHUNKS = [
     Case({"kind": "aiao", "strict": True}, group=4),
 ]
 TWO_RANKS = {
-    "one chunk": (Layout(pipeline=2), ONE_CHUNK),
-    "two chunks, local spec": (Layout(pipeline=2, chunks=2, spec="local"), CHUNKS),
+    "one chunk": (Layout(pipeline=2, num_layers=2), ONE_CHUNK),
+    "two chunks, local spec": (
+        Layout(pipeline=2, chunks=2, spec="local", num_layers=4),
+        CHUNKS,
+    ),
 }
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {**OVERLAP, "use_distributed_optimizer": True}
@@ -64,6 +74,11 @@ def check(layouts, results):
 
 def test_plans_equal_megatrons_schedules_on_two_ranks(ranks):
     check(TWO_RANKS, ranks(2, compare, TWO_RANKS, setup=SETUP))
+
+
+def test_groups_of_the_caller_are_used_and_made_once(ranks):
+    results = ranks(2, with_given_groups, Layout(pipeline=2, num_layers=2), setup=SETUP)
+    assert results == [([], 0), ([], 0)]
 
 
 @pytest.mark.slow

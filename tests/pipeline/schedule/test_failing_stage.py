@@ -80,7 +80,7 @@ def test_ranks_of_another_loop_end_without_a_launcher(tmp_path):
 
 def test_a_data_iterator_that_ends_early_is_named(ranks):
     with pytest.raises(RankError) as caught:
-        ranks(2, step_without_data, Layout(pipeline=2), setup=SETUP)
+        ranks(2, step_without_data, Layout(pipeline=2, num_layers=2), setup=SETUP)
     assert isinstance(caught.value.original, DataError)
     assert str(caught.value.original) == (
         "the data iterator of pipeline stage 0 (rank 0 of the pipeline) ended at micro-batch 2; "
