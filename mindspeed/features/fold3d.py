@@ -33,7 +33,6 @@ _KINDS = {"aiao": "aiao", "fifo": "interleaved"}
 _OTHERS = {
     "use_nanopipe": "--use-nanopipe",
     "schedules_method": "--schedules-method",
-    "optimize_vpp_send_recv_comm": "--optimize-vpp-send-recv-comm",
 }
 
 

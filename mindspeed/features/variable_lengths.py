@@ -88,7 +88,10 @@ def _attach(seams: Seams, options: VariableLengthsOptions, megatron: Megatron) -
 
     def schedule(forward_backward: Any) -> Any:
         from mindspeed.pipeline.lengths.megatron import with_lengths
+        from mindspeed.pipeline.schedule.megatron import ScheduledPipeline, with_messages
 
+        if isinstance(forward_backward, ScheduledPipeline):
+            return with_messages(forward_backward, variable_lengths=True)
         return with_lengths(forward_backward)
 
     seams.batch.add(trimmed, owner=FEATURE.name)

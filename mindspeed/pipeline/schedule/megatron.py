@@ -167,8 +167,20 @@ def scheduled(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline
         changes: fields of :class:`ScheduleRequest`.
     """
     if not isinstance(previous, ScheduledPipeline):
-        previous = ScheduledPipeline()
+        varies = getattr(previous, "variable_lengths", False)
+        previous = ScheduledPipeline(messages=Messages(variable_lengths=varies))
     return replace(previous, request=replace(previous.request, **changes))
+
+
+def with_messages(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline:
+    """A pipeline that runs plans, whose messages differ.
+
+    Args:
+        previous: as for :func:`scheduled`.
+        changes: fields of :class:`Messages`.
+    """
+    pipeline = scheduled(previous)
+    return replace(pipeline, messages=replace(pipeline.messages, **changes))
 
 
 def written_to(pipeline: ScheduledPipeline, dump: str | None) -> ScheduledPipeline:

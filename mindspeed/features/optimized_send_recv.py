@@ -1,0 +1,84 @@
+"""Pipeline messages in two directions at once: ``--optimize-send-recv-comm``, and with chunks.
+
+Megatron's schedules send and receive in one process group, where messages of one direction wait for
+those of the other. With ``--optimize-send-recv-comm``, or ``--optimize-vpp-send-recv-comm`` where a
+rank has several model chunks, the same order runs over a group for each direction, and receives are
+posted ahead of their use (:mod:`mindspeed.pipeline.schedule.channel`). Results stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features import _pipeline_plan as shared
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+_PLAIN, _CHUNKS = "--optimize-send-recv-comm", "--optimize-vpp-send-recv-comm"
+
+
+@dataclass(frozen=True)
+class OptimizedSendRecvOptions:
+    """Whether messages of both directions travel at once."""
+
+    optimize_send_recv_comm: bool = flag(
+        False, "pipeline messages of both directions at once, receives posted early"
+    )
+    optimize_vpp_send_recv_comm: bool = flag(
+        False, "the same where pipeline ranks have several model chunks"
+    )
+
+
+def _validate(options: OptimizedSendRecvOptions, megatron: Megatron) -> list[Problem]:
+    return list(_problems(options, megatron))
+
+
+def _problems(options: OptimizedSendRecvOptions, megatron: Megatron) -> Iterator[Problem]:
+    name = _PLAIN if options.optimize_send_recv_comm else _CHUNKS
+    problems = list(shared.problems_of(name, megatron))
+    yield from problems
+    if problems:
+        return
+    chunks = shared.chunks_of(megatron)
+    if options.optimize_send_recv_comm and chunks > 1:
+        yield Problem(
+            _PLAIN, f"is for one model chunk on a rank, there are {chunks}", f"give {_CHUNKS}"
+        )
+    if options.optimize_vpp_send_recv_comm and chunks == 1:
+        yield Problem(
+            _CHUNKS,
+            "is for several model chunks on a rank, there is one",
+            f"give {_PLAIN}, or --num-layers-per-virtual-pipeline-stage",
+        )
+
+
+def _attach(seams: Seams, options: OptimizedSendRecvOptions, megatron: Megatron) -> None:
+    group = None
+    if options.optimize_vpp_send_recv_comm:
+        group = megatron.get("microbatch_group_size_per_vp_stage")
+
+    def schedule(previous: Any) -> Any:
+        from mindspeed.pipeline.schedule.megatron import ScheduledPipeline, scheduled
+
+        if isinstance(previous, ScheduledPipeline):
+            return previous  # every plan sends its messages in this way
+        return scheduled(previous, group_size=group)
+
+    seams.schedule.add(schedule, owner=FEATURE.name)
+
+
+FEATURE = Feature(
+    name="optimized-send-recv",
+    summary="pipeline messages of both directions at once, receives posted early",
+    level=2,
+    options=OptimizedSendRecvOptions,
+    enabled=lambda options, _: options != OptimizedSendRecvOptions(),
+    validate=_validate,
+    attach=_attach,
+    seams=("schedule",),
+)
