@@ -147,3 +147,18 @@ def test_our_trainer_with_experts_and_data_parallelism(ranks, tmp_path):
         (per_rank, 12),
     ):
         assert train(ranks, 4, f"{EXPERT_PARALLEL} {flags}") == (parameters, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "flags", "count"),
+    [
+        ("", "--recompute-in-bubble --recompute-norm --recompute-activation-function", 66),
+        ("", f"--recompute-in-advance {BLOCK} --use-nanopipe", 24),
+        ("--variable-seq-lengths --mtp-num-layers 1", "--recompute-in-bubble", 3),
+    ],
+    ids=["sites of stored layers", "split backwards", "variable lengths"],
+)
+def test_our_trainer_with_other_features(ranks, layout, flags, count):
+    parameters, _ = train(ranks, 2, layout)
+    assert train(ranks, 2, f"{layout} {flags}") == (parameters, count)
