@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,11 +45,19 @@ def divided_backward_problems(name: str, megatron: Megatron) -> Iterator[Problem
         )
 
 
-def divide_backward(seams: Seams, owner: str) -> None:
-    """Let the layers of models that are built from now on compute weight gradients apart."""
+def divide_backward(
+    seams: Seams, owner: str, check: Callable[[int, int], None] | None = None
+) -> None:
+    """Let the layers of models that are built from now on compute weight gradients apart.
+
+    Args:
+        seams: for ``chunk``.
+        owner: the feature.
+        check: gets a stage and the bytes that one of its weight gradients keeps on the host.
+    """
     from mindspeed.te.split_backward import new_store, split
 
-    seams.chunk.add(partial(split, new_store()), owner=owner)
+    seams.chunk.add(partial(split, new_store(check)), owner=owner)
 
 
 def costs_of(megatron: Megatron) -> Costs:

@@ -11,7 +11,7 @@ rank has on its device what the interleaved schedule has there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,28 @@ def _changes(options: NanopipeOptions, megatron: Megatron) -> dict[str, Any]:
     return changes
 
 
+def _host_check(megatron: Megatron) -> Callable[[int, int], None]:
+    """Refuses stashes that host memory is too small for.
+
+    Rank r keeps those of 2 r backwards there, of r without model chunks.
+    """
+    from mindspeed.memory.host_limit import HostLimit, ranks_of_host
+
+    ranks = megatron.get("pipeline_model_parallel_size") or 1
+    each = 2 if _pipeline_plan.chunks_of(megatron) > 1 else 1
+
+    def check(stage: int, nbytes: int) -> None:
+        HostLimit(
+            _SWAP,
+            lambda: each * (stage % ranks),
+            ranks_of_host(),
+            unit="backwards whose weight gradients wait",
+            remedy=f"remove {_SWAP} and bound memory with --pipeline-memory-limit",
+        ).check(nbytes)
+
+    return check
+
+
 def _attach(seams: Seams, options: NanopipeOptions, megatron: Megatron) -> None:
     changes = _changes(options, megatron)
 
@@ -94,7 +116,7 @@ def _attach(seams: Seams, options: NanopipeOptions, megatron: Megatron) -> None:
 
         return scheduled(previous, **changes)
 
-    divide_backward(seams, FEATURE.name)
+    divide_backward(seams, FEATURE.name, _host_check(megatron))
     seams.schedule.add(schedule, owner=FEATURE.name)
 
 

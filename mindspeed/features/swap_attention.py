@@ -11,12 +11,10 @@ pipeline stage is computed again, so that little but the MLP of the other layers
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.features._activation_memory import attach_plan, common_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -154,11 +152,11 @@ def _largest_tensor(megatron: Megatron) -> int | None:
 
 
 def _attach(seams: Seams, options: SwapAttentionOptions, megatron: Megatron) -> None:
-    from mindspeed.memory.host_limit import HostLimit
+    from mindspeed.memory.host_limit import HostLimit, ranks_of_host
     from mindspeed.memory.offload import Offload
 
     in_flight = _CallsInFlight(megatron)
-    limit = HostLimit("--swap-attention", in_flight, _ranks_of_host())
+    limit = HostLimit("--swap-attention", in_flight, ranks_of_host())
     offload = Offload(min_bytes=options.swap_min_bytes, check=limit.check)
 
     def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
@@ -177,11 +175,6 @@ def _attach(seams: Seams, options: SwapAttentionOptions, megatron: Megatron) -> 
 
     attach_plan(seams, FEATURE.name, "--swap-attention", megatron, plan, offload=offload)
     seams.chunk.add(in_flight.count_layers, owner=FEATURE.name)
-
-
-def _ranks_of_host() -> int:
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(ranks or min(int(os.environ.get("WORLD_SIZE") or 1), device.current().count()))
 
 
 class _CallsInFlight:

@@ -11,6 +11,7 @@ as the copy to the host is complete.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -20,7 +21,6 @@ from mindspeed.device import Device
 from mindspeed.memory.figures import SiteFigures
 from mindspeed.memory.host_copy import HostCopy, OnHost, Streams, can_copy, elements_of
 from mindspeed.memory.host_pool import HostPool
-from mindspeed.memory.offload import MIN_BYTES
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
@@ -31,15 +31,17 @@ class StashSwap:
 
     Args:
         device: whose memory is relieved; default: the one of this process.
-        min_bytes: smaller tensors stay.
+        check: called with a stage and the bytes of one of its stashes when they exceed all before.
 
     Attributes:
         figures: bytes copied out and in.
     """
 
-    def __init__(self, device: Device | None = None, min_bytes: int = MIN_BYTES) -> None:
-        self.min_bytes, self.figures = min_bytes, SiteFigures()
-        self._given = device
+    def __init__(
+        self, device: Device | None = None, check: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.figures = SiteFigures()
+        self._given, self._check, self._largest = device, check, 0
         self._made: tuple[Streams, HostPool] | None = None
         self._copies: dict[Key, dict[tuple[object, ...], HostCopy]] = {}
         self._loaded: dict[Key, int] = {}
@@ -56,13 +58,14 @@ class StashSwap:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of any shape and dtype is worth a copy."""
-        return can_copy(tensor, self.min_bytes, self._device.name)
+        return can_copy(tensor, 1, self._device.name)
 
     def out(self, key: Key, tensor: torch.Tensor) -> OnHost:
         """Start to copy a tensor (any shape and dtype); equal elements of a key are copied once."""
         copies = self._copies.setdefault(key, {})
         elements = (tensor.untyped_storage()._cdata, *elements_of(tensor))
         if elements not in copies:
+            self._check_host(key[0], tensor.nbytes + sum(copy.nbytes for copy in copies.values()))
             streams, pool = self._means()
             copies[elements] = HostCopy(
                 tensor,
@@ -93,6 +96,11 @@ class StashSwap:
         """Free the tensors on the device whose copies are complete; never waits."""
         while self._unfinished and self._unfinished[0].written.query():
             self._unfinished.popleft().release()
+
+    def _check_host(self, stage: int, nbytes: int) -> None:
+        if self._check is not None and nbytes > self._largest:
+            self._check(stage, nbytes)
+        self._largest = max(self._largest, nbytes)
 
     def _means(self) -> tuple[Streams, HostPool]:
         if self._made is None:

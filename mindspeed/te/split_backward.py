@@ -11,6 +11,7 @@ input needs no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +21,13 @@ from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from mindspeed.te import local_linears
 
 
-def new_store() -> WeightGradients:
-    """A store whose stashes may wait in host memory."""
-    return WeightGradients(StashSwap())
+def new_store(check: Callable[[int, int], None] | None = None) -> WeightGradients:
+    """A store whose stashes may wait in host memory.
+
+    Args:
+        check: of :class:`StashSwap`.
+    """
+    return WeightGradients(StashSwap(check=check))
 
 
 def split(

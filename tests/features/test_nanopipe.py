@@ -9,7 +9,7 @@ import pytest
 from mindspeed import te
 from mindspeed.errors import ConfigError
 from mindspeed.features._divided_backward import costs_of
-from mindspeed.features.nanopipe import FEATURE
+from mindspeed.features.nanopipe import FEATURE, _host_check
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
@@ -56,6 +56,10 @@ def test_possible_jobs(flags):
             {"global_batch_size": 4},
             "--use-nanopipe: 2 micro-batches are too few for 4 pipeline ranks with 2 model chunks",
         ),
+        (
+            {"rampup_batch_size": ["4", "4", "100"]},
+            "--use-nanopipe: 2 micro-batches are too few for 4 pipeline ranks",
+        ),
         ({"tp_2d": True, "tp_x": 1, "tp_y": 1}, "tensor-parallel-2d"),
         ({"adaptive_memory_optimization": True}, "adaptive-memory"),
         ({"pipeline_schedule": "zb-h1"}, "--use-nanopipe: and --pipeline-schedule zb-h1 are two"),
@@ -94,3 +98,16 @@ def test_recomputed_layers_keep_the_memory_of_megatrons_schedule():
     nano = simulate(build_plan(ScheduleRequest(kind="nanopipe", costs=costs), 4, 2, 16), costs)
     assert nano.peak_memory == plain.peak_memory
     assert (plain.makespan, nano.makespan) == (70.0, 68.5)
+
+
+def test_host_memory_that_is_too_small_for_stashes_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    check, petabyte = _host_check(JOB), 1 << 50
+    check(4, petabyte)  # of rank 0, which moves none
+    check(6, 1 << 10)
+    said = (
+        r"--use-nanopipe-swap: .* \(1,073,741,824.0 MiB for each of 4 backwards whose weight "
+        r"gradients wait, 4 ranks on this host\).*; remove --use-nanopipe-swap"
+    )
+    with pytest.raises(ConfigError, match=said):
+        check(6, petabyte)

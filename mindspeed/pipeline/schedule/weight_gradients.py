@@ -99,6 +99,8 @@ class WeightGradients:
             yield
         finally:
             self._splitting = False
+            for key in self._pending:  # of a step that failed
+                self.swap.forget(key)
             self._pending.clear()
             self._references.clear()
             self.bytes = 0

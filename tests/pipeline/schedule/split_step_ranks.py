@@ -57,7 +57,6 @@ class DividedModel(Model):
         self.case = case
         super().__init__(case.layout)
         self.store: WeightGradients = self.chunks[0].module.weight_gradients
-        self.store.swap.min_bytes = 1
 
     def _chunk(self, stage: int | None) -> torch.nn.Module:
         from megatron.core import parallel_state

@@ -193,7 +193,7 @@ def test_one_w_for_each_i():
 
 def test_host_memory_holds_stashes_that_nobody_else_holds():
     modules = [layer("linear", False) for _ in range(3)]
-    store = WeightGradients(StashSwap(min_bytes=1))
+    store = WeightGradients(StashSwap())
     for module in modules:
         module.weight_gradients = store
     (x, grad), *_ = batches()
@@ -222,13 +222,29 @@ def test_host_memory_holds_stashes_that_nobody_else_holds():
         assert torch.equal(module.weight.grad, wgrad)
 
 
+def test_host_memory_is_checked_before_it_is_used():
+    seen = []
+    module = layer("linear", False)
+    store = WeightGradients(StashSwap(check=lambda *given: seen.append(given)))
+    module.weight_gradients = store
+    (x, grad), *_ = batches()
+    with store.splitting():
+        for number in range(2):
+            with store.deferred((3, number)):
+                module(x.clone().requires_grad_().tanh()).backward(grad.clone())
+            store.offload((3, number))
+    inputs, outs = 4 * ROWS * BATCH * IN, 4 * ROWS * BATCH * OUT
+    assert seen == [(3, inputs), (3, inputs + outs)], "of the largest"
+    assert not store.swap.pool.used, "the step ended without W"
+
+
 def gradient(x, grad):
     return (grad.reshape(-1, OUT).t() @ x.reshape(-1, IN)).detach()
 
 
 def test_a_w_without_l_brings_its_stash_back():
     module = layer("linear", False)
-    store = module.weight_gradients = WeightGradients(StashSwap(min_bytes=1))
+    store = module.weight_gradients = WeightGradients(StashSwap())
     (x, grad), *_ = batches()
     with store.splitting():
         with store.deferred((0, 0)):
