@@ -31,6 +31,14 @@ _UNSUPPORTED = {
     "use_ring_exchange_p2p": ("--use-ring-exchange-p2p", "messages are sent one by one"),
     "enable_cuda_graph": ("--enable-cuda-graph", "graphs are recorded in Megatron's order"),
     "external_cuda_graph": ("--external-cuda-graph", "graphs are recorded in Megatron's order"),
+    "adaptive_memory_optimization": (
+        "--adaptive-memory-optimization",
+        "its budget is for Megatron's order of micro-batches",
+    ),
+    "adaptive_recompute_device_swap": (
+        "--adaptive-recompute-device-swap",
+        "its budget is for Megatron's order of micro-batches",
+    ),
     "num_microbatches_with_partial_activation_checkpoints": (
         "--num-microbatches-with-partial-activation-checkpoints",
         "it depends on Megatron's order of micro-batches",

@@ -50,6 +50,8 @@ _OTHER_SCHEDULES = {
 }
 """Flags of ours that run a plan, too."""
 _WHOLE_BACKWARDS = ("1f1b", "interleaved", "aiao")
+_GROUPED = ("1f1b", "interleaved", "nanopipe", "zb-h1")
+_GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,13 @@ def _schedule_problems(
             )
     else:
         yield from _two_schedules(name, options, megatron)
+    group = megatron.get("microbatch_group_size_per_vp_stage")
+    if group is not None and options.pipeline_schedule not in _GROUPED:
+        yield Problem(
+            name,
+            f"decides itself what {_GROUP_SIZE} {group} says",
+            f"remove {_GROUP_SIZE}, or take one of {', '.join(_GROUPED)}",
+        )
     try:
         changes = _changes(options, megatron)
     except ConfigError as error:
@@ -183,6 +192,8 @@ def _changes(options: PipelineScheduleOptions, megatron: Megatron) -> dict[str, 
         )
     elif options.pipeline_schedule is not None:
         changes["kind"] = options.pipeline_schedule
+        if options.pipeline_schedule in _GROUPED:
+            changes["group_size"] = megatron.get("microbatch_group_size_per_vp_stage")
         if options.pipeline_schedule not in _WHOLE_BACKWARDS:
             changes["costs"] = costs_of(megatron)
     if options.pipeline_memory_limit is not None:

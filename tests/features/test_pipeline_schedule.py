@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features._pipeline_plan import limit_of
-from mindspeed.features.pipeline_schedule import FEATURE
+from mindspeed.features.pipeline_schedule import FEATURE, _changes
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 
@@ -66,6 +66,18 @@ def test_possible_schedules_are_taken(flags):
             },
             "2 micro-batches are too few",
         ),
+        (
+            {
+                "pipeline_schedule": "aiao",
+                "virtual_pipeline_model_parallel_size": 2,
+                "microbatch_group_size_per_vp_stage": 4,
+            },
+            "decides itself what --microbatch-group-size-per-virtual-pipeline-stage 4 says",
+        ),
+        (
+            {"pipeline_schedule": "1f1b", "adaptive_memory_optimization": True},
+            "cannot be combined with --adaptive-memory-optimization",
+        ),
         ({"pipeline_memory_limit": 1.0}, "--pipeline-memory-limit: has no effect"),
         ({"pipeline_memory_limit": 0.0}, "--pipeline-memory-limit 0"),
         ({"pipeline_schedule_dump": "x.csv"}, "--pipeline-schedule-dump: has no effect"),
@@ -83,6 +95,13 @@ def test_possible_schedules_are_taken(flags):
 def test_impossible_schedules_are_refused(flags, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         names(**flags)
+
+
+def test_the_group_size_of_megatrons_schedule_is_kept(tmp_path):
+    chunks = {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 8}
+    values = {**JOB, **chunks, "pipeline_schedule": "interleaved"}
+    options = resolve(values, "cpu").options[FEATURE.name]
+    assert _changes(options, values) == {"kind": "interleaved", "group_size": 8}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,10 @@ SHARDED = {**OVERLAP, "use_distributed_optimizer": True}
 GATHERED = {**SHARDED, "overlap_param_gather": True, "align_param_gather": True}
 FOUR_RANKS = {
     "pipeline of four": (Layout(pipeline=4), ONE_CHUNK),
-    "pipeline of four, two chunks": (Layout(pipeline=4, chunks=2), CHUNKS),
+    "pipeline of four, two chunks": (
+        Layout(pipeline=4, chunks=2),
+        [*CHUNKS, Case({"kind": "interleaved", "group_size": 8}, 8, group=8)],
+    ),
     "data parallel, overlap": (Layout(pipeline=2, chunks=2, ddp=OVERLAP), CHUNKS),
     "data parallel": (Layout(pipeline=2), ONE_CHUNK),
     "distributed optimizer": (Layout(pipeline=2, chunks=2, ddp=SHARDED), CHUNKS),
