@@ -47,6 +47,7 @@ class Task:
         path: of the result; the profile is next to it.
         job: values for which it holds.
         megatron: Megatron's arguments.
+        kinds: schedules that can run; None: all that are searched.
     """
 
     mode: Any
@@ -55,6 +56,7 @@ class Task:
     path: Path
     job: Mapping[str, Any]
     megatron: Mapping[str, Any]
+    kinds: tuple[str, ...] | None = None
 
     @property
     def profile_path(self) -> Path:
@@ -335,7 +337,13 @@ def report(task: Task, profile: Profile) -> str:
     profile.write(task.profile_path)
     text = f"automated pipeline: measured, {task.profile_path}"
     try:
-        found = search(profile, task.mode, ratio=task.ratio, module=MODULES[task.recompute_type])
+        found = search(
+            profile,
+            task.mode,
+            ratio=task.ratio,
+            module=MODULES[task.recompute_type],
+            kinds=task.kinds,
+        )
     except MindSpeedError as error:
         return f"{text}; no result: {error}"
     result = write_result(task.path, found, task.job)

@@ -89,11 +89,19 @@ _SWITCHED_OFF = {
     "checkpoint_policy": None,
 }
 """Recomputation that is the search's to choose, and its value without."""
-_DIVIDE = {
-    "num_layer_list": "--num-layer-list",
-    "manual_layers": "--manual-layers",
-    "pipeline_num_transformer_layers": "--pipeline-num-transformer-layers",
-}
+_CHOSEN = (
+    "num_layer_list",
+    "manual_layers",
+    "pipeline_num_transformer_layers",
+    "recompute_module_list",
+    "pipeline_schedule",
+    "manual_mbs",
+    "use_nanopipe",
+    "fold_mode",
+    "recompute_in_bubble",
+    "recompute_in_advance",
+)
+"""Values that the search chooses, or with which its schedules do not go."""
 _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _REPEATED = {
     "pp_schedule_list": "--pp-schedule-list",
@@ -130,6 +138,7 @@ def _derives(options: AutomatedPipelineOptions, megatron: Megatron) -> dict[str,
         found |= _without_recomputation(megatron)
     path = Path(options.automated_pipeline_file)
     if not path.is_file():
+        _refuse_other_choices(options, {**megatron, **found}, {})
         return found
     from mindspeed.pipeline.automated.result import read_result
 
@@ -141,10 +150,20 @@ def _derives(options: AutomatedPipelineOptions, megatron: Megatron) -> dict[str,
             "name another file with --automated-pipeline-file"
         )
     chosen = result.values()
-    for name, spelling in _DIVIDE.items():
-        if megatron.get(name) not in (None, chosen.get(name)):
-            raise ConfigError(f"{spelling} cannot be combined with the result in {path}")
+    _refuse_other_choices(options, {**megatron, **found}, chosen)
     return found | dict.fromkeys(_VIRTUAL) | chosen
+
+
+def _refuse_other_choices(
+    options: AutomatedPipelineOptions, megatron: Megatron, chosen: Megatron
+) -> None:
+    for name in _CHOSEN:
+        value = megatron.get(name)
+        if value not in (None, False, "") and value != chosen.get(name):
+            raise ConfigError(
+                f"{MEMORY if options.mode == 'memory' else PERF} cannot be combined with "
+                f"--{name.replace('_', '-')} {value}: it chooses layers and schedule; remove one"
+            )
 
 
 def _without_recomputation(megatron: Megatron) -> dict[str, Any]:
@@ -277,10 +296,23 @@ def _attach(seams: Seams, options: AutomatedPipelineOptions, megatron: Megatron)
         path,
         job_of(megatron),
         megatron,
+        _kinds(megatron),
     )
     seams.schedule.add(Profiler(task).with_schedule, owner=FEATURE.name)
     if megatron.get("overlap_grad_reduce"):
         seams.chunk.add(convert_linears, owner=FEATURE.name)
+
+
+def _kinds(megatron: Megatron) -> tuple[str, ...] | None:
+    """Schedules that the model can run; None: all that are searched."""
+    from mindspeed.features._divided_backward import divided_backward_problems
+    from mindspeed.features._pipeline_plan import problems_of
+    from mindspeed.pipeline.automated.search import WHOLE
+
+    if any(divided_backward_problems(MEMORY, megatron)) or any(problems_of(MEMORY, megatron)):
+        virtual = (megatron.get("virtual_pipeline_model_parallel_size") or 1) > 1
+        return (WHOLE[virtual],)
+    return None
 
 
 def _attach_recomputation(

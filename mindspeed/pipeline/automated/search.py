@@ -2,7 +2,9 @@
 
 ``memory``: every rank must stay below (1 - ratio) of the fullest rank of the default, an even
 division without recomputation. Recomputation only costs time, so each rank gets the fewest
-recomputed layers with which it fits; among all divisions and schedules the fastest is taken.
+recomputed layers with which it fits; among all divisions and schedules the fastest is taken. With
+recomputation only schedules of whole backwards are: a weight gradient that waits would keep what
+was not kept before.
 
 ``perf``: no rank may need more than the fullest one of the default (or a given limit); the fastest
 division, schedule and sizes of micro-batches are taken.
@@ -28,6 +30,8 @@ from mindspeed.pipeline.schedule.size_search import search_sizes
 
 Mode = Literal["memory", "perf"]
 MOST_DIVISIONS = 300
+WHOLE, SPLIT = ("1f1b", "interleaved"), ("zb-h1", "nanopipe")
+"""Schedules without and with virtual stages, of whole backwards, and of split ones."""
 _SAME = 1e-9  # relative difference of times that are equal
 
 
@@ -68,7 +72,7 @@ def search(
         mode: what is looked for.
         ratio: in memory mode, part of the default's peak that is to be saved.
         module: what recomputed layers compute again.
-        kinds: schedules to try; default: Megatron's own, and those with split backwards.
+        kinds: schedules to try; default: Megatron's own, and the one with split backwards.
         memory_limit: bytes of a rank; default: as the mode says.
 
     Raises:
@@ -85,7 +89,7 @@ def search(
         )
     if mode == "memory" and any(module not in layer.recompute for layer in profile.layers):
         raise ConfigError(f"the profile does not say what recomputing {module} saves")
-    kinds = tuple(kinds or (("1f1b", "zb-h1") if profile.chunks == 1 else ("interleaved",)))
+    kinds = tuple(kinds or (WHOLE + SPLIT)[profile.chunks > 1 :: 2])
     even = evenly(len(profile.layers), profile.ranks, profile.chunks)
     own = "1f1b" if profile.chunks == 1 else "interleaved"
     default = Choice(even, (0,) * profile.ranks, module, own)
@@ -225,7 +229,7 @@ class _Search:
     def _fitted(self, choice: Choice) -> tuple[Price, Choice]:
         price = price_of(self.profile, choice)
         most = [sum(row) for row in choice.layers]
-        while self.recompute:
+        while self.recompute and choice.kind in WHOLE:
             full = [rank for rank, peak in enumerate(price.peaks) if peak > self.limit]
             again = list(choice.recompute)
             for rank in full:

@@ -148,11 +148,8 @@ def simulation_of(profile: Profile, choice: Choice) -> Simulation:
 def _simulated(
     profile: Profile, choice: Choice, stages: tuple[Stage, ...], count: int
 ) -> Simulation:
-    sizes = None
-    if choice.sizes is not None:
-        mean = sum(choice.sizes) / len(choice.sizes)
-        sizes = tuple(size / mean for size in choice.sizes)
-    request = ScheduleRequest(choice.kind, sizes=sizes, costs=_of_the_filler(profile, stages))
+    costs = _of_the_filler(profile, stages)
+    request = ScheduleRequest(choice.kind, sizes=choice.sizes, costs=costs)
     plan = build_plan(request, profile.ranks, profile.chunks, count)
     return simulate(plan, StageCosts(latency=profile.latency, stages=stages))
 
@@ -191,7 +188,7 @@ def _price(
     simulation: Simulation, stages: Sequence[Stage], makespan: float, useful: float
 ) -> Price:
     plan = simulation.plan
-    largest = max(map(plan.size, range(plan.num_microbatches)))
+    largest = max(map(plan.size, range(plan.num_microbatches)))  # relative to the mean
     activations = tuple(
         peak + largest * max(stages[stage].transient for stage in own)
         for peak, own in zip(simulation.peak_memory, plan.placement.stages, strict=True)

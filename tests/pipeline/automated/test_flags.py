@@ -84,7 +84,9 @@ OTHER = {
         "1 virtual stages per rank, not 2",
     ),
     "another mode": ({"automated_pipeline_perf": True}, "is a result of --automated-pipeline;"),
-    "layers too": ({"num_layer_list": "4,4,1"}, "--num-layer-list cannot be combined with the"),
+    "layers too": ({"num_layer_list": "4,4,1"}, "cannot be combined with --num-layer-list 4,4,1"),
+    "schedule too": ({"pipeline_schedule": "aiao"}, "with --pipeline-schedule aiao: it chooses"),
+    "recomputation too": ({"recompute_module_list": "0,0,3"}, "with --recompute-module-list 0,0,3"),
 }
 
 

@@ -49,7 +49,7 @@ def everything(of: Profile, limit: float, kinds: tuple[str, ...]) -> Iterator[Pr
         for again in itertools.product(*(range(count + 1) for count in counts)):
             for kind in kinds:
                 price = price_of(of, Choice(layers, again, "layer", kind))
-                if price.peak <= limit:
+                if price.peak <= limit and (kind == "1f1b" or not any(again)):
                     yield price
 
 
@@ -82,7 +82,8 @@ def test_perf_mode_takes_sizes_where_they_help():
     found = search(of, "perf", kinds=("1f1b",), memory_limit=10_000.0)
     assert found.choice.sizes is not None
     assert sum(found.choice.sizes) == 64 and len(found.choice.sizes) == 16
-    assert found.after.makespan < found.before.makespan
+    work = 16 * 3  # of a rank with one layer
+    assert work < found.after.makespan < found.before.makespan
 
 
 def test_many_divisions_are_searched_by_moving_layers(monkeypatch):
@@ -94,7 +95,7 @@ def test_many_divisions_are_searched_by_moving_layers(monkeypatch):
 
 # Stored profile, mode -> seconds and bytes of the fullest rank, in per cent of the default's.
 FIGURES = {
-    ("dense", "memory"): (89.6, 79.0),
+    ("dense", "memory"): (93.1, 78.2),
     ("dense", "perf"): (80.6, 100.0),
     ("moe", "memory"): (103.8, 77.8),
 }
@@ -202,9 +203,8 @@ def test_infeasible_says_how_far_one_gets():
         search(profile(), ratio=0.9)
     divisions = [counts for counts in itertools.product(range(2, 5), repeat=3) if sum(counts) == 9]
     least = min(
-        price_of(profile(), Choice(tuple((n,) for n in counts), counts, "layer", kind)).peak
+        price_of(profile(), Choice(tuple((n,) for n in counts), counts)).peak
         for counts in divisions
-        for kind in ("1f1b", "zb-h1")
     )
     assert f"the least that was found are {least:,.0f}" in str(error.value)
 
