@@ -106,7 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batches",
         type=whole(1, MAX_COUNT),
         metavar="N",
-        help="micro-batches of the step (default: 1; with virtual stages one for each stage)",
+        help="micro-batches of the step (default: 1; with virtual stages one for each rank of the "
+        "pipeline, in a V-shape two)",
     )
     add("--plot", type=Path, metavar="FILE", help="timeline as a picture: .png, .svg or .pdf")
     add("--trace", type=Path, metavar="FILE", help="timeline for chrome://tracing, .json")

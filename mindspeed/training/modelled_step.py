@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mindspeed.features._v_shape import flag_of
 from mindspeed.testing.clock import Interval, Link, VirtualClock
 from mindspeed.testing.ledger import Communication
 from mindspeed.training.fake_job import build_chunks, fake_job
@@ -87,8 +88,7 @@ def run(
             that it would take minutes.
     """
     _refuse(args)
-    virtual = args.virtual_pipeline_model_parallel_size
-    count = micro_batches or (args.pipeline_model_parallel_size if virtual else 1)
+    count = micro_batches or _fewest_micro_batches(args)
     args = copy.copy(args)
     args.enable_gloo_process_groups = False
     args.check_for_nan_in_loss_and_grad = False  # the only value that a step without updates reads
@@ -105,6 +105,13 @@ def run(
         with clock:
             _step(args, config, chunks, count)
     return ModelledStep(clock.intervals, clock.now, count)
+
+
+def _fewest_micro_batches(args: argparse.Namespace) -> int:
+    """With which the schedule exists."""
+    if flag_of(vars(args)) is not None:
+        return 2 * int(args.pipeline_model_parallel_size)
+    return args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
 
 
 def _refuse(args: argparse.Namespace) -> None:

@@ -123,6 +123,17 @@ def test_stages_of_a_pipeline_differ(ranks):
     assert last["total"].flops > first["total"].flops
 
 
+def test_a_rank_of_a_v_shape_has_layers_of_both_ways(ranks):
+    flags = (
+        f"{TE} --pipeline-model-parallel-size 2 --global-batch-size 8 --schedules-method dualpipev"
+    )
+    ((first, turn),) = ranks(1, job.staged, flags, 2, (0, 1), setup=SETUP, backend=None)
+    assert [name for name in first["layers"] if name != OUTSIDE] == ["layer 1", "layer 4"]
+    assert [name for name in turn["layers"] if name != OUTSIDE] == ["layer 2", "layer 3"]
+    # Of four micro-batches, down and up; and one byte that opens the connection.
+    assert first["total"].calls["send"] == turn["total"].calls["send"] == 2 * 4 + 1
+
+
 def test_what_depends_on_values_is_refused(found):
     assert found["experts"] == {"refused": "shapes of routed experts depend on values"}
 

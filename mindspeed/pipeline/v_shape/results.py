@@ -30,6 +30,8 @@ def move_results(results: Any, source: int, target: int, group: dist.ProcessGrou
     """
     if source == target or group.rank() not in (source, target):
         return results
+    if dist.get_backend(group) == "fake":  # a modelled step, whose losses nobody reads
+        return results
     if group.rank() == source:
         buffer = io.BytesIO()
         packer = _Packer(buffer)
