@@ -58,7 +58,7 @@ def test_writing_is_private_and_replaces_the_file_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0X0\n", "line 1, column 2: '0X0' is no action; 2F0"),
+        ("0F0,,0X0\n", "line 1, column 3: '0X0' is no action; 2F0"),
         ("0F0,0B0\n\n1F0,1B\n", "line 3, column 2: '1B': B needs a micro-batch"),
         ("0F0,0B0,0G0\n", "line 1, column 3: '0G0': G has no micro-batch"),
         ("0F0,1SEND_F0\n", "column 2: '1SEND_F0' is communication of torch's"),
