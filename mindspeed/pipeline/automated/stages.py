@@ -150,9 +150,6 @@ def _simulated(
 ) -> Simulation:
     costs = _of_the_filler(profile, stages)
     request = ScheduleRequest(choice.kind, sizes=choice.sizes, costs=costs)
-    request = ScheduleRequest(
-        choice.kind, sizes=choice.sizes, costs=_of_the_filler(profile, stages)
-    )
     plan = build_plan(request, profile.ranks, profile.chunks, count)
     return simulate(plan, StageCosts(latency=profile.latency, stages=stages))
 
