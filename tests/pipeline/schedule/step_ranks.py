@@ -312,12 +312,18 @@ def one_rank(layout: Layout, num_microbatches: int) -> Step:
     return Model(layout).step(num_microbatches)
 
 
-def with_given_groups(layout: Layout) -> tuple[list[str], int]:
+def with_given_groups(layout: Layout, seconds: float) -> tuple[list[str], int, float]:
     """Steps whose caller passes its own groups.
 
+    Args:
+        layout: of the model.
+        seconds: timeout of the caller's pipeline group.
+
     Returns:
-        Differences to Megatron's schedule, and groups that steps after the first made.
+        Differences to Megatron's schedule, groups that steps after the first made, and the timeout
+        of messages.
     """
+    from datetime import timedelta
     from functools import partial
 
     import torch.distributed as dist
@@ -325,6 +331,7 @@ def with_given_groups(layout: Layout) -> tuple[list[str], int]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from mindspeed.errors import ConfigError
+    from mindspeed.pipeline.schedule.channel import directions_of
     from mindspeed.pipeline.schedule.megatron import scheduled
 
     model = Model(layout)
@@ -333,7 +340,8 @@ def with_given_groups(layout: Layout) -> tuple[list[str], int]:
         ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]
     )
     dist.new_group([0])  # rank 1 is in fewer groups
-    groups.pp = dist.new_group(dist.get_process_group_ranks(groups.pp))
+    ranks = dist.get_process_group_ranks(groups.pp)
+    groups.pp = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
     communicator = P2PCommunicator(groups.pp, model.config)
     given = {"p2p_communicator": communicator, "pg_collection": groups}
     found = differences(model.step(4, partial(scheduled(None), **given)), expected)
@@ -343,8 +351,11 @@ def with_given_groups(layout: Layout) -> tuple[list[str], int]:
     try:
         model.step(4, partial(scheduled(None), pg_collection=groups))
     except ConfigError:
-        return found, made
-    return [*found, "half of the groups were taken"], made
+        pass
+    else:
+        found.append("half of the groups were taken")
+    backend = directions_of(groups.pp).downward._get_backend(torch.device("cpu"))
+    return found, made, backend.options._timeout.total_seconds()
 
 
 def step_without_data(layout: Layout) -> None:

@@ -80,8 +80,9 @@ def test_plans_equal_megatrons_schedules_on_two_ranks(ranks):
 
 
 def test_groups_of_the_caller_are_used_and_made_once(ranks):
-    results = ranks(2, with_given_groups, Layout(pipeline=2, num_layers=2), setup=SETUP)
-    assert results == [([], 0), ([], 0)]
+    layout = Layout(pipeline=2, num_layers=2)
+    results = ranks(2, with_given_groups, layout, 123.0, setup=SETUP)
+    assert results == [([], 0, 123.0)] * 2
 
 
 @pytest.mark.slow
