@@ -74,9 +74,10 @@ def _plan_problems(options: NanopipeOptions, megatron: Megatron) -> Iterator[Pro
 
 
 def _changes(options: NanopipeOptions, megatron: Megatron) -> dict[str, Any]:
-    changes = {
+    changes: dict[str, Any] = {
         "kind": "nanopipe",
         "swap": options.use_nanopipe_swap,
+        "group_size": megatron.get("microbatch_group_size_per_vp_stage"),
         "costs": costs_of(megatron),
     }
     if (factor := megatron.get("pipeline_memory_limit")) is not None:

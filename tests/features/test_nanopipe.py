@@ -9,7 +9,7 @@ import pytest
 from mindspeed import te
 from mindspeed.errors import ConfigError
 from mindspeed.features._divided_backward import costs_of
-from mindspeed.features.nanopipe import FEATURE, _host_check
+from mindspeed.features.nanopipe import FEATURE, _changes, _host_check
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
@@ -35,6 +35,7 @@ NANO = {"use_nanopipe": True}
         {"use_nanopipe_swap": True},
         {"pipeline_schedule": "nanopipe"},
         {"pipeline_memory_limit": 1.0},
+        {"microbatch_group_size_per_vp_stage": 8},
         {"recompute_granularity": "full", "recompute_method": "uniform"},
     ],
 )
@@ -79,6 +80,15 @@ def test_impossible_jobs_are_refused(flags, text):
     with pytest.raises(ConfigError) as refused:
         resolve({**JOB, **NANO, **flags}, "cpu")
     assert re.search(text, str(refused.value)), refused.value
+
+
+def test_the_group_size_of_megatrons_schedule_is_kept():
+    values = {**JOB, **NANO, "microbatch_group_size_per_vp_stage": 8}
+    changes = _changes(resolve(values, "cpu").options[FEATURE.name], values)
+    ours = simulate(build_plan(ScheduleRequest(**changes), 4, 2, 16))
+    megatrons = simulate(build_plan(ScheduleRequest(group_size=8), 4, 2, 16))
+    assert ours.peak_memory[0] == megatrons.peak_memory[0] == 7.5
+    assert ours.makespan < megatrons.makespan
 
 
 def test_the_layers_of_nvidias_engine_are_refused(monkeypatch):
