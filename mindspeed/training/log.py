@@ -250,6 +250,14 @@ def _params_norm(model: TrainedModel) -> float:
     return math.sqrt(total.item())
 
 
+_LOSSES_OF_EXPERTS = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Kinds of load balancing, and what Megatron calls their losses."""
+
+
 def _auxiliary_losses(args: argparse.Namespace, iterations: int) -> dict[str, float]:
     """Mean load-balancing, z and multi-token losses of the interval; collective for such models."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -260,7 +268,8 @@ def _auxiliary_losses(args: argparse.Namespace, iterations: int) -> dict[str, fl
         from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 
         kinds = args.moe_router_load_balancing_type
-        names = ["load_balancing_loss"] if "aux_loss" in kinds else []
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        names = [_LOSSES_OF_EXPERTS[kind] for kind in kinds if kind in _LOSSES_OF_EXPERTS]
         names += ["z_loss"] if args.moe_z_loss_coeff is not None else []
         track_moe_metrics(
             loss_scale=scale,

@@ -58,7 +58,8 @@ def train_and_count(flags: Sequence[str]) -> dict[str, Any]:
     batches.read_batch = watched
     with CommLedger() as ledger:
         result = train(flags)
-    return {**result, "sent": ledger.calls("send"), "lengths": lengths}
+    headers = ledger.calls("send", group="PIPELINE_HEADER_GROUP")
+    return {**result, "sent": ledger.calls("send"), "headers": headers, "lengths": lengths}
 
 
 def train_and_watch_plans(flags: Sequence[str]) -> dict[str, Any]:

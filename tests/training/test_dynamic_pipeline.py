@@ -72,3 +72,21 @@ def test_losses_are_those_of_equal_sizes(run, equal, world, flags):
 def test_context_parallel_ranks_plan_documents_of_the_real_sizes(run, equal_with_resets):
     flags = f"{PP} {CP} adaptive_cp_algo --adaptive-cp-granularity 4 {RESETS} {SIZES}"
     check(run(4, flags), equal_with_resets)
+
+
+@pytest.mark.slow
+def test_auxiliary_losses_weigh_samples_equally(rank_pool, tmp_path):
+    experts = (
+        "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64 "
+        "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type seq_aux_loss "
+        "--moe-aux-loss-coeff 1 --moe-z-loss-coeff 0.1 --mtp-num-layers 1 "
+        "--mtp-loss-scaling-factor 1"
+    )
+    run = runs(rank_pool, tmp_path, lambda *flags: f"{experts} {TE} {' '.join(flags)}".split())
+    expected, found = run(1), run(2, f"{PP} {SIZES}")
+    check(found, expected)
+    names = {"mtp_1 loss", "seq_load_balancing_loss", "z_loss", "lm_loss"}
+    for mine, other in zip(found, expected, strict=True):
+        assert {name: mine[name] for name in names} == pytest.approx(
+            {name: other[name] for name in names}, rel=1e-5
+        )

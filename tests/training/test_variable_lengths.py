@@ -72,3 +72,24 @@ def test_losses_equal_those_of_full_length_sequences(
     groups = 2 if "tensor" in flags else 1
     sent = sum(result["sent"] for result in results)
     assert sent == 2 * boundaries * groups * MICRO_BATCHES * len(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, f"{PP} --optimize-send-recv-comm"),
+        (2, f"{PP} --optimized-pipeline --manual-mbs 1,2,3,2"),
+        (4, f"{PP} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-schedule zb-h1"),
+        (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1 --optimize-vpp-send-recv-comm"),
+    ],
+    ids=str,
+)
+def test_plans_know_the_lengths_that_are_read_ahead(run, whole, world, flags):
+    te = "--transformer-impl transformer_engine"
+    ours, results = run(world, "--variable-seq-lengths --pad-to-multiple-of 1", te, flags)
+    for mine, other in zip(ours, whole, strict=True):
+        assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert len(set(results[0]["lengths"])) > 1
+    assert not any(result["headers"] for result in results)

@@ -2,18 +2,25 @@
 
 The loss itself is weighted where it is computed (:mod:`mindspeed.pipeline.schedule.weighted_loss`).
 The losses of experts and of multi-token prediction take their scale from a global variable when
-their backward runs; it is set for every micro-batch.
+their backward runs; it is set for every micro-batch. What they report is summed in global tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MTPLossLoggingHelper,
+)
 
 from mindspeed import device
 from mindspeed.pipeline.schedule.micro_batch_sizes import loss_weight
@@ -39,7 +46,12 @@ class MicroBatchWeights:
         if self.sizes is None:
             return function
         weight = loss_weight(self.sizes, microbatch)
-        return with_weight(function, weight, per_token=self.config.calculate_per_token_loss)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with _reports_weighted(weight):
+                return function(*args, **kwargs)
+
+        return with_weight(step, weight, per_token=self.config.calculate_per_token_loss)
 
     def before_backward(self, microbatch: int) -> None:
         """Set the scales of auxiliary losses."""
@@ -54,3 +66,18 @@ class MicroBatchWeights:
             MoEAuxLossAutoScaler.set_loss_scale(scale * self.context_ranks)
         if getattr(config, "mtp_num_layers", None) is not None:
             MTPLossAutoScaler.set_loss_scale(scale)
+
+
+@contextlib.contextmanager
+def _reports_weighted(weight: float) -> Iterator[None]:
+    """Around the forward of a micro-batch: what it adds to sums of auxiliary losses."""
+    before = {name: values.clone() for name, values in _reported().items()}
+    yield
+    for name, values in _reported().items():
+        values.lerp_(before.get(name, torch.zeros_like(values)), 1 - weight)
+
+
+def _reported() -> dict[str, torch.Tensor]:
+    """The sums, one per layer, that layers add their auxiliary losses to."""
+    tables = {**get_moe_layer_wise_logging_tracker(), "mtp": MTPLossLoggingHelper.tracker}
+    return {name: table["values"] for name, table in tables.items() if "values" in table}
