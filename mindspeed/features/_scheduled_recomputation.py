@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features import _pipeline_plan
 from mindspeed.features._activation_memory import attach_plan, common_problems
 from mindspeed.features.feature import Megatron, Problem
+from mindspeed.features.noop_layers import indices_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -62,9 +64,11 @@ def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> It
             "add --num-layers-per-virtual-pipeline-stage, or remove it",
         )
     elif not said:
+        from mindspeed.pipeline.schedule.costs import Costs
         from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 
-        found = _pipeline_plan.plan_of(flag, megatron, ScheduleRequest(recompute=when))
+        costs = Costs(**_costs(None, megatron, per_rank=False))
+        found = _pipeline_plan.plan_of(flag, megatron, ScheduleRequest(recompute=when, costs=costs))
         if isinstance(found, Problem):
             yield found
 
@@ -104,17 +108,14 @@ def attach_recomputation(
         number: How many layers of every chunk; None: all.
     """
     per_rank = number is not None and bool(megatron.get("enable_recompute_layers_per_pp_rank"))
-    part = _recomputed_part(number, megatron, per_rank=per_rank)
+    changes = _costs(number, megatron, per_rank=per_rank)
 
     def schedule(previous: Any) -> Any:
         from mindspeed.pipeline.schedule.megatron import scheduled
 
         pipeline = scheduled(previous, recompute=when)
-        if part < 1:
-            costs = pipeline.request.costs
-            costs = replace(costs, recompute=part * costs.forward, input_share=1 - part)
-            pipeline = scheduled(pipeline, costs=costs)
-        return recomputing(pipeline)
+        costs = replace(pipeline.request.costs, **changes)
+        return recomputing(scheduled(pipeline, costs=costs))
 
     drop_layers(seams, feature, flag, megatron, number, per_rank=per_rank)
     seams.schedule.add(schedule, owner=feature)
@@ -155,13 +156,35 @@ def recomputing(pipeline: Any) -> Any:
     return replace(pipeline, recomputation=_of_chunk)
 
 
-def _recomputed_part(number: int | None, megatron: Megatron, *, per_rank: bool) -> float:
-    """Of the layers of a chunk, where all chunks have as many."""
-    if number is None:
-        return 1.0
-    chunks = _pipeline_plan.chunks_of(megatron)
-    layers = (megatron.get("num_layers") or 1) / (megatron.get("pipeline_model_parallel_size") or 1)
-    return min(1.0, number / layers * (1 if per_rank else chunks))
+def _costs(number: int | None, megatron: Megatron, *, per_rank: bool) -> dict[str, Any]:
+    """Fields of ``Costs``: how much of a chunk is recomputed, and how large each stage is."""
+    counts = _layers_of_stages(megatron)
+    mean = sum(counts) / (megatron.get("pipeline_model_parallel_size") or 1)
+    changes: dict[str, Any] = {}
+    if len(set(counts)) > 1:
+        changes["stage_shares"] = tuple(count / mean for count in counts)
+    if number is not None:
+        chunks = 1 if per_rank else _pipeline_plan.chunks_of(megatron)
+        part = min(1.0, number * chunks / mean)
+        changes |= {"recompute": part, "input_share": 1 - part}
+    return changes
+
+
+def _layers_of_stages(megatron: Megatron) -> tuple[int, ...]:
+    """Layers that compute, of each stage in the order in which a micro-batch passes them."""
+    from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
+
+    ranks, chunks = megatron["pipeline_model_parallel_size"], _pipeline_plan.chunks_of(megatron)
+    if (layout := megatron.get("pipeline_model_parallel_layout")) is not None:
+        counts = stage_counts(str(layout))
+    else:
+        counts = stage_layers(evenly(megatron.get("num_layers") or 1, ranks, chunks))
+    noop = indices_of(megatron.get("noop_layers"))
+    ends = tuple(accumulate(counts))
+    return tuple(
+        count - sum(end - count <= layer < end for layer in noop)
+        for count, end in zip(counts, ends, strict=True)
+    )
 
 
 def _of_chunk(model: Any) -> Any:

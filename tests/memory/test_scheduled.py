@@ -7,6 +7,7 @@ import torch
 
 from mindspeed.memory.plan import Action
 from mindspeed.memory.scheduled import ScheduledRecomputation
+from mindspeed.testing import saved_for_backward
 from tests.memory.test_runtime import ROWS, SIZE, Layer, model, plan_of, planned
 
 MICROBATCHES = 4
@@ -58,6 +59,23 @@ def test_stored_and_dropped_micro_batches_give_the_same_gradients(others):
     assert figures.by_site()["layer"].reruns == 2 * len(layers)
     for ours, theirs in zip(results(layers, [x for x, _ in passes]), expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_recomputation_brings_back_what_would_have_been_stored():
+    layers = model(3, dropout=0.3)
+    schedule = ScheduledRecomputation(planned(layers, plan_of(WHOLE, 3)))
+    with saved_for_backward(torch.nn.ModuleList(layers).double()) as saved:
+        with schedule.stored():
+            stored = forward(layers, 1)
+        nbytes = saved.live_bytes
+        del stored
+        with schedule.dropped(2):
+            dropped = forward(layers, 2)
+        assert saved.live_bytes == 4 * 8 * ROWS * SIZE  # three layers' inputs, and x
+        schedule.recompute(2)
+        assert saved.live_bytes == saved.bytes == nbytes
+        dropped[1].sum().backward()
+        assert saved.live_bytes == 0
 
 
 def test_a_dropped_micro_batch_keeps_the_inputs_of_layers():

@@ -150,8 +150,9 @@ class ScheduledPipeline:
         """For each chunk what drops and recomputes its activations."""
         if self.recomputation is not None:
             return [self.recomputation(unwrap_model(chunk)) for chunk in chunks]
-        dropped = next((action for _, action in plan if action.op == FORWARD_INPUT_ONLY), None)
-        if dropped is not None:
+        asked = self.request.recompute is not None or self.request.plan is not None
+        drops = (action for _, action in plan if action.op == FORWARD_INPUT_ONLY)
+        if asked and (dropped := next(drops, None)) is not None:
             raise ConfigError(
                 f"the schedule {plan.name} has {dropped}, but nothing recomputes activations: add "
                 "--recompute-in-bubble or --recompute-in-advance"

@@ -6,15 +6,15 @@ action of its own ``R`` can run while its rank waits: for a gradient, or for the
 * :func:`in_bubble` stores as much as a cap allows and recomputes the rest;
 * :func:`in_advance` recomputes everything but the last stage, whose backward follows at once.
 
-Both start from a complete plan and keep the order of its forwards and backwards. The cap counts
-chunks: one micro-batch on one stage. The weight gradients of a rank may be split off; a chunk is
-stored until they are computed.
+Both start from a complete plan and keep the order of its forwards and backwards. A chunk is one
+micro-batch on one stage. The weight gradients of a rank may be split off; a chunk is stored until
+they are computed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from mindspeed.errors import ConfigError
@@ -32,28 +32,31 @@ from mindspeed.pipeline.schedule.plan import Plan
 
 Chunk = tuple[int, int]
 """Stage and micro-batch."""
+Weight = Callable[[Chunk], float]
 Row = Sequence[Action]
 
 _IN_ADVANCE = 2
 """Chunks at once: the one whose backward runs, and the next."""
+_ROUNDING = 1e-9
 
 
-def in_bubble(plan: Plan, costs: Costs, cap: int | None = None) -> Plan:
+def in_bubble(plan: Plan, costs: Costs, cap: float | None = None) -> Plan:
     """Recompute what does not fit, as far as possible while ranks would be idle.
 
     Args:
         plan: without recomputation.
-        costs: decide where ranks are idle.
-        cap: chunks that a rank may store at once; p v by default, which is what a schedule
-            without chunks stores.
+        costs: decide where ranks are idle, and how much each chunk stores.
+        cap: activations that a rank may store at once, in A: those of one micro-batch over all
+            stages of a rank. p (largest) micro-batches by default, as without chunks.
 
     Raises:
-        ConfigError: a rank cannot do with so few chunks.
+        ConfigError: a rank cannot do with so little.
     """
     placement = plan.placement
-    cap = placement.ranks * placement.chunks if cap is None else cap
+    cap = placement.ranks * _largest(plan) if cap is None else cap
     last = placement.num_stages - 1
-    dropped = [choose(row, cap, last) for row in plan.rows]
+    weight = _weight(plan, costs)
+    dropped = [choose(row, cap, last, weight) for row in plan.rows]
     return place(plan, dropped, cap, costs)
 
 
@@ -68,48 +71,56 @@ def in_advance(plan: Plan, costs: Costs) -> Plan:
     """
     last = plan.placement.num_stages - 1
     dropped = [{chunk for chunk in _backwards(row) if chunk[0] != last} for row in plan.rows]
-    return place(plan, dropped, _IN_ADVANCE, costs)
+    stages = range(plan.placement.num_stages)
+    largest = max(costs.share(plan, stage) for stage in stages) * _largest(plan)
+    return place(plan, dropped, _IN_ADVANCE * largest, costs)
 
 
-def choose(row: Row, cap: int, last_stage: int) -> set[Chunk]:
+def choose(row: Row, cap: float, last_stage: int, weight: Weight = lambda chunk: 1.0) -> set[Chunk]:
     """The chunks of a rank to recompute so that it never stores more than ``cap``.
 
-    Wherever too many are stored, that with the latest backward is dropped: it would be in the way
-    for longest, so no choice drops fewer. A dropped chunk still is stored during its own backward.
+    Wherever too much is stored, the chunk with the latest backward is dropped: it would be in the
+    way for longest, so if all weigh the same no choice drops fewer. A dropped chunk still is stored
+    during its own backward.
 
     Args:
         row: actions of the rank, without recomputation.
-        cap: chunks stored at once.
+        cap: sum of the weights of chunks stored at once.
         last_stage: is never dropped, as its backward follows its forward.
+        weight: of a chunk; those without are never dropped.
 
     Raises:
         ConfigError: even without all other chunks the rank stores more.
     """
     starts, ends = _backwards(row), _ends(row)
-    stored: set[Chunk] = set()
-    dropped: set[Chunk] = set()
+    total, stored, dropped = 0.0, set[Chunk](), set[Chunk]()
     for position, action in enumerate(row):
         if action.microbatch is None:
             continue
         chunk = _chunk(action)
         if action.op == FORWARD or (chunk in dropped and starts[chunk] == position):
             stored.add(chunk)
-        while len(stored) > cap:
-            waiting = [x for x in stored if x[0] != last_stage and starts[x] > position]
+            total += weight(chunk)
+        while total > cap + _ROUNDING:
+            waiting = [
+                x for x in stored if x[0] != last_stage and starts[x] > position and weight(x)
+            ]
             if not waiting:
                 raise ConfigError(
-                    f"{cap} stored chunks are too few: at {action} this schedule stores "
-                    f"{len(stored)} that cannot be recomputed"
+                    f"the activations of {cap:g} micro-batches are too few: at {action} this "
+                    f"schedule stores {total:g} that cannot be recomputed"
                 )
             victim = max(waiting, key=starts.__getitem__)
             stored.remove(victim)
+            total -= weight(victim)
             dropped.add(victim)
-        if ends[chunk] == position:
-            stored.discard(chunk)
+        if ends[chunk] == position and chunk in stored:
+            stored.remove(chunk)
+            total -= weight(chunk)
     return dropped
 
 
-def place(plan: Plan, dropped: Sequence[Collection[Chunk]], cap: int, costs: Costs) -> Plan:
+def place(plan: Plan, dropped: Sequence[Collection[Chunk]], cap: float, costs: Costs) -> Plan:
     """The plan with ``Fc`` and ``R`` for the dropped chunks of each rank.
 
     ``R`` runs at the first idle moment from which the cap holds until its backward, and right
@@ -118,11 +129,12 @@ def place(plan: Plan, dropped: Sequence[Collection[Chunk]], cap: int, costs: Cos
     Args:
         plan: without recomputation.
         dropped: of each rank.
-        cap: chunks stored at once.
+        cap: activations stored at once, in A.
         costs: of the actions; they say where ranks are idle.
     """
+    weight = _weight(plan, costs)
     rows = [
-        _Row(row, chunks, cap) for row, chunks in zip(plan.rows, map(set, dropped), strict=True)
+        _Row(row, set(chunks), cap, weight) for row, chunks in zip(plan.rows, dropped, strict=True)
     ]
     times = _Times(plan, costs)
     while any(row.position < len(row.fixed) for row in rows):
@@ -144,7 +156,7 @@ class _Row:
         clock: when it has done so.
     """
 
-    def __init__(self, row: Row, dropped: Collection[Chunk], cap: int) -> None:
+    def __init__(self, row: Row, dropped: Collection[Chunk], cap: float, weight: Weight) -> None:
         self.fixed = [
             action._replace(op=FORWARD_INPUT_ONLY)
             if action.op == FORWARD and _chunk(action) in dropped
@@ -153,7 +165,7 @@ class _Row:
         ]
         self.position, self.clock = 0, 0.0
         self.placed: list[Action] = []
-        self._cap, self._stored = cap, _stored(row, dropped)
+        self._cap, self._weight, self._stored = cap, weight, _stored(row, dropped, weight)
         self._forwards = {_chunk(a): i for i, a in enumerate(row) if a.op == FORWARD}
         self._backwards = _backwards(row)
         self._waiting = deque(chunk for chunk in self._backwards if chunk in dropped)
@@ -166,14 +178,16 @@ class _Row:
         """Whether the next recomputation is possible now, and the cap holds until its backward."""
         if not self._waiting or self._forwards[self._waiting[0]] >= self.position:
             return False
-        until = self._backwards[self._waiting[0]]
-        return all(count < self._cap for count in self._stored[self.position : until])
+        chunk = self._waiting[0]
+        free = self._cap - self._weight(chunk) + _ROUNDING
+        until = self._backwards[chunk]
+        return all(stored <= free for stored in self._stored[self.position : until])
 
     def recompute(self) -> Action:
         """The next recomputation, in the order of the backwards; its chunk is stored from now."""
         chunk = self._waiting.popleft()
         for position in range(self.position, self._backwards[chunk]):
-            self._stored[position] += 1
+            self._stored[position] += self._weight(chunk)
         return Action(RECOMPUTE, *chunk)
 
 
@@ -242,12 +256,27 @@ def _ends(row: Row) -> dict[Chunk, int]:
     return {_chunk(action): i for i, action in enumerate(row) if action.op in releases}
 
 
-def _stored(row: Row, dropped: Collection[Chunk]) -> list[int]:
-    """Chunks stored during each action, where dropped ones are only from their backward on."""
-    ends, counts, count = _ends(row), [], 0
+def _stored(row: Row, dropped: Collection[Chunk], weight: Weight) -> list[float]:
+    """What is stored during each action, where dropped chunks are only from their backward on."""
+    ends, sums, total = _ends(row), [], 0.0
     for position, action in enumerate(row):
-        gone = action.microbatch is not None and _chunk(action) in dropped
-        count += action.op in (BACKWARDS if gone else FORWARDS)
-        counts.append(count)
-        count -= action.microbatch is not None and ends[_chunk(action)] == position
-    return counts
+        if action.microbatch is None:
+            sums.append(total)
+            continue
+        chunk = _chunk(action)
+        if action.op in (BACKWARDS if chunk in dropped else FORWARDS):
+            total += weight(chunk)
+        sums.append(total)
+        if ends[chunk] == position:
+            total -= weight(chunk)
+    return sums
+
+
+def _weight(plan: Plan, costs: Costs) -> Weight:
+    """What a chunk stores, in A."""
+    shares = [costs.share(plan, stage) for stage in range(plan.placement.num_stages)]
+    return lambda chunk: shares[chunk[0]] * plan.size(chunk[1])
+
+
+def _largest(plan: Plan) -> float:
+    return max(map(plan.size, range(plan.num_microbatches)))

@@ -268,9 +268,7 @@ def _filled(request: ScheduleRequest, plan: Plan) -> Plan:
 def _recomputing(request: ScheduleRequest, plan: Plan) -> Plan:
     """``plan`` with the recomputation that is asked for."""
     if request.recompute == "bubble":
-        limit = request.memory_limit
-        chunks = None if limit is None else int(limit * plan.placement.chunks + 1e-9)
-        return recompute.in_bubble(plan, request.costs, chunks)
+        return recompute.in_bubble(plan, request.costs, request.memory_limit)
     if request.recompute == "advance":
         return recompute.in_advance(plan, request.costs)
     return plan

@@ -68,7 +68,7 @@ def test_in_advance_hides_recomputation_while_the_gradient_travels():
     plan = interleaved(8, 2, 16)
     everything = [set(chunks_of(row)) for row in plan.rows]
     assert bound_to_backward(8, 2, 16) == 78.0
-    assert simulate(place(plan, everything, 2, EQUAL)).makespan == 74.5  # - 4.5 %
+    assert simulate(place(plan, everything, 1.0, EQUAL)).makespan == 74.5  # - 4.5 %
     assert simulate(in_advance(plan, EQUAL)).makespan == 73.0  # - 6.4 %: the last stage is stored
     longer = simulate(in_advance(interleaved(8, 2, 64), EQUAL)).makespan
     assert (longer, bound_to_backward(8, 2, 64)) == (265.0, 270.0)  # - 1.9 %
@@ -132,7 +132,7 @@ def test_fewer_recomputations_than_the_original_at_the_same_cap(
     p, v, m = sizes
     plan = interleaved(*sizes)
     theirs = [original_choice(row, p, v, m, rank) for rank, row in enumerate(plan.rows)]
-    plans = in_bubble(plan, EQUAL), place(plan, theirs, p * v, EQUAL)
+    plans = in_bubble(plan, EQUAL), place(plan, theirs, p, EQUAL)
     assert tuple(simulate(x).makespan for x in (plan, *plans)) == (base, ours, original)
     assert tuple(recomputed(x)[0] for x in plans) == counts
     assert all(max(simulate(x).peak_chunks) <= p * v for x in plans)
@@ -187,8 +187,17 @@ def test_no_rank_stores_more_than_the_cap(p, latency):
     costs = Costs(latency=latency)
     for v, m, cap in product((2, 3), (p, p + 1, 3 * p), (3, p, 2 * p - 1)):
         plan = interleaved(p, v, m)
-        assert max(simulate(in_bubble(plan, costs, cap), costs).peak_chunks) <= cap
+        assert max(simulate(in_bubble(plan, costs, cap / v), costs).peak_chunks) <= cap
         assert max(simulate(in_advance(plan, costs), costs).peak_chunks) <= 2
+
+
+def test_stages_of_different_sizes_store_p_micro_batches_and_empty_ones_stay():
+    shares = (0.0, 0.5, 0.25, 0.25, 1.5, 0.25, 0.5, 0.75)
+    costs, plan = Costs(stage_shares=shares), interleaved(4, 2, 16)
+    found = in_bubble(plan, costs)
+    assert max(simulate(plan, costs).peak_memory) > 4 >= max(simulate(found, costs).peak_memory)
+    dropped = {action.stage for action in found.rows[0] if action.op == "Fc"}
+    assert dropped == {4}  # stage 0 stores nothing
 
 
 def test_split_backwards_are_stored_until_their_weight_gradient():
@@ -207,15 +216,26 @@ def test_split_backwards_are_stored_until_their_weight_gradient():
 
 
 def test_too_few_chunks_are_refused():
-    with pytest.raises(ConfigError, match="0 stored chunks are too few: at "):
+    with pytest.raises(ConfigError, match="0 micro-batches are too few: at "):
         in_bubble(interleaved(2, 2, 4), EQUAL, cap=0)
     strict = interleaved(2, 2, 4)
     rows = tuple(
         tuple(sorted(row, key=lambda a: (a.op != "F", a.stage if a.op == "F" else -a.stage)))
         for row in strict.rows
     )
-    with pytest.raises(ConfigError, match="2 stored chunks are too few: at 3F2"):
-        in_bubble(Plan(strict.placement, rows, 4), EQUAL, cap=2)
+    with pytest.raises(
+        ConfigError, match=r"1 micro-batches are too few: at 3F2 this schedule stores 1\.5 "
+    ):
+        in_bubble(Plan(strict.placement, rows, 4), EQUAL, cap=1)
+
+
+def test_micro_batches_of_different_sizes_are_dropped_by_their_size():
+    sizes = (1.0, 2.0, 4.0, 4.0, 4.0, 4.0, 2.0, 1.0)
+    base = interleaved(2, 2, 8)
+    plan = Plan(base.placement, base.rows, 8, sizes)
+    assert max(simulate(plan).peak_memory) == 10.0
+    assert max(simulate(in_bubble(plan, EQUAL)).peak_memory) <= 2 * 4
+    assert max(simulate(in_bubble(plan, EQUAL, cap=6)).peak_memory) <= 6
 
 
 def test_a_schedule_that_waits_for_itself_is_refused():
