@@ -113,6 +113,7 @@ FEATURE = Feature(
         "recompute-in-advance",
         "recompute-in-bubble",
         "swap-attention",
+        "automated-pipeline",
         "dynamic-pipeline",
         "nanopipe",
         "recompute-layers-per-pp-rank",

@@ -100,6 +100,14 @@ REFUSED = {
         {**DUALPIPEV, "ckpt_format": "torch"},
         r"cannot be combined with --ckpt-format torch, .*; use --ckpt-format torch_dist",
     ),
+    "sizes of micro-batches": (
+        {**ZB_V, "optimized_pipeline": True},
+        r"dualpipev: cannot be combined with 'dynamic-pipeline'",
+    ),
+    "Megatron's order": (
+        {**ZB_V, "swap_attention": True},
+        r"dualpipev: cannot be combined with 'swap-attention'",
+    ),
     "graphs": (
         {**DUALPIPEV, "cuda_graph_impl": "local"},
         r"--schedules-method dualpipev: cannot be combined with --cuda-graph-impl local",

@@ -121,6 +121,7 @@ def test_validation_runs_forward_only(one_rank):
     assert losses[1] == [loss and pytest.approx(loss, rel=1e-6) for loss in losses[0]]
 
 
+@pytest.mark.slow
 def test_a_schedule_in_a_file_trains_like_its_name(one_rank, tmp_path):
     file, reference = tmp_path / "plan.csv", one_rank(TIED)
     by_name = reference.train(2, f"{ZB_V} --pipeline-schedule-dump {file}")
@@ -143,6 +144,7 @@ def test_dry_run_counts_the_ends_of_the_first_rank(rank_pool):
         assert counted[TIED, schedule][1] == counted[TIED, PP][1]
 
 
+@pytest.mark.slow
 def test_weights_are_saved_as_one_rank_saves_them(one_rank, tmp_path):
     for model in (TIED, f"{SIZES} {MTP_TIED}"):
         reference = one_rank(model)

@@ -82,6 +82,7 @@ def test_losses_equal_those_of_full_length_sequences(
         (2, f"{PP} --optimized-pipeline --manual-mbs 1,2,3,2"),
         (4, f"{PP} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-schedule zb-h1"),
         (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1 --optimize-vpp-send-recv-comm"),
+        (2, f"{PP} --pipeline-schedule zb-v"),
     ],
     ids=str,
 )
