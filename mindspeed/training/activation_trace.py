@@ -9,9 +9,11 @@ are in force as in training, so bytes are those of a real step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import re
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed.training.fake_job import build_chunks, fake_job
-from mindspeed.training.pipeline_figures import PipelineFigures, figures, layers_of_stages
+from mindspeed.training.pipeline_figures import (
+    PipelineFigures,
+    figures,
+    layers_of_stages,
+    scheduled_pipeline,
+)
 
 _LAYER = re.compile(
     r"^(?:module\.)*(decoder|mtp)\.layers\.\d+(?:\.(?:transformer|mtp_model)_layer)?"
@@ -101,7 +108,13 @@ def trace(args: argparse.Namespace) -> list[Stage]:
         if refused:
             raise NotTraced(reason)
     pipeline = figures(args)
-    return [_trace_stage(args, rank, pipeline.held[rank]) for rank in _different(args, pipeline)]
+    ranks = _different(args, pipeline)
+    chunks = {rank: _trace_rank(args, rank) for rank in ranks}
+    if pipeline.recompute:
+        stored = sum(kept.total for found in chunks.values() for kept in found)
+        dropped = sum(k.total for r in ranks for k in _trace_rank(args, r, dropped=True))
+        pipeline = figures(args, dropped / stored)
+    return [Stage(rank, chunks[rank], pipeline.held[rank]) for rank in ranks]
 
 
 def _different(args: argparse.Namespace, pipeline: PipelineFigures) -> list[int]:
@@ -119,18 +132,36 @@ def _different(args: argparse.Namespace, pipeline: PipelineFigures) -> list[int]
     return sorted(alike.values())
 
 
-def _trace_stage(args: argparse.Namespace, stage: int, held: frozenset[tuple[float, ...]]) -> Stage:
+def _trace_rank(args: argparse.Namespace, rank: int, dropped: bool = False) -> list[Kept]:
+    """What a micro-batch keeps in the chunks of a rank of the pipeline.
+
+    Args:
+        args: final values.
+        rank: of the pipeline.
+        dropped: where the schedule recomputes, count the forwards whose activations it drops.
+    """
     from mindspeed.training.configs import transformer_config
 
     args = copy.copy(args)
     args.enable_gloo_process_groups = False
     args.world_size //= args.data_parallel_size  # replicas keep the same
     args.data_parallel_size = args.num_distributed_optimizer_instances = 1
-    with fake_job(args, stage):
+    with fake_job(args, rank):
         config = transformer_config(args)
+        schedule = scheduled_pipeline(args)
+        found = []
         with FakeTensorMode(allow_non_fake_inputs=True):
-            chunks = [forward(args, config, chunk) for chunk in build_chunks(args, config)]
-    return Stage(stage, chunks, held)
+            for chunk in build_chunks(args, config):
+                with contextlib.nullcontext() if dropped else _stored(schedule, chunk):
+                    found.append(forward(args, config, chunk))
+        return found
+
+
+def _stored(schedule: Any, chunk: Any) -> AbstractContextManager[object]:
+    """Where a schedule chooses what is recomputed: a forward whose activations it stores."""
+    make = getattr(schedule, "recomputation", None)
+    recomputation = make(chunk) if make is not None else None
+    return contextlib.nullcontext() if recomputation is None else recomputation.stored()
 
 
 def forward(args: argparse.Namespace, config: Any, chunk: Any) -> Kept:

@@ -23,6 +23,7 @@ micro-batch keeps at each site (:mod:`mindspeed.training.activation_trace`), whi
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -222,6 +223,9 @@ def _activations(
     """On the fullest rank: the first holds most micro-batches, the last the logits of one."""
     tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
     kinds, placement, counts = _kinds(args), pipeline.placement, layers_of_stages(args)
+    if pipeline.recompute:  # what is held is there as a whole
+        args = copy.copy(args)
+        args.recompute_granularity = args.recompute_method = None
     last = placement.rank(placement.num_stages - 1)
     kept = []
     for rank, here in enumerate(layers):

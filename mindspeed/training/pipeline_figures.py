@@ -38,12 +38,15 @@ class PipelineFigures:
         placement: which rank has which stages.
         bubble: fraction of the step in which the mean rank computes nothing that must be computed.
         held: for each rank the fullest moments, those at which no other holds as much.
+        recompute: activations that the schedule drops come back in a ``bubble`` or in ``advance``;
+            what is held was stored or is back. None: the schedule recomputes nothing.
     """
 
     name: str
     placement: Placement
     bubble: float
     held: tuple[frozenset[Held], ...]
+    recompute: str | None = None
 
     def in_flight(self, rank: int, weights: tuple[float, ...] | None = None) -> float:
         """The most micro-batches that a rank holds, over all its chunks.
@@ -60,15 +63,21 @@ class PipelineFigures:
         )
 
 
-def figures(args: argparse.Namespace) -> PipelineFigures:
+def figures(args: argparse.Namespace, input_share: float = 0.0) -> PipelineFigures:
     """Those of a job whose features are attached.
+
+    Args:
+        args: final values.
+        input_share: part of the activations that a forward keeps whose activations are dropped.
 
     Raises:
         ConfigError: the schedule does not exist for these sizes.
     """
     ranks = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    return figures_of(request_of(args), ranks, chunks, micro_batches(args), stage_shares(args))
+    request = request_of(args)
+    request = replace(request, costs=replace(request.costs, input_share=input_share))
+    return figures_of(request, ranks, chunks, micro_batches(args), stage_shares(args))
 
 
 def micro_batches(args: argparse.Namespace) -> int:
@@ -78,17 +87,24 @@ def micro_batches(args: argparse.Namespace) -> int:
 
 def request_of(args: argparse.Namespace) -> ScheduleRequest:
     """The schedule that the flags of a job ask for."""
+    if (pipeline := scheduled_pipeline(args)) is not None:
+        return pipeline.request  # type: ignore[no-any-return]
+    if args.virtual_pipeline_model_parallel_size is None:
+        return ScheduleRequest()
+    return ScheduleRequest("interleaved", group_size=args.microbatch_group_size_per_vp_stage)
+
+
+def scheduled_pipeline(args: argparse.Namespace) -> Any:
+    """The ``ScheduledPipeline`` that runs steps; None where Megatron's own schedules do."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     function: Any = get_forward_backward_func(stages, chunks)
     while function is not None:
-        if isinstance(request := getattr(function, "request", None), ScheduleRequest):
-            return request
+        if isinstance(getattr(function, "request", None), ScheduleRequest):
+            return function
         function = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
-    if not chunks:
-        return ScheduleRequest()
-    return ScheduleRequest("interleaved", group_size=args.microbatch_group_size_per_vp_stage)
+    return None
 
 
 def stage_shares(args: argparse.Namespace) -> tuple[float, ...] | None:
@@ -148,7 +164,11 @@ def figures_of(
         if short < count:
             step = step.continued(at(short + period), (count - short) / period)
     placement = request.placement(ranks, chunks)
-    return PipelineFigures(step.name, placement, 1 - step.useful / step.makespan, step.held)
+    bubble = 1 - step.useful / step.makespan
+    name = "interleaved" if step.name == "1f1b" and chunks > 1 else step.name
+    if request.recompute:
+        name += f", recomputation in {request.recompute}"
+    return PipelineFigures(name, placement, bubble, step.held, request.recompute)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,20 @@ def test_dry_run_prints_each_site_of_each_stage(ranks):
     assert last - first > 4 * tokens * 1000 / 2**20 - 0.1  # fp32 logits
 
 
+def test_what_a_schedule_recomputes_is_counted_where_it_is_stored(ranks):
+    """Interleaved 1F1B stores 5 of 2 chunks on the first of 2 ranks, in-bubble recomputation 4."""
+    flags = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    flags += " --micro-batch-size 1"
+    options = {"setup": SETUP, "backend": None, "timeout": 100}
+    (plain,) = ranks(1, jobs.traced, flags.split(), 2, **options)
+    (found,) = ranks(1, jobs.traced, [*flags.split(), "--recompute-in-bubble"], 2, **options)
+    (_, chunks, most), (_, same, fewer) = plain[0], found[0]
+    assert chunks == same
+    stored = [sum(sites.values()) for sites, *_ in chunks]
+    assert most == max(3 * stored[0] + 2 * stored[1], 4 * stored[0] + stored[1])
+    assert 2 * sum(stored) <= fewer < most
+
+
 def test_dry_run_says_what_cannot_be_traced(ranks):
     flags = [
         "--num-experts",

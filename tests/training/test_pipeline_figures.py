@@ -94,12 +94,19 @@ def test_sizes_weigh_what_is_held():
 
 def test_dry_run_prints_the_figures_of_the_schedule_of_its_flags(ranks):
     pipeline = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size"
+    virtual = "--num-layers-per-virtual-pipeline-stage 1"
+    in_bubble = "(interleaved, recomputation in bubble)"
     cases = {
         f"{pipeline} 8": "11.1 % (1f1b)",
         f"{pipeline} 8 --num-layer-list 1,3": "36.0 % (1f1b)",
         f"{pipeline} 8 --pipeline-schedule zb-h1": "4.0 % (zb-h1)",
-        f"{pipeline} 8 --num-layers-per-virtual-pipeline-stage 1": "5.9 % (interleaved)",
-        f"{pipeline} 2147483646 --num-layers-per-virtual-pipeline-stage 1": "0.0 % (interleaved)",
+        f"{pipeline} 8 {virtual} --use-nanopipe": "2.0 % (nanopipe)",
+        f"{pipeline} 8 --optimized-pipeline --manual-mbs 1,1,1,1,1,1,1,1": "11.1 % (1f1b)",
+        f"{pipeline} 8 {virtual} --fold-mode aiao --overlap-grad-reduce": "5.9 % (aiao)",
+        f"{pipeline} 8 {virtual} --recompute-in-bubble": f"7.7 % {in_bubble}",
+        f"{pipeline} 8 --schedules-method dualpipev": "5.9 % (dualpipev)",
+        f"{pipeline} 8 {virtual}": "5.9 % (interleaved)",
+        f"{pipeline} 2147483646 {virtual}": "0.0 % (interleaved)",
     }
     for flags, expected in cases.items():
         (text,) = ranks(1, described, flags.split(), setup=SETUP, backend=None, timeout=60)
