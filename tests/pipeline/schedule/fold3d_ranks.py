@@ -63,3 +63,33 @@ def watch(group: Any, chunk: int, started: dict[int, int], clocks: list[Any]) ->
         return result
 
     group.start_grad_sync = start_grad_sync
+
+
+def gathers(layout: Layout, m: int, kinds: list[str]) -> list[list[int]]:
+    """For each kind of schedule, how many forwards had run when each chunk's gather started."""
+    from mindspeed.pipeline.schedule.costs import Costs
+    from mindspeed.pipeline.schedule.megatron import scheduled
+    from mindspeed.pipeline.schedule.virtual_time import VirtualTime
+
+    model, found = Model(layout), []
+    for kind in kinds:
+        clocks: list[VirtualTime] = []
+        started: dict[int, int] = {}
+
+        def clock(plan: Any, work: Any, clocks: list[VirtualTime] = clocks) -> VirtualTime:
+            clocks.append(VirtualTime(plan, Costs()))
+            return clocks[-1]
+
+        def watched(number: int, clocks: Any = clocks, started: Any = started) -> Any:
+            start = model.chunks[number].start_param_sync
+
+            def start_param_sync(*args: Any, **options: Any) -> Any:
+                started[number] = sum(action.op == "F" for action in clocks[0].trace)
+                return start(*args, **options)
+
+            return start_param_sync
+
+        model.config.param_sync_func = [watched(number) for number in range(len(model.chunks))]
+        model.step(m, replace(scheduled(None, kind=kind), instrument=clock))
+        found.append([started[number] for number in range(len(model.chunks))])
+    return found

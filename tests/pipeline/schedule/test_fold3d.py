@@ -7,7 +7,7 @@ import pytest
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
-from tests.pipeline.schedule.fold3d_ranks import run
+from tests.pipeline.schedule.fold3d_ranks import gathers, run
 from tests.pipeline.schedule.step_ranks import Layout
 
 SETUP = "tests.support.warm"
@@ -53,3 +53,12 @@ def test_reductions_start_between_backwards(ranks, sharded):
         assert aiao["left"] == strict["left"] == [0, m]
         assert interleaved["left"] == [0, 2]
         assert {one["reductions"] for one in (aiao, strict, interleaved)} == {2}
+
+
+def test_parameters_are_gathered_while_the_chunk_before_computes(ranks):
+    m, ddp = 4, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
+    ddp |= {"overlap_param_gather": True, "align_param_gather": True}
+    layout = Layout(pipeline=2, chunks=4, ddp=ddp)
+    for aiao, interleaved in ranks(4, gathers, layout, m, ["aiao", "interleaved"], setup=SETUP):
+        assert aiao == [0, 0, m, 2 * m]
+        assert interleaved == [0, 0, 2, 4]
