@@ -10,7 +10,7 @@ import torch
 
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.v_shape import even_layout
-from tests.pipeline.v_shape_ranks import MOE, Case, build_all, step_all
+from tests.pipeline.v_shape_ranks import MOE, Case, build_all, refusal, step_all
 
 SETUP = "tests.support.warm"
 MTP = {"mtp_num_layers": 1}
@@ -89,6 +89,11 @@ def test_checkpoints_hold_what_those_of_one_rank_hold(name, built):
 def test_layers_go_down_the_ranks_and_up_again(name, chunks, built):
     ranks, _ = built[name]
     assert [chunk for rank in ranks for chunk in rank.chunks] == chunks
+
+
+def test_a_config_without_the_layout_is_refused(ranks):
+    for message in ranks(2, refusal, setup=SETUP):
+        assert "mindspeed.pipeline.v_shape.megatron.VShapeLayout" in message
 
 
 def test_the_first_rank_has_both_ends(built):

@@ -227,3 +227,19 @@ def _forward(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     loss = output.mean()
     return loss, loss.detach()
+
+
+def refusal() -> str:
+    """What a framework hears that builds a model of another layout."""
+    from megatron.core import parallel_state
+
+    from mindspeed.errors import ConfigError
+    from mindspeed.megatron_adaptor import repatch
+
+    repatch({"schedules_method": "dualpipev", "pipeline_model_parallel_size": 2})
+    parallel_state.initialize_model_parallel(1, 2, 2)
+    try:
+        _model(Case(), 0)
+    except ConfigError as error:
+        return str(error)
+    return ""
