@@ -8,7 +8,7 @@ from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
 
-RANKS = (2, 3, 4, 5, 6, 7, 8, 16)
+SOME, OTHERS = (2, 3, 4, 8), (5, 6, 7, 16)
 TIMES = [(1, 1, 1), (1, 1.5, 0.75), (1, 0.75, 1.25), (2, 1, 1)]
 
 
@@ -25,11 +25,16 @@ def widest_group(p, m):
     return p if m % p == 0 else math.ceil(m / (m // p))
 
 
-@pytest.mark.parametrize(("f", "i", "w"), TIMES)
+@pytest.mark.parametrize(
+    ("ranks", "times"),
+    [(SOME, TIMES[0]), *((SOME[:3], times) for times in TIMES[1:])]
+    + [pytest.param(OTHERS, times, marks=pytest.mark.slow) for times in TIMES],
+)
 @pytest.mark.parametrize("v", [1, 2, 4])
-def test_loops(v, f, i, w):
+def test_loops(v, ranks, times):
+    f, i, w = times
     costs = Costs(f, i, w)
-    for p in RANKS if (f, i, w) == TIMES[0] else RANKS[:5]:
+    for p in ranks:
         for m in microbatches(p):
             g = widest_group(p, m) if v > 1 else p
             whole = priced("1f1b", p, v, m, costs)
