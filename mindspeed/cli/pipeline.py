@@ -237,12 +237,19 @@ def _title(job: Job) -> str:
     return f"{job.ranks} pipeline ranks{chunks}, {job.num_microbatches} micro-batches"
 
 
+def _step(simulation: Simulation) -> float:
+    """Time of a step, with the reduction that is not hidden."""
+    return round(simulation.makespan + simulation.exposed_reduction, 6)
+
+
 def _print(job: Job, found: Sequence[Priced]) -> None:
     table = Table(
         title=_title(job),
-        caption="bubble: part of the step in which the mean rank does nothing new; memory: of the "
-        "fullest rank, in activations of one micro-batch; exposed: reduction after the last "
-        "backward; again: forwards computed again",
+        caption="v: model chunks of a rank; bubble: part of the step in which the mean rank does "
+        "nothing new; memory: of the fullest rank, in activations of one micro-batch; exposed: "
+        "reduction after the last backward; sent: messages between ranks; again: forwards computed "
+        "again; split: backwards with weight gradients apart; *: the shortest step, reduction "
+        "included",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -250,14 +257,17 @@ def _print(job: Job, found: Sequence[Priced]) -> None:
         caption_justify="left",
     )
     table.add_column("schedule", no_wrap=True)
-    columns = ("chunks", "step", "bubble", "memory", "exposed", "messages", "again")
+    columns = ("v", "step", "bubble", "memory", "exposed", "sent", "again", "split")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    steps = [_step(one.simulation) for one in found if one.simulation is not None]
+    shortest = min(steps, default=0.0)
     for one in found:
         if (simulation := one.simulation) is None:
             continue
+        mark = " *" if _step(simulation) == shortest else ""
         table.add_row(
-            one.name,
+            one.name + mark,
             str(simulation.plan.placement.chunks),
             f"{simulation.makespan:.6g}",
             f"{100 * simulation.bubble:.1f} %",
@@ -265,6 +275,7 @@ def _print(job: Job, found: Sequence[Priced]) -> None:
             f"{simulation.exposed_reduction:.6g}",
             f"{sum(simulation.messages.values())}",
             f"{simulation.counts['R']}",
+            f"{simulation.counts['I']}",
         )
     console = Console()
     console.print(table)

@@ -1,8 +1,9 @@
 """The picture of ``mindspeed pipeline plan --plot``: timelines of schedules, one below the other.
 
 One lane per rank, time to the right, the same scale for all schedules, so that the shorter step is
-seen. Colours say what is computed, lighter ones a later model chunk; white is idle. Thin bars at
-the bottom of a lane are data-parallel reductions and copies. Drawn without pyplot.
+seen. Colours say what is computed, lighter ones a later model chunk; grey is idle. Numbers are
+micro-batches, where a box has room. Thin bars at the bottom of a lane are data-parallel reductions
+and copies. Drawn without pyplot.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ _NAMES = {
     "L": "copy back",
 }
 _WIDTH, _LANE = 15.0, 0.30  # inches
-_MOST_NAMES = 90  # actions in a lane whose micro-batch can still be read
+_DIGIT = 0.0095  # width of a digit in inches, for each point of its font
+_SMALLEST, _LARGEST = 3.5, 7.0  # fonts that can still be read, in points
+_IDLE = "#e5e9f0"
 
 
 def draw(simulations: Mapping[str, Simulation], output: Path, title: str) -> None:
@@ -98,24 +101,26 @@ def _caption(name: str, simulation: Simulation) -> str:
 
 def _draw_lanes(axes: Any, simulation: Simulation, longest: float) -> None:
     placement = simulation.plan.placement
-    names = max(len(row) for row in simulation.timeline) <= _MOST_NAMES
+    inches = (_WIDTH - 0.7) / longest
     for rank in range(placement.ranks):
         low = placement.ranks - 1 - rank
-        axes.axhspan(low + 0.06, low + 0.94, color="#f8fafc", zorder=0)
+        axes.broken_barh([(0, simulation.makespan)], (low + 0.1, 0.8), facecolors=_IDLE, zorder=0)
         bars: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
         for action, start, end in simulation.timeline[rank]:
             if end == start:
                 continue
             shade = 1.0 - 0.5 * placement.chunk(action.stage) / max(placement.chunks - 1, 1)
             bars[action.op, shade].append((start, end - start))
-            if names:
+            number = str(action.microbatch)
+            font = min(_LARGEST, (end - start) * inches / (_DIGIT * len(number)))
+            if font >= _SMALLEST:
                 axes.text(
                     (start + end) / 2,
                     low + 0.52,
-                    str(action.microbatch),
+                    number,
                     ha="center",
                     va="center",
-                    fontsize=6,
+                    fontsize=font,
                     color="#0f172a",
                 )
         for (op, shade), spans in bars.items():
@@ -125,7 +130,7 @@ def _draw_lanes(axes: Any, simulation: Simulation, longest: float) -> None:
                 facecolors=_COLORS[op],
                 alpha=shade,
                 edgecolor="white",
-                linewidth=0.4 if names else 0.1,
+                linewidth=0.4,
             )
         for action, start, end in simulation.background[rank]:
             if end > start:
