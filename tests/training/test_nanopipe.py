@@ -52,3 +52,16 @@ def test_losses_and_weights_are_those_of_megatrons_schedule(rank_pool, tmp_path,
     assert len(found[0][0]) == 3
     assert found[0] == found[1]
     assert plan.read_text().count("W") == plan.read_text().count("F") > 0
+
+
+def test_with_swap_only_the_rounding_of_sums_differs(rank_pool, tmp_path):
+    found, plan = [], tmp_path / "plan.csv"
+    for flags in ("", f"--use-nanopipe --use-nanopipe-swap --pipeline-schedule-dump {plan}"):
+        file = tmp_path / f"{len(found)}.jsonl"
+        run(rank_pool, 2, f"{JOB} {TE} {CHUNKS} {flags} --metrics-file {file}")
+        found.append([(step["lm_loss"], step["grad_norm"]) for step in metrics(file)])
+    moved = [row.count("O") for row in plan.read_text().splitlines()]
+    assert moved == [0, 2]
+    assert len(found[0]) == 3
+    for before, swapped in zip(*found, strict=True):
+        assert swapped == pytest.approx(before, rel=1e-5)
