@@ -15,10 +15,9 @@ BOTH = "--recompute-norm --recompute-activation-function"
 STAGES = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PLAN = "all: {mlp.activation: recompute_output, self_attention: offload}\n1: {layer: recompute}\n"
-# Flags of a run, and those that are added to it.
+# Flags of a run, and those that are added to it, in a run for each.
 CASES = {
     "tensor parallel": (f"--bf16 {TENSOR}", BOTH),
     "stages": (f"--bf16 {STAGES} {BLOCK}", f"{BOTH} --enable-recompute-layers-per-pp-rank"),
@@ -31,12 +30,9 @@ CASES = {
         "--recompute-granularity selective --recompute-modules mlp core_attn "
         "--optimize-recomp-communication-level 1",
     ),
-    "recomputation in bubbles": (
-        f"--bf16 {STAGES} {DROPOUT}",
+    "recomputation on a schedule": (
+        f"--bf16 {STAGES} --overlap-grad-reduce --hidden-dropout 0.1 --attention-dropout 0.1",
         "--recompute-in-bubble --pipeline-schedule-dump {}",
-    ),
-    "recomputation in advance": (
-        f"--bf16 {STAGES} {DROPOUT} --transformer-impl local --overlap-grad-reduce",
         f"{BLOCK} --recompute-in-advance --pipeline-schedule-dump {{}}",
     ),
     "plan": ("--bf16 --use-distributed-optimizer --overlap-grad-reduce", "--activation-plan {}"),
@@ -45,13 +41,14 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_printed_losses_are_those_of_a_run_without_it(tmp_path, case):
-    given, added = CASES[case]
-    file = tmp_path / "plan"  # read or written
-    file.write_text(PLAN)
+    given, *additions = CASES[case]
     base = f"{MODEL} {TRAINING} {given}"
     plain = pretrain(tmp_path, 2, *base.split())
-    other = pretrain(tmp_path, 2, *base.split(), *added.format(file).split())
-    assert other.losses == plain.losses and other.grad_norms == plain.grad_norms
-    if "--recompute-in-" in added:
-        first, *_ = file.read_text().splitlines()
-        assert re.findall(r"\d+Fc\d+", first) and re.findall(r"\d+R\d+", first)
+    for added in additions:
+        file = tmp_path / "plan"  # read or written
+        file.write_text(PLAN)
+        other = pretrain(tmp_path, 2, *base.split(), *added.format(file).split())
+        assert other.losses == plain.losses and other.grad_norms == plain.grad_norms
+        if "--recompute-in-" in added:
+            first, *_ = file.read_text().splitlines()
+            assert re.findall(r"\d+Fc\d+", first) and re.findall(r"\d+R\d+", first)
