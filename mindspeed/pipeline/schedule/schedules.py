@@ -150,10 +150,9 @@ def _nanopipe(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     order = _flush(request, placement, m)
     if not request.swap:
         return _filled(request, order)
-    peaks = simulate(order, request.costs).peak_memory
+    peaks = _peaks(request, order)
     filled = split_backwards(order, request.costs, [max(peaks)] * placement.ranks)
-    limit = max(peaks) if request.memory_limit is None else request.memory_limit
-    return with_reductions(swap(filled, request.costs, [min(one, limit) for one in peaks]))
+    return with_reductions(swap(filled, request.costs, peaks))
 
 
 def _zero_bubble(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
@@ -258,11 +257,22 @@ def _relative(sizes: tuple[int, ...] | None) -> tuple[float, ...] | None:
 
 def _filled(request: ScheduleRequest, plan: Plan) -> Plan:
     """The backwards split, within the limit or the memory that the order needs anyway."""
-    limit = request.memory_limit
-    if limit is None:
-        limit = max(simulate(plan, request.costs).peak_memory)
+    needed = max(_peaks(request, plan))
+    limit = needed if request.memory_limit is None else request.memory_limit
     filled = split_backwards(plan, request.costs, [limit] * plan.placement.ranks)
     return with_reductions(filled)
+
+
+def _peaks(request: ScheduleRequest, plan: Plan) -> tuple[float, ...]:
+    """What an order of whole forwards and backwards needs on each rank, which is the least."""
+    peaks = simulate(plan, request.costs).peak_memory
+    if request.memory_limit is not None and max(peaks) > request.memory_limit + 1e-6:
+        raise ConfigError(
+            f"the pipeline schedule {plan.name} needs {max(peaks):g} A of activations at the "
+            f"peak of rank {peaks.index(max(peaks))}; {request.memory_limit:g} A are allowed "
+            "(--pipeline-memory-limit)"
+        )
+    return peaks
 
 
 def _recomputing(request: ScheduleRequest, plan: Plan) -> Plan:
