@@ -14,14 +14,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mindspeed import device
-from mindspeed.errors import MindSpeedError
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
 from mindspeed.memory.adaptive.profile import Kind
@@ -29,39 +27,12 @@ from mindspeed.memory.candidates import KEEP_ALL
 from mindspeed.memory.estimate import device_clock
 from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
 from mindspeed.pipeline.automated.profile import MODULES, Layer, Part, Profile, Recompute
+from mindspeed.pipeline.automated.task import Task, report
 
 SITES = {"mlp": "mlp", "attention": "self_attention", "layer": LAYER}
 """Module of a profile -> site of a layer."""
 BYTES, RECOMPUTE, FIRST_TIMED, STEPS = 1, 2, 3, 5
 _PLANS: list[LayerPlan] = [KEEP_ALL, *({SITES[name]: Action.RECOMPUTE} for name in MODULES)]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is measured for.
-
-    Attributes:
-        mode: ``memory`` or ``perf``.
-        ratio: ``--save-memory-ratio``.
-        recompute_type: index in :data:`MODULES`.
-        path: of the result; the profile is next to it.
-        job: values for which it holds.
-        megatron: Megatron's arguments.
-        kinds: schedules that can run; None: all that are searched.
-    """
-
-    mode: Any
-    ratio: float
-    recompute_type: int
-    path: Path
-    job: Mapping[str, Any]
-    megatron: Mapping[str, Any]
-    kinds: tuple[str, ...] | None = None
-
-    @property
-    def profile_path(self) -> Path:
-        """``plan.json`` -> ``plan.profile.json``."""
-        return self.path.with_suffix(".profile.json")
 
 
 @dataclass
@@ -327,31 +298,6 @@ class Profiler:
             self._here.synchronize()
             found.append((time.perf_counter() - start) / 2)
         return min(found)
-
-
-def report(task: Task, profile: Profile) -> str:
-    """Write the profile, search, write the result; what to tell users."""
-    from mindspeed.pipeline.automated.result import write_result
-    from mindspeed.pipeline.automated.search import search
-
-    profile.write(task.profile_path)
-    text = f"automated pipeline: measured, {task.profile_path}"
-    try:
-        found = search(
-            profile,
-            task.mode,
-            ratio=task.ratio,
-            module=MODULES[task.recompute_type],
-            kinds=task.kinds,
-        )
-    except MindSpeedError as error:
-        return f"{text}; no result: {error}"
-    result = write_result(task.path, found, task.job)
-    return (
-        f"{text}; {task.path} is for the next start, the same as {' '.join(result.flags())}: "
-        f"{1e3 * found.before.makespan:,.1f} -> {1e3 * found.after.makespan:,.1f} ms, "
-        f"{found.before.peak / 2**20:,.1f} -> {found.after.peak / 2**20:,.1f} MiB"
-    )
 
 
 def refuse_different_files(digest: str, path: str) -> None:

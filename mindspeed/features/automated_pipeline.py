@@ -15,25 +15,21 @@ are such flags: the first 2 layers of the first pipeline rank are recomputed, an
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.errors import ConfigError
 from mindspeed.features._activation_memory import attach_plan, common_problems, convert_linears
+from mindspeed.features._automated_result import MEMORY, PERF, job_of, values_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.pipeline.automated.result import Result
+    from mindspeed.pipeline.automated.search import Mode
 
-logger = logging.getLogger("mindspeed")
-MEMORY, PERF = "--automated-pipeline", "--automated-pipeline-perf"
 AGAIN, TYPE, RATIO = "--recompute-module-list", "--recompute-type", "--save-memory-ratio"
 _RATIO = 0.2
 
@@ -68,143 +64,18 @@ class AutomatedPipelineOptions:
     mbs_idx: int | None = flag(None, "refused: --optimized-mbs-list says all there is")
 
     @property
-    def mode(self) -> str | None:
+    def mode(self) -> Mode | None:
         """``memory``, ``perf`` or None."""
         if self.automated_pipeline_perf:
             return "perf"
         return "memory" if self.automated_pipeline else None
 
 
-_SWITCHED_OFF = {
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_activations": False,
-    "recompute_activation_function": False,
-    "recompute_activation_function_num_layers": None,
-    "recompute_norm": False,
-    "recompute_norm_num_layers": None,
-    "enable_recompute_layers_per_pp_rank": False,
-    "checkpoint_activations": False,
-    "checkpoint_policy": None,
-}
-"""Recomputation that is the search's to choose, and its value without."""
-_CHOSEN = (
-    "num_layer_list",
-    "manual_layers",
-    "pipeline_num_transformer_layers",
-    "recompute_module_list",
-    "pipeline_schedule",
-    "manual_mbs",
-    "use_nanopipe",
-    "fold_mode",
-    "recompute_in_bubble",
-    "recompute_in_advance",
-)
-"""Values that the search chooses, or with which its schedules do not go."""
-_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _REPEATED = {
     "pp_schedule_list": "--pp-schedule-list",
     "optimized_mbs_mode": "--optimized-mbs-mode",
     "mbs_idx": "--mbs-idx",
 }
-_JOB = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "num_experts",
-    "micro_batch_size",
-    "pipeline_model_parallel_size",
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
-"""Arguments on which a result depends."""
-
-
-def job_of(megatron: Megatron) -> dict[str, Any]:
-    """The values for which a result holds."""
-    return {name: megatron.get(name) for name in _JOB}
-
-
-def _derives(options: AutomatedPipelineOptions, megatron: Megatron) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if options.optimized_mbs_list is not None:
-        found |= {"optimized_pipeline": True, "manual_mbs": options.optimized_mbs_list}
-    if options.mode is None:
-        return found
-    if options.mode == "memory":
-        found |= _without_recomputation(megatron)
-    path = Path(options.automated_pipeline_file)
-    if not path.is_file():
-        _refuse_other_choices(options, {**megatron, **found}, {})
-        return found
-    from mindspeed.pipeline.automated.result import read_result
-
-    result = read_result(path)
-    _check_job(result, path, {**megatron, **found})
-    if result.mode != options.mode:
-        raise ConfigError(
-            f"{path} is a result of {MEMORY if result.mode == 'memory' else PERF}; remove it or "
-            "name another file with --automated-pipeline-file"
-        )
-    chosen = result.values()
-    _refuse_other_choices(options, {**megatron, **found}, chosen)
-    return found | dict.fromkeys(_VIRTUAL) | chosen
-
-
-def _refuse_other_choices(
-    options: AutomatedPipelineOptions, megatron: Megatron, chosen: Megatron
-) -> None:
-    for name in _CHOSEN:
-        value = megatron.get(name)
-        if value not in (None, False, "") and value != chosen.get(name):
-            raise ConfigError(
-                f"{MEMORY if options.mode == 'memory' else PERF} cannot be combined with "
-                f"--{name.replace('_', '-')} {value}: it chooses layers and schedule; remove one"
-            )
-
-
-def _without_recomputation(megatron: Megatron) -> dict[str, Any]:
-    """Arguments without recomputation and no-op layers; says so once."""
-    off: dict[str, Any] = {
-        name: value
-        for name, value in _SWITCHED_OFF.items()
-        if megatron.get(name) not in (None, False, value)
-    }
-    from mindspeed.features.noop_layers import indices_of
-
-    noop = indices_of(megatron.get("noop_layers"))
-    if noop and megatron.get("num_layers"):
-        if isinstance(megatron.get("moe_layer_freq"), list):
-            raise ConfigError(
-                f"{MEMORY} switches --noop-layers off, but --moe-layer-freq counts them; give both "
-                "without them"
-            )
-        off |= {"noop_layers": (), "num_layers": megatron["num_layers"] - len(noop)}
-    if off and os.environ.get("RANK", "0") == "0":
-        names = " ".join("--" + name.replace("_", "-") for name in off if name != "num_layers")
-        logger.warning("%s chooses what is recomputed; without effect: %s", MEMORY, names)
-    return off
-
-
-def _check_job(result: Result, path: Path, megatron: Megatron) -> None:
-    different = [
-        f"{name} {result.job.get(name)}, not {megatron[name]}"
-        for name in _JOB
-        if megatron.get(name) is not None and result.job.get(name) != megatron[name]
-    ]
-    chunks, ranks = len(result.layers[0]), megatron.get("pipeline_model_parallel_size") or 1
-    each, given = (megatron.get(name) for name in _VIRTUAL)
-    given = given or (megatron["num_layers"] // ranks // each if each else None)
-    if given is not None and given != chunks:
-        different.append(f"{chunks} virtual stages per rank, not {given}")
-    if different:
-        raise ConfigError(
-            f"the result in {path} is for another job: {'; '.join(different)}; remove the file, or "
-            "name another one with --automated-pipeline-file"
-        )
 
 
 def _validate(options: AutomatedPipelineOptions, megatron: Megatron) -> list[Problem]:
@@ -287,7 +158,8 @@ def _attach(seams: Seams, options: AutomatedPipelineOptions, megatron: Megatron)
     seams.parallel_groups.add(same_on_all_ranks, owner=FEATURE.name)
     if found:
         return
-    from mindspeed.adaptor.pipeline_profile import Profiler, Task
+    from mindspeed.adaptor.pipeline_profile import Profiler
+    from mindspeed.pipeline.automated.task import Task
 
     task = Task(
         options.mode,
@@ -349,7 +221,7 @@ FEATURE = Feature(
         options != AutomatedPipelineOptions(automated_pipeline_file=options.automated_pipeline_file)
     ),
     validate=_validate,
-    derives=_derives,
+    derives=values_of,
     attach=_attach,
     seams=("chunk", "schedule", "parallel_groups"),
     conflicts=("adaptive-memory",),
