@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from mindspeed.errors import TrainingError
-from mindspeed.pipeline.schedule.headers import TensorInfo, check_declared, decode, encode
+from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.pipeline.schedule.headers import (
+    TensorInfo,
+    check_declared,
+    check_tensors,
+    decode,
+    encode,
+    made_here,
+)
 from tests.pipeline.schedule.message_ranks import LENGTHS, Case, one_rank, receive_early, steps
 
 SETUP = "tests.support.warm"
@@ -83,3 +91,15 @@ def test_other_shapes_than_declared_name_stage_and_tensor():
         check_declared(infos, declared, stage=3)
     with pytest.raises(TrainingError, match=r"stage 3 sends 2 tensors; .* declares 1"):
         check_declared(infos, declared[:1], stage=3)
+
+
+def test_an_output_that_is_no_tensor_names_stage_and_place():
+    check_tensors([torch.zeros(1)], Action("F", 2, 0))
+    with pytest.raises(TrainingError, match="stage 2 returned dict as output 1"):
+        check_tensors([torch.zeros(1), {}], Action("F", 2, 0))
+
+
+def test_only_what_a_stage_made_itself_is_freed():
+    given = torch.ones(4, requires_grad=True)
+    made = given * 2
+    assert [id(x) for x in made_here([given, made, made[:2], torch.arange(3)])] == [id(made)]
