@@ -58,8 +58,8 @@ def test_loops(v, ranks, times):
 def test_the_v_shape():
     """With tI <= 2 tW the bubble of ZB-V is (p - 1) / 2 max(tF, tI).
 
-    The order of the forwards and backwards decides, not the places of the weight gradients: a
-    random search over all places on two ranks finds nothing shorter.
+    The order of the forwards and backwards decides: 30,000 random places of the weight gradients on
+    two ranks were not faster.
     """
     for f, i, w in [*TIMES, (1, 1, 0.5), (1, 2, 1)]:
         costs = Costs(f, i, w)

@@ -1,4 +1,4 @@
-"""Bubble and memory of every schedule: the tables of docs/pipeline.md, digit by digit."""
+"""Bubble and memory of every schedule, digit by digit."""
 
 import pytest
 
