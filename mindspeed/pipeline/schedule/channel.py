@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mindspeed import device
-from mindspeed.pipeline.schedule.executor import Tensors
+from mindspeed.pipeline.schedule.executor import Tensors, message_to
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 
 
@@ -147,7 +147,8 @@ class PeerToPeer:
             if target == rank
         }
         self._posted: dict[Transfer, tuple[Tensors, list[Any]]] = {}
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sending: dict[Transfer, list[tuple[Any, torch.Tensor]]] = {}
+        self._receipts = receipts(plan, rank)
 
     def expect(self, transfer: Transfer) -> None:
         """Post the receive of a message, if its size is known, and of those sent before it."""
@@ -167,6 +168,8 @@ class PeerToPeer:
         tensors, handles = self._posted.pop(transfer)
         for handle in handles:
             handle.wait()
+        for sent in self._receipts.get(transfer, ()):
+            self._wait_for(sent)
         return tensors
 
     def send(self, transfer: Transfer, tensors: Tensors) -> None:
@@ -176,13 +179,39 @@ class PeerToPeer:
         """
         group = self._directions.group(self._rank, transfer.target)
         target = self._directions.ranks[transfer.target]
+        sending = self._sending.setdefault(transfer, [])
         for tensor in tensors:
             alias = tensor.detach().contiguous()
-            self._sending.append((dist.isend(alias, dst=target, group=group), alias))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+            sending.append((dist.isend(alias, dst=target, group=group), alias))
+
+    @property
+    def sending(self) -> int:
+        """Messages whose tensors are kept because they may not have arrived."""
+        return len(self._sending)
 
     def finish(self) -> None:
         """Wait until everything was sent."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        for transfer in tuple(self._sending):
+            self._wait_for(transfer)
+
+    def _wait_for(self, transfer: Transfer) -> None:
+        for handle, _ in self._sending.pop(transfer, ()):
+            handle.wait()
+
+
+def receipts(plan: Plan, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:
+    """For each message to ``rank`` those from it that have arrived when this one does.
+
+    A rank that sends a message has received all that the actions before needed. A handle of gloo
+    does not tell by itself: it is complete only once it was waited for.
+    """
+    found: dict[Transfer, tuple[Transfer, ...]] = {}
+    for row in plan.rows:
+        arrived: list[Transfer] = []
+        for action in row:
+            needed, sent = message_to(plan, action), plan.transfer_of(action)
+            if needed is not None and needed.source == rank != needed.target:
+                arrived.append(needed)
+            if sent is not None and sent.target == rank:
+                found[sent], arrived = tuple(arrived), []
+    return found

@@ -221,7 +221,7 @@ class HeaderedPeerToPeer(PeerToPeer):
                 check_declared(infos, self._declared, transfer.stage - 1)
             header, target = encode(infos), self._directions.ranks[transfer.target]
             handle = dist.isend(header, dst=target, group=self._headers)
-            self._sending.append((handle, header))
+            self._sending.setdefault(transfer, []).append((handle, header))
             self._sent[transfer.stage - 1, transfer.microbatch] = [
                 info for info in infos if info.requires_grad
             ]

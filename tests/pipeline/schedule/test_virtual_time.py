@@ -53,3 +53,9 @@ def test_executed_plans_take_the_simulated_time_and_memory(ranks, world_size):
         assert max(run.end for run in runs) == pytest.approx(price.makespan, rel=1e-12), plan.name
         if not any(action.op == "O" for _, action in plan):
             assert tuple(run.peak_chunks for run in runs) == price.peak_chunks, plan.name
+
+
+def test_messages_are_let_go_when_a_later_one_shows_that_they_arrived(ranks):
+    plan = build_plan(ScheduleRequest(), 4, 1, 64)
+    found = [runs[0].most_sending for runs in ranks(4, run_all, [(plan, EVEN)])]
+    assert found == [3, 4, 3, 2]  # of 64, 128, 128 and 64 messages

@@ -17,12 +17,13 @@ from mindspeed.pipeline.schedule.virtual_time import VirtualTime
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank did: last clock, actions, most activations alive, wrong inputs."""
+    """What one rank did: last clock, actions, most activations alive, most messages kept."""
 
     end: float
     trace: tuple[Action, ...]
     peak_chunks: int
     wrong: list[str]
+    most_sending: int
 
 
 class ToyWork:
@@ -80,8 +81,14 @@ def _run(plan: Plan, costs: Costs) -> Run:
     time, work, rank = VirtualTime(plan, costs), ToyWork(plan), dist.get_rank()
     buffers = time.buffers(lambda transfer: [torch.zeros(2)])
     channels = PeerToPeer(plan, rank, directions_of(dist.group.WORLD), buffers)
-    execute(plan, rank, work, time.channels(channels), done=time.done)
-    return Run(time.now, tuple(time.trace), work.peak, work.wrong)
+    sending = [0]
+
+    def done(action: Action) -> None:
+        time.done(action)
+        sending.append(channels.sending)
+
+    execute(plan, rank, work, time.channels(channels), done=done)
+    return Run(time.now, tuple(time.trace), work.peak, work.wrong, max(sending))
 
 
 def _name(action: Action) -> torch.Tensor:
