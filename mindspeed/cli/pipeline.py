@@ -25,6 +25,7 @@ from rich.table import Table
 from mindspeed.cli import pipeline_search
 from mindspeed.cli.pipeline_picture import draw
 from mindspeed.cli.pipeline_text import timeline
+from mindspeed.cli.pipeline_trace import write_trace
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, Priced, compare
 from mindspeed.pipeline.schedule.costs import Costs
@@ -97,14 +98,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most activations, relative to the fullest rank of Megatron's own schedule",
     )
     add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
+    add("--trace", type=Path, metavar="FILE", help="timelines for chrome://tracing, .json")
     add("--text", action="store_true", help="draw the timelines in the terminal")
     add("--dump", type=Path, metavar="FILE", help="write the schedule (one --schedule) as csv")
     add("--json", action="store_true", help="print JSON, with the figures of every rank")
+    plan_only = {action.dest: action for action in parser._actions if action.option_strings}
     pipeline_search.add_arguments(parser)
+    both = {action.dest: action for action in parser._actions if action.option_strings}
+    search_only = {name: action for name, action in both.items() if name not in plan_only}
+    parser.set_defaults(of_action={"plan": plan_only, "search": search_only})
 
 
 def run(args: argparse.Namespace) -> int:
     """Price the schedules and print, draw or write them, or search one."""
+    _refuse_other_action(args)
     if args.action == "search":
         return pipeline_search.run(args)
     job, names = _job(args), _names(args)
@@ -122,11 +129,23 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{name}\n{timeline(simulation, width)}")
     if args.plot:
         draw(simulations, args.plot, _title(job))
+    if args.trace:
+        write_trace(simulations, args.trace, _title(job))
     if args.dump:
         if len(names) > 1:
             raise ConfigError("--dump writes one schedule: name it with --schedule")
         write_plan(args.dump, simulations[names[0]].plan)
     return 0
+
+
+def _refuse_other_action(args: argparse.Namespace) -> None:
+    for action, options in args.of_action.items():
+        for name, option in options.items():
+            if action != args.action and getattr(args, name, option.default) != option.default:
+                raise ConfigError(
+                    f"{option.option_strings[0]} belongs to mindspeed pipeline {action}; it has no "
+                    f"effect on {args.action}"
+                )
 
 
 def _job(args: argparse.Namespace) -> Job:

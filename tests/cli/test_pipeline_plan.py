@@ -84,6 +84,11 @@ def test_files_are_written_read_and_drawn(tmp_path, capsys: pytest.CaptureFixtur
     (named,) = compare(Job(2, 1, 4), ["zb-h1"])
     assert read_plan(file).rows == again.simulation.plan.rows == named.simulation.plan.rows
     assert again.simulation.timeline == named.simulation.timeline
+    trace = tmp_path / "zb.json"
+    assert plan(*words, "--schedule", "zb-h1", "--trace", trace, "--reduction", 2) == 0
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sum(e["dur"] for e in events if e["tid"] == 0) == 12e6  # 4 micro-batches: F, I and W
+    assert [e["name"] for e in events if e["tid"] == 1] == ["0G"]
     drawn = picture.read_text()
     assert "weight gradients" in drawn and "zb-h1" in drawn
     assert plan(*words, "--schedule", file) == 0
@@ -103,6 +108,8 @@ def test_files_are_written_read_and_drawn(tmp_path, capsys: pytest.CaptureFixtur
         (("--pp", 4, "--microbatches", 4, "--forward", 0), "--forward"),
         (("--pp", 4, "--microbatches", 4, "--dump", "x.csv"), "--dump writes one schedule"),
         (("--pp", 4, "--microbatches", 4, "--plot", "x.gif"), "the file must end in"),
+        (("--pp", 4, "--microbatches", 4, "--trace", "x.txt"), "the file must end in .json"),
+        (("--pp", 4, "--microbatches", 4, "--mode", "perf"), "--mode belongs to mindspeed pipelin"),
         (("--pp", 256, "--vpp", 64, "--microbatches", 4096), "the pattern repeats"),
         (
             ("--pp", 4, "--microbatches", 4, "--pipeline-memory-limit", 0.1),
@@ -118,6 +125,11 @@ def test_bad_input_is_one_message(words, message, capsys: pytest.CaptureFixture[
         with_code = int(end.code or 0)
     assert with_code != 0
     assert message in capsys.readouterr().err
+
+
+def test_flags_of_plan_are_refused_by_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", "search", "--profile", "p.json", "--out", "o.json", "--text"]) == 1
+    assert "--text belongs to mindspeed pipeline plan" in capsys.readouterr().err
 
 
 def test_costs_of_joined_stages() -> None:
