@@ -100,8 +100,10 @@ def test_feature_refuses_what_it_cannot_do(ranks, site):
     assert "--acme-squared-relu: is no gated activation; remove --swiglu" in result["error"]
 
 
-def test_schedule_computes_what_one_forward_one_backward_does(ranks, tmp_path, site):
+@pytest.mark.parametrize("chunks", [[], ["--num-layers-per-virtual-pipeline-stage", "1"]])
+def test_schedule_computes_what_megatrons_does(ranks, tmp_path, site, chunks):
     parallel = ["--pipeline-model-parallel-size", "2", "--eval-interval", "2", "--eval-iters", "1"]
+    parallel += chunks
     ours, first = metrics_of(ranks, tmp_path, site, 2, *parallel, "--acme-gpipe")
     theirs, second = metrics_of(ranks, tmp_path, site, 2, *parallel)
     assert len(ours) == 6

@@ -40,6 +40,8 @@ class ScheduleRequest:
         kind: one of :data:`KINDS`. ``1f1b`` with several chunks per rank is its interleaved form,
             ``zb-h1`` and ``nanopipe`` exist for both.
         plan: a plan read from a file; it is taken instead of one of ``kind``.
+        order: rows of actions for a placement and a number of micro-batches, taken instead of those
+            of ``kind``: the schedule of an extension. Reductions are added.
         memory_limit: most activations alive on a rank, in A: one micro-batch over all stages of
             the rank.
         sizes: samples of each micro-batch, where they differ.
@@ -57,6 +59,7 @@ class ScheduleRequest:
 
     kind: str = "1f1b"
     plan: Plan | None = None
+    order: Callable[[Placement, int], orders.Rows] | None = None
     memory_limit: float | None = None
     sizes: tuple[int, ...] | None = None
     swap: bool = False
@@ -106,6 +109,10 @@ def build_plan(
         return plan
     if request.plan is not None:
         plan = replace(request.plan, sizes=_relative(request.sizes))
+    elif request.order is not None:
+        rows = request.order(placement, num_microbatches)
+        plan = Plan(placement, rows, num_microbatches, _relative(request.sizes), _name(request))
+        plan = _recomputing(request, with_reductions(plan))
     elif request.kind in _BUILDERS:
         plan = _BUILDERS[request.kind](request, placement, num_microbatches)
         plan = _recomputing(request, plan)
@@ -115,6 +122,10 @@ def build_plan(
         )
     check(plan, request.memory_limit, request.costs)
     return plan
+
+
+def _name(request: ScheduleRequest) -> str:
+    return getattr(request.order, "__name__", request.kind)
 
 
 def _check_sizes(

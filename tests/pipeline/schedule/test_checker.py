@@ -254,3 +254,24 @@ def test_removed_copied_and_misplaced_actions_are_never_accepted(plan, data):
             )
             rows[rank][a], rows[rank][b] = rows[rank][b], rows[rank][a]
     assert not accepted(replace(plan, rows=tuple(map(tuple, rows))))
+
+
+def test_an_order_of_an_extension_is_checked_and_reduced():
+    def waiting(placement, m):
+        """Rank 0 begins with the backward, which needs all other stages."""
+        return tuple(
+            tuple(Action(op, rank, i) for op in ("BF" if rank == 0 else "FB") for i in range(m))
+            for rank in range(placement.ranks)
+        )
+
+    def gpipe(placement, m):
+        return tuple(row[m:] + row[:m] if not rank else row for rank, row in rows(placement, m))
+
+    def rows(placement, m):
+        return enumerate(waiting(placement, m))
+
+    plan = build_plan(ScheduleRequest(order=gpipe), 2, 1, 3)
+    assert [row[-1] for row in plan.rows] == [Action("G", 0), Action("G", 1)]
+    assert plan.name == "gpipe" and simulate(plan).peak_chunks == (3, 3)
+    with pytest.raises(ConfigError, match="waiting"):
+        build_plan(ScheduleRequest(order=waiting), 2, 1, 3)
