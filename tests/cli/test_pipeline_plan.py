@@ -79,7 +79,7 @@ def test_files_are_written_read_and_drawn(tmp_path, capsys: pytest.CaptureFixtur
     words = ("--pp", 2, "--microbatches", 4)
     assert plan(*words, "--schedule", "zb-h1", "--dump", file, "--plot", picture, "--text") == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^0 F0-* F1-* \.+I0", printed, re.MULTILINE)
+    assert re.search(r"^0 F0-* F1-* \.+B0", printed, re.MULTILINE)
     (again,) = compare(Job(2, 1, 4), [str(file)])
     (named,) = compare(Job(2, 1, 4), ["zb-h1"])
     assert read_plan(file).rows == again.simulation.plan.rows == named.simulation.plan.rows

@@ -7,12 +7,12 @@
 |---          |---                       |---              |---                                |
 | 1f1b        | flush, k=1               | no              | p                                 |
 | interleaved | flush, k=2               | no              | p + (p - 1) / v                   |
-| zb-h1       | flush, k=1               | all             | p                                 |
-| nanopipe    | flush, k=2 (v=1: k=1)    | all             | p + (p - 1) / v                   |
-| zb-v        | vee                      | all             | p                                 |
+| zb-h1       | flush, k=1               | where it helps  | p                                 |
+| nanopipe    | flush, k=2 (v=1: k=1)    | where it helps  | p + (p - 1) / v                   |
+| zb-v        | vee                      | where it helps  | p                                 |
 | dualpipev   | DeepSeek's               | some            | p + 1/2                           |
 | aiao        | flush, g=m (or breadth)  | no              | (2 (p - 1) + (v - 1) m + 1) / v   |
-| auto        | the fastest of all       | if that helps   | the limit, if there is one        |
+| auto        | the fastest of all       | where it helps  | the limit, if there is one        |
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mindspeed.pipeline.schedule.auto import fastest
 from mindspeed.pipeline.schedule.checker import check
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
+from mindspeed.pipeline.schedule.join import joined
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.simulate import simulate
@@ -196,7 +197,7 @@ def _all_in_all_out(request: ScheduleRequest, placement: Placement, m: int) -> P
 
 def _auto(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     _need_microbatches(placement, m)
-    return fastest(
+    plan = fastest(
         placement,
         m,
         request.costs,
@@ -204,6 +205,7 @@ def _auto(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
         sizes=_relative(request.sizes),
         split=request.split,
     )
+    return joined(plan, request.costs)
 
 
 _BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
@@ -271,7 +273,7 @@ def _filled(request: ScheduleRequest, plan: Plan) -> Plan:
     needed = max(_peaks(request, plan))
     limit = needed if request.memory_limit is None else request.memory_limit
     filled = split_backwards(plan, request.costs, [limit] * plan.placement.ranks)
-    return with_reductions(filled)
+    return with_reductions(joined(filled, request.costs))
 
 
 def _peaks(request: ScheduleRequest, plan: Plan) -> tuple[float, ...]:

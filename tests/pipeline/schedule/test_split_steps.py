@@ -22,7 +22,11 @@ def check(results, cases):
     for found in results:
         for name, runs in found.items():
             assert [run.different for run in runs] == [[] for _ in cases[name].runs], name
-            assert all(run.deferred for run in runs), name
+    for name, case in cases.items():
+        for number in range(len(case.runs)):
+            # On rank 0 nobody waits for gradients of stage 0, so its backwards may all be whole.
+            deferred = [found[name][number].deferred for found in results]
+            assert deferred[-1], name
 
 
 def test_two_ranks(ranks):
