@@ -24,7 +24,7 @@ from mindspeed.features._activation_memory import attach_plan, common_problems, 
 from mindspeed.features._automated_result import MEMORY, PERF, job_of, values_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
-from mindspeed.ranges import Range
+from mindspeed.ranges import MAX_SIZE, Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -61,7 +61,11 @@ class AutomatedPipelineOptions:
     optimized_mbs_list: str | None = flag(None, "the same as --optimized-pipeline --manual-mbs")
     pp_schedule_list: str | None = flag(None, "refused: --pipeline-schedule takes a schedule")
     optimized_mbs_mode: bool = flag(False, "refused: --optimized-mbs-list says all there is")
-    mbs_idx: int | None = flag(None, "refused: --optimized-mbs-list says all there is")
+    mbs_idx: int | None = flag(
+        None,
+        "refused: --optimized-mbs-list says all there is",
+        range=Range(0, MAX_SIZE, shown=False),
+    )
 
     @property
     def mode(self) -> Mode | None:

@@ -13,15 +13,17 @@ Left to Megatron: gradients of the output layer that are deferred
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import linear
 from mindspeed.te.weight_gradient import WgradOptions
 from mindspeed.tensor_parallel import regions
+
+if TYPE_CHECKING:
+    from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 
 
 def convert_chunk(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:

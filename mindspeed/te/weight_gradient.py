@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from mindspeed.te import kernels
 from mindspeed.te.base import get_dummy_wgrad
+
+if TYPE_CHECKING:
+    from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.pipeline.schedule.step_ranks import Layout, step_without_data
 from tests.training import launch_ranks
 
 SETUP = "tests.support.warm"
+ROOT = Path(__file__).parents[3]
 BODY = """
 import os
 import torch.distributed as dist
@@ -61,7 +63,7 @@ def test_ranks_of_another_loop_end_without_a_launcher(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(f"{BODY}\nmain()\n")
     env = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(free_port()), "MINDSPEED_DEVICE": "cpu"}
+    env |= {"MASTER_PORT": str(free_port()), "MINDSPEED_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     jobs = [
         subprocess.Popen(
             [sys.executable, str(script)],
