@@ -39,6 +39,7 @@ def test_yarn_embeddings_are_made_on_the_cpu(ranks):
     assert torch.allclose(frequencies, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_enums_pickled_by_early_python_3_11_load(ranks):
     function = repair_ranks.enumeration_of_an_early_python_311
     with pytest.raises(RankError, match="GLOBAL getattr was not an allowed global"):

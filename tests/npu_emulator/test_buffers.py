@@ -9,6 +9,8 @@ from tests.support.lazy import needs
 
 needs("megatron.core")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(npu_pool):
@@ -20,7 +22,6 @@ def found(npu_pool):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_groups_have_their_own_options(found):
     for one in found:
         groups = one["groups"]

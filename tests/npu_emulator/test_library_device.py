@@ -26,6 +26,7 @@ def test_the_device_answers(npu):
     assert found["properties"] == ("Ascend910B1", 64 << 30, 24)
 
 
+@pytest.mark.slow
 def test_saved_tensors_wait_in_pinned_host_memory(npu):
     assert npu(jobs.host_copies, setup=SETUP) == {
         "taken": (True, False),
