@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mindspeed import device
-from mindspeed.pipeline.schedule.executor import Tensors, message_to
+from mindspeed.pipeline.schedule.executor import Tensors
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 
 
@@ -209,7 +209,7 @@ def receipts(plan: Plan, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:
     for row in plan.rows:
         arrived: list[Transfer] = []
         for action in row:
-            needed, sent = message_to(plan, action), plan.transfer_of(action)
+            needed, sent = plan.message_to(action), plan.transfer_of(action)
             if needed is not None and needed.source == rank != needed.target:
                 arrived.append(needed)
             if sent is not None and sent.target == rank:

@@ -118,7 +118,7 @@ def execute(
         done: called after each action, before its result is handed on.
     """
     row = plan.rows[rank]
-    awaited = [message_to(plan, action) for action in row]
+    awaited = [plan.message_to(action) for action in row]
     local: dict[Transfer, Tensors] = {}
     for index, action in enumerate(row):
         for transfer in awaited[index : index + 1 + prefetch]:
@@ -130,7 +130,7 @@ def execute(
             inputs = local.pop(transfer) if is_local else channels.receive(transfer)
         outputs = _run(work, action, inputs)
         done(action)
-        if (transfer := message_of(plan, action)) is None:
+        if (transfer := plan.message_of(action)) is None:
             continue
         if transfer.target == rank:
             local[transfer] = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
@@ -139,34 +139,6 @@ def execute(
         if transfer.forward:
             work.handed_on(action)
     channels.finish()
-
-
-def message_of(plan: Plan, action: Action) -> Transfer | None:
-    """What ``action`` hands on; source and target may be the same rank."""
-    if action.op in FORWARDS:
-        return _message(plan, action, action.stage, action.stage + 1)
-    if action.op in BACKWARDS:
-        return _message(plan, action, action.stage, action.stage - 1)
-    return None
-
-
-def message_to(plan: Plan, action: Action) -> Transfer | None:
-    """What ``action`` waits for; source and target may be the same rank."""
-    if action.op in FORWARDS:
-        return _message(plan, action, action.stage - 1, action.stage)
-    if action.op in BACKWARDS:
-        return _message(plan, action, action.stage + 1, action.stage)
-    return None
-
-
-def _message(plan: Plan, action: Action, source: int, target: int) -> Transfer | None:
-    placement = plan.placement
-    if min(source, target) < 0 or max(source, target) >= placement.num_stages:
-        return None
-    assert action.microbatch is not None
-    return Transfer(
-        placement.rank(source), placement.rank(target), source < target, target, action.microbatch
-    )
 
 
 def _run(work: Work, action: Action, inputs: Tensors) -> Tensors:

@@ -12,7 +12,7 @@ from mindspeed.pipeline.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Transfer:
-    """A message between two ranks, which follows from an action.
+    """A message between two stages, which follows from an action.
 
     Attributes:
         source: rank that sends.
@@ -55,19 +55,34 @@ class Plan:
         """Every (rank, action), rank by rank."""
         return ((rank, action) for rank, row in enumerate(self.rows) for action in row)
 
+    def message_of(self, action: Action) -> Transfer | None:
+        """What ``action`` hands on; source and target may be the same rank."""
+        if action.op in FORWARDS:
+            return self._message(action, action.stage, action.stage + 1)
+        if action.op in BACKWARDS:
+            return self._message(action, action.stage, action.stage - 1)
+        return None
+
+    def message_to(self, action: Action) -> Transfer | None:
+        """What ``action`` waits for; source and target may be the same rank."""
+        if action.op in FORWARDS:
+            return self._message(action, action.stage - 1, action.stage)
+        if action.op in BACKWARDS:
+            return self._message(action, action.stage + 1, action.stage)
+        return None
+
     def transfer_of(self, action: Action) -> Transfer | None:
         """The message that ``action`` sends to another rank, or None."""
-        forward = action.op in FORWARDS
-        if not forward and action.op not in BACKWARDS:
+        message = self.message_of(action)
+        return None if message is None or message.source == message.target else message
+
+    def _message(self, action: Action, source: int, target: int) -> Transfer | None:
+        placement = self.placement
+        if min(source, target) < 0 or max(source, target) >= placement.num_stages:
             return None
-        stage = action.stage + 1 if forward else action.stage - 1
-        if not 0 <= stage < self.placement.num_stages:
-            return None
-        source, target = self.placement.rank(action.stage), self.placement.rank(stage)
+        ranks = placement.rank(source), placement.rank(target)
         assert action.microbatch is not None
-        if source == target:
-            return None
-        return Transfer(source, target, forward, stage, action.microbatch)
+        return Transfer(*ranks, source < target, target, action.microbatch)
 
     @cached_property
     def channels(self) -> dict[tuple[int, int], tuple[Transfer, ...]]:
