@@ -7,7 +7,6 @@ every rank, relative to the maximum over all algorithms. Drawn without pyplot.
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,7 @@ from typing import Any
 
 from mindspeed.attention.algorithm_costs import AlgorithmCosts
 from mindspeed.attention.mask import INF, Region
-from mindspeed.cli.training_plot import FORMATS, GREY, figure_class
-from mindspeed.errors import ConfigError
-from mindspeed.files import atomic_write_bytes
+from mindspeed.cli.training_plot import GREY, check_format, figure_class, write_figure
 
 _SIDE = 3.4
 _TITLE_CHARACTERS = 34  # per line
@@ -36,8 +33,7 @@ def draw(found: Sequence[AlgorithmCosts], output: Path, title: str) -> None:
     Raises:
         ConfigError: Unknown format, or matplotlib is missing.
     """
-    if output.suffix not in FORMATS:
-        raise ConfigError(f"--plot {output}: the file must end in {', '.join(FORMATS)}")
+    check_format("--plot", output)
     across = min(len(found), _PLOTS_PER_ROW)
     rows = -(-len(found) // across)
     figure = figure_class()(
@@ -59,9 +55,7 @@ def draw(found: Sequence[AlgorithmCosts], output: Path, title: str) -> None:
             _draw_bars(place, values, top, colors, name)
     title = textwrap.fill(title, _TITLE_CHARACTERS * across)
     figure.suptitle(title, fontsize=12, fontweight="bold", color="#0f172a")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=output.suffix[1:], dpi=110)
-    atomic_write_bytes(output, buffer.getvalue())
+    write_figure(figure, output)
 
 
 def _columns(

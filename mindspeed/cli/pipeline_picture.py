@@ -8,15 +8,12 @@ and copies. Drawn without pyplot.
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed.cli.training_plot import FORMATS, GREY, figure_class
-from mindspeed.errors import ConfigError
-from mindspeed.files import atomic_write_bytes
+from mindspeed.cli.training_plot import GREY, check_format, figure_class, write_figure
 from mindspeed.pipeline.schedule.simulate import Simulation
 
 _COLORS = {
@@ -58,8 +55,7 @@ def draw(simulations: Mapping[str, Simulation], output: Path, title: str) -> Non
     Raises:
         ConfigError: Unknown format, or matplotlib is missing.
     """
-    if output.suffix not in FORMATS:
-        raise ConfigError(f"--plot {output}: the file must end in {', '.join(FORMATS)}")
+    check_format("--plot", output)
     ranks = [simulation.plan.placement.ranks for simulation in simulations.values()]
     lanes = [_LANE * count + 0.55 for count in ranks]
     figure = figure_class()(figsize=(_WIDTH, sum(lanes) + 1.1), layout="constrained")
@@ -81,9 +77,7 @@ def draw(simulations: Mapping[str, Simulation], output: Path, title: str) -> Non
         frameon=False,
         fontsize=8,
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=output.suffix[1:], dpi=110)
-    atomic_write_bytes(output, buffer.getvalue())
+    write_figure(figure, output)
 
 
 def _end(simulation: Simulation) -> float:

@@ -114,11 +114,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(own: argparse.Namespace) -> None:
-    from mindspeed.cli.training_plot import FORMATS, figure_class
+    from mindspeed.cli.training_plot import check_format, figure_class
 
     if own.plot is not None:
-        if own.plot.suffix not in FORMATS:
-            raise ConfigError(f"--plot {own.plot}: the file must end in {', '.join(FORMATS)}")
+        check_format("--plot", own.plot)
         figure_class()
     if own.trace is not None and own.trace.suffix != ".json":
         raise ConfigError(f"--trace {own.trace}: the file must end in .json")

@@ -7,14 +7,11 @@ recomputation). Drawn without pyplot.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed.cli.training_plot import COLORS, FORMATS, GREY, figure_class
-from mindspeed.errors import ConfigError
-from mindspeed.files import atomic_write_bytes
+from mindspeed.cli.training_plot import COLORS, GREY, check_format, figure_class, write_figure
 from mindspeed.testing.clock import Interval
 from mindspeed.training.modelled_costs import lane_of
 from mindspeed.training.modelled_step import OUTSIDE, ModelledStep
@@ -36,8 +33,7 @@ def draw(step: ModelledStep, output: Path, title: str) -> None:
     Raises:
         ConfigError: Unknown format, or matplotlib is missing.
     """
-    if output.suffix not in FORMATS:
-        raise ConfigError(f"--plot {output}: the file must end in {', '.join(FORMATS)}")
+    check_format("--plot", output)
     visible = [interval for interval in step.intervals if not _of_one_rank(interval)]
     found = {lane_of(interval) for interval in visible}
     lanes = [*(n for n in LANES_FIRST if n in found), *sorted(found - set(LANES_FIRST))]
@@ -48,9 +44,7 @@ def draw(step: ModelledStep, output: Path, title: str) -> None:
         _draw_lanes(figure.add_subplot(len(parts), 1, index + 1), name, intervals, lanes)
     figure.suptitle(title, fontsize=11, color="#0f172a")
     figure.legend(handles=_legend(), loc="outside lower center", ncols=5, frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=output.suffix[1:], dpi=110)
-    atomic_write_bytes(output, buffer.getvalue())
+    write_figure(figure, output)
 
 
 def _of_one_rank(interval: Interval) -> bool:

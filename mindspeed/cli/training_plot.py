@@ -31,6 +31,23 @@ COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be
 GREY = "#475569"
 
 
+def check_format(flag: str, output: Path) -> None:
+    """Refuse a file whose ending names no format that can be drawn.
+
+    Raises:
+        ConfigError: names the formats.
+    """
+    if output.suffix not in FORMATS:
+        raise ConfigError(f"{flag} {output}: the file must end in {', '.join(FORMATS)}")
+
+
+def write_figure(figure: Any, output: Path, dpi: int = 110) -> None:
+    """Write a figure of matplotlib in the format of the file's ending, in one step."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=output.suffix[1:], dpi=dpi)
+    atomic_write_bytes(output, buffer.getvalue())
+
+
 def smoothed(values: Sequence[float], reach: float) -> np.ndarray:
     """Gaussian average over about ``reach`` neighbours on each side; gaps (nan, inf) drop out.
 
@@ -60,8 +77,7 @@ def draw(
     Raises:
         ConfigError: The ending is not known, or matplotlib is not installed.
     """
-    if output.suffix not in FORMATS:
-        raise ConfigError(f"--output {output}: the file must end in {', '.join(FORMATS)}")
+    check_format("--output", output)
     make = figure_class()
     panels = [name for name, (key, _) in PANELS.items() if any(run.curve(key) for run in runs)]
     errors = [relative_errors(runs[0], run_) for run_ in runs[1:]]
@@ -76,9 +92,7 @@ def draw(
     if title:
         title = title.encode("utf-8", "replace").decode("utf-8")
         figure.suptitle(title, fontsize=14, fontweight="bold", color="#0f172a")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=output.suffix[1:], dpi=130)
-    atomic_write_bytes(output, buffer.getvalue())
+    write_figure(figure, output, dpi=130)
 
 
 def figure_class() -> Any:
