@@ -26,6 +26,7 @@ from mindspeed.cli import pipeline_search
 from mindspeed.cli.pipeline_picture import draw
 from mindspeed.cli.pipeline_text import timeline
 from mindspeed.cli.pipeline_trace import write_trace
+from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, Priced, compare
 from mindspeed.pipeline.schedule.costs import Costs
@@ -115,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "search":
         return pipeline_search.run(args)
     job, names = _job(args), _names(args)
+    _check_files(args, names)
     found = compare(job, names)
     if args.json:
         print(json.dumps(as_data(job, found), indent=2))
@@ -132,10 +134,18 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         write_trace(simulations, args.trace, _title(job))
     if args.dump:
-        if len(names) > 1:
-            raise ConfigError("--dump writes one schedule: name it with --schedule")
         write_plan(args.dump, simulations[names[0]].plan)
     return 0
+
+
+def _check_files(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """What cannot be written is refused before anything is computed."""
+    if args.plot:
+        check_format("--plot", args.plot)
+    if args.trace and args.trace.suffix != ".json":
+        raise ConfigError(f"--trace {args.trace}: the file must end in .json")
+    if args.dump and len(names) > 1:
+        raise ConfigError("--dump writes one schedule: name it with --schedule")
 
 
 def _refuse_other_action(args: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
 from mindspeed.pipeline.schedule.simulate import Interval, Simulation
 
@@ -23,14 +22,9 @@ def write_trace(simulations: Mapping[str, Simulation], output: Path, title: str)
 
     Args:
         simulations: by the name of the schedule.
-        output: File to write, ending in .json.
+        output: JSON file to write.
         title: Kept in the file.
-
-    Raises:
-        ConfigError: another ending.
     """
-    if output.suffix != ".json":
-        raise ConfigError(f"--trace {output}: the file must end in .json")
     events = [
         event
         for process, (name, simulation) in enumerate(simulations.items())

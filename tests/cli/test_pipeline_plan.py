@@ -124,7 +124,9 @@ def test_bad_input_is_one_message(words, message, capsys: pytest.CaptureFixture[
     except SystemExit as end:
         with_code = int(end.code or 0)
     assert with_code != 0
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert not printed.out or message == "no schedule exists"  # refused before anything is printed
 
 
 def test_flags_of_plan_are_refused_by_search(capsys: pytest.CaptureFixture[str]) -> None:
