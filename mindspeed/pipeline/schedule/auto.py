@@ -13,6 +13,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule import orders
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
+from mindspeed.pipeline.schedule.join import joined
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.simulate import simulate
@@ -104,7 +105,8 @@ def _groups(p: int, v: int, m: int, costs: Costs) -> Sequence[int]:
 
 def _filled(plan: Plan, costs: Costs, cap: float) -> _Candidate:
     caps = [cap] * plan.placement.ranks
-    return _priced(with_reductions(split_backwards(plan, costs, caps)), costs)
+    filled = joined(split_backwards(plan, costs, caps), costs)
+    return _priced(with_reductions(filled), costs)
 
 
 def _priced(plan: Plan, costs: Costs) -> _Candidate:

@@ -197,7 +197,7 @@ def _all_in_all_out(request: ScheduleRequest, placement: Placement, m: int) -> P
 
 def _auto(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     _need_microbatches(placement, m)
-    plan = fastest(
+    return fastest(
         placement,
         m,
         request.costs,
@@ -205,7 +205,6 @@ def _auto(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
         sizes=_relative(request.sizes),
         split=request.split,
     )
-    return joined(plan, request.costs)
 
 
 _BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
