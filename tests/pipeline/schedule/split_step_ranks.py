@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from tests.pipeline.schedule.step_ranks import (
-    SEQUENCE,
-    VOCABULARY,
     Layout,
     Model,
     Step,
@@ -58,9 +54,7 @@ class DividedModel(Model):
         super().__init__(case.layout)
         self.store: WeightGradients = self.chunks[0].module.weight_gradients
 
-    def _chunk(self, stage: int | None) -> torch.nn.Module:
-        from megatron.core import parallel_state
-        from megatron.core.models.gpt import GPTModel
+    def _specs(self, stage: int | None) -> tuple[Any, Any]:
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_decoder_block_spec,
             get_gpt_mtp_block_spec,
@@ -70,22 +64,9 @@ class DividedModel(Model):
         spec = get_gpt_decoder_block_spec(
             self.config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=stage
         )
-        mtp = None
-        if self.case.mtp:
-            mtp = get_gpt_mtp_block_spec(self.config, spec, te, vp_stage=stage)
-        ends = {"ignore_virtual": False, "vp_stage": stage}
-        return GPTModel(
-            self.config,
-            spec,
-            VOCABULARY,
-            SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(**ends),
-            post_process=parallel_state.is_pipeline_last_stage(**ends),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            mtp_block_spec=mtp,
-            vp_stage=stage,
-        )
+        if not self.case.mtp:
+            return spec, None
+        return spec, get_gpt_mtp_block_spec(self.config, spec, te, vp_stage=stage)
 
 
 def compare(cases: dict[str, Case]) -> dict[str, list[Found]]:

@@ -149,9 +149,8 @@ class Model:
             }
         )
 
-    def _chunk(self, stage: int | None) -> torch.nn.Module:
-        from megatron.core import parallel_state
-        from megatron.core.models.gpt import GPTModel
+    def _specs(self, stage: int | None) -> tuple[Any, Any]:
+        """Specs of the layers of a chunk, and of its multi-token prediction."""
         from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_decoder_block_spec,
             get_gpt_layer_local_spec,
@@ -159,11 +158,17 @@ class Model:
         )
 
         if self.config.num_moe_experts:
-            spec = get_gpt_decoder_block_spec(self.config, self.layout.spec == "te", vp_stage=stage)
-        elif self.layout.spec == "te":
-            spec = get_gpt_layer_with_transformer_engine_spec()
-        else:
-            spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+            te = self.layout.spec == "te"
+            return get_gpt_decoder_block_spec(self.config, te, vp_stage=stage), None
+        if self.layout.spec == "te":
+            return get_gpt_layer_with_transformer_engine_spec(), None
+        return get_gpt_layer_local_spec(normalization="RMSNorm"), None
+
+    def _chunk(self, stage: int | None) -> torch.nn.Module:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+
+        spec, mtp = self._specs(stage)
         ends = {"ignore_virtual": False, "vp_stage": stage}
         return GPTModel(
             self.config,
@@ -174,6 +179,7 @@ class Model:
             post_process=parallel_state.is_pipeline_last_stage(**ends),
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
+            mtp_block_spec=mtp,
             vp_stage=stage,
         )
 
