@@ -7,12 +7,9 @@ same matrix runs through Megatron-LM's own script in ``tests/megatron_lm``.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.support.trainer_job import SETUP, metrics
-from tests.training.matrix_job import train
+from tests.training.one_rank import column, made_once
 
 TIED = "--group-query-attention --num-query-groups 4"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -194,55 +191,9 @@ FP8_LAYOUTS = {
 }
 
 
-class OneRank:
-    """The initial weights of a model, saved by one rank, and that rank's losses from there."""
-
-    def __init__(self, ranks, directory: Path, model: str) -> None:
-        self.ranks = ranks
-        self.directory = directory
-        self.model = model.split()
-        save = ["--save", str(directory / "weights"), "--lr", "0", "--train-iters", "1"]
-        self._run(1, [*save, "--micro-batch-size", "4"])
-        self.records = self.train(1, "")
-
-    def train(self, world_size: int, flags: str) -> list[dict]:
-        """Three iterations from the saved weights."""
-        file = self.directory / "metrics.jsonl"
-        file.unlink(missing_ok=True)
-        load = ["--load", str(self.directory / "weights"), "--finetune", "--no-load-optim"]
-        self._run(world_size, [*load, "--no-load-rng", "--metrics-file", str(file), *flags.split()])
-        return metrics(file)
-
-    def resumed(self, sizes: tuple[int, int], flags: tuple[str, str]) -> list[dict]:
-        """Two iterations with one layout, saved, and the third with another."""
-        file, folder = self.directory / "metrics.jsonl", self.directory / "resumed"
-        start = ["--load", str(self.directory / "weights"), "--finetune", "--no-load-optim"]
-        save = ["--no-load-rng", "--save", str(folder), "--exit-interval", "2", *flags[0].split()]
-        self._run(sizes[0], [*start, *save])
-        file.unlink(missing_ok=True)
-        load = ["--load", str(folder), "--no-load-rng", "--metrics-file", str(file)]
-        self._run(sizes[1], [*load, *flags[1].split()])
-        return metrics(file)
-
-    def _run(self, world_size: int, flags: list[str]) -> None:
-        self.ranks(world_size, train, [*self.model, *flags], setup=SETUP, backend=None, timeout=240)
-
-
 @pytest.fixture(scope="module")
 def one_rank(rank_pool, tmp_path_factory):
-    """``one_rank(model)``: made once for each model."""
-    made: dict[str, OneRank] = {}
-
-    def get(model: str) -> OneRank:
-        if model not in made:
-            made[model] = OneRank(rank_pool.run, tmp_path_factory.mktemp("one_rank"), model)
-        return made[model]
-
-    return get
-
-
-def column(records: list[dict], name: str) -> list[float]:
-    return [record[name] for record in records]
+    return made_once(rank_pool.run, tmp_path_factory)
 
 
 @pytest.mark.quick_cases(6)

@@ -9,7 +9,8 @@ import torch
 
 from tests.support.trainer_job import SETUP
 from tests.training.matrix_job import estimated
-from tests.training.test_layouts import MTP_TIED, OneRank, column
+from tests.training.one_rank import column, made_once
+from tests.training.test_layouts import MTP_TIED
 
 SIZES = "--num-layers 8 --global-batch-size 8"
 GQA = f"{SIZES} --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights"
@@ -56,15 +57,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def one_rank(rank_pool, tmp_path_factory):
-    """``one_rank(model)``: made once for each model."""
-    made: dict[str, OneRank] = {}
-
-    def get(model: str) -> OneRank:
-        if model not in made:
-            made[model] = OneRank(rank_pool.run, tmp_path_factory.mktemp("one_rank"), model)
-        return made[model]
-
-    return get
+    return made_once(rank_pool.run, tmp_path_factory)
 
 
 @pytest.mark.quick_cases(2)
