@@ -24,6 +24,15 @@ def out_arguments():
     return fresh.cpu(), a.cpu(), strided.cpu()
 
 
+def grown_tensors(repeats: int) -> int:
+    """How many of `repeats` tensors lost their values while they grew."""
+    lost = 0
+    for value in range(repeats):
+        grown = torch.full((5000,), value, device="npu").resize_(9000)
+        lost += not bool((grown[:5000] == value).all())
+    return lost
+
+
 def products_in_float32():
     generator = torch.Generator().manual_seed(3)
     a, b = (torch.randn(*shape, generator=generator) for shape in ((4, 5), (5, 6)))

@@ -21,6 +21,9 @@ def npu_pool() -> RankPool:
     environment = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # preload imports torch_npu itself, after the stubs
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # the allocator warns of a CANN it does not know
+        # Copies of torch_npu's own, such as those of resize_, would run in its queue's thread, and
+        # our kernels, which run at once, would read memory before it is written.
+        "TASK_QUEUE_ENABLE": "0",
         "MINDSPEED_DEVICE": "npu",
         "NPU_EMULATOR_SITE_PACKAGES": str(site_packages),
         "NPU_EMULATOR_STUBS": str(ensure_stubs(site_packages)),

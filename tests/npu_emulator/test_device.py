@@ -31,6 +31,10 @@ def test_out_arguments_are_sized_and_written(npu):
     assert strided.equal(torch.tensor([[0.0, 1], [0, 4], [0, 7]]))
 
 
+def test_a_tensor_that_grows_keeps_its_values(npu):
+    assert npu(jobs.grown_tensors, 300) == 0
+
+
 def test_operators_that_only_the_device_has(npu):
     got, expected = npu(jobs.products_in_float32)
     torch.testing.assert_close(got, expected)
