@@ -15,10 +15,8 @@ from mindspeed.errors import ConfigError
 # Feature, as the table of features calls it -> its flags.
 FEATURES: dict[str, str] = {
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
-    "All-gather dispatcher optimisation": "--moe-permutation-async-comm",
     "Zero memory": "--moe-zero-memory",
     "All-gather dispatcher with overlap": "--moe-allgather-overlap-comm",
-    "All-to-all dispatcher with overlap": "--moe-alltoall-overlap-comm",
     "TP extends EP": "--moe-tp-extend-ep",
     "Shared experts": "--n-shared-experts",
     "DeepSpeed MoE": "--moe-model-type",

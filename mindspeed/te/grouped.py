@@ -133,6 +133,9 @@ def _weight_gradients(
         parts = zip(weights, wgrads, strict=True)
         return [g.to(w.dtype) if w.requires_grad else None for w, g in parts]
 
+    if ctx.wgrad.anchor is not None:
+        ctx.wgrad.anchor.put(weights, compute)
+        return [None] * len(weights)
     if ctx.wgrad.delayed is None:
         return compute()
 

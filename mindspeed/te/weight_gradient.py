@@ -13,10 +13,11 @@ gradients themselves (:func:`add_gradient`).
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
     from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 
 
+class GradientAnchor(Protocol):
+    """Where autograd gets weight gradients later in a backward; :mod:`mindspeed.moe.anchor`."""
+
+    def put(
+        self,
+        weights: Sequence[torch.Tensor],
+        compute: Callable[[], Sequence[torch.Tensor | None]],
+    ) -> None:
+        """Take the computation of the gradients of ``weights``, any shape."""
+        ...
+
+
 @dataclass(frozen=True)
 class WgradOptions:
     """Where the weight gradients of a layer go.
@@ -35,11 +48,13 @@ class WgradOptions:
         fuse: Add them to ``weight.main_grad``.
         delayed: Queue of computations that :meth:`DelayedWgrad.backward_dw` runs; None: at once.
         store: Takes them while a pipeline schedule divides backward.
+        anchor: Takes their computations and hands the gradients to autograd later.
     """
 
     fuse: bool = False
     delayed: deque[Callable[[], None]] | None = field(default=None, compare=False)
     store: WeightGradients | None = field(default=None, compare=False)
+    anchor: GradientAnchor | None = field(default=None, compare=False)
 
     def hide(self, x: torch.Tensor, *weights: torch.Tensor) -> Hidden | None:
         """Hide the weights of a layer from autograd if the store takes their gradients.
@@ -76,6 +91,9 @@ def weight_gradient(
         grad: Output gradient, ``[..., out]`` in the dtype of ``x``.
         options: Where the gradient goes.
     """
+    if options.anchor is not None:
+        options.anchor.put([weight], lambda: [_compute(weight, x, grad, options.fuse)])
+        return None
     if options.delayed is None:
         return _compute(weight, x, grad, options.fuse)
 
@@ -208,9 +226,11 @@ class DelayedWgrad:
 
     Attributes:
         weight_gradients: Takes the weight gradients while a pipeline schedule divides backward.
+        gradient_anchor: Takes the weight gradients of the calls made while it is set.
     """
 
     weight_gradients: WeightGradients | None = None
+    gradient_anchor: GradientAnchor | None = None
     fuse_wgrad_accumulation: bool
     _delayed: deque[Callable[[], None]] | None
     _wgrad_hooks: list[Callable[[], Any]]
@@ -225,7 +245,9 @@ class DelayedWgrad:
 
     @property
     def _wgrad_options(self) -> WgradOptions:
-        return WgradOptions(self.fuse_wgrad_accumulation, self._delayed, self.weight_gradients)
+        return WgradOptions(
+            self.fuse_wgrad_accumulation, self._delayed, self.weight_gradients, self.gradient_anchor
+        )
 
     def need_backward_dw(self) -> bool:
         """Return whether weight gradients are computed by :meth:`backward_dw`."""
@@ -243,3 +265,21 @@ class DelayedWgrad:
             self._delayed.popleft()()
         for hook in self._wgrad_hooks:
             hook()
+
+
+@contextlib.contextmanager
+def anchored(experts: torch.nn.Module, anchor: GradientAnchor | None) -> Iterator[None]:
+    """Give the weight gradients of the calls inside to ``anchor``.
+
+    Args:
+        experts: Their linear layers are found.
+        anchor: None changes nothing.
+    """
+    layers = [] if anchor is None else [m for m in experts.modules() if isinstance(m, DelayedWgrad)]
+    for layer in layers:
+        layer.gradient_anchor = anchor
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.gradient_anchor

@@ -1,0 +1,1 @@
+"""The forward of a mixture-of-experts layer that executes a program."""

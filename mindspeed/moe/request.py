@@ -1,0 +1,35 @@
+"""What the features ask of a mixture-of-experts layer, and the program that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed.moe.program import Program
+
+ROUTE = "route"
+
+
+@dataclass(frozen=True)
+class LayerRequest:
+    """What the features ask of one layer; each sets its own fields.
+
+    Attributes:
+        async_permutation: communications of counts are hidden by the permutation.
+        overlap: dispatch and combine are hidden by shared experts and weight gradients.
+    """
+
+    async_permutation: bool = False
+    overlap: bool = False
+
+
+def program_of(request: LayerRequest) -> Program:
+    """The program of the all-to-all dispatcher."""
+    experts = "arrange experts disarrange"
+    count = "count> permute count<" if request.async_permutation or request.overlap else ""
+    head = f"route {count or 'count! permute'}"
+    if not request.overlap:
+        return Program.parse(f"shared {head} dispatch! {experts} combine! unpermute")
+    return Program.parse(
+        f"{head} dispatch> shared_fc1 anchor dispatch< {experts} combine> shared_fc2 combine< "
+        "unpermute"
+    )

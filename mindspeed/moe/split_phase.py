@@ -1,0 +1,138 @@
+"""A collective in two halves: what is computed between them hides it, in both passes.
+
+    y = start(x, collective, ticket)     # in flight
+    z = shared_expert(h)
+    y = finish(y, ticket)                # waits
+
+Two autograd functions share a ticket. In backward ``finish`` launches the reverse collective and
+``start`` waits for it; autograd runs what was computed between them in forward between them too,
+because it takes ready nodes in the reverse order of their creation.
+
+The reverse result has the shape of ``x``, not of ``y``, so ``finish`` hands on a placeholder
+without memory in its place. Between the halves ``y`` must not be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from mindspeed.moe.events import EventLog, Kind
+
+
+class Work(Protocol):
+    """A communication in flight, such as ``torch.distributed.Work``."""
+
+    def wait(self) -> Any:
+        """Return when the result may be used."""
+        ...
+
+
+class Collective(Protocol):
+    """A communication and its reverse."""
+
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        """Start it on ``x``; returns the tensor that it fills, and the work (None: done)."""
+        ...
+
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        """Start the reverse on the gradient of the result; returns that of ``x``, and the work."""
+        ...
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What the two halves of one call share.
+
+    Attributes:
+        collective: what is launched.
+        name: of the communication, for the log.
+        chunk: index of the chunk, for the log.
+        log: gets the events.
+        before_reverse: called in backward before the reverse is launched.
+        after_reverse: called after it is launched.
+    """
+
+    collective: Collective
+    name: str = ""
+    chunk: int = 0
+    log: EventLog | None = None
+    before_reverse: list[Callable[[], None]] = field(default_factory=list)
+    after_reverse: list[Callable[[], None]] = field(default_factory=list)
+    _work: Work | None = None
+    _kept: Any = None  # what is being sent lives until the wait
+    _result: torch.Tensor | None = None  # of the reverse
+
+    def launch(self, x: torch.Tensor) -> torch.Tensor:
+        """The first half in forward."""
+        self._kept = x
+        y, self._work = self.collective.launch(x)
+        self.note("forward", Kind.START, x)
+        return y
+
+    def launch_reverse(self, grad: torch.Tensor) -> None:
+        """The first half in backward."""
+        for call in self.before_reverse:
+            call()
+        self._kept = grad
+        self._result, self._work = self.collective.launch_reverse(grad)
+        self.note("backward", Kind.START, grad)
+        for call in self.after_reverse:
+            call()
+
+    def wait(self, phase: str) -> None:
+        """The second half of either pass."""
+        self.note(phase, Kind.FINISH)
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._kept = None
+
+    def result(self) -> torch.Tensor:
+        """The gradient that the reverse has brought."""
+        self.wait("backward")
+        found, self._result = self._result, None
+        assert found is not None
+        return found
+
+    def note(self, phase: str, kind: Kind, x: torch.Tensor | None = None) -> None:
+        """Add an event to the log, if there is one."""
+        if self.log is not None:
+            self.log.add(phase, kind, self.name, self.chunk, 0 if x is None else x.nbytes)
+
+
+def start(x: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+    """Launch the ticket's collective on ``x``, of any shape and dtype; :func:`finish` waits."""
+    return _Start.apply(x, ticket)  # type: ignore[no-any-return]
+
+
+def finish(y: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+    """Wait for what :func:`start` has returned, the tensor ``y``, and return it."""
+    return _Finish.apply(y, ticket)  # type: ignore[no-any-return]
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+        ctx.ticket = ticket
+        return ticket.launch(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.ticket.result(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+        ctx.ticket = ticket
+        ticket.wait("forward")
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (grad,) = grads
+        ctx.ticket.launch_reverse(grad.contiguous())
+        return grad.new_empty(()).expand(grad.shape), None

@@ -1,0 +1,133 @@
+"""One mixture-of-experts layer on every rank: Megatron's own forward, and programs on its weights.
+
+A job runs several variants of one layer, so a test starts ranks once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+HIDDEN, FFN, EXPERTS, TOKENS = 16, 24, 8, 12
+
+
+@dataclass
+class Result:
+    """What one forward and backward gave on one rank."""
+
+    output: torch.Tensor
+    gradients: dict[str, torch.Tensor]  # "input" and parameters by name
+    log: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def layer_of(spec: str, **overrides: Any) -> Any:
+    """A layer of Megatron with seeded weights; groups must exist.
+
+    Args:
+        spec: "te" or "local".
+        **overrides: Of the transformer config.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    options = {
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS,
+        "moe_ffn_hidden_size": FFN, "moe_router_topk": 2, "add_bias_linear": False,
+        "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
+        "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": True, "bias_activation_fusion": False, "hidden_dropout": 0.0,
+        **overrides,
+    }  # fmt: skip
+    config = TransformerConfig(**options)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=spec == "te")
+    layer = build_module(block.layer_specs[0].submodules.mlp, config=config)
+    layer.set_layer_number(1)
+    _fill(layer)
+    return layer.to(config.params_dtype)
+
+
+def start(expert: int = 1, tensor: int = 1, expert_tensor: int = 1) -> None:
+    """Make the groups of a layout."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from mindspeed import session
+
+    session.install().configure({"moe_grouped_gemm": True})
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor, expert_model_parallel_size=expert, expert_tensor_parallel_size=expert_tensor
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+
+
+def run(layer: Any, tokens: int = TOKENS, steps: int = 1, seed: int = 5) -> Result:
+    """Forward and backward on this rank's tokens; gradients of several steps are summed."""
+    import torch.distributed as dist
+
+    for parameter in layer.parameters():
+        parameter.grad = None
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    inputs = []
+    for _ in range(steps):
+        x = torch.randn(tokens, 1, HIDDEN, generator=generator, dtype=torch.float32)
+        inputs.append(x.to(layer.config.params_dtype).requires_grad_())
+        output, _ = layer(inputs[-1])
+        weight = torch.randn(output.shape, generator=generator, dtype=torch.float32)
+        (output * weight.to(output.dtype)).sum().backward()
+    gradients = {"input": inputs[-1].grad}
+    gradients |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return Result(output.detach(), gradients)
+
+
+def compare(
+    spec: str,
+    layout: dict[str, int],
+    overrides: dict[str, Any],
+    variants: list[dict[str, Any]],
+    **options: Any,
+) -> list[Result]:
+    """Megatron's own forward first, then one result for each variant.
+
+    Args:
+        spec: "te" or "local".
+        layout: Arguments of :func:`start`.
+        overrides: Of the transformer config.
+        variants: Fields of ``LayerRequest`` each.
+        **options: Of :func:`run`.
+    """
+    from mindspeed.journal import Journal
+    from mindspeed.moe.events import EventLog
+    from mindspeed.moe.layer.megatron import change
+
+    start(**layout)
+    parallel = {
+        "expert_model_parallel_size": layout.get("expert", 1),
+        "tensor_model_parallel_size": layout.get("tensor", 1),
+        "expert_tensor_parallel_size": layout.get("expert_tensor", 1),
+        "sequence_parallel": layout.get("tensor", 1) > 1,
+    }
+    layer = layer_of(spec, **parallel, **overrides)
+    results = [run(layer, **options)]
+    for changes in variants:
+        journal = Journal()
+        change(layer, journal, **changes)
+        layer.forward.log = EventLog()
+        results.append(run(layer, **options))
+        results[-1].log = layer.forward.log
+        journal.undo()
+    return results
+
+
+def _fill(layer: torch.nn.Module) -> None:
+    """Weights by global name and expert, equal in every layout without tensor parallelism."""
+    for name, parameter in layer.named_parameters():
+        seed = zlib.crc32(name.encode())
+        if "local_experts" in name or (".weight" in name and "experts.linear" in name):
+            seed += layer.local_expert_indices[0]
+        generator = torch.Generator().manual_seed(seed)
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
