@@ -54,13 +54,13 @@ class Anchor:
         """Take the computation of the gradients of some weights.
 
         Args:
-            weights: Parameters that were placed, or frozen ones.
+            weights: Parameters that were placed, or frozen ones, any shape.
             compute: Returns a gradient, a placeholder or None for each.
         """
         self._waiting.append((weights, compute))
 
     def compute(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the placed weights, in their order."""
+        """The gradients of the placed weights, in their order; of any shape."""
         if self._log is not None:
             self._log.add("backward", Kind.COMPUTE, "weight_gradients")
         found: dict[int, torch.Tensor] = {}

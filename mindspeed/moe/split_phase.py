@@ -35,11 +35,11 @@ class Collective(Protocol):
     """A communication and its reverse."""
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
-        """Start it on ``x``; returns the tensor that it fills, and the work (None: done)."""
+        """Start it on ``x [rows, ...]``; returns what it fills, and the work (None: done)."""
         ...
 
     def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
-        """Start the reverse on the gradient of the result; returns that of ``x``, and the work."""
+        """Start the reverse on ``grad [rows, ...]`` of the result; returns that of ``x``."""
         ...
 
 
@@ -67,14 +67,14 @@ class Ticket:
     _result: torch.Tensor | None = None  # of the reverse
 
     def launch(self, x: torch.Tensor) -> torch.Tensor:
-        """The first half in forward."""
+        """The first half in forward, on ``x [rows, ...]``."""
         self._kept = x
         y, self._work = self.collective.launch(x)
         self.note("forward", Kind.START, x)
         return y
 
     def launch_reverse(self, grad: torch.Tensor) -> None:
-        """The first half in backward."""
+        """The first half in backward, on ``grad [rows, ...]``."""
         for call in self.before_reverse:
             call()
         self._kept = grad
@@ -91,14 +91,14 @@ class Ticket:
         self._work = self._kept = None
 
     def result(self) -> torch.Tensor:
-        """The gradient that the reverse has brought."""
+        """The gradient that the reverse has brought, ``[rows, ...]``."""
         self.wait("backward")
         found, self._result = self._result, None
         assert found is not None
         return found
 
     def note(self, phase: str, kind: Kind, x: torch.Tensor | None = None) -> None:
-        """Add an event to the log, if there is one."""
+        """Add an event with the bytes of ``x``, of any shape, to the log, if there is one."""
         if self.log is not None:
             self.log.add(phase, kind, self.name, self.chunk, 0 if x is None else x.nbytes)
 
@@ -109,7 +109,7 @@ def start(x: torch.Tensor, ticket: Ticket) -> torch.Tensor:
 
 
 def finish(y: torch.Tensor, ticket: Ticket) -> torch.Tensor:
-    """Wait for what :func:`start` has returned, the tensor ``y``, and return it."""
+    """Wait for ``y [rows, ...]``, which :func:`start` has returned, and return it."""
     return _Finish.apply(y, ticket)  # type: ignore[no-any-return]
 
 

@@ -36,9 +36,10 @@ def layer_of(spec: str, **overrides: Any) -> Any:
     from megatron.core.transformer.spec_utils import build_module
 
     options = {
-        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS,
-        "moe_ffn_hidden_size": FFN, "moe_router_topk": 2, "add_bias_linear": False,
-        "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2,
+        "num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "moe_router_topk": 2,
+        "add_bias_linear": False, "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
         "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": True, "bias_activation_fusion": False, "hidden_dropout": 0.0,
         **overrides,
