@@ -17,8 +17,6 @@ FEATURES: dict[str, str] = {
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "Zero memory": "--moe-zero-memory",
     "All-gather dispatcher with overlap": "--moe-allgather-overlap-comm",
-    "TP extends EP": "--moe-tp-extend-ep",
-    "Shared experts": "--n-shared-experts",
     "DeepSpeed MoE": "--moe-model-type",
     "Token rearrangement": "--enable-token-rearrange-opt",
     "Dropless routing": "--moe-no-drop --moe-dynamic-padding",
@@ -27,9 +25,7 @@ FEATURES: dict[str, str] = {
     "Auto tuning: search for the parallel configuration": "--auto-tuning",
 }
 # What does something similar today.
-INSTEAD: dict[str, str] = {
-    "--n-shared-experts": "--moe-shared-expert-intermediate-size gives their width",
-}
+INSTEAD: dict[str, str] = {}
 
 FLAGS: dict[str, str] = {
     flag: feature for feature, flags in FEATURES.items() for flag in flags.split()

@@ -84,6 +84,7 @@ def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         yield (
             f"{world_size} ranks cannot be divided by expert tensor "
             f"{args.expert_tensor_parallel_size} x expert {ep} x pipeline {pp} = {expert_size}"
+            + (f" (--moe-tp-extend-ep: expert {ep} with tensor {tp})" * args.moe_tp_extend_ep)
         )
     if tp == 1:
         args.sequence_parallel = False

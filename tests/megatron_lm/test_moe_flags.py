@@ -1,0 +1,23 @@
+"""Flags of mixtures of experts with an unmodified ``pretrain_gpt.py``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.megatron_lm.launch import pretrain
+from tests.megatron_lm.test_matrix import MOE, TRAINING
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
+
+
+def test_extended_groups_and_shared_experts_print_the_digits_of_megatrons_flags(tmp_path):
+    tensor = "--tensor-model-parallel-size 2 --sequence-parallel --moe-ffn-hidden-size 64"
+
+    def run(flags):
+        found = pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {tensor} {flags}".split())
+        return found.losses, found.grad_norms
+
+    assert run("--moe-tp-extend-ep --n-shared-experts 2") == run(
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        "--moe-shared-expert-intermediate-size 128"
+    )

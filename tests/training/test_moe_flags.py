@@ -1,0 +1,63 @@
+"""Flags of expert layouts, in the trainer: the losses of Megatron's own flags, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.one_rank import column, made_once
+from tests.training.test_layouts import MOE, TP
+from tests.training.test_planned_flags import SETUP, TINY, parse_all
+
+SHARED = f"{MOE} --moe-shared-expert-intermediate-size 128"
+EXPERTS = f"{TP} --sequence-parallel --expert-model-parallel-size"
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, tmp_path_factory):
+    return made_once(rank_pool.run, tmp_path_factory)
+
+
+def test_extended_groups_and_shared_experts_by_number(one_rank):
+    """Four ranks: Megatron's own flags by hand, then ours for the same layout and width."""
+    reference = one_rank(SHARED)
+    by_hand = reference.train(4, f"{EXPERTS} 4 --expert-tensor-parallel-size 1")
+    reference.model = f"{MOE} --n-shared-experts 2".split()
+    try:
+        records = reference.train(4, f"{EXPERTS} 2 --moe-tp-extend-ep")
+    finally:
+        reference.model = SHARED.split()
+    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+        assert column(records, name) == column(by_hand, name)
+        assert column(records, name) == pytest.approx(
+            column(reference.records, name), rel=tolerance
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False], ids=["saved", "loaded"])
+def test_checkpoints_are_those_of_sliced_experts(first, one_rank):
+    reference = one_rank(SHARED)
+    flags = [f"{EXPERTS} 1 --moe-tp-extend-ep", f"{EXPERTS} 1"]
+    records = reference.resumed((2, 2), tuple(flags if first else flags[::-1]))
+    assert column(records, "lm_loss") == pytest.approx(
+        column(reference.records, "lm_loss")[2:], rel=1e-6
+    )
+
+
+def test_the_trainer_refuses_contradictions_before_it_starts(rank_pool):
+    experts = ["--num-experts", "4", "--sequence-parallel", "--tensor-model-parallel-size", "2"]
+    extended = [*experts, "--expert-model-parallel-size", "2", "--moe-tp-extend-ep"]
+    cases = {
+        (*extended, "--expert-tensor-parallel-size", "2"): "--expert-tensor-parallel-size 2",
+        (*extended, "--num-experts", "6"): "--num-experts 6 cannot be spread over tensor 2",
+        (*experts, "--n-shared-experts", "0"): "--n-shared-experts",
+        ("--n-shared-experts", "1"): "add --num-experts",
+        (*extended[:2], "--n-shared-experts", "2", "--moe-shared-expert-intermediate-size", "7"): (
+            "--moe-shared-expert-intermediate-size is 7"
+        ),
+        tuple(extended): "2 ranks cannot be divided by expert tensor 1 x expert 4",
+    }
+    given = [([*TINY, *flags], None, 2) for flags in cases]
+    (answers,) = rank_pool.run(1, parse_all, given, setup=SETUP, backend=None, timeout=120)
+    for answer, said in zip(answers, cases.values(), strict=True):
+        assert said in (answer["error"] or "no error")
