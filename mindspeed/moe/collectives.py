@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,85 @@ class AllToAll:
             out, x.contiguous(), list(received), list(sent), group=self.group, async_op=True
         )
         return out, work
+
+
+def sum_in_fp32(parts: torch.Tensor) -> torch.Tensor:
+    """Sum ``parts [ranks, n, ...]`` over the ranks with one rounding: ``[n, ...]``."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    return parts.sum(0, dtype=wide).to(parts.dtype)
+
+
+@dataclass(frozen=True)
+class GatherRows:
+    """Rows of all ranks, of each its number; the reverse sums the gradients of each rank's rows.
+
+    Sums are exact to one rounding and equal on every backend: ranks exchange their parts, and each
+    adds its own in fp32 in the order of ranks. The bytes are those of a reduce-scatter.
+
+    Attributes:
+        group: of all ranks that take part.
+        sizes: rows of each rank, the same on all of them.
+        add: sums ``[ranks, n, ...]`` to ``[n, ...]``; :meth:`Packing.add` for packed rows.
+    """
+
+    group: dist.ProcessGroup
+    sizes: Sequence[int]
+    add: Callable[[torch.Tensor], torch.Tensor] = sum_in_fp32
+
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        """Gather ``x [sizes[rank], ...]`` into ``[sum(sizes), ...]``."""
+        if len(set(self.sizes)) == 1:
+            return gather(x, self.group)
+        # gloo and older NCCL have no uneven gather; the same bytes as one all-to-all.
+        ranks = self.group.size()
+        copies = x.repeat(ranks, *[1] * (x.dim() - 1))
+        return AllToAll(self.group, [x.shape[0]] * ranks, self.sizes).launch(copies)
+
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        """Sum ``grad [sum(sizes), ...]`` over the ranks; each gets ``[sizes[rank], ...]``."""
+        ranks, own = self.group.size(), self.sizes[self.group.rank()]
+        parts, work = AllToAll(self.group, self.sizes, [own] * ranks).launch(grad)
+        total = grad.new_empty((own, *grad.shape[1:]))
+        return total, _Sum(parts.view(ranks, *total.shape), total, work, self.add)
+
+
+@dataclass(frozen=True)
+class SumRows:
+    """The reverse of :class:`GatherRows`: sums over the ranks, a part of the rows for each.
+
+    Attributes:
+        group: of all ranks that take part.
+        sizes: rows that each rank gets, the same on all of them.
+    """
+
+    group: dist.ProcessGroup
+    sizes: Sequence[int]
+
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        """Sum ``x [sum(sizes), ...]`` over the ranks; each gets ``[sizes[rank], ...]``."""
+        return GatherRows(self.group, self.sizes).launch_reverse(x)
+
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        """Gather ``grad [sizes[rank], ...]`` into ``[sum(sizes), ...]``."""
+        return GatherRows(self.group, self.sizes).launch(grad)
+
+
+class _Sum:
+    """The work of an exchange of parts, and their sum."""
+
+    def __init__(
+        self,
+        parts: torch.Tensor,
+        total: torch.Tensor,
+        work: Work | None,
+        add: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._parts, self._total, self._work, self._add = parts, total, work, add
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._total.copy_(self._add(self._parts))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class LayerRequest:
 
 def program_of(request: LayerRequest) -> Program:
     """The program of the all-to-all dispatcher."""
-    experts = "arrange experts disarrange"
+    experts = "gather! arrange experts disarrange scatter!"
     count = "count> permute count<" if request.async_permutation or request.overlap else ""
     head = f"route {count or 'count! permute'}"
     if not request.overlap:

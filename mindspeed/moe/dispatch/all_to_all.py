@@ -3,8 +3,10 @@
     count      every rank learns how many rows each rank has for each expert
     permute    a row for each (token, expert), sorted by expert
     dispatch   all-to-all of rows and their probabilities over the expert group
-    arrange    rows by local expert; with expert tensor parallelism gathered before
-    disarrange the inverse; reduce-scattered
+    gather     expert tensor parallelism: rows of all ranks that hold slices of the experts
+    arrange    rows by local expert
+    disarrange the inverse
+    scatter    the inverse of gather: the sum over the slices
     combine    all-to-all of the experts' results
     unpermute  the sum of the rows of each token
 
@@ -19,8 +21,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mindspeed.moe.collectives import AllToAll, Gather
+from mindspeed.moe.collectives import AllToAll, Gather, GatherRows, SumRows, sum_in_fp32
+from mindspeed.moe.host_copy import HostCopy, ToHost
 from mindspeed.moe.interpreter import Chunk, Stages
+from mindspeed.moe.packing import Packing
 from mindspeed.moe.split_phase import Collective
 from mindspeed.te import kernels
 
@@ -58,9 +62,14 @@ class AllToAllDispatcher:
 
     Attributes:
         groups: who shares the experts.
+        topk: experts of every token, so that the number of its copies is known before counts are
+            on the host; None if tokens are dropped, then ``count`` must end before ``permute``.
+        packed: probabilities travel in the rows.
     """
 
     groups: ExpertGroups
+    topk: int | None = None
+    packed: bool = True
 
     def stages(self) -> Stages:
         """Functions of this dispatcher by name."""
@@ -74,52 +83,67 @@ class AllToAllDispatcher:
             communicate={
                 "count": self.count,
                 "dispatch": self.dispatch,
+                "gather": self.gather,
+                "scatter": self.scatter,
                 "combine": self.combine,
             },
         )
 
     def count(self, chunk: Chunk) -> Mapping[str, Collective]:
-        """Gather the rows of every rank for every expert: ``counts [ranks, experts]``, int64."""
-        chunk.tensors["counts"] = chunk.tensors["routing_map"].sum(0)
-        return {} if self.groups.tp_ep.size() == 1 else {"counts": Gather(self.groups.tp_ep)}
+        """Gather the rows of every rank for every expert, ``[ranks, experts]``, to the host."""
+        counts = chunk.tensors["routing_map"].sum(0)
+        copy = chunk.values["host_counts"] = HostCopy()
+        if self.groups.tp_ep.size() == 1:
+            copy.start(counts)
+            return {}
+        chunk.tensors["counts"] = counts
+        return {"counts": ToHost(Gather(self.groups.tp_ep), copy)}
 
     def permute(self, chunk: Chunk) -> None:
         """``hidden [n, h]`` to ``rows [copies, h]``, sorted by expert and by token."""
-        tensors = chunk.tensors
+        tensors, hidden = chunk.tensors, chunk.tensors["hidden"]
+        copies = self._copies(chunk)
+        packing = None
+        if self.packed and self.groups.ep.size() > 1:
+            packing = Packing.of(hidden, tensors["probs"])
+            hidden = packing.widen(hidden)
         rows, probs, chunk.values["row_id_map"] = kernels.moe_permute(
-            tensors["hidden"], tensors["probs"], tensors["routing_map"], None
+            hidden, tensors["probs"], tensors["routing_map"], copies
         )
         assert probs is not None
-        tensors["rows"], tensors["row_probs"] = rows, probs
+        chunk.values["packing"] = packing
+        if packing is None:
+            tensors["rows"], tensors["row_probs"] = rows, probs
+        else:
+            tensors["rows"] = packing.pack(rows, probs)
 
     def dispatch(self, chunk: Chunk) -> Mapping[str, Collective]:
         """Rows and probabilities to the ranks of their experts."""
-        groups, local = self.groups, self.groups.local
-        counts = chunk.tensors["counts"].view(groups.ep.size(), groups.tp.size(), -1)
-        mine = counts[:, :, groups.first : groups.first + local]  # [ep, tp, local]
-        own = counts[groups.ep.rank(), groups.tp.rank()]
-        # The one copy to the host of a layer: splits, and rows by rank and local expert.
-        host = torch.cat([own.view(-1, local).sum(1), mine.reshape(-1)]).tolist()
-        sent, sizes = host[: groups.ep.size()], host[groups.ep.size() :]
-        by_rank = torch.tensor(sizes, dtype=torch.int64).view(groups.ep.size(), -1, local)
-        received = by_rank[:, groups.tp.rank()].sum(1).tolist()
-        chunk.values |= {"sent": sent, "received": received, "sizes": by_rank}
-        if groups.ep.size() == 1:
+        if self.groups.ep.size() == 1:
             return {}
-        to_experts = AllToAll(groups.ep, sent, received)
-        return {"rows": to_experts, "row_probs": to_experts}
+        sent, received = self._splits(chunk)
+        to_experts = AllToAll(self.groups.ep, sent, received)
+        return {name: to_experts for name in self._carried(chunk)}
+
+    def gather(self, chunk: Chunk) -> Mapping[str, Collective]:
+        """The rows that the expert's other slices have received."""
+        if self.groups.tp.size() == 1:
+            return {}
+        sizes = self._sizes(chunk).sum((1, 2)).tolist()
+        packing = chunk.values["packing"]
+        rows = GatherRows(self.groups.tp, sizes, sum_in_fp32 if packing is None else packing.add)
+        return {name: rows for name in self._carried(chunk)}
 
     def arrange(self, chunk: Chunk) -> None:
         """Rows by local expert; the experts' counts are ``values["tokens_per_expert"]``."""
-        sizes = chunk.values["sizes"]  # [ep, tp, local]
-        if self.groups.tp.size() > 1:
-            raise NotImplementedError("expert tensor parallelism")
+        tensors, sizes = chunk.tensors, self._sizes(chunk)
         chunk.values["tokens_per_expert"] = sizes.sum((0, 1))
+        if (packing := chunk.values["packing"]) is not None:
+            tensors["rows"], tensors["row_probs"] = packing.unpack(tensors["rows"])
         if self.groups.local == 1:
             return
         pieces = sizes.reshape(-1, self.groups.local)
         order = torch.arange(pieces.numel()).view(pieces.shape).t().reshape(-1)
-        tensors = chunk.tensors
         tensors["rows"], tensors["row_probs"] = kernels.moe_sort_chunks(
             (tensors["rows"], tensors["row_probs"]), pieces.reshape(-1), order
         )
@@ -128,18 +152,24 @@ class AllToAllDispatcher:
         """The order in which the rows came."""
         if self.groups.local == 1:
             return
-        pieces = chunk.values["sizes"].reshape(-1, self.groups.local).t()
+        pieces = self._sizes(chunk).reshape(-1, self.groups.local).t()
         order = torch.arange(pieces.numel()).view(pieces.shape).t().reshape(-1)
         (chunk.tensors["rows"],) = kernels.moe_sort_chunks(
             (chunk.tensors["rows"],), pieces.reshape(-1), order
         )
 
+    def scatter(self, chunk: Chunk) -> Mapping[str, Collective]:
+        """The sum of the results of the expert's slices, of the rows that this rank received."""
+        if self.groups.tp.size() == 1:
+            return {}
+        return {"rows": SumRows(self.groups.tp, self._sizes(chunk).sum((1, 2)).tolist())}
+
     def combine(self, chunk: Chunk) -> Mapping[str, Collective]:
         """The results back to the ranks of their tokens."""
         if self.groups.ep.size() == 1:
             return {}
-        values = chunk.values
-        return {"rows": AllToAll(self.groups.ep, values["received"], values["sent"])}
+        sent, received = self._splits(chunk)
+        return {"rows": AllToAll(self.groups.ep, received, sent)}
 
     def unpermute(self, chunk: Chunk) -> None:
         """``rows [copies, h]`` to ``output [n, h]``."""
@@ -147,3 +177,34 @@ class AllToAllDispatcher:
         tensors["output"] = kernels.moe_unpermute(
             tensors["rows"], chunk.values["row_id_map"], None, tensors["hidden"].shape
         )
+
+    def _carried(self, chunk: Chunk) -> tuple[str, ...]:
+        return ("rows", "row_probs") if chunk.values["packing"] is None else ("rows",)
+
+    def _counts(self, chunk: Chunk) -> torch.Tensor:
+        """Rows of every rank for every expert, ``[ep, tp, experts]`` on the host."""
+        counts: torch.Tensor = chunk.values["host_counts"].get()
+        return counts.view(self.groups.ep.size(), self.groups.tp.size(), -1)
+
+    def _copies(self, chunk: Chunk) -> int | None:
+        """Rows of this rank: a token's copies."""
+        if self.topk is not None:
+            return int(chunk.tensors["routing_map"].shape[0]) * self.topk
+        groups = self.groups
+        return int(self._counts(chunk)[groups.ep.rank(), groups.tp.rank()].sum())
+
+    def _sizes(self, chunk: Chunk) -> torch.Tensor:
+        """Rows of this rank's experts by the ranks where they were gathered: ``[tp, ep, local]``.
+
+        A slice of an expert receives from the ranks of its own index ``tp``; it has the rows of the
+        others after ``gather``.
+        """
+        first = self.groups.first
+        return self._counts(chunk)[..., first : first + self.groups.local].transpose(0, 1)
+
+    def _splits(self, chunk: Chunk) -> tuple[list[int], list[int]]:
+        """Rows that this rank sends to, and receives from, each rank of ``ep``."""
+        groups = self.groups
+        own = self._counts(chunk)[groups.ep.rank(), groups.tp.rank()]
+        sent = own.view(groups.ep.size(), -1).sum(1).tolist()
+        return sent, self._sizes(chunk)[groups.tp.rank()].sum(1).tolist()

@@ -116,7 +116,7 @@ class _Call:
             dispatcher.tp_group,
             dispatcher.tp_ep_group,
         )
-        stages = AllToAllDispatcher(groups).stages()
+        stages = AllToAllDispatcher(groups, layer.config.moe_router_topk).stages()
         return Stages(
             compute={**stages.compute, "route": self._route, "experts": self._experts},
             communicate=stages.communicate,
