@@ -27,7 +27,7 @@ class HostCopy:
         self._event: Any = None
 
     def start(self, x: torch.Tensor, work: Work | None = None, sent: Any = None) -> None:
-        """Start to copy ``x``, of any shape and dtype, when ``work`` has filled it from ``sent``."""
+        """Start to copy ``x``, of any shape, when ``work`` has filled it from ``sent``."""
         here = device.current()
         if x.device.type == "cpu" or not here.has("streams"):
             if work is not None:
@@ -47,7 +47,7 @@ class HostCopy:
             self._event.record(stream)
 
     def get(self) -> torch.Tensor:
-        """The tensor on the host."""
+        """The tensor on the host, of any shape."""
         assert self._host is not None, "the copy has not been started"
         if self._event is not None:
             self._event.synchronize()
