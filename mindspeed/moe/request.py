@@ -16,10 +16,13 @@ class LayerRequest:
     Attributes:
         async_permutation: communications of counts are hidden by the permutation.
         overlap: dispatch and combine are hidden by shared experts and weight gradients.
+        exchange: how all-to-all sends tokens: "flat", once for each expert; "dedup", once to each
+            rank; "hierarchical", once to each node and there once to each rank.
     """
 
     async_permutation: bool = False
     overlap: bool = False
+    exchange: str = "flat"
 
 
 def program_of(request: LayerRequest) -> Program:

@@ -16,11 +16,12 @@ import torch
 
 from mindspeed.journal import Journal, replace_method
 from mindspeed.moe.anchor import Anchor
-from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher, ExpertGroups
+from mindspeed.moe.dispatch.all_to_all import ExpertGroups
+from mindspeed.moe.dispatch.choice import Choice, Routing, choice_of
 from mindspeed.moe.events import EventLog
 from mindspeed.moe.interpreter import Chunk, Stages, execute
 from mindspeed.moe.layer.shared import SharedHalves
-from mindspeed.moe.request import LayerRequest, program_of
+from mindspeed.moe.request import LayerRequest
 from mindspeed.te.weight_gradient import anchored
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ class ProgramForward:
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> torch.Tensor:
         call = _Call(self._layer, hidden_states, padding_mask, self.log)
-        program = program_of(self.request).without(*call.absent)
+        choice = choice_of(self._layer.config.moe_token_dispatcher_type, self.request)
+        program = choice.program(self.request).without(*call.absent)
         chunk = Chunk(tensors={"hidden": hidden_states.reshape(-1, hidden_states.shape[-1])})
-        execute(program, call.stages(), [chunk], self.log)
+        execute(program, call.stages(choice), [chunk], self.log)
         return call.result(chunk)
 
 
@@ -106,7 +108,7 @@ class _Call:
         self._token: torch.Tensor | None = None
         self.absent = () if self._shared else ("shared", "shared_fc1", "shared_fc2")
 
-    def stages(self) -> Stages:
+    def stages(self, choice: Choice) -> Stages:
         """The dispatcher's, the router, the experts and what is computed beside them."""
         layer = self._layer
         dispatcher = layer.token_dispatcher
@@ -116,7 +118,7 @@ class _Call:
             dispatcher.tp_group,
             dispatcher.tp_ep_group,
         )
-        stages = AllToAllDispatcher(groups, layer.config.moe_router_topk).stages()
+        stages = choice.stages(groups, Routing.of(layer.config))
         return Stages(
             compute={**stages.compute, "route": self._route, "experts": self._experts},
             communicate=stages.communicate,

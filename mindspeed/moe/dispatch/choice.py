@@ -1,0 +1,80 @@
+"""Which dispatcher and which program a layer uses: one row for each dispatcher.
+
+choice = choice_of("allgather", request)
+program, stages = choice.program(request), choice.stages(groups, routing)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed.moe.dispatch import all_gather
+from mindspeed.moe.dispatch.all_gather import AllGatherDispatcher
+from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher, ExpertGroups
+from mindspeed.moe.dispatch.compact import places
+from mindspeed.moe.interpreter import Stages
+from mindspeed.moe.program import Program
+from mindspeed.moe.request import LayerRequest, program_of
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What dispatchers must know of the router.
+
+    Attributes:
+        topk: experts that it chooses for a token.
+        width: the most experts that a token can have after dropping and padding.
+    """
+
+    topk: int
+    width: int
+
+    @classmethod
+    def of(cls, config: Any) -> Routing:
+        """From a Megatron transformer config."""
+        topk, padded = config.moe_router_topk, config.moe_pad_expert_input_to_capacity
+        return cls(topk, places(topk, config.num_moe_experts, padded))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A dispatcher.
+
+    Attributes:
+        program: from what the features ask.
+        stages: of a layer, from its groups and its router.
+    """
+
+    program: Callable[[LayerRequest], Program]
+    stages: Callable[[ExpertGroups, Routing], Stages]
+
+
+CHOICES: Mapping[tuple[str, str], Choice] = {
+    ("alltoall", "flat"): Choice(
+        program_of, lambda groups, routing: AllToAllDispatcher(groups, routing.topk).stages()
+    ),
+    ("allgather", "flat"): Choice(
+        all_gather.program,
+        lambda groups, routing: AllGatherDispatcher(groups, routing.width).stages(),
+    ),
+}
+
+
+def choice_of(dispatcher: str, request: LayerRequest) -> Choice:
+    """The row of a dispatcher.
+
+    Args:
+        dispatcher: Megatron's ``--moe-token-dispatcher-type``.
+        request: What the features ask.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    try:
+        return CHOICES[dispatcher, request.exchange]
+    except KeyError:
+        raise NotImplementedError(
+            f"no program for the token dispatcher {dispatcher!r} with {request.exchange!r}"
+        ) from None
