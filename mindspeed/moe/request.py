@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindspeed.moe.program import Program
@@ -17,12 +18,15 @@ class LayerRequest:
         async_permutation: communications of counts are hidden by the permutation.
         overlap: dispatch and combine are hidden by shared experts and weight gradients.
         exchange: how all-to-all sends tokens: "flat", once for each expert; "dedup", once to each
-            rank; "hierarchical", once to each node and there once to each rank.
+            rank; "hierarchical", once to each node and there once to each rank; "padded", the same
+            number to every expert.
+        capacity: that number, for a rank's number of tokens.
     """
 
     async_permutation: bool = False
     overlap: bool = False
     exchange: str = "flat"
+    capacity: Callable[[int], int] | None = None
 
 
 def program_of(request: LayerRequest) -> Program:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.moe.dispatch import all_gather
+from mindspeed.moe.dispatch import all_gather, padded
 from mindspeed.moe.dispatch.all_gather import AllGatherDispatcher
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher, ExpertGroups
 from mindspeed.moe.dispatch.compact import places
+from mindspeed.moe.dispatch.padded import PaddedDispatcher
 from mindspeed.moe.interpreter import Stages
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest, program_of
@@ -26,16 +27,19 @@ class Routing:
     Attributes:
         topk: experts that it chooses for a token.
         width: the most experts that a token can have after dropping and padding.
+        capacity: rows of an expert for a rank's number of tokens; for padded dispatch.
     """
 
     topk: int
     width: int
+    capacity: Callable[[int], int] | None = None
 
     @classmethod
-    def of(cls, config: Any) -> Routing:
-        """From a Megatron transformer config."""
-        topk, padded = config.moe_router_topk, config.moe_pad_expert_input_to_capacity
-        return cls(topk, places(topk, config.num_moe_experts, padded))
+    def of(cls, config: Any, request: LayerRequest) -> Routing:
+        """From a Megatron transformer config and what the features ask."""
+        topk, experts = config.moe_router_topk, config.num_moe_experts
+        width = places(topk, experts, config.moe_pad_expert_input_to_capacity)
+        return cls(topk, width, request.capacity)
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,16 @@ class Choice:
     stages: Callable[[ExpertGroups, Routing], Stages]
 
 
+def _padded(groups: ExpertGroups, routing: Routing) -> Stages:
+    assert routing.capacity is not None
+    return PaddedDispatcher(groups, routing.topk, capacity=routing.capacity).stages()
+
+
 CHOICES: Mapping[tuple[str, str], Choice] = {
     ("alltoall", "flat"): Choice(
         program_of, lambda groups, routing: AllToAllDispatcher(groups, routing.topk).stages()
     ),
+    ("alltoall", "padded"): Choice(padded.program, _padded),
     ("allgather", "flat"): Choice(
         all_gather.program,
         lambda groups, routing: AllGatherDispatcher(groups, routing.width).stages(),

@@ -88,7 +88,7 @@ class ProgramForward:
         choice = choice_of(self._layer.config.moe_token_dispatcher_type, self.request)
         program = choice.program(self.request).without(*call.absent)
         chunk = Chunk(tensors={"hidden": hidden_states.reshape(-1, hidden_states.shape[-1])})
-        execute(program, call.stages(choice), [chunk], self.log)
+        execute(program, call.stages(choice, self.request), [chunk], self.log)
         return call.result(chunk)
 
 
@@ -108,7 +108,7 @@ class _Call:
         self._token: torch.Tensor | None = None
         self.absent = () if self._shared else ("shared", "shared_fc1", "shared_fc2")
 
-    def stages(self, choice: Choice) -> Stages:
+    def stages(self, choice: Choice, request: LayerRequest) -> Stages:
         """The dispatcher's, the router, the experts and what is computed beside them."""
         layer = self._layer
         dispatcher = layer.token_dispatcher
@@ -118,7 +118,7 @@ class _Call:
             dispatcher.tp_group,
             dispatcher.tp_ep_group,
         )
-        stages = choice.stages(groups, Routing.of(layer.config))
+        stages = choice.stages(groups, Routing.of(layer.config, request))
         return Stages(
             compute={**stages.compute, "route": self._route, "experts": self._experts},
             communicate=stages.communicate,

@@ -1,0 +1,101 @@
+"""DeepSpeed's gates: which experts a token goes to, with which weights, and who has room.
+
+    top-1   e = argmax(gates), weight gates[e]; an expert with too many tokens keeps those of the
+            highest priority: random ones, or the first of the batch
+    top-2   the two largest gates; all first choices take their slots before any second choice;
+            weights are normalised over the choices that were kept
+
+gates = softmax(logits) in fp32, [n, E]: n tokens, E experts. Dropped choices are masked, so a token
+that no expert has room for gets no output and no gradient.
+
+Source: Lepikhin et al., "GShard" (2020); Fedus et al., "Switch Transformer" (2021); Rajbhandari et
+al., "DeepSpeed-MoE" (2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of a rank go.
+
+    Attributes:
+        probs: weights, fp32 ``[n, E]``, zero where a token does not go.
+        routing_map: bool ``[n, E]``, what is kept.
+        first: bool ``[n, E]``, the first choices before any was dropped.
+    """
+
+    probs: torch.Tensor
+    routing_map: torch.Tensor
+    first: torch.Tensor
+
+
+def route(
+    gates: torch.Tensor,
+    scores: Sequence[torch.Tensor],
+    capacity: int | None,
+    order: torch.Tensor | None = None,
+) -> Routing:
+    """Choose experts.
+
+    Args:
+        gates: ``[n, E]``, fp32 or fp64.
+        scores: ``[n, E]`` for the first and, with top-2, the second choice: the largest is chosen.
+        capacity: rows of an expert; None keeps all.
+        order: int64 ``[n]``, tokens in the order in which they take slots; None: the batch's.
+    """
+    kept: list[torch.Tensor] = []
+    taken: int | torch.Tensor = 0
+    first = chosen = None
+    for score in scores:
+        if chosen is not None:
+            score = score.masked_fill(chosen, -torch.inf)
+        choice = torch.zeros_like(gates, dtype=torch.bool)
+        choice.scatter_(1, score.argmax(1, keepdim=True), True)
+        kept.append(choice if capacity is None else _keep(choice, capacity - taken, order))
+        taken = taken + choice.sum(0)  # the dropped ones too: they came first
+        first = choice if first is None else first
+        chosen = choice if chosen is None else chosen | choice
+    assert first is not None
+    routing_map = kept[0] if len(kept) == 1 else kept[0] | kept[1]
+    weights = torch.where(routing_map, gates, 0.0)
+    if len(kept) == 2:
+        smallest = torch.finfo(weights.dtype).eps
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=smallest)
+    return Routing(weights, routing_map, first)
+
+
+def _keep(
+    choice: torch.Tensor, room: int | torch.Tensor, order: torch.Tensor | None
+) -> torch.Tensor:
+    """The choices ``[n, E]`` that get one of the slots that experts have room for."""
+    if order is None:
+        return choice & (choice.cumsum(0) <= room)
+    rank = choice[order].cumsum(0)
+    return choice & (torch.empty_like(rank).index_copy_(0, order, rank) <= room)
+
+
+def balance_loss(
+    gates: torch.Tensor, first: torch.Tensor, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``E sum_e mean(gates)_e mean(first)_e``, a scalar: 1 when balanced, differentiable in gates.
+
+    GShard's ``E^2 mean_e(...)`` for top-2 is the same.
+
+    Args:
+        gates: ``[n, E]``, fp32.
+        first: bool ``[n, E]``, first choices before drops.
+        valid: bool ``[n]``; other tokens are padding and not counted.
+    """
+    tokens: int | torch.Tensor = max(gates.shape[0], 1)
+    if valid is not None:
+        gates = torch.where(valid.unsqueeze(1), gates, 0.0)
+        first = first & valid.unsqueeze(1)
+        tokens = valid.sum().clamp(min=1)
+    chosen = first.sum(0, dtype=gates.dtype)
+    return gates.shape[1] * ((gates.sum(0) / tokens) * (chosen / tokens)).sum()
