@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.te.grouped_gemm import gmm
+from mindspeed.te.grouped_gemm import Anchored, gmm
 from mindspeed.te.weight_gradient import WgradOptions
 
 
@@ -39,7 +39,8 @@ def grouped_mlp_forward(
     experts = self.num_local_experts
     # The seam ``chunk`` gives a store to the modules whose backward is divided.
     store = getattr(self, "weight_gradients", None)
-    options = WgradOptions(config.gradient_accumulation_fusion, store=store)
+    anchor = getattr(self, "gradient_anchor", None)
+    options = WgradOptions(config.gradient_accumulation_fusion, store=store, anchor=anchor)
     product = partial(_product, tokens_per_expert, options)
     hidden = product(x, self.weight1, (experts, config.hidden_size, -1))
     if not self.activation_recompute:
@@ -62,4 +63,6 @@ def _product(
     shape: tuple[int, int, int],
 ) -> torch.Tensor:
     fuse_into, hidden = weight if options.fuse else None, options.hide(x, weight)
-    return gmm(x, weight.view(shape), sizes, fuse_into=fuse_into, hidden=hidden)
+    anchored = None if options.anchor is None else Anchored(options.anchor, weight)
+    matrices = weight.view(shape)
+    return gmm(x, matrices, sizes, fuse_into=fuse_into, hidden=hidden, anchored=anchored)

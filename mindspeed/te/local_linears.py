@@ -19,7 +19,7 @@ import torch
 
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import linear
-from mindspeed.te.weight_gradient import WgradOptions
+from mindspeed.te.weight_gradient import GradientAnchor, WgradOptions
 from mindspeed.tensor_parallel import regions
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class _Multiply:
     gradient_accumulation_fusion: bool
     overlap_communication = True
     weight_gradients: WeightGradients | None = None
+    gradient_anchor: GradientAnchor | None = None
 
     def _multiply(
         self,
@@ -56,7 +57,11 @@ class _Multiply:
         bias: torch.Tensor | None,
         communication: LinearCommunication,
     ) -> torch.Tensor:
-        wgrad = WgradOptions(self.gradient_accumulation_fusion, store=self.weight_gradients)
+        wgrad = WgradOptions(
+            self.gradient_accumulation_fusion,
+            store=self.weight_gradients,
+            anchor=self.gradient_anchor,
+        )
         return linear(inp, weight, bias, communication, wgrad)
 
 

@@ -13,9 +13,8 @@ gradients themselves (:func:`add_gradient`).
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -265,21 +264,3 @@ class DelayedWgrad:
             self._delayed.popleft()()
         for hook in self._wgrad_hooks:
             hook()
-
-
-@contextlib.contextmanager
-def anchored(experts: torch.nn.Module, anchor: GradientAnchor | None) -> Iterator[None]:
-    """Give the weight gradients of the calls inside to ``anchor``.
-
-    Args:
-        experts: Their linear layers are found.
-        anchor: None changes nothing.
-    """
-    layers = [] if anchor is None else [m for m in experts.modules() if isinstance(m, DelayedWgrad)]
-    for layer in layers:
-        layer.gradient_anchor = anchor
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.gradient_anchor

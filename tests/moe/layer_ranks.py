@@ -5,6 +5,7 @@ A job runs several variants of one layer, so a test starts ranks once.
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,7 @@ def compare(
     layout: dict[str, int],
     overrides: dict[str, Any],
     variants: list[dict[str, Any]],
+    frozen: str = "",
     **options: Any,
 ) -> list[Result]:
     """Megatron's own forward first, then one result for each variant.
@@ -99,6 +101,7 @@ def compare(
         layout: Arguments of :func:`start`.
         overrides: Of the transformer config.
         variants: Fields of ``LayerRequest`` each.
+        frozen: Regular expression of the names of frozen parameters.
         **options: Of :func:`run`.
     """
     from mindspeed.journal import Journal
@@ -113,6 +116,8 @@ def compare(
         "sequence_parallel": layout.get("tensor", 1) > 1,
     }
     layer = layer_of(spec, **parallel, **overrides)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not frozen or re.search(frozen, name) is None)
     results = [run(layer, **options)]
     for changes in variants:
         journal = Journal()

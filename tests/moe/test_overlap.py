@@ -60,3 +60,26 @@ def check(expected, *results, relative):
             torch.testing.assert_close(
                 actual, truth, rtol=0, atol=relative * float(truth.abs().max())
             )
+
+
+SEQUENTIAL = {"moe_grouped_gemm": False}
+"""Experts one by one."""
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("experts", [{}, SEQUENTIAL], ids=["grouped", "sequential"])
+@pytest.mark.parametrize(
+    ("frozen", "hidden"),
+    [("", True), ("weight0|local_experts.0|weight1$", True), ("experts", False)],
+    ids=["trained", "partly", "frozen"],
+)
+def test_weight_gradients_hide_the_dispatch_for_every_kind_of_experts(
+    ranks, spec, experts, frozen, hidden
+):
+    for results in ranks(
+        2, jobs.compare, spec, {"expert": 2}, experts, VARIANTS, frozen, setup=ADAPTOR
+    ):
+        check(*results, relative=1e-6)
+        events = [str(event) for event in results[-1].log.of("backward")]
+        between = events[events.index("dispatch.rows>") + 1 : events.index("dispatch.rows<")]
+        assert between == (["weight_gradients"] if hidden else [])

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed.journal import Journal, replace_method
-from mindspeed.moe.anchor import Anchor
-from mindspeed.moe.dispatch.all_to_all import ExpertGroups
-from mindspeed.moe.dispatch.choice import Choice, Routing, choice_of
+from mindspeed.moe.dispatch.choice import Routing, choice_of
 from mindspeed.moe.events import EventLog
-from mindspeed.moe.interpreter import Chunk, Stages, execute
-from mindspeed.moe.layer.shared import SharedHalves
+from mindspeed.moe.interpreter import execute
+from mindspeed.moe.layer.call import LayerCall
+from mindspeed.moe.layer.replacements import REPLACEMENTS
 from mindspeed.moe.request import LayerRequest
-from mindspeed.te.weight_gradient import anchored
+from mindspeed.te.gradient_anchor import convert_experts
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -41,6 +40,8 @@ def change(layer: MoELayer, journal: Journal, **changes: Any) -> None:
         forward = ProgramForward(layer, LayerRequest())
         replace_method(layer, "forward", lambda before: forward, journal)
     forward.request = replace(forward.request, **changes)
+    if forward.request.overlap:
+        convert_experts(layer.experts)
 
 
 class ProgramForward:
@@ -84,83 +85,13 @@ class ProgramForward:
     def _execute(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        call = _Call(self._layer, hidden_states, padding_mask, self.log)
-        choice = choice_of(self._layer.config.moe_token_dispatcher_type, self.request)
+        call = LayerCall(self._layer, self.request, hidden_states, padding_mask, self.log)
+        config = self._layer.config
+        choice = choice_of(config.moe_token_dispatcher_type, self.request)
+        stages = call.stages(choice.stages(call.groups, Routing.of(config, self.request)))
+        for replacement in REPLACEMENTS:
+            stages = replacement(call, stages)
+        chunk = call.chunk()
         program = choice.program(self.request).without(*call.absent)
-        chunk = Chunk(tensors={"hidden": hidden_states.reshape(-1, hidden_states.shape[-1])})
-        execute(program, call.stages(choice, self.request), [chunk], self.log)
+        execute(program, stages, [chunk], self.log)
         return call.result(chunk)
-
-
-class _Call:
-    """One call of a layer: what its stages share."""
-
-    def __init__(
-        self,
-        layer: MoELayer,
-        hidden_states: torch.Tensor,
-        padding_mask: torch.Tensor | None,
-        log: EventLog | None,
-    ) -> None:
-        self._layer, self._hidden, self._mask, self._log = layer, hidden_states, padding_mask, log
-        self._shared = SharedHalves(layer.shared_experts) if layer.use_shared_expert else None
-        self._anchor: Anchor | None = None
-        self._token: torch.Tensor | None = None
-        self.absent = () if self._shared else ("shared", "shared_fc1", "shared_fc2")
-
-    def stages(self, choice: Choice, request: LayerRequest) -> Stages:
-        """The dispatcher's, the router, the experts and what is computed beside them."""
-        layer = self._layer
-        dispatcher = layer.token_dispatcher
-        groups = ExpertGroups(
-            layer.config.num_moe_experts,
-            dispatcher.ep_group,
-            dispatcher.tp_group,
-            dispatcher.tp_ep_group,
-        )
-        stages = choice.stages(groups, Routing.of(layer.config, request))
-        return Stages(
-            compute={**stages.compute, "route": self._route, "experts": self._experts},
-            communicate=stages.communicate,
-            side={
-                "shared": self._shared_whole,
-                "shared_fc1": self._shared_fc1,
-                "shared_fc2": self._shared_fc2,
-                "anchor": self._place,
-            },
-        )
-
-    def result(self, chunk: Chunk) -> torch.Tensor:
-        """Routed and shared experts together, ``[s, b, h]``."""
-        output = chunk.tensors["output"].view(self._hidden.shape)
-        shared = chunk.tensors.get("shared")
-        return output if shared is None else output + shared
-
-    def _route(self, chunk: Chunk) -> None:
-        probs, routing_map = self._layer.route(self._hidden, self._mask)
-        chunk.tensors |= {"probs": probs, "routing_map": routing_map}
-
-    def _place(self, chunk: Chunk) -> None:
-        self._anchor = Anchor(self._log)
-        self._token = self._anchor.place(list(self._layer.experts.parameters()))
-
-    def _experts(self, chunk: Chunk) -> None:
-        tensors, anchor = chunk.tensors, self._anchor
-        rows = tensors["rows"] if anchor is None else anchor.join(tensors["rows"], self._token)
-        with anchored(self._layer.experts, anchor if self._token is not None else None):
-            out, bias = self._layer.experts(
-                rows, chunk.values["tokens_per_expert"], tensors["row_probs"]
-            )
-        assert bias is None
-        tensors["rows"] = out
-
-    def _shared_whole(self, chunk: Chunk) -> None:
-        chunk.tensors["shared"] = self._layer.shared_experts_compute(self._hidden)
-
-    def _shared_fc1(self, chunk: Chunk) -> None:
-        assert self._shared is not None
-        chunk.tensors["shared"] = self._shared.first(self._hidden)
-
-    def _shared_fc2(self, chunk: Chunk) -> None:
-        assert self._shared is not None
-        chunk.tensors["shared"] = self._shared.second(chunk.tensors["shared"], self._hidden)

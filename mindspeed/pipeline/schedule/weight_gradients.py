@@ -127,6 +127,11 @@ class WeightGradients:
         return tuple(self._pending)
 
     @property
+    def splitting_backward(self) -> bool:
+        """Whether a plan with I runs: layers hide their weights from autograd."""
+        return self._splitting
+
+    @property
     def deferring(self) -> bool:
         """Whether :meth:`put` keeps its computation for later."""
         return self._key is not None

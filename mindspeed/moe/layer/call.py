@@ -1,0 +1,131 @@
+"""One call of a layer: what its stages share, and the stages that are not the dispatcher's.
+
+route        the router: which experts each token goes to, and with which probability
+experts      the local experts on their rows
+shared       the shared experts, whole; shared_fc1 and shared_fc2: in halves
+anchor       where the weight gradients of the experts are computed
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mindspeed.moe.anchor import Anchor
+from mindspeed.moe.dispatch.all_to_all import ExpertGroups
+from mindspeed.moe.events import EventLog
+from mindspeed.moe.interpreter import Chunk, Stages
+from mindspeed.moe.layer.shared import SharedHalves
+from mindspeed.moe.request import LayerRequest
+from mindspeed.te.gradient_anchor import anchored, anchored_weights
+
+
+class LayerCall:
+    """One call.
+
+    Attributes:
+        layer: Megatron's ``MoELayer``.
+        request: what the features ask of it.
+        hidden: input, ``[s, b, h]``.
+        padding_mask: bool ``[s, b]``, or None.
+        log: gets the events; None: nobody reads them.
+        groups: who shares the experts.
+        absent: steps that this layer has no part for.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        request: LayerRequest,
+        hidden: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        log: EventLog | None = None,
+    ) -> None:
+        self.layer, self.request, self.log = layer, request, log
+        self.hidden, self.padding_mask = hidden, padding_mask
+        self.absent = () if layer.use_shared_expert else ("shared", "shared_fc1", "shared_fc2")
+        dispatcher = layer.token_dispatcher
+        self.groups = ExpertGroups(
+            layer.config.num_moe_experts,
+            dispatcher.ep_group,
+            dispatcher.tp_group,
+            dispatcher.tp_ep_group,
+        )
+        self._shared = SharedHalves(layer.shared_experts) if layer.use_shared_expert else None
+        self._anchor: Anchor | None = None
+        self._token: torch.Tensor | None = None
+
+    def stages(self, dispatcher: Stages) -> Stages:
+        """The dispatcher's stages and this layer's own."""
+        own = {"route": self.route, "experts": self.experts}
+        side = {
+            "shared": self.shared,
+            "shared_fc1": self.shared_fc1,
+            "shared_fc2": self.shared_fc2,
+            "anchor": self.place_anchor,
+        }
+        return replace(dispatcher, compute={**dispatcher.compute, **own}, side=side)
+
+    def chunk(self) -> Chunk:
+        """All tokens as one chunk."""
+        return Chunk(tensors={"hidden": self.hidden.reshape(-1, self.hidden.shape[-1])})
+
+    def result(self, chunk: Chunk) -> torch.Tensor:
+        """Routed and shared experts together, ``[s, b, h]``."""
+        output = chunk.tensors["output"].view(self.hidden.shape)
+        shared = chunk.tensors.get("shared")
+        return output if shared is None else output + shared
+
+    def route(self, chunk: Chunk) -> None:
+        """``probs`` and ``routing_map``, ``[n, experts]``."""
+        probs, routing_map = self.layer.route(self.hidden, self.padding_mask)
+        chunk.tensors |= {"probs": probs, "routing_map": routing_map}
+
+    def place_anchor(self, chunk: Chunk) -> None:
+        """Choose where the weight gradients of the experts are computed."""
+        self._anchor = Anchor(self.log)
+        self._token = self._anchor.place(anchored_weights(self.layer.experts))
+
+    def experts(self, chunk: Chunk) -> None:
+        """``rows [m, h]``, sorted by local expert, to their results."""
+        tensors = chunk.tensors
+        tensors["rows"] = self.compute_experts(
+            self.layer.experts,
+            tensors["rows"],
+            chunk.values["tokens_per_expert"],
+            tensors["row_probs"],
+        )
+
+    def compute_experts(
+        self, experts: Any, rows: torch.Tensor, sizes: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        """The results of some experts, ``[m, h]``; weight gradients go to the anchor, if placed.
+
+        Args:
+            experts: All of the layer, or a range of them (:mod:`mindspeed.te.expert_range`).
+            rows: ``[m, h]``, sorted by expert.
+            sizes: int64 ``[experts]`` on the host, rows of each.
+            probs: ``[m]``, by which results are weighted.
+        """
+        if self._anchor is not None:
+            rows = self._anchor.join(rows, self._token)
+        with anchored(experts, None if self._token is None else self._anchor):
+            out, bias = experts(rows, sizes, probs)
+        assert bias is None
+        return out  # type: ignore[no-any-return]
+
+    def shared(self, chunk: Chunk) -> None:
+        """The shared experts: ``shared [s, b, h]``."""
+        chunk.tensors["shared"] = self.layer.shared_experts_compute(self.hidden)
+
+    def shared_fc1(self, chunk: Chunk) -> None:
+        """Their first half: ``shared [s, b, f]``."""
+        assert self._shared is not None
+        chunk.tensors["shared"] = self._shared.first(self.hidden)
+
+    def shared_fc2(self, chunk: Chunk) -> None:
+        """Their second half: ``shared [s, b, h]``."""
+        assert self._shared is not None
+        chunk.tensors["shared"] = self._shared.second(chunk.tensors["shared"], self.hidden)
