@@ -10,7 +10,8 @@ The code runs normally with correct results, while a clock advances by a model, 
 equal on every machine and in every run:
 
 * An operator with a FLOP formula (:mod:`mindspeed.profiling.flop_formulas`) takes
-  ``flops / flops_per_second``; all others take no time.
+  ``flops / flops_per_second``; all others take no time, or with ``memory_bytes_per_second``
+  that of reading their arguments and writing their results.
 * A communication takes ``latency + bytes on the wire / bytes_per_second`` (the bytes of
   :mod:`mindspeed.testing.ledger`). It starts when it is called, or when the previous one on the
   same process group has ended: each group has its own link.
@@ -26,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -38,7 +40,7 @@ from mindspeed.ops import _registry
 from mindspeed.profiling.flop_formulas import formula_of
 from mindspeed.profiling.instrument import Instrument
 from mindspeed.profiling.phase import PhaseTracker
-from mindspeed.testing.ledger import Communication, CommunicationMode
+from mindspeed.testing.ledger import NAMESPACES, Communication, CommunicationMode
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Interval:
     communication: Communication | None = None
     flops: int = 0
     scope: str = ""
+    memory_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -83,6 +86,7 @@ class VirtualClock(Instrument):
     Args:
         flops_per_second: of this rank.
         link: of all process groups, or a function that returns the link of a communication.
+        memory_bytes_per_second: for operators without a FLOP formula; None: they take no time.
 
     Attributes:
         now: seconds from the start of the clock.
@@ -91,12 +95,16 @@ class VirtualClock(Instrument):
     """
 
     def __init__(
-        self, flops_per_second: float, link: Link | Callable[[Communication], Link]
+        self,
+        flops_per_second: float,
+        link: Link | Callable[[Communication], Link],
+        memory_bytes_per_second: float | None = None,
     ) -> None:
         self.now = 0.0
         self.scope = ""
         self.intervals: list[Interval] = []
         self._flops_per_second = flops_per_second
+        self._memory = memory_bytes_per_second
         self._link_of = link if callable(link) else lambda communication: link
         self._free_at: dict[str, float] = {}  # process group -> end of its last communication
         self._pending: dict[int, tuple[Any, Interval]] = {}  # by id; holds the object alive
@@ -126,7 +134,7 @@ class VirtualClock(Instrument):
 
     @property
     def computing(self) -> float:
-        """Seconds of operators with a FLOP formula."""
+        """Seconds of operators that take time."""
         return sum(interval.seconds for interval in self.select("compute"))
 
     def select(
@@ -145,6 +153,15 @@ class VirtualClock(Instrument):
         self.now += flops / self._flops_per_second
         if flops:
             self._note("compute", name, start, self.now, flops=flops)
+
+    def _move(self, func: Any, inputs: Any, result: Any) -> None:
+        if self._memory is None or func.namespace in NAMESPACES:
+            return
+        nbytes = _moved(func, inputs, result)
+        start = self.now
+        self.now += nbytes / self._memory
+        if nbytes:
+            self._note("compute", func._schema.name, start, self.now, memory_bytes=nbytes)
 
     def _communicate(self, name: str, communication: Communication) -> Interval:
         start = max(self.now, self._free_at.get(communication.group, 0.0))
@@ -172,9 +189,12 @@ class VirtualClock(Instrument):
         end: float,
         communication: Communication | None = None,
         flops: int = 0,
+        memory_bytes: int = 0,
     ) -> Interval:
         phase = self.phase.current()
-        interval = Interval(kind, name, start, end, phase, communication, flops, self.scope)
+        interval = Interval(
+            kind, name, start, end, phase, communication, flops, self.scope, memory_bytes
+        )
         self.intervals.append(interval)
         return interval
 
@@ -200,6 +220,8 @@ class _Mode(CommunicationMode):
         if formula is not None and not (operator is not None and operator.communicates):
             # The kernel of an operator that communicates ran in this mode, so it is timed already.
             self._clock._compute(name, formula(*args, **kwargs, out_val=result))
+        elif formula is None:
+            self._clock._move(func, (args, kwargs), result)
         self._started(name, self.communications(func, args, kwargs), result)
         return result
 
@@ -222,6 +244,27 @@ def _kinds_of(work: Any) -> Iterator[Any]:
         yield work
     for kind in work.__subclasses__():
         yield from _kinds_of(kind)
+
+
+def _moved(func: Any, inputs: Any, result: Any) -> int:
+    """Bytes that an operator reads and writes; views and allocations move none."""
+    given = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+    known = set(map(_storage, given))
+    if func._schema.is_mutable:
+        return sum(map(_extent, given)) + sum(_extent(x) for x in made if _storage(x) in known)
+    name = func._schema.name.split("::")[1]
+    if any(_storage(x) in known for x in made) or "empty" in name:
+        return 0
+    if name.startswith("new_") or name.endswith("_like"):
+        given = []  # it gives shape and dtype only
+    return sum(map(_extent, [*given, *made]))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes of its elements, those that an expanded tensor repeats once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in sizes if stride) * tensor.element_size()
 
 
 def _storage(tensor: torch.Tensor) -> int:

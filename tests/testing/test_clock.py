@@ -220,3 +220,27 @@ def test_times_of_a_large_product_are_those_of_the_closed_form(ranks):
         assert (end * 1e6, waited * 1e6) == pytest.approx((totals[chunks], waits[chunks]), abs=0.06)
         assert computed == pytest.approx(computing, abs=1e-12)
         assert (wire, counted) == (nbytes, flops)
+
+
+def test_other_operators_take_the_time_of_their_bytes():
+    """Views and allocations move nothing; what is repeated is read once."""
+    x = torch.ones(N, N)
+    with VirtualClock(RATE, LINK, memory_bytes_per_second=4 * N * N) as clock:
+        x.t().view(N, N).detach()
+        torch.empty_like(x)
+        assert clock.now == 0
+        x + x  # two reads and a write
+        assert clock.now == 3
+        x.add_(1)  # a read and a write
+        assert clock.now == 5
+        x.new_zeros(N, N)
+        assert clock.now == 6
+        x[:1].expand(N, N).contiguous()
+        assert clock.now == 7 + 1 / N
+        x @ x  # its FLOPs only
+        assert clock.now == 8 + 1 / N
+    assert clock.computing == clock.now
+    assert sum(one.memory_bytes for one in clock.intervals) == (7 * N + 1) * 4 * N
+    with new_clock() as clock:
+        x + x
+    assert clock.now == 0

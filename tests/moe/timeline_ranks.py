@@ -1,0 +1,76 @@
+"""The real layer under the event log and the virtual clock, with the routing that it chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.moe import layer_ranks
+
+FLOPS, BYTES, LATENCY = 1e9, 1e7, 1e-4
+# So slow that any stage hides any communication, but not the few bytes of the glue between stages.
+SLOW = {"flops_per_second": 1e6, "memory_bytes_per_second": 1e6}
+
+
+@dataclass
+class Watched:
+    """One forward and backward on one rank."""
+
+    log: Any
+    intervals: list[Any]  # of the clock
+    now: float
+    hidden: Any  # intervals of a second run, where computing takes long
+    choices: list[list[list[int]]]  # experts of every token of every rank
+    rank: int
+
+
+def watch(
+    spec: str,
+    layout: dict[str, int],
+    overrides: dict[str, Any],
+    variants: list[dict[str, Any]],
+    tokens: int = layer_ranks.TOKENS,
+) -> list[Watched]:
+    """Run a layer once for each variant of ``LayerRequest``; arguments are those of ``compare``."""
+    from mindspeed.journal import Journal
+    from mindspeed.moe.events import EventLog
+    from mindspeed.moe.layer.megatron import change
+
+    layer_ranks.start(**layout)
+    parallel = {
+        "expert_model_parallel_size": layout.get("expert", 1),
+        "tensor_model_parallel_size": layout.get("tensor", 1),
+        "expert_tensor_parallel_size": layout.get("expert_tensor", 1),
+        "sequence_parallel": layout.get("tensor", 1) > 1,
+    }
+    layer = layer_ranks.layer_of(spec, **parallel, **overrides)
+    found = []
+    for changes in variants:
+        journal = Journal()
+        change(layer, journal, **changes)
+        layer.forward.log = EventLog()
+        found.append(_watched(layer, tokens))
+        journal.undo()
+    return found
+
+
+def _watched(layer: Any, tokens: int) -> Watched:
+    import torch.distributed as dist
+
+    from mindspeed.testing.clock import Link, VirtualClock
+
+    routed: list[torch.Tensor] = []
+    hook = layer.router.register_forward_hook(lambda module, given, out: routed.append(out[1]))
+    link = Link(BYTES, LATENCY)
+    with VirtualClock(FLOPS, link) as clock:
+        layer_ranks.run(layer, tokens=tokens)
+    hook.remove()
+    log, layer.forward.log = layer.forward.log, None
+    with VirtualClock(link=link, **SLOW) as slow:
+        layer_ranks.run(layer, tokens=tokens)
+    own = [row.nonzero().flatten().tolist() for row in routed[0]]
+    choices: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(choices, own)
+    return Watched(log, clock.intervals, clock.now, slow.intervals, choices, dist.get_rank())
