@@ -4,179 +4,29 @@
     costs = all_to_all(sizes, uniform(sizes))
     costs["dispatch"].messages[0].wire        # bytes of rows that this rank sends
 
-Bytes that one rank sends in one direction of one pass (N tokens of the rank, k experts of a token,
-H hidden size, e bytes of an element, R ranks of the experts, t ranks of an expert's slices):
-
-====================================  ==========================================
-all-gather, reduce-scatter            N H e (R - 1)
-all-to-all, even routing              N k H e (R - 1) / R
-all-to-all, then gather over t        N k H e ((EP - 1) / EP + t - 1)
-a row for each (token, rank)          N H e (R - 1) (1 - C(E - E/R, k) / C(E, k))
-====================================  ==========================================
-
-Even routing is an expectation; :func:`load_of` takes the experts of every token instead, and
-all figures are then exact. :mod:`mindspeed.moe.timeline` executes a program over these costs.
+What is sent: :mod:`mindspeed.moe.messages`. :mod:`mindspeed.moe.timeline` runs a program over these costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
 from typing import Literal
+
+from mindspeed.moe.messages import (
+    ID_BYTES,
+    PROB_BYTES,
+    Message,
+    exchange,
+    gathering,
+    packed_row,
+    slice_gather,
+)
+from mindspeed.moe.sizes import Load, Sizes
 
 Policy = Literal["all", "act", "level0", "level1"]
 COUNT_BYTES = 8  # counts are int64
-PROB_BYTES = 4  # probabilities are fp32
 FORWARD, BACKWARD = "forward", "backward"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of one layer, as one rank sees them.
-
-    Attributes:
-        tokens: of this rank before the dispatch: sequence x batch / (TP x CP).
-        hidden: size of a token.
-        experts: of the layer, on all ranks.
-        topk: experts of a token.
-        ffn: width of an expert, of all its slices.
-        ep: ranks with different experts.
-        etp: ranks with slices of the same experts.
-        itemsize: bytes of an element of a token.
-        shared: width of the shared experts, on this rank; 0 without.
-        gated: whether the first linear layer is twice as wide.
-        node: ranks of a node; None: all ranks of the experts are in one.
-    """
-
-    tokens: int
-    hidden: int
-    experts: int
-    topk: int
-    ffn: int
-    ep: int = 1
-    etp: int = 1
-    itemsize: int = 2
-    shared: int = 0
-    gated: bool = True
-    node: int | None = None
-
-    @property
-    def ranks(self) -> int:
-        """All ranks that share the experts."""
-        return self.ep * self.etp
-
-    @property
-    def local(self) -> int:
-        """Experts of a rank."""
-        return self.experts // self.ep
-
-    @property
-    def row(self) -> int:
-        """Bytes of a token."""
-        return self.hidden * self.itemsize
-
-    @property
-    def fc1(self) -> float:
-        """Width of the first linear layer on this rank."""
-        return self.ffn * (2 if self.gated else 1) / self.etp
-
-    def node_of(self, rank: int) -> int:
-        """The node of a rank of the expert group; slices of an expert are in one node."""
-        return 0 if self.node is None else rank * self.etp // self.node
-
-
-@dataclass(frozen=True)
-class Load:
-    """The rows of one rank.
-
-    Attributes:
-        rank: its index in the expert parallel group.
-        sent: copies of its tokens for every rank of that group.
-        received: copies that it gets from each.
-        distinct_sent: its tokens that have an expert on each rank.
-        distinct_received: the same of what it gets.
-        rows: of the experts of this rank, those of the slices' other ranks included.
-    """
-
-    rank: int
-    sent: tuple[float, ...]
-    received: tuple[float, ...]
-    distinct_sent: tuple[float, ...]
-    distinct_received: tuple[float, ...]
-    rows: float
-
-    def part(self, chunks: int) -> Load:
-        """One of several equal chunks."""
-
-        def share(rows: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(number / chunks for number in rows)
-
-        return Load(
-            self.rank,
-            share(self.sent),
-            share(self.received),
-            share(self.distinct_sent),
-            share(self.distinct_received),
-            self.rows / chunks,
-        )
-
-
-def uniform(sizes: Sizes) -> Load:
-    """The expectation of even routing."""
-    copies = (sizes.tokens * sizes.topk / sizes.ep,) * sizes.ep
-    distinct = (sizes.tokens * share_with_an_expert(sizes, sizes.ep),) * sizes.ep
-    return Load(0, copies, copies, distinct, distinct, sizes.etp * sum(copies))
-
-
-def share_with_an_expert(sizes: Sizes, parts: int) -> float:
-    """Expected share of the tokens that have an expert in one of ``parts`` equal parts of them."""
-    outside = sizes.experts - sizes.experts // parts
-    return 1.0 - comb(outside, sizes.topk) / comb(sizes.experts, sizes.topk)
-
-
-Choices = Sequence[Sequence[Sequence[int]]]
-"""Experts of every token of every rank: ``choices[rank][token]``, ranks with slices fastest."""
-
-
-def load_of(sizes: Sizes, choices: Choices, rank: int) -> Load:
-    """The rows of one rank for an actual routing; ``rank`` is its index in ``choices``."""
-    own, slice_ = divmod(rank, sizes.etp)
-
-    def rows(source: int, target: int, distinct: bool) -> float:
-        first = target * sizes.local
-        found = [sum(first <= e < first + sizes.local for e in token) for token in choices[source]]
-        return sum(map(bool, found)) if distinct else sum(found)
-
-    def both(distinct: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        peers = range(sizes.ep)
-        sent = tuple(rows(rank, peer, distinct) for peer in peers)
-        received = tuple(rows(peer * sizes.etp + slice_, own, distinct) for peer in peers)
-        return sent, received
-
-    every = sum(rows(source, own, False) for source in range(sizes.ranks))
-    return Load(own, *both(False), *both(True), every)
-
-
-@dataclass(frozen=True)
-class Message:
-    """One communication of one pass.
-
-    Attributes:
-        name: as the log calls it: stage and tensor.
-        group: "ep", "tp" (slices of experts), "tp_ep": groups have links of their own.
-        op: as :mod:`mindspeed.testing.ledger` calls it.
-        payload: bytes that the call is given.
-        wire: bytes that this rank sends.
-        between: those of them that leave the node.
-    """
-
-    name: str
-    group: str
-    op: str
-    payload: float
-    wire: float
-    between: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -223,65 +73,8 @@ Costs = Mapping[str, StageCosts]
 """By name of the stage; a stage that is missing does nothing on these ranks."""
 
 
-def exchange(
-    name: str,
-    sizes: Sizes,
-    load: Load,
-    row_bytes: float,
-    *,
-    distinct: bool = False,
-    back: bool = False,
-) -> tuple[Message, Message]:
-    """An all-to-all and its reverse.
-
-    Args:
-        name: of the message.
-        sizes: of the layer.
-        load: who gets how many rows.
-        row_bytes: of one row.
-        distinct: one row for each (token, rank), not for each copy.
-        back: from the experts to the tokens.
-    """
-    sent = load.distinct_sent if distinct else load.sent
-    received = load.distinct_received if distinct else load.received
-
-    def message(rows: tuple[float, ...]) -> Message:
-        own = sizes.node_of(load.rank)
-        away = sum(n for peer, n in enumerate(rows) if sizes.node_of(peer) != own)
-        other = sum(n for peer, n in enumerate(rows) if peer != load.rank)
-        return Message(
-            name, "ep", "all_to_all", sum(rows) * row_bytes, other * row_bytes, away * row_bytes
-        )
-
-    to, fro = message(sent), message(received)
-    return (fro, to) if back else (to, fro)
-
-
-def gathering(
-    name: str, sizes: Sizes, group: str, ranks: int, nbytes: float, *, back: bool = False
-) -> tuple[Message, Message]:
-    """An all-gather of ``nbytes`` of every rank and its reverse, a reduce-scatter.
-
-    Args:
-        name: of the message.
-        sizes: of the layer.
-        group: its name.
-        ranks: of the group.
-        nbytes: of this rank's part.
-        back: the reduce-scatter comes first.
-    """
-    nodes = 1 if sizes.node is None or group == "tp" else max(1, -(-ranks // sizes.node))
-    sent = (ranks - 1) * nbytes
-    between = sent * (ranks - ranks / nodes) / (ranks - 1) if ranks > 1 else 0.0
-    gather = Message(name, group, "all_gather", nbytes, sent, between)
-    scatter = Message(name, group, "reduce_scatter", ranks * nbytes, sent, between)
-    return (scatter, gather) if back else (gather, scatter)
-
-
-def counting(sizes: Sizes) -> StageCosts | None:
+def counting(sizes: Sizes) -> StageCosts:
     """Every rank learns the counts of every rank; there is no gradient."""
-    if sizes.ranks == 1:
-        return None
     nbytes = COUNT_BYTES * sizes.experts
     return StageCosts(messages=gathering("count.counts", sizes, "tp_ep", sizes.ranks, nbytes)[:1])
 
@@ -334,7 +127,7 @@ def moving(rows: float, sizes: Sizes) -> StageCosts:
 
 
 def all_to_all(
-    sizes: Sizes, load: Load, *, anchored: bool = False, packed: bool = False
+    sizes: Sizes, load: Load, *, anchored: bool = False, packed: bool = True
 ) -> dict[str, StageCosts]:
     """The costs of the all-to-all dispatcher's stages.
 
@@ -344,6 +137,7 @@ def all_to_all(
         anchored: weight gradients of experts are computed where the anchor is.
         packed: probabilities travel in the rows.
     """
+    packed = packed and sizes.ep > 1
     costs = {
         "route": routing(sizes),
         "permute": moving(sum(load.sent), sizes),
@@ -351,17 +145,54 @@ def all_to_all(
         **expert_costs(sizes, load.rows, anchored=anchored),
         **shared_costs(sizes),
     }
-    if (counts := counting(sizes)) is not None:
-        costs["count"] = counts
+    if sizes.ranks > 1:
+        costs["count"] = counting(sizes)
+    carried = [("rows", packed_row(sizes))]
+    if not packed:
+        carried = [("rows", sizes.row), ("row_probs", PROB_BYTES)]
     if sizes.ep > 1:
-        row = sizes.row + (PROB_BYTES if packed else 0)
-        there = [exchange("dispatch.rows", sizes, load, row)]
-        if not packed:
-            there.append(exchange("dispatch.row_probs", sizes, load, PROB_BYTES))
-        costs["dispatch"] = _both_ways(there)
+        costs["dispatch"] = _both_ways(
+            [exchange(f"dispatch.{name}", sizes, load, row) for name, row in carried]
+        )
         costs["combine"] = _both_ways([exchange("combine.rows", sizes, load, sizes.row, back=True)])
+    if sizes.etp > 1:
+        costs["gather"] = _both_ways(
+            [slice_gather(f"gather.{name}", sizes, load, row) for name, row in carried]
+        )
+        costs["scatter"] = _both_ways(
+            [slice_gather("scatter.rows", sizes, load, sizes.row, back=True)]
+        )
     if sizes.local > 1:
-        costs["arrange"] = costs["disarrange"] = moving(sum(load.received), sizes)
+        costs["disarrange"] = moving(load.rows, sizes)
+    if sizes.local > 1 or packed:
+        costs["arrange"] = moving(load.rows, sizes)
+    return costs
+
+
+def all_gather(sizes: Sizes, load: Load, *, anchored: bool = False) -> dict[str, StageCosts]:
+    """The costs of the all-gather dispatcher's stages; arguments as for :func:`all_to_all`."""
+    n, ranks = sizes.tokens, sizes.ranks
+    costs = {
+        "route": routing(sizes),
+        "compact": StageCosts(),
+        "locate": StageCosts(silent=(BACKWARD,)),  # ids have no gradient
+        "arrange": moving(load.rows, sizes),
+        "disarrange": moving(load.rows, sizes),
+        "finish": StageCosts(),
+        **expert_costs(sizes, load.rows, anchored=anchored),
+        **shared_costs(sizes),
+    }
+    if ranks > 1:
+        ids = gathering("ids.ids", sizes, "tp_ep", ranks, n * sizes.topk * ID_BYTES)
+        weights = gathering("weights.weights", sizes, "tp_ep", ranks, n * sizes.topk * PROB_BYTES)
+        tokens = gathering("tokens.rows", sizes, "tp_ep", ranks, n * sizes.row)
+        # Sums leave in the dtype of the probabilities.
+        sums = gathering(
+            "combine.rows", sizes, "tp_ep", ranks, n * sizes.hidden * PROB_BYTES, back=True
+        )
+        costs["ids"] = StageCosts(messages=ids[:1])
+        costs |= {"weights": _both_ways([weights]), "tokens": _both_ways([tokens])}
+        costs["combine"] = _both_ways([sums])
     return costs
 
 

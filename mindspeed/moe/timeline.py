@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from mindspeed.moe.costs import BACKWARD, FORWARD, Costs, Message, StageCosts, Work
+from mindspeed.moe.costs import BACKWARD, FORWARD, Costs, StageCosts, Work
 from mindspeed.moe.events import EventLog, Kind
+from mindspeed.moe.messages import Message
 from mindspeed.moe.program import Phase, Program, Step
 
 COMPUTE = "compute"
@@ -232,7 +233,7 @@ class _Run:
         found = Interval(message.group, "communication", message.name, chunk, phase, begin, end)
         self.timeline.intervals.append(found)
         self.timeline.messages[phase].append(message)
-        self.timeline.log.add(phase, Kind.START, message.name, chunk, round(message.payload))
+        self.timeline.log.add(phase, Kind.START, message.name, chunk, round(message.given))
         return found
 
     def _finish(self, sent: Interval) -> None:

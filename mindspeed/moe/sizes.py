@@ -1,0 +1,150 @@
+"""Sizes of a mixture-of-experts layer, and the rows that one rank sends and receives.
+
+sizes = Sizes(tokens=4096, hidden=7168, experts=256, topk=8, ffn=2048, ep=8)
+load = uniform(sizes)                     # the expectation of even routing
+load = load_of(sizes, choices, rank)      # exact, from the experts of every token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one layer, as one rank sees them.
+
+    Attributes:
+        tokens: of this rank before the dispatch: sequence x batch / (TP x CP).
+        hidden: size of a token.
+        experts: of the layer, on all ranks.
+        topk: experts of a token.
+        ffn: width of an expert, of all its slices.
+        ep: ranks with different experts.
+        etp: ranks with slices of the same experts.
+        itemsize: bytes of an element of a token.
+        shared: width of the shared experts, on this rank; 0 without.
+        gated: whether the first linear layer is twice as wide.
+        node: ranks of a node; None: all ranks of the experts are in one.
+    """
+
+    tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    ffn: int
+    ep: int = 1
+    etp: int = 1
+    itemsize: int = 2
+    shared: int = 0
+    gated: bool = True
+    node: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """All ranks that share the experts."""
+        return self.ep * self.etp
+
+    @property
+    def local(self) -> int:
+        """Experts of a rank."""
+        return self.experts // self.ep
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token."""
+        return self.hidden * self.itemsize
+
+    @property
+    def fc1(self) -> float:
+        """Width of the first linear layer on this rank."""
+        return self.ffn * (2 if self.gated else 1) / self.etp
+
+    def node_of(self, rank: int) -> int:
+        """The node of a rank of the expert group; slices of an expert are in one node."""
+        return 0 if self.node is None else rank * self.etp // self.node
+
+
+@dataclass(frozen=True)
+class Load:
+    """The rows of one rank.
+
+    Attributes:
+        rank: its index in the expert parallel group.
+        sent: copies of its tokens for every rank of that group.
+        received: copies that it gets from each.
+        distinct_sent: its tokens that have an expert on each rank.
+        distinct_received: the same of what it gets.
+        slices: copies that the ranks with the other slices of its experts get, and it itself.
+        index: its own among them.
+    """
+
+    rank: int
+    sent: tuple[float, ...]
+    received: tuple[float, ...]
+    distinct_sent: tuple[float, ...]
+    distinct_received: tuple[float, ...]
+    slices: tuple[float, ...]
+    index: int = 0
+
+    @property
+    def rows(self) -> float:
+        """Of the experts of this rank."""
+        return sum(self.slices)
+
+    def part(self, chunks: int) -> Load:
+        """One of several equal chunks."""
+
+        def share(rows: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(number / chunks for number in rows)
+
+        return Load(
+            self.rank,
+            share(self.sent),
+            share(self.received),
+            share(self.distinct_sent),
+            share(self.distinct_received),
+            share(self.slices),
+            self.index,
+        )
+
+
+def uniform(sizes: Sizes) -> Load:
+    """The expectation of even routing."""
+    copies = (sizes.tokens * sizes.topk / sizes.ep,) * sizes.ep
+    distinct = (sizes.tokens * share_with_an_expert(sizes, sizes.ep),) * sizes.ep
+    return Load(0, copies, copies, distinct, distinct, (sum(copies),) * sizes.etp)
+
+
+def share_with_an_expert(sizes: Sizes, parts: int) -> float:
+    """Expected share of the tokens that have an expert in one of ``parts`` equal parts of them."""
+    outside = sizes.experts - sizes.experts // parts
+    return 1.0 - comb(outside, sizes.topk) / comb(sizes.experts, sizes.topk)
+
+
+Choices = Sequence[Sequence[Sequence[int]]]
+"""Experts of every token of every rank: ``choices[rank][token]``, ranks with slices fastest."""
+
+
+def load_of(sizes: Sizes, choices: Choices, rank: int) -> Load:
+    """The rows of one rank for an actual routing; ``rank`` is its index in ``choices``."""
+    own, index = divmod(rank, sizes.etp)
+    peers = range(sizes.ep)
+
+    def rows(source: int, target: int, distinct: bool) -> float:
+        first = target * sizes.local
+        found = [sum(first <= e < first + sizes.local for e in token) for token in choices[source]]
+        return sum(map(bool, found)) if distinct else sum(found)
+
+    def both(distinct: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        sent = tuple(rows(rank, peer, distinct) for peer in peers)
+        received = tuple(rows(peer * sizes.etp + index, own, distinct) for peer in peers)
+        return sent, received
+
+    slices = tuple(
+        sum(rows(peer * sizes.etp + slice_, own, False) for peer in peers)
+        for slice_ in range(sizes.etp)
+    )
+    return Load(own, *both(False), *both(True), slices, index)
