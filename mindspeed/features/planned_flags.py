@@ -16,7 +16,6 @@ from mindspeed.errors import ConfigError
 FEATURES: dict[str, str] = {
     "Load-aware activation memory": "--moe-adaptive-recompute-activation",
     "Zero memory": "--moe-zero-memory",
-    "All-gather dispatcher with overlap": "--moe-allgather-overlap-comm",
     "DeepSpeed MoE": "--moe-model-type",
     "Token rearrangement": "--enable-token-rearrange-opt",
     "Dropless routing": "--moe-no-drop --moe-dynamic-padding",

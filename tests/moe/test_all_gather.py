@@ -5,30 +5,154 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.moe import layer_ranks as jobs
+from mindspeed.features.moe_allgather_overlap import FEATURE
+from mindspeed.moe.dispatch import all_gather
+from tests.moe import dispatch_ranks as jobs
+from tests.moe.dispatch_ranks import Case
 from tests.support.lazy import needs
 
 needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 GATHER = {"moe_token_dispatcher_type": "allgather"}
+ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 SHARED = {"moe_shared_expert_intermediate_size": 20}
 VARIANTS = [{}, {"async_permutation": True}, {"overlap": True}]
+EP, TP_EP, ETP = {"expert": 2}, {"tensor": 2, "expert": 4}, {"tensor": 2, "expert_tensor": 2}
+FLOAT, HALF = {"params_dtype": torch.float32}, {"params_dtype": torch.bfloat16}
 
 
-def assert_equal(results, atol=1e-6):
-    """Every program gives the output of Megatron's layer bit by bit, and its gradients."""
-    for expected, *programs in results:
-        for result in programs:
-            assert result.output.equal(expected.output)
-            assert result.gradients.keys() == expected.gradients.keys()
-            for name, gradient in expected.gradients.items():
-                torch.testing.assert_close(result.gradients[name], gradient, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("spec", ["te", "local"])
-@pytest.mark.parametrize("shared", [{}, SHARED], ids=["routed", "shared"])
-def test_programs_equal_megatrons_layer(ranks, spec, shared):
-    assert_equal(
-        ranks(2, jobs.compare, spec, {"expert": 2}, {**GATHER, **shared}, VARIANTS, setup=ADAPTOR)
+def case(name, layout=EP, *, spec="te", experts=None, variants=VARIANTS, tokens=12, **overrides):
+    return Case(
+        name, layout, GATHER | overrides, variants, spec, experts, options={"tokens": tokens}
     )
+
+
+TWO = [
+    case("routed"),
+    case("shared", **SHARED),
+    case("local routed", spec="local"),
+    case("local shared", spec="local", **SHARED),
+    case("top 1", **ONE),
+    case("one local expert", num_moe_experts=2),
+    case("a rank without rows", experts=4),
+    case("all to one expert", experts=1, **ONE),
+    case("one token", tokens=1),
+    case("fewer experts by capacity", moe_expert_capacity_factor=0.5),
+    case("capacity by position", moe_expert_capacity_factor=0.5, moe_token_drop_policy="position"),
+    case(
+        "padded to capacity",
+        moe_expert_capacity_factor=1.0,
+        moe_pad_expert_input_to_capacity=True,
+    ),
+    case("sinkhorn", moe_router_load_balancing_type="sinkhorn"),
+    case("groups of experts", moe_router_num_groups=4, moe_router_group_topk=2),
+    case(
+        "expert bias",
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    ),
+    case("fp32 router", moe_router_dtype="fp32"),
+    case("two slices", ETP),
+    case("two slices, shared", ETP, **SHARED),
+]
+
+
+def test_programs_equal_megatrons_dispatcher(ranks):
+    for figures in ranks(2, jobs.compare_all, TWO, setup=ADAPTOR):
+        assert len(figures) == len(TWO) * len(VARIANTS)
+        for one in figures:
+            assert one.output == 0, one
+            assert one.gradients <= 1e-6, one
+
+
+def test_programs_equal_megatrons_dispatcher_on_four_ranks(ranks):
+    cases = [
+        case("tp 2, ep 4", TP_EP),
+        case("tp 2, ep 4, shared", TP_EP, **SHARED),
+        case("tp 2, ep 2 x etp 2", {"tensor": 2, "expert": 2, "expert_tensor": 2}, **SHARED),
+    ]
+    for figures in ranks(4, jobs.compare_all, cases, setup=ADAPTOR):
+        for one in figures:
+            assert one.output <= 1e-6, one
+            assert one.gradients <= 1e-6, one
+
+
+def test_bf16_equals_megatrons_dispatcher(ranks):
+    cases = [case("bf16", **HALF), case("bf16, fp32 router", moe_router_dtype="fp32", **HALF)]
+    for figures in ranks(2, jobs.compare_all, cases, setup=ADAPTOR):
+        for one in figures:
+            assert one.output == 0, one
+            assert one.gradients <= 1e-2, one
+
+
+FORWARD = "route compact ids.ids> weights.weights> tokens.rows>"
+
+
+def test_what_hides_the_gathers(ranks):
+    cases = [case("routed"), case("shared", **SHARED)]
+    for figures in ranks(2, jobs.compare_all, cases, setup=ADAPTOR):
+        serial, asynchronous, overlapped, *rest = figures
+        assert serial.exposed == (4, 3)
+        # Where the tokens of this rank's experts are is computed while the tokens travel.
+        assert asynchronous.order[0] == (
+            f"{FORWARD} ids.ids< locate weights.weights< tokens.rows< arrange experts disarrange "
+            "combine.rows> combine.rows< finish"
+        )
+        assert asynchronous.exposed == (2, 3)
+        assert overlapped.exposed == (2, 1)
+        serial, asynchronous, overlapped = rest
+        assert serial.exposed == (4, 3)
+        assert overlapped.exposed == (0, 0)
+        assert overlapped.collectives == (4, 3)
+        assert overlapped.order == (
+            f"{FORWARD} shared_fc1 ids.ids< locate weights.weights< tokens.rows< arrange experts "
+            "disarrange combine.rows> shared_fc2 combine.rows< finish",
+            "finish combine.rows> shared_fc2 combine.rows< disarrange experts arrange "
+            "tokens.rows> weights.weights> weight_gradients shared_fc1 tokens.rows< "
+            "weights.weights< compact route",
+        )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_by_the_ledger(ranks, size):
+    tokens, k = 12, 2
+    cases = [case("tp 2, ep 4", TP_EP)] if size == 4 else [case("fp32"), case("bf16", **HALF)]
+    for figures in ranks(size, jobs.compare_all, cases, setup=ADAPTOR):
+        for one in figures:
+            element = 2 if one.name == "bf16" else 4
+            rows = all_gather.dispatch_bytes(tokens, jobs.layer_ranks.HIDDEN, element, size)
+            assert rows == tokens * jobs.layer_ranks.HIDDEN * element * (size - 1)
+            forward, backward = one.sent
+            (_, ids), (_, weights), *others = forward
+            assert ids + weights == all_gather.metadata_bytes(tokens, k, size, weight=element)
+            assert others == [("all_gather", rows), ("reduce_scatter", rows)]
+            assert sum(sent for _, sent in backward) == 2 * rows + weights
+
+
+FLAGS = {
+    "moe_allgather_overlap_comm": True,
+    "num_experts": 8,
+    "moe_token_dispatcher_type": "allgather",
+    "expert_model_parallel_size": 2,
+    "tensor_model_parallel_size": 1,
+    "world_size": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts": None}, "add --num-experts"),
+        ({"moe_token_dispatcher_type": "alltoall"}, "the dispatcher is alltoall"),
+        ({"moe_alltoall_overlap_comm": True}, "are for different dispatchers"),
+        ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe"),
+        ({"expert_model_parallel_size": 1}, "there is nothing to overlap"),
+    ],
+)
+def test_flags_that_do_not_fit(changes, said):
+    options = FEATURE.options(moe_allgather_overlap_comm=True)
+    assert FEATURE.validate(options, FLAGS) == []
+    problems = FEATURE.validate(options, FLAGS | changes)
+    assert any(said in str(problem) for problem in problems)
+    assert all(str(problem).startswith("--moe-allgather-overlap-comm") for problem in problems)

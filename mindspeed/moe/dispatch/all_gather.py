@@ -32,6 +32,7 @@ from mindspeed.moe.dispatch.compact import (
     expand,
     from_bytes,
 )
+from mindspeed.moe.host_copy import HostCopy
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest
@@ -122,28 +123,28 @@ class AllGatherDispatcher:
         return {} if group.size() == 1 else {name: Gather(group)}
 
     def locate(self, chunk: Chunk) -> None:
-        """Which gathered token goes to which local expert, and the one copy to the host.
+        """Which gathered token goes to which local expert; the counts start for the host."""
+        ids = from_bytes(chunk.tensors["ids"])
+        local = torch.where(ids >= 0, ids - self.groups.first, ids)
+        routing_map = chosen(local, self.groups.local)
+        too_many = (ids == TOO_MANY).any().long().view(1)
+        counts = chunk.values["host_counts"] = HostCopy()
+        counts.start(torch.cat([routing_map.sum(0), too_many]))
+        chunk.tensors |= {"local": local, "local_map": routing_map}
+
+    def arrange(self, chunk: Chunk) -> None:
+        """Gathered tokens to ``rows [copies, h]``, sorted by local expert and by token.
 
         Raises:
             RuntimeError: on all ranks: a router chose more experts than there are places for.
         """
-        groups = self.groups
-        ids = from_bytes(chunk.tensors["ids"])
-        local = torch.where(ids >= 0, ids - groups.first, ids)
-        routing_map = chosen(local, groups.local)
-        counts = torch.cat([routing_map.sum(0), (ids == TOO_MANY).any().long().view(1)])
-        *tokens_per_expert, too_many = counts.tolist()
-        if too_many:
+        tensors, values = chunk.tensors, chunk.values
+        counts = values["host_counts"].get()
+        if counts[-1]:
             raise RuntimeError(
                 f"a token has more than {self.width} experts, the most that its router may choose"
             )
-        chunk.tensors["local"] = local
-        chunk.tensors["local_map"] = routing_map
-        chunk.values["tokens_per_expert"] = torch.tensor(tokens_per_expert, dtype=torch.int64)
-
-    def arrange(self, chunk: Chunk) -> None:
-        """Gathered tokens to ``rows [copies, h]``, sorted by local expert and by token."""
-        tensors, values = chunk.tensors, chunk.values
+        values["tokens_per_expert"] = counts[:-1]
         probs, _ = expand(tensors["local"], tensors["weights"], self.groups.local)
         values["gathered"] = tensors["rows"].shape
         rows, row_probs, values["row_id_map"] = kernels.moe_permute(

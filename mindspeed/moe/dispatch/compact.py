@@ -122,7 +122,7 @@ def as_bytes(ids: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(data: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`as_bytes`."""
+    """The inverse of :func:`as_bytes`: uint8 ``[n, 2 width]`` to ids ``[n, width]``."""
     return data.view(ID_DTYPE)
 
 
