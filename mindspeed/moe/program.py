@@ -49,13 +49,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in their order; for several chunks see :meth:`for_chunks`."""
+    """Steps in their order; for several chunks see :meth:`for_chunks`.
+
+    Attributes:
+        steps: of one chunk.
+        skewed: chunks are one run of steps apart from each other.
+    """
 
     steps: tuple[Step, ...]
+    skewed: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Program:
+    def parse(cls, text: str, *, skewed: bool = False) -> Program:
         """Read a program from its text.
+
+        Args:
+            text: the steps.
+            skewed: see :meth:`for_chunks`.
 
         Raises:
             ValueError: a word is not a step, or a communication is not started and finished once.
@@ -68,7 +78,7 @@ class Program:
             name, sign = found.groups()
             phases = (Phase.START, Phase.FINISH) if sign == "!" else (Phase(sign),)
             steps += [Step(name, phase) for phase in phases]
-        program = cls(tuple(steps))
+        program = cls(tuple(steps), skewed)
         program._check()
         return program
 
@@ -91,18 +101,40 @@ class Program:
 
     def without(self, *names: str) -> Program:
         """The program without the steps of some stages."""
-        return Program(tuple(step for step in self.steps if step.name not in names))
+        steps = tuple(step for step in self.steps if step.name not in names)
+        return Program(steps, self.skewed)
 
     def for_chunks(self, chunks: int) -> Iterator[tuple[int, Step]]:
         """The steps of all chunks in execution order, as (chunk, step).
 
         Every step is done for all chunks before the next, except that a run ``a< compute ... b>``
         stays together for each chunk: while one chunk computes, the others communicate.
+
+        A skewed program is for chunks that communicate more than twice: while chunk c does one run
+        of steps, up to the next start, chunk c + 1 does the run before it.
         """
+        if self.skewed:
+            runs = list(self._skewed_runs())
+            for time in range(chunks + len(runs) - 1):
+                for i, run in enumerate(runs):
+                    if 0 <= time - i < chunks:
+                        for step in run:
+                            yield time - i, step
+            return
         for run in self._runs():
             for chunk in range(chunks):
                 for step in run:
                     yield chunk, step
+
+    def _skewed_runs(self) -> Iterator[tuple[Step, ...]]:
+        """Cut after every start."""
+        run: list[Step] = []
+        for step in self.steps:
+            if run and run[-1].phase is Phase.START:
+                yield tuple(run)
+                run = []
+            run.append(step)
+        yield tuple(run)
 
     def _runs(self) -> Iterator[tuple[Step, ...]]:
         """Cut before every finish and after every start."""

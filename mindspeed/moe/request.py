@@ -21,18 +21,24 @@ class LayerRequest:
             rank; "hierarchical", once to each node and there once to each rank; "padded", the same
             number to every expert.
         capacity: that number, for a rank's number of tokens.
+        pipe_slices: experts are computed one by one, each in so many slices of the tokens; 0: not.
+        pipe_chained: with them, collectives of the two expert groups wait for each other.
     """
 
     async_permutation: bool = False
     overlap: bool = False
     exchange: str = "flat"
     capacity: Callable[[int], int] | None = None
+    pipe_slices: int = 0
+    pipe_chained: bool = False
 
 
 def program_of(request: LayerRequest) -> Program:
     """The program of the all-to-all dispatcher."""
     experts = "gather! arrange experts disarrange scatter!"
     count = "count> permute count<" if request.async_permutation or request.overlap else ""
+    if request.pipe_slices:
+        return Program.parse("route count> permute count< pieces unpermute")
     head = f"route {count or 'count! permute'}"
     if not request.overlap:
         return Program.parse(f"shared {head} dispatch! {experts} combine! unpermute")

@@ -129,6 +129,11 @@ def compare(
     return results
 
 
+def compare_with(options: dict[str, Any], *args: Any) -> list[Result]:
+    """:func:`compare` with options of :func:`run`."""
+    return compare(*args, **options)
+
+
 def _fill(layer: torch.nn.Module) -> None:
     """Weights by global name and expert, equal in every layout without tensor parallelism."""
     for name, parameter in layer.named_parameters():

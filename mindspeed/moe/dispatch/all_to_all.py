@@ -91,7 +91,10 @@ class AllToAllDispatcher:
 
     def count(self, chunk: Chunk) -> Mapping[str, Collective]:
         """Gather the rows of every rank for every expert, ``[ranks, experts]``, to the host."""
-        counts = chunk.tensors["routing_map"].sum(0)
+        return self.gather_counts(chunk, chunk.tensors["routing_map"].sum(0))
+
+    def gather_counts(self, chunk: Chunk, counts: torch.Tensor) -> Mapping[str, Collective]:
+        """Gather integers ``counts [m]`` of every rank to the host, ``[ranks, m]``."""
         copy = chunk.values["host_counts"] = HostCopy()
         if self.groups.tp_ep.size() == 1:
             copy.start(counts)
@@ -123,7 +126,7 @@ class AllToAllDispatcher:
             return {}
         sent, received = self._splits(chunk)
         to_experts = AllToAll(self.groups.ep, sent, received)
-        return {name: to_experts for name in self._carried(chunk)}
+        return {name: to_experts for name in self.carried(chunk)}
 
     def gather(self, chunk: Chunk) -> Mapping[str, Collective]:
         """The rows that the expert's other slices have received."""
@@ -132,7 +135,7 @@ class AllToAllDispatcher:
         sizes = self._sizes(chunk).sum((1, 2)).tolist()
         packing = chunk.values["packing"]
         rows = GatherRows(self.groups.tp, sizes, sum_in_fp32 if packing is None else packing.add)
-        return {name: rows for name in self._carried(chunk)}
+        return {name: rows for name in self.carried(chunk)}
 
     def arrange(self, chunk: Chunk) -> None:
         """Rows by local expert; the experts' counts are ``values["tokens_per_expert"]``."""
@@ -178,7 +181,8 @@ class AllToAllDispatcher:
             tensors["rows"], chunk.values["row_id_map"], None, tensors["hidden"].shape
         )
 
-    def _carried(self, chunk: Chunk) -> tuple[str, ...]:
+    def carried(self, chunk: Chunk) -> tuple[str, ...]:
+        """Names of the tensors that travel to the experts."""
         return ("rows", "row_probs") if chunk.values["packing"] is None else ("rows",)
 
     def _counts(self, chunk: Chunk) -> torch.Tensor:

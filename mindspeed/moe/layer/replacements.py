@@ -15,10 +15,11 @@ from dataclasses import replace
 
 from mindspeed.moe.interpreter import Compute, Stages
 from mindspeed.moe.layer.call import LayerCall
+from mindspeed.moe.layer.pieces import pieces
 
 Replacement = Callable[[LayerCall, Stages], Stages]
 
-REPLACEMENTS: tuple[Replacement, ...] = ()
+REPLACEMENTS: tuple[Replacement, ...] = (pieces,)
 
 
 def replaced(stages: Stages, **compute: Compute) -> Stages:

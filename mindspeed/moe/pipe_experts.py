@@ -1,0 +1,206 @@
+"""Pieces of the experts' work: one local expert computes while others' rows travel.
+
+    pieces = local expert i x slice j of the tokens
+    dispatch all; for each piece: dispatch< (gather) expert (scatter) combine>; all combine<
+
+Only the first dispatch and the last combine have nothing beside them, 1 / (experts * slices) of
+each. Slices are taken after the gate, so routing and losses are those of the whole. Each expert's
+weight gradients are collected in one anchor: their hooks run once.
+
+With expert tensor parallelism a piece's rows are gathered before the expert, and its results summed
+after it. ``chained``: these collectives and the all-to-alls never share the link, and the pieces
+are shifted against each other, so that one piece's collectives hide behind another's expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
+from mindspeed.moe.events import EventLog
+from mindspeed.moe.interpreter import Chunk, Communicate, Compute, Stages, execute
+from mindspeed.moe.link import Link
+from mindspeed.moe.program import Program
+from mindspeed.moe.split_phase import Collective, Ticket, finish, start
+
+PIECES = Program.parse(
+    "dispatch> shared_fc1 anchor dispatch< gather experts scatter combine> shared_fc2 combine<"
+)
+CHAINED = Program.parse(
+    "dispatch> shared_fc1 anchor dispatch< gather> gather< experts scatter> scatter< combine> "
+    "shared_fc2 combine<",
+    skewed=True,
+)
+
+
+@dataclass(frozen=True)
+class PipedExperts:
+    """The stages of a layer whose experts are computed in pieces.
+
+    Attributes:
+        dispatcher: of the whole layer.
+        slices: of the tokens, N.
+        chained: collectives of the two expert groups wait for each other.
+        absent: stages that the layer does not have.
+        log: gets the events.
+    """
+
+    dispatcher: AllToAllDispatcher
+    slices: int = 1
+    chained: bool = False
+    absent: tuple[str, ...] = ()
+    log: EventLog | None = None
+
+    def stages(self, layer: Stages) -> Stages:
+        """Functions for ``route count permute pieces unpermute``.
+
+        Args:
+            layer: ``route``, ``experts``, which computes the local expert ``values["expert"]``,
+                and what is computed beside them.
+        """
+
+        def pieces(chunk: Chunk) -> None:
+            self._compute(chunk, layer)
+
+        own: dict[str, Compute] = {
+            "permute": self.permute,
+            "pieces": pieces,
+            "unpermute": self.unpermute,
+        }
+        return Stages({**layer.compute, **own}, {**layer.communicate, "count": self.count})
+
+    def count(self, chunk: Chunk) -> Mapping[str, Collective]:
+        """Gather every rank's rows for every expert and slice, ``[ranks, N experts]``."""
+        maps = chunk.tensors["routing_map"].tensor_split(self.slices)
+        return self.dispatcher.gather_counts(chunk, torch.cat([one.sum(0) for one in maps]))
+
+    def permute(self, chunk: Chunk) -> None:
+        """``hidden [n, h]`` to rows of each slice, sorted by local expert, rank and token.
+
+        The rows for local expert i of all ranks lie together: they are one piece.
+        """
+        groups, tensors = self.dispatcher.groups, chunk.tensors
+        order = torch.arange(groups.experts).view(-1, groups.local).t().reshape(-1)
+        order = order.to(tensors["probs"].device)
+        parts = zip(
+            tensors["hidden"].tensor_split(self.slices),
+            tensors["probs"].index_select(1, order).tensor_split(self.slices),
+            tensors["routing_map"].index_select(1, order).tensor_split(self.slices),
+            strict=True,
+        )
+        chunk.values["slices"] = slices = []
+        for j, part in enumerate(parts):
+            one = Chunk(j, dict(zip(("hidden", "probs", "routing_map"), part, strict=True)))
+            one.values["host_counts"] = self._part(chunk, lambda counts, at: counts[:, at], j)
+            self.dispatcher.permute(one)
+            slices.append(one)
+        tensors["rows"] = slices[0].tensors["rows"]  # for the log
+
+    def unpermute(self, chunk: Chunk) -> None:
+        """The rows of each slice to ``output [n, h]``."""
+        slices = chunk.values["slices"]
+        for one in slices:
+            self.dispatcher.unpermute(one)
+        chunk.tensors["output"] = torch.cat([one.tensors["output"] for one in slices])
+
+    def _compute(self, chunk: Chunk, layer: Stages) -> None:
+        slices, local = chunk.values["slices"], self.dispatcher.groups.local
+        pieces: list[Chunk] = []
+        del chunk.tensors["rows"]
+        for one in slices:
+            pieces += self._cut(chunk, one, len(pieces))
+        run = _Pieces(self.dispatcher, Link() if self.chained else None, self.log)
+        program = CHAINED if self.chained else PIECES
+        execute(program.without(*self.absent), run.stages(layer), pieces, self.log)
+        for j, one in enumerate(slices):
+            rows = [piece.tensors["rows"] for piece in pieces[j * local : (j + 1) * local]]
+            one.tensors["rows"] = torch.cat(rows)
+        chunk.tensors["rows"] = slices[0].tensors["rows"]
+        if "shared" in pieces[0].tensors:
+            chunk.tensors["shared"] = pieces[0].tensors["shared"]
+
+    def _cut(self, chunk: Chunk, one: Chunk, index: int) -> list[Chunk]:
+        """One chunk for each local expert, with its rows of one slice."""
+        groups, tensors = self.dispatcher.groups, one.tensors
+        local = groups.local
+        own = groups.ep.rank() * groups.tp.size() + groups.tp.rank()
+        counts = one.values["host_counts"].get()[own].view(-1, local)  # [ep, local]
+        sizes = counts.sum(0).tolist()
+        carried = {name: tensors[name].split(sizes) for name in self.dispatcher.carried(one)}
+        found = []
+        for i in range(local):
+            piece = Chunk(index + i, {name: parts[i] for name, parts in carried.items()})
+            piece.values |= {
+                "expert": i,
+                "packing": one.values["packing"],
+                "host_counts": self._part(
+                    chunk,
+                    lambda counts, at: counts[:, one.index].unflatten(1, (-1, local))[..., at],
+                    i,
+                ),
+            }
+            found.append(piece)
+        return found
+
+    def _part(
+        self, chunk: Chunk, select: Callable[[torch.Tensor, int], torch.Tensor], at: int
+    ) -> _Part:
+        def get() -> torch.Tensor:
+            counts = chunk.values["host_counts"].get()
+            return select(counts.view(-1, self.slices, self.dispatcher.groups.experts), at)
+
+        return _Part(get)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some of the counts on the host."""
+
+    get: Callable[[], torch.Tensor]
+
+
+class _Pieces:
+    """The stages of the pieces: for each, a layer with one local expert."""
+
+    def __init__(
+        self, dispatcher: AllToAllDispatcher, link: Link | None, log: EventLog | None
+    ) -> None:
+        groups = dispatcher.groups
+        one = replace(dispatcher, groups=replace(groups, experts=groups.ep.size())).stages()
+        self._communicate = {
+            name: self._chained(one.communicate[name], link, group)
+            for name, group in [
+                ("dispatch", "ep"), ("combine", "ep"), ("gather", "tp"), ("scatter", "tp"),
+            ]
+        }  # fmt: skip
+        self._arrange, self._log = one.compute["arrange"], log
+
+    def stages(self, layer: Stages) -> Stages:
+        """Of the pieces, with the experts of a layer and what is computed beside them."""
+
+        def experts(chunk: Chunk) -> None:
+            self._arrange(chunk)
+            layer.compute["experts"](chunk)
+
+        at_once = {name: self._at_once(name) for name in ("gather", "scatter")}
+        return Stages({"experts": experts, **at_once}, self._communicate, layer.side)
+
+    def _chained(self, communicate: Communicate, link: Link | None, group: str) -> Communicate:
+        if link is None:
+            return communicate
+        return lambda chunk: {
+            name: link.chained(collective, group) for name, collective in communicate(chunk).items()
+        }
+
+    def _at_once(self, name: str) -> Compute:
+        """A communication as a computation: started and awaited."""
+
+        def compute(chunk: Chunk) -> None:
+            for key, collective in self._communicate[name](chunk).items():
+                ticket = Ticket(collective, f"{name}.{key}", chunk.index, self._log)
+                chunk.tensors[key] = finish(start(chunk.tensors[key], ticket), ticket)
+
+        return compute
