@@ -36,7 +36,12 @@ def _validate(options: FusedMoePermuteOptions, megatron: Megatron) -> list[Probl
 
 
 def _attach(seams: Seams, options: FusedMoePermuteOptions, megatron: Megatron) -> None:
-    from mindspeed.te.fused_permutation import permute, sort_chunks, unpermute
+    from mindspeed.te.fused_permutation import (
+        permute,
+        permute_again,
+        sort_chunks,
+        unpermute,
+    )
 
     def switch_on(block: Any, config: Any, first_layer: int) -> Any:
         config.moe_permute_fusion = True
@@ -46,6 +51,7 @@ def _attach(seams: Seams, options: FusedMoePermuteOptions, megatron: Megatron) -
     seams.use_kernels(
         owner=FEATURE.name,
         moe_permute=permute,
+        moe_permute_again=permute_again,
         moe_unpermute=unpermute,
         moe_sort_chunks=sort_chunks,
     )

@@ -47,11 +47,15 @@ class Stages:
         compute: change the tensors of a chunk.
         communicate: say what is launched on which tensors.
         side: once for a layer, with the first chunk: shared experts, the weight-gradient anchor.
+        repeat: how backward brings the rows of a chunk to the experts again, if it can: functions
+            and collectives, one after the other, from ``hidden [n, h]`` to ``rows [m, h]``, with
+            the maps and counts of the forward; see :mod:`mindspeed.moe.save.refetch`.
     """
 
     compute: Mapping[str, Compute]
     communicate: Mapping[str, Communicate]
     side: Mapping[str, Compute] = field(default_factory=dict)
+    repeat: Callable[[Chunk], Sequence[Any]] | None = None
 
 
 def execute(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindspeed.moe.program import Program
+from mindspeed.moe.save.policy import ALL, SavePolicy
 
 ROUTE = "route"
 
@@ -23,6 +24,8 @@ class LayerRequest:
         capacity: that number, for a rank's number of tokens.
         pipe_slices: experts are computed one by one, each in so many slices of the tokens; 0: not.
         pipe_chained: with them, collectives of the two expert groups wait for each other.
+        save: what the experts keep for backward.
+        recompute_above: a rank whose load is larger keeps only the rows of its experts.
     """
 
     async_permutation: bool = False
@@ -31,6 +34,8 @@ class LayerRequest:
     capacity: Callable[[int], int] | None = None
     pipe_slices: int = 0
     pipe_chained: bool = False
+    save: SavePolicy = ALL
+    recompute_above: float | None = None
 
 
 def program_of(request: LayerRequest) -> Program:

@@ -54,6 +54,7 @@ class Ticket:
         log: gets the events.
         before_reverse: called in backward before the reverse is launched.
         after_reverse: called after it is launched.
+        before_wait: called in backward before the result of the reverse is waited for.
     """
 
     collective: Collective
@@ -62,6 +63,7 @@ class Ticket:
     log: EventLog | None = None
     before_reverse: list[Callable[[], None]] = field(default_factory=list)
     after_reverse: list[Callable[[], None]] = field(default_factory=list)
+    before_wait: list[Callable[[], None]] = field(default_factory=list)
     _work: Work | None = None
     _kept: Any = None  # what is being sent lives until the wait
     _result: torch.Tensor | None = None  # of the reverse
@@ -92,6 +94,8 @@ class Ticket:
 
     def result(self) -> torch.Tensor:
         """The gradient that the reverse has brought, ``[rows, ...]``."""
+        for call in self.before_wait:
+            call()
         self.wait("backward")
         found, self._result = self._result, None
         assert found is not None

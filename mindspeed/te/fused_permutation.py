@@ -43,6 +43,20 @@ def permute(
     return permuted, probs, row_id_map
 
 
+def permute_again(tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int) -> torch.Tensor:
+    """Sort by an earlier map; see :func:`mindspeed.te.kernels.moe_permute_again`.
+
+    Args:
+        tokens: ``[t, h]``, floating dtype.
+        row_id_map: int32 ``[2, t, e]``, of :func:`permute`.
+        rows: Rows of the result.
+
+    Returns:
+        ``[rows, h]``.
+    """
+    return MOE_PERMUTE(tokens, row_id_map[0], rows, True)  # type: ignore[no-any-return]
+
+
 def unpermute(
     permuted: torch.Tensor,
     row_id_map: torch.Tensor,

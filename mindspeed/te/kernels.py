@@ -22,6 +22,7 @@ from mindspeed.te import comm
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
 from mindspeed.te.moe_formulas import moe_permute as moe_permute
+from mindspeed.te.moe_formulas import moe_permute_again as moe_permute_again
 from mindspeed.te.moe_formulas import moe_sort_chunks as moe_sort_chunks
 from mindspeed.te.moe_formulas import moe_unpermute as moe_unpermute
 

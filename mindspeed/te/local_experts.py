@@ -7,7 +7,6 @@ and never adds weight gradients into ``main_grad``. Its weights are kept as they
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,33 +35,59 @@ def grouped_mlp_forward(
         if config.moe_router_topk != 1:
             raise ValueError("--moe-apply-probs-on-input needs --moe-router-topk 1")
         x, probs = (x * probs).to(x.dtype), torch.ones_like(probs)
-    experts = self.num_local_experts
-    # The seam ``chunk`` gives a store to the modules whose backward is divided.
-    store = getattr(self, "weight_gradients", None)
-    anchor = getattr(self, "gradient_anchor", None)
-    options = WgradOptions(config.gradient_accumulation_fusion, store=store, anchor=anchor)
-    product = partial(_product, tokens_per_expert, options)
-    hidden = product(x, self.weight1, (experts, config.hidden_size, -1))
+    first, second = products_of(self)
+    hidden = first.forward(x, tokens_per_expert)
     if not self.activation_recompute:
-        active = self.activation_func_with_probs(hidden, probs)
-        return product(active, self.weight2, (experts, -1, config.hidden_size)), None
+        return second.forward(
+            self.activation_func_with_probs(hidden, probs), tokens_per_expert
+        ), None
     from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
     self.activation_checkpoint = CheckpointWithoutOutput()
     active = self.activation_checkpoint.checkpoint(self.activation_func_with_probs, hidden, probs)
-    out = product(active, self.weight2, (experts, -1, config.hidden_size))
+    out = second.forward(active, tokens_per_expert)
     self.activation_checkpoint.discard_output_and_register_recompute(out)
     return out, None
 
 
-def _product(
-    sizes: torch.Tensor,
-    options: WgradOptions,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    shape: tuple[int, int, int],
-) -> torch.Tensor:
-    fuse_into, hidden = weight if options.fuse else None, options.hide(x, weight)
-    anchored = None if options.anchor is None else Anchored(options.anchor, weight)
-    matrices = weight.view(shape)
-    return gmm(x, matrices, sizes, fuse_into=fuse_into, hidden=hidden, anchored=anchored)
+class Product:
+    """One of the two linear layers of Megatron's ``GroupedMLP``.
+
+    Args:
+        experts: The module.
+        weight: Name of its parameter.
+        shape: Of the parameter as one matrix for each expert.
+    """
+
+    def __init__(self, experts: Any, weight: str, shape: tuple[int, int, int]) -> None:
+        self.experts, self._weight, self._shape = experts, weight, shape
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """Multiply ``x [t, in]``, rows of ``sizes [experts]`` sorted by expert: ``[t, out]``."""
+        experts = self.experts
+        # The seam ``chunk`` gives a store to the modules whose backward is divided.
+        store = getattr(experts, "weight_gradients", None)
+        anchor = getattr(experts, "gradient_anchor", None)
+        fuse = experts.config.gradient_accumulation_fusion
+        options = WgradOptions(fuse, store=store, anchor=anchor)
+        weight = getattr(experts, self._weight)
+        fuse_into, hidden = weight if options.fuse else None, options.hide(x, weight)
+        anchored = None if anchor is None else Anchored(anchor, weight)
+        matrices = weight.view(self._shape)
+        return gmm(x, matrices, sizes, fuse_into=fuse_into, hidden=hidden, anchored=anchored)
+
+
+_PRODUCTS = "_linear_layers"
+"""Attribute of the module: its two products."""
+
+
+def products_of(experts: Any) -> tuple[Product, Product]:
+    """The two linear layers of Megatron's ``GroupedMLP``, the same objects at every call."""
+    known: tuple[Product, Product] | None = vars(experts).get(_PRODUCTS)
+    if known is None or known[0].experts is not experts:  # of the module that this is a copy of
+        number, width = experts.num_local_experts, experts.config.hidden_size
+        known = vars(experts)[_PRODUCTS] = (
+            Product(experts, "weight1", (number, width, -1)),
+            Product(experts, "weight2", (number, -1, width)),
+        )
+    return known

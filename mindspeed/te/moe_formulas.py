@@ -34,6 +34,17 @@ def moe_permute(
     return permuted, probs, torch.stack([token, pair])
 
 
+def moe_permute_again(tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the rows that :func:`moe_permute` has made of tokens, by the map that it returned.
+
+    Args:
+        tokens: ``[t, h]``, any dtype.
+        row_id_map: Of :func:`moe_permute`.
+        rows: Of its result.
+    """
+    return _pad_rows(tokens.index_select(0, row_id_map[0]), rows)
+
+
 def _pad_rows(x: torch.Tensor, rows: int | None) -> torch.Tensor:
     if rows is None or rows <= x.shape[0]:
         return x

@@ -36,6 +36,7 @@ from mindspeed.moe.host_copy import HostCopy
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.save.refetch import Steps
 from mindspeed.moe.split_phase import Collective
 from mindspeed.te import kernels
 
@@ -97,6 +98,7 @@ class AllGatherDispatcher:
                 "tokens": self.tokens,
                 "combine": self.combine,
             },
+            repeat=self.repeat,
         )
 
     def compact(self, chunk: Chunk) -> None:
@@ -170,6 +172,13 @@ class AllGatherDispatcher:
         """The sums over ranks, ``[n, h]``."""
         group = self.groups.tp_ep
         return {} if group.size() == 1 else {"rows": ReduceScatter(group)}
+
+    def repeat(self, chunk: Chunk) -> Steps:
+        """From ``hidden [n, h]`` to the experts' ``rows [m, h]`` again, without ids and weights."""
+        values, group = chunk.values, self.groups.tp_ep
+        ids, copies = values["row_id_map"], int(values["tokens_per_expert"].sum())
+        again = lambda tokens: kernels.moe_permute_again(tokens, ids, copies)  # noqa: E731
+        return [again] if group.size() == 1 else [Gather(group), again]
 
     def finish(self, chunk: Chunk) -> None:
         """``output [n, h]`` in the dtype of the tokens."""

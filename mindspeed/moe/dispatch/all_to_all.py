@@ -25,6 +25,7 @@ from mindspeed.moe.collectives import AllToAll, Gather, GatherRows, SumRows, sum
 from mindspeed.moe.host_copy import HostCopy, ToHost
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.packing import Packing
+from mindspeed.moe.save.refetch import Local, Steps
 from mindspeed.moe.split_phase import Collective
 from mindspeed.te import kernels
 
@@ -87,6 +88,7 @@ class AllToAllDispatcher:
                 "scatter": self.scatter,
                 "combine": self.combine,
             },
+            repeat=self.repeat,
         )
 
     def count(self, chunk: Chunk) -> Mapping[str, Collective]:
@@ -180,6 +182,27 @@ class AllToAllDispatcher:
         tensors["output"] = kernels.moe_unpermute(
             tensors["rows"], chunk.values["row_id_map"], None, tensors["hidden"].shape
         )
+
+    def repeat(self, chunk: Chunk) -> Steps:
+        """From ``hidden [n, h]`` to the experts' ``rows [m, h]`` again, without probabilities."""
+        groups, (sent, received) = self.groups, self._splits(chunk)
+        steps: list[Local | Collective] = [self._permute_again(chunk, sum(sent))]
+        if groups.ep.size() > 1:
+            steps.append(AllToAll(groups.ep, sent, received))
+        sizes = self._sizes(chunk)
+        if groups.tp.size() > 1:
+            steps.append(GatherRows(groups.tp, sizes.sum((1, 2)).tolist()))
+        if groups.local > 1:
+            pieces = sizes.reshape(-1, groups.local)
+            order = torch.arange(pieces.numel()).view(pieces.shape).t().reshape(-1)
+            steps.append(
+                lambda rows: kernels.moe_sort_chunks((rows,), pieces.reshape(-1), order)[0]
+            )
+        return steps
+
+    def _permute_again(self, chunk: Chunk, rows: int) -> Local:
+        ids = chunk.values["row_id_map"]
+        return lambda hidden: kernels.moe_permute_again(hidden, ids, rows)
 
     def carried(self, chunk: Chunk) -> tuple[str, ...]:
         """Names of the tensors that travel to the experts."""

@@ -23,6 +23,7 @@ from mindspeed.moe.interpreter import Chunk
 from mindspeed.moe.packing import Packing
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest, program_of
+from mindspeed.moe.save.refetch import Local
 
 
 def program(request: LayerRequest) -> Program:
@@ -114,6 +115,10 @@ class PaddedDispatcher(AllToAllDispatcher):
         """``rows [E * C, h]`` to ``output [n, h]``."""
         slots = chunk.values["slots"]
         chunk.tensors["output"] = select_rows(chunk.tensors["rows"], slots.of_token, slots.tokens)
+
+    def _permute_again(self, chunk: Chunk, rows: int) -> Local:
+        slots = chunk.values["slots"]
+        return lambda hidden: select_rows(hidden, slots.tokens, slots.of_token)
 
     @property
     def _width(self) -> int:

@@ -8,6 +8,7 @@ anchor       where the weight gradients of the experts are computed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ class LayerCall:
         log: gets the events; None: nobody reads them.
         groups: who shares the experts.
         absent: steps that this layer has no part for.
+        at_end: called with each chunk whose program has run.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class LayerCall:
             dispatcher.tp_ep_group,
         )
         self._shared = SharedHalves(layer.shared_experts) if layer.use_shared_expert else None
+        self.at_end: list[Callable[[Chunk], None]] = []
         self._anchor: Anchor | None = None
         self._token: torch.Tensor | None = None
 
@@ -99,7 +102,12 @@ class LayerCall:
         )
 
     def compute_experts(
-        self, experts: Any, rows: torch.Tensor, sizes: torch.Tensor, probs: torch.Tensor
+        self,
+        experts: Any,
+        rows: torch.Tensor,
+        sizes: torch.Tensor,
+        probs: torch.Tensor,
+        run: Callable[..., Any] | None = None,
     ) -> torch.Tensor:
         """The results of some experts, ``[m, h]``; weight gradients go to the anchor, if placed.
 
@@ -108,11 +116,12 @@ class LayerCall:
             rows: ``[m, h]``, sorted by expert.
             sizes: int64 ``[experts]`` on the host, rows of each.
             probs: ``[m]``, by which results are weighted.
+            run: Called in place of ``experts``.
         """
         if self._anchor is not None:
             rows = self._anchor.join(rows, self._token)
         with anchored(experts, None if self._token is None else self._anchor):
-            out, bias = experts(rows, sizes, probs)
+            out, bias = (run or experts)(rows, sizes, probs)
         assert bias is None
         return out  # type: ignore[no-any-return]
 

@@ -94,4 +94,6 @@ class ProgramForward:
         chunk = call.chunk()
         program = choice.program(self.request).without(*call.absent)
         execute(program, stages, [chunk], self.log)
+        for function in call.at_end:
+            function(chunk)
         return call.result(chunk)

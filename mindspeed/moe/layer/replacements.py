@@ -16,10 +16,11 @@ from dataclasses import replace
 from mindspeed.moe.interpreter import Compute, Stages
 from mindspeed.moe.layer.call import LayerCall
 from mindspeed.moe.layer.pieces import pieces
+from mindspeed.moe.layer.saving import saving
 
 Replacement = Callable[[LayerCall, Stages], Stages]
 
-REPLACEMENTS: tuple[Replacement, ...] = (pieces,)
+REPLACEMENTS: tuple[Replacement, ...] = (saving, pieces)
 
 
 def replaced(stages: Stages, **compute: Compute) -> Stages:

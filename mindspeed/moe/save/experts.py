@@ -1,0 +1,281 @@
+"""The experts under a save policy: their forward runs as always, autograd keeps less of it.
+
+    saved = SavedExperts(experts, LEVEL0, refetch)
+    out, bias = saved(rows, tokens_per_expert, probs)      # in place of experts(...)
+
+The code of the experts stays Megatron's (or the adapter's, or ours). Two of its calls are watched,
+those of the first and of the second linear layer, of every expert that has its own:
+
+    rows ..> linear_fc1 ..> fc1 ..(activation)..> act ..> linear_fc2 ..> out
+
+Hooks on saved tensors know from the calls where a tensor is saved, and from its storage which of
+the three it is. In backward one second run gives all of them their values: of what lies between the
+two layers if ``fc1`` is kept, else from the rows on; it ends where the last ``linear_fc2`` would be
+called. Rows that are dropped come from a :class:`~mindspeed.moe.save.refetch.Refetch`.
+
+The second run calls the same kernels on the same values, so gradients are bit-equal under all
+policies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mindspeed.memory.frames import key_of
+from mindspeed.memory.saved import Kept, Recomputed, ViewOf
+from mindspeed.memory.segment import Segment
+from mindspeed.moe.events import EventLog, Kind
+from mindspeed.moe.save.calls import calls_of, watched
+from mindspeed.moe.save.policy import SavePolicy
+from mindspeed.moe.save.refetch import Refetch
+
+
+class _Phase(enum.Enum):
+    """Which part of an expert computes."""
+
+    BESIDE = enum.auto()
+    FC1 = enum.auto()
+    BETWEEN = enum.auto()
+    FC2 = enum.auto()
+
+
+@dataclass
+class _FirstOutput:
+    """What a call of ``linear_fc1`` returned: the tensor saved through autograd, and the rest."""
+
+    node: torch.Tensor
+    requires_grad: bool
+    rest: tuple[Any, ...] | None
+
+    def get(self) -> Any:
+        (tensor,) = self.node.grad_fn.saved_tensors  # type: ignore[union-attr]
+        tensor = tensor.detach().requires_grad_(self.requires_grad)
+        return tensor if self.rest is None else (tensor, *self.rest)
+
+
+@dataclass
+class _State:
+    """Of the forward."""
+
+    phase: _Phase = _Phase.BESIDE
+    exists: set[int] = field(default_factory=set)
+    rows: int = 0
+    fc1: list[_FirstOutput] = field(default_factory=list)
+    fc1_keys: set[int] = field(default_factory=set)
+    act: tuple[int, int] | None = None  # number of the call and storage, while linear_fc2 runs
+    out: list[Any] = field(default_factory=list)
+
+
+class SavedExperts:
+    """One call of the experts.
+
+    Args:
+        experts: The module.
+        policy: What is kept; not everything.
+        refetch: Brings rows that are not kept.
+        name: Of the layer, for messages.
+        log: Gets an event for the second run.
+        chunk: Index of the chunk, for the log.
+    """
+
+    def __init__(
+        self,
+        experts: torch.nn.Module,
+        policy: SavePolicy,
+        refetch: Refetch | None = None,
+        *,
+        name: str = "experts",
+        log: EventLog | None = None,
+        chunk: int = 0,
+    ) -> None:
+        self.policy = policy
+        self._experts, self._refetch, self._name = experts, refetch, name
+        self._log, self._chunk = log, chunk
+        self._calls = calls_of(experts)
+        self._state = _State()
+        self._segment: Segment | None = None
+        self._rows: weakref.ref[Recomputed] | None = None
+        self._input: tuple[bool, torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor) -> Any:
+        """What the experts return.
+
+        Args:
+            rows: ``[m, h]``, sorted by local expert.
+            tokens: int ``[experts]``, rows of each local expert.
+            probs: ``[m]``.
+        """
+        if not torch.is_grad_enabled():
+            return self._experts(rows, tokens, probs)
+        keep_rows = self.policy.rows and not self.policy.fc1
+        placeholder = rows.new_zeros(()).expand(rows.shape)
+        self._input = rows.requires_grad, placeholder, tokens
+        self._segment = Segment(
+            self._name,
+            self._second_run,
+            (rows if keep_rows else None, probs),
+            {},
+            lambda: contextlib.nullcontext,
+            self._note,
+        )
+        state = self._state
+        state.rows = key_of(rows)
+        existing = [*self._experts.parameters(), *self._experts.buffers(), probs]
+        state.exists = {key_of(x) for x in existing} - {state.rows}
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.get())
+        with watched(self._calls, self._first, self._second), hooks:
+            out = self._experts(rows, tokens, probs)
+        self._state = _State(fc1=state.fc1, out=state.out)
+        return out
+
+    def recompute(self) -> None:
+        """Compute now what backward will ask for, unless it is there."""
+        if self._segment is not None:
+            self._segment.materialize()
+
+    def _first(self, call: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state = self._state
+        state.phase = _Phase.FC1
+        outputs = forward(*args, **kwargs)
+        if self.policy.fc1:
+            tensor, rest = _apart(outputs)
+            state.fc1_keys.add(key_of(tensor))
+            node = _Hold.apply(torch.empty(0, requires_grad=True), tensor)
+            state.fc1.append(_FirstOutput(node, tensor.requires_grad, rest))
+        state.phase = _Phase.BETWEEN
+        return outputs
+
+    def _second(
+        self, call: int, forward: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        state = self._state
+        state.phase, state.act = _Phase.FC2, (call, key_of(x))
+        outputs = forward(x, *args, **kwargs)
+        state.phase, state.act = _Phase.BESIDE, None
+        tensor, rest = _apart(outputs)
+        state.out.append((tensor.shape, tensor.dtype, tensor.requires_grad, rest))
+        return outputs
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        state, segment = self._state, self._segment
+        assert segment is not None
+        key, saved = key_of(tensor), None
+        if state.phase is _Phase.BETWEEN or (state.phase is _Phase.FC1 and not self.policy.fc1):
+            saved = segment.save(tensor)  # numbered, whatever becomes of it
+        if key in state.exists or key in state.fc1_keys:
+            return Kept(tensor, self._name)
+        if key == state.rows:
+            return Kept(tensor, self._name) if self.policy.rows else self._row(tensor)
+        if saved is not None:
+            return saved
+        if state.act is not None and state.act[1] == key:
+            return ViewOf(segment.save_output(state.act[0], tensor), tensor)
+        return Kept(tensor, self._name)
+
+    def _row(self, tensor: torch.Tensor) -> ViewOf:
+        """Stands for a view of the rows."""
+        rows = self._rows() if self._rows is not None else None
+        if rows is None:
+            rows = Recomputed(tensor, self._wait)
+            self._rows = weakref.ref(rows)
+        return ViewOf(rows, tensor)
+
+    def _wait(self) -> None:
+        self._bring()
+
+    def _bring(self) -> torch.Tensor:
+        """Get the rows, for all that wait for them."""
+        saved = self._rows() if self._rows is not None else None
+        if saved is not None and saved.value is not None:
+            return saved.value
+        assert self._refetch is not None
+        rows = self._refetch.rows()
+        if saved is not None:
+            saved.value = rows
+        return rows
+
+    def _second_run(self, rows: torch.Tensor | None, probs: torch.Tensor) -> list[torch.Tensor]:
+        """From the rows, or from ``fc1``, to what the second linear layers would get."""
+        assert self._input is not None
+        requires_grad, placeholder, tokens = self._input
+        if rows is None and not self.policy.fc1:
+            rows = self._bring().detach().requires_grad_(requires_grad)
+        elif rows is None:
+            rows = placeholder
+        found: list[torch.Tensor] = []
+        beside = _Beside()
+
+        def first(call: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            beside.leave()
+            return self._state.fc1[call].get() if self.policy.fc1 else forward(*args, **kwargs)
+
+        def second(call: int, forward: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found.append(x)
+            if len(found) == len(self._calls):
+                raise _Reached
+            beside.enter()
+            shape, dtype, wanted, rest = self._state.out[call]
+            out = x.new_zeros((), dtype=dtype).requires_grad_(wanted).expand(shape)
+            return out if rest is None else (out, *rest)
+
+        with watched(self._calls, first, second), beside:
+            try:
+                self._experts(rows, tokens, probs)
+            except _Reached:
+                return found
+        raise RuntimeError(f"{self._name}: an expert did not call its second linear layer")
+
+    def _note(self) -> None:
+        if self._log is not None:
+            self._log.add("backward", Kind.COMPUTE, "recompute", self._chunk)
+
+
+class _Beside:
+    """What is saved outside of the two layers and what lies between them is not of the segment."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self.enter()
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    def enter(self) -> None:
+        detach = torch.Tensor.detach
+        self._stack.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(detach, lambda tensor: tensor)
+        )
+
+    def leave(self) -> None:
+        self._stack.close()
+
+
+class _Hold(torch.autograd.Function):
+    """Saves a tensor through the hooks that are in force; its own backward is never asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return dummy.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pragma: no cover
+        raise AssertionError("the graph of a layer does not contain a tensor that is only held")
+
+
+class _Reached(Exception):
+    """The second run has all activations."""
+
+
+def _apart(outputs: Any) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
+    """The tensor that a linear layer returns, and what comes with it."""
+    return (outputs[0], outputs[1:]) if isinstance(outputs, tuple) else (outputs, None)
