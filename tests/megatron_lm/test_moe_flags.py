@@ -10,6 +10,16 @@ from tests.megatron_lm.test_matrix import MOE, TRAINING
 pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
 
 
+def test_hidden_all_to_all_prints_the_digits_of_the_plain_schedule(tmp_path):
+    experts = "--bf16 --expert-model-parallel-size 2 --use-distributed-optimizer"
+
+    def run(flags):
+        found = pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {experts} {flags}".split())
+        return found.losses, found.grad_norms
+
+    assert run("--moe-fb-overlap --overlap-grad-reduce") == run("")
+
+
 def test_extended_groups_and_shared_experts_print_the_digits_of_megatrons_flags(tmp_path):
     tensor = "--tensor-model-parallel-size 2 --sequence-parallel --moe-ffn-hidden-size 64"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.training.fb_overlap_job import exposed, traced
 from tests.training.one_rank import column, made_once
 from tests.training.test_layouts import MOE, TP
 from tests.training.test_planned_flags import SETUP, TINY, parse_all
@@ -55,9 +56,75 @@ def test_the_trainer_refuses_contradictions_before_it_starts(rank_pool):
         (*extended[:2], "--n-shared-experts", "2", "--moe-shared-expert-intermediate-size", "7"): (
             "--moe-shared-expert-intermediate-size is 7"
         ),
+        (*extended[:2], "--moe-fb-overlap"): "--expert-model-parallel-size is 1",
         tuple(extended): "2 ranks cannot be divided by expert tensor 1 x expert 4",
     }
     given = [([*TINY, *flags], None, 2) for flags in cases]
     (answers,) = rank_pool.run(1, parse_all, given, setup=SETUP, backend=None, timeout=120)
     for answer, said in zip(answers, cases.values(), strict=True):
         assert said in (answer["error"] or "no error")
+
+
+OVERLAP = "--bf16 --expert-model-parallel-size 2 --global-batch-size 8"
+
+
+@pytest.mark.parametrize(("impl", "outside"), [("transformer_engine", 7), ("local", 14)])
+def test_micro_batches_hide_each_others_all_to_all(impl, outside, rank_pool):
+    """4 layers, 4 micro-batches: 3 pairs of forward and backward, whose 4 all-to-alls all hide.
+
+    Exposed are those of the first forward and, without delayed weight gradients, of the last
+    backward, which have no partner.
+    """
+    flags = f"{MOE} {OVERLAP} --moe-fb-overlap --transformer-impl {impl}"
+    for nodes in rank_pool.run(2, traced, flags.split(), setup=SETUP, backend=None, timeout=240):
+        assert sum(node.communicates for node in nodes) == 4 * 4 * 4
+        alone = [(node.micro_batch, node.phase) for node in exposed(nodes)]
+        assert set(alone) <= {(0, "F"), (3, "B")}
+        assert len(alone) == outside
+        assert any(node.phase == "W" for node in nodes) == (impl == "transformer_engine")
+
+
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+LORA = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "flags"),
+    [
+        pytest.param(MOE, 2, DISTRIBUTED, id="distributed-optimizer"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow, id=name)
+            for name, case in {
+                "local": (f"{MOE} --transformer-impl local", 2, ""),
+                "expert-tensor": (MOE, 4, f"{TP} --sequence-parallel"),
+                "extended": (MOE, 4, f"{TP} --sequence-parallel --moe-tp-extend-ep"),
+                "virtual-pipeline": (
+                    MOE,
+                    4,
+                    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+                ),
+                "lora": (MOE, 2, LORA),
+                "sequential-recompute": (
+                    MOE.replace("--moe-grouped-gemm ", ""),
+                    2,
+                    "--recompute-granularity selective --recompute-modules core_attn",
+                ),
+            }.items()
+        ),
+    ],
+)
+def test_overlapped_micro_batches_train_to_the_same_bits(model, ranks, flags, one_rank):
+    reference = one_rank(model)
+    plain = reference.train(ranks, f"{OVERLAP} {flags}")
+    records = reference.train(ranks, f"{OVERLAP} {flags} --moe-fb-overlap")
+    for name in ("lm_loss", "grad_norm"):
+        assert column(records, name) == column(plain, name)
+
+
+@pytest.mark.slow
+def test_with_shared_experts_gradients_are_summed_in_another_order(one_rank):
+    reference = one_rank(SHARED)
+    plain = reference.train(2, OVERLAP)
+    records = reference.train(2, f"{OVERLAP} --moe-fb-overlap")
+    for name, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
+        assert column(records, name) == pytest.approx(column(plain, name), rel=tolerance)

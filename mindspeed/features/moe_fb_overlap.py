@@ -1,0 +1,200 @@
+"""``--moe-fb-overlap``: the all-to-all of one micro-batch hides behind the computation of another.
+
+    all-to-all    combine(B)    dispatch(F)   dispatch(B)              combine(F)
+    computation   attention(F)  experts(B)    dw(B), experts(F)        attention(B)
+
+While the forward of a micro-batch (F) communicates, the backward of the one before (B) computes,
+and the other way round, layer by layer. The schedule is Megatron's
+(``--overlap-moe-expert-parallel-comm``), with weight gradients delayed until they hide a dispatch
+(``--delay-wgrad-compute``) where the layers can compute them apart. It runs parts of layers one by
+one, so nothing that replaces the forward of a layer, or the schedule, can be on at the same time.
+
+With Megatron's own flag the feature only refuses what would have no effect, and repairs what the
+schedule frees too early (:mod:`mindspeed.moe.layer.single_expert`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME, MEGATRONS = "--moe-fb-overlap", "--overlap-moe-expert-parallel-comm"
+_OFF = (None, False, 0, "disable", "none")
+_LAYER = "it runs the parts of a layer one by one, and that flag changes how a layer runs"
+_SCHEDULE = "both choose the order of micro-batches"
+_MEMORY = "it runs the parts of a layer one by one, which leaves no whole layer to free or move"
+_CONFLICTS = {
+    "moe_alltoall_overlap_comm": _LAYER,
+    "moe_allgather_overlap_comm": _LAYER,
+    "moe_permutation_async_comm": _LAYER,
+    "moe_hierarchical_alltoallv": _LAYER,
+    "moe_zero_memory": _LAYER,
+    "moe_zero_memory_num_layers": _LAYER,
+    "moe_adaptive_recompute_activation": _LAYER,
+    "moe_experts_pipeline_degree": _LAYER,
+    "use_pipe_experts": _LAYER,
+    "moe_shared_expert_overlap": "both hide the same all-to-all",
+    "recompute_in_bubble": _MEMORY,
+    "recompute_in_advance": _MEMORY,
+    "swap_attention": _MEMORY,
+    "recompute_norm": _MEMORY,
+    "recompute_activation_function": _MEMORY,
+    "adaptive_memory_optimization": _MEMORY,
+    "adaptive_recompute_device_swap": _MEMORY,
+    "pipeline_schedule": _SCHEDULE,
+    "schedules_method": _SCHEDULE,
+    "use_nanopipe": _SCHEDULE,
+    "fold_mode": _SCHEDULE,
+    "optimized_pipeline": _SCHEDULE,
+}
+"""Flags that cannot be on at the same time, by their names, and why."""
+
+
+@dataclass(frozen=True)
+class MoeFbOverlapOptions:
+    """Whether micro-batches hide each other's all-to-all."""
+
+    moe_fb_overlap: bool = flag(
+        False, "hide the all-to-all of a micro-batch behind the computation of another"
+    )
+
+
+def _problems(options: MoeFbOverlapOptions, megatron: Megatron) -> Iterator[Problem]:
+    ours = options.moe_fb_overlap
+    name = NAME if ours else MEGATRONS
+    for other, reason in _conflicts(megatron):
+        if ours or reason is _LAYER:  # the others' features know Megatron's flag
+            yield Problem(name, f"and {other} exclude each other: {reason}", "remove one")
+    if ours:
+        yield from _requirements(megatron)
+
+
+def _conflicts(megatron: Megatron) -> Iterator[tuple[str, str]]:
+    for name, reason in _CONFLICTS.items():
+        if megatron.get(name) not in _OFF:
+            yield "--" + name.replace("_", "-"), reason
+    if (megatron.get("ampipe_degree") or 1) > 1:
+        yield "--ampipe-degree", _LAYER
+    if megatron.get("moe_model_type") == "deepspeed_moe":
+        yield "--moe-model-type deepspeed_moe", _LAYER
+
+
+def _requirements(megatron: Megatron) -> Iterator[Problem]:
+    """What Megatron asks for, too, one by one and later."""
+    if not megatron.get("num_experts", 1):
+        yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
+        return
+    ep = megatron.get("expert_model_parallel_size")
+    if ep == 1:
+        yield Problem(
+            NAME,
+            "--expert-model-parallel-size is 1, so there is no all-to-all to hide",
+            "choose 2 or more, or remove it",
+        )
+    dispatcher = megatron.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher not in ("alltoall", "flex"):
+        yield Problem(
+            NAME,
+            f"hides an all-to-all, and --moe-token-dispatcher-type is {dispatcher}",
+            "give --moe-token-dispatcher-type alltoall",
+        )
+    if megatron.get("bf16") is False and megatron.get("fp16") is False:
+        yield Problem(NAME, "is for 16-bit parameters", "add --bf16 or --fp16")
+    full = [
+        f"--{name.replace('_', '-')} {megatron[name]}"
+        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers")
+        if megatron.get(name) not in (None, "selective")
+    ]
+    if full:
+        yield Problem(
+            NAME,
+            f"and {' '.join(full)} exclude each other: whole layers cannot be recomputed where "
+            "their parts run one by one",
+            "use --recompute-granularity selective",
+        )
+    pp = megatron.get("pipeline_model_parallel_size") or 1
+    if pp > 1 and not _has_chunks(megatron):
+        yield Problem(
+            NAME,
+            f"--pipeline-model-parallel-size {pp} needs the interleaved schedule",
+            "give --num-layers-per-virtual-pipeline-stage",
+        )
+    mtp = megatron.get("mtp_num_layers") or 0
+    if mtp > 1 or (mtp == 1 and pp == 1):
+        yield Problem(
+            NAME,
+            f"--mtp-num-layers {mtp}: at most 1, and only on two or more pipeline ranks",
+            "remove one, or add pipeline ranks",
+        )
+
+
+def _has_chunks(megatron: Megatron) -> bool:
+    names = (
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+    )
+    return any(megatron.get(name) is not None for name in names)
+
+
+def _validate(options: MoeFbOverlapOptions, megatron: Megatron) -> list[Problem]:
+    return list(_problems(options, megatron))
+
+
+def _derives(options: MoeFbOverlapOptions, megatron: Megatron) -> dict[str, Any]:
+    if not options.moe_fb_overlap:
+        return {}
+    if problems := _validate(options, megatron):
+        raise ConfigError("\n".join(map(str, problems)))
+    delays = megatron.get("transformer_impl", "transformer_engine") == "transformer_engine"
+    return {
+        "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": delays and not megatron.get("moe_use_legacy_grouped_gemm"),
+    }
+
+
+def _attach(seams: Seams, options: MoeFbOverlapOptions, megatron: Megatron) -> None:
+    from mindspeed.adaptor.moe import moe_layers
+    from mindspeed.moe.layer.single_expert import keep_rows
+
+    def check(arguments: dict[str, Any]) -> dict[str, Any]:
+        """A framework that builds the configuration itself must take the schedule over."""
+        if not arguments["config"].overlap_moe_expert_parallel_comm:
+            raise ConfigError(
+                f"{NAME}: the model needs overlap_moe_expert_parallel_comm=True in its "
+                "configuration"
+            )
+        return arguments
+
+    def keep(model: Any, config: Any, vp_stage: int | None) -> None:
+        for layer in moe_layers(model):
+            if layer.num_local_experts == 1:
+                keep_rows(layer, seams.journal)
+
+    seams.model_arguments.add(check, owner=FEATURE.name)
+    seams.chunk.add(keep, owner=FEATURE.name)
+
+
+FEATURE = Feature(
+    name="moe-fb-overlap",
+    summary="the all-to-all of a micro-batch hides behind another's computation",
+    level=2,
+    options=MoeFbOverlapOptions,
+    enabled=lambda options, megatron: bool(
+        options.moe_fb_overlap or megatron.get("overlap_moe_expert_parallel_comm")
+    ),
+    validate=_validate,
+    derives=_derives,
+    attach=_attach,
+    seams=("model_arguments", "chunk"),
+    after=("moe-tp-extend-ep", "unaligned-pipeline"),
+)

@@ -1,0 +1,74 @@
+"""``--moe-fb-overlap`` is Megatron's schedule, or refused with the flags that it excludes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.features import registry
+
+ON = {
+    "moe_fb_overlap": True,
+    "num_experts": 8,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "bf16": True,
+    "fp16": False,
+    "pipeline_model_parallel_size": 1,
+}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "delayed"),
+    [
+        ({}, True),
+        ({"transformer_impl": "local"}, False),
+        ({"moe_use_legacy_grouped_gemm": True}, False),
+        (PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1, "mtp_num_layers": 1}, True),
+        ({"recompute_granularity": "selective"}, True),
+    ],
+)
+def test_it_is_megatrons_schedule(change, delayed):
+    values = ON | change
+    derived = registry.derived(values)
+    assert derived["overlap_moe_expert_parallel_comm"] is True
+    assert derived["delay_wgrad_compute"] is delayed
+    assert registry.derived(values | derived) == derived
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"moe_alltoall_overlap_comm": True}, "and --moe-alltoall-overlap-comm exclude"),
+        ({"moe_zero_memory": "level0"}, "and --moe-zero-memory exclude"),
+        ({"moe_hierarchical_alltoallv": True}, "and --moe-hierarchical-alltoallv exclude"),
+        ({"moe_experts_pipeline_degree": 2}, "and --moe-experts-pipeline-degree exclude"),
+        ({"ampipe_degree": 2}, "and --ampipe-degree exclude"),
+        ({"moe_model_type": "deepspeed_moe"}, "and --moe-model-type deepspeed_moe exclude"),
+        ({"moe_shared_expert_overlap": True}, "and --moe-shared-expert-overlap exclude"),
+        ({"recompute_in_bubble": True}, "and --recompute-in-bubble exclude"),
+        ({"swap_attention": True}, "and --swap-attention exclude"),
+        ({"pipeline_schedule": "nanopipe"}, "and --pipeline-schedule exclude"),
+        ({"schedules_method": "dualpipev"}, "and --schedules-method exclude"),
+        ({"num_experts": None}, "add --num-experts"),
+        ({"expert_model_parallel_size": 1}, "no all-to-all to hide"),
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type is allgather"),
+        ({"bf16": False}, "add --bf16 or --fp16"),
+        ({"recompute_granularity": "full"}, "--recompute-granularity full exclude"),
+        ({"recompute_num_layers": 2}, "--recompute-num-layers 2 exclude"),
+        (PIPELINE, "give --num-layers-per-virtual-pipeline-stage"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers 1: at most 1, and only on two"),
+    ],
+)
+def test_what_it_excludes_and_needs(change, said):
+    with pytest.raises(ConfigError, match=f"--moe-fb-overlap: .*{said}"):
+        registry.derived(ON | change)
+
+
+def test_megatrons_own_flag_does_not_hide_flags_without_effect():
+    values = {"overlap_moe_expert_parallel_comm": True, "moe_permutation_async_comm": True}
+    said = "--overlap-moe-expert-parallel-comm: and --moe-permutation-async-comm exclude"
+    with pytest.raises(ConfigError, match=said):
+        registry.resolve(values, "cpu")
+    registry.resolve({"overlap_moe_expert_parallel_comm": True}, "cpu")
