@@ -19,7 +19,6 @@ FEATURES: dict[str, str] = {
     "DeepSpeed MoE": "--moe-model-type",
     "Token rearrangement": "--enable-token-rearrange-opt",
     "Dropless routing": "--moe-no-drop --moe-dynamic-padding",
-    "MLP communication hiding": "--use-pipe-experts",
     "Ampipe communication hiding": "--ampipe-degree",
     "Auto tuning: search for the parallel configuration": "--auto-tuning",
 }

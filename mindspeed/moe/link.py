@@ -36,7 +36,7 @@ class Link:
     def start(
         self, group: str, launch: Callable[[], tuple[torch.Tensor, Work | None]]
     ) -> tuple[torch.Tensor, Work | None]:
-        """Call ``launch`` for a group; returns what it returns."""
+        """Call ``launch`` for a group; returns what it returns, a tensor of any shape and a work."""
         others = [work for name, work in self.last.items() if name != group]
         out, work = _after(others, launch)
         if others:

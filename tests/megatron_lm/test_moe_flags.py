@@ -31,3 +31,18 @@ def test_extended_groups_and_shared_experts_print_the_digits_of_megatrons_flags(
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
         "--moe-shared-expert-intermediate-size 128"
     )
+
+
+def test_experts_in_pieces_print_the_digits_of_megatrons_layer(tmp_path):
+    expert = (
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
+    )
+
+    def run(flags):
+        found = pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {expert} {flags}".split())
+        return found.losses, found.grad_norms
+
+    losses, norms = run("")
+    piped = run("--use-pipe-experts --pipe-experts-multi-data 2 --overlap-grad-reduce")
+    assert piped[0] == pytest.approx(losses, rel=1e-6)
+    assert piped[1] == pytest.approx(norms, rel=1e-4)

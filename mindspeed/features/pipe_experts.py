@@ -1,0 +1,142 @@
+"""``--use-pipe-experts``: local experts one by one, so that each hides the others' communication.
+
+    --use-pipe-experts --pipe-experts-multi-data 2
+
+The rows of each local expert travel by themselves, in so many parts, while another expert computes:
+only the first dispatch and the last combine of a layer have nothing beside them.
+``--pipe-experts-multi-stream``: collectives of the expert-parallel and the tensor-parallel group
+take turns on the link, and both hide behind the experts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME, DATA, STREAMS = (
+    "--use-pipe-experts",
+    "--pipe-experts-multi-data",
+    "--pipe-experts-multi-stream",
+)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PipeExpertsOptions:
+    """Whether, and in how many parts, local experts are computed one by one."""
+
+    use_pipe_experts: bool = flag(
+        False, "compute local experts one by one while other experts' tokens travel"
+    )
+    pipe_experts_multi_data: int = flag(
+        1, "parts of each expert's tokens that travel by themselves", range=Range(1, 1024)
+    )
+    pipe_experts_multi_stream: bool = flag(
+        False, "expert-parallel and tensor-parallel collectives of the experts take turns"
+    )
+
+
+def _problems(options: PipeExpertsOptions, megatron: Megatron) -> Iterator[Problem]:
+    if not options.use_pipe_experts:
+        given = STREAMS if options.pipe_experts_multi_stream else DATA
+        yield Problem(given, f"is a part of {NAME}", f"add {NAME}, or remove it")
+        return
+    if not megatron["num_experts"]:
+        yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
+        return
+    dispatcher = megatron.get("moe_token_dispatcher_type")
+    if dispatcher != "alltoall":
+        yield Problem(
+            NAME,
+            f"sends the rows of each expert by themselves, and the dispatcher is {dispatcher}",
+            "add --moe-token-dispatcher-type alltoall",
+        )
+    tp = megatron.get("tensor_model_parallel_size") or 1
+    sliced = megatron.get("expert_tensor_parallel_size") or tp
+    if (megatron.get("expert_model_parallel_size") or 1) * sliced == 1:
+        yield Problem(
+            NAME,
+            "there is nothing to hide: --expert-model-parallel-size 1 and no tensor-parallel "
+            "experts",
+            "remove the flag",
+        )
+    if options.pipe_experts_multi_stream and not megatron.get("sequence_parallel"):
+        yield Problem(
+            STREAMS,
+            "orders the tensor-parallel collectives that sequence parallelism adds",
+            "add --sequence-parallel, or remove it",
+        )
+    for name, value in [
+        ("--moe-expert-capacity-factor", megatron.get("moe_expert_capacity_factor")),
+        ("--fp8-format", megatron.get("fp8")),
+        ("--fp4-format", megatron.get("fp4")),
+        ("--delay-wgrad-compute", megatron.get("delay_wgrad_compute")),
+        (
+            "--overlap-moe-expert-parallel-comm",
+            megatron.get("overlap_moe_expert_parallel_comm"),
+        ),
+        ("--moe-shared-expert-overlap", megatron.get("moe_shared_expert_overlap")),
+    ]:
+        if value:
+            yield Problem(NAME, f"cannot be combined with {name}", "remove one")
+
+
+def _validate(options: PipeExpertsOptions, megatron: Megatron) -> list[Problem]:
+    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+        return []
+    return list(_problems(options, megatron))
+
+
+def _attach(seams: Seams, options: PipeExpertsOptions, megatron: Megatron) -> None:
+    from mindspeed.adaptor.moe import moe_layers
+    from mindspeed.moe.layer.megatron import change
+
+    def pieces(model: Any, config: Any, vp_stage: int | None) -> None:
+        for layer in moe_layers(model):
+            slices = options.pipe_experts_multi_data
+            if slices == 1 and layer.num_local_experts == 1:
+                _say_that_it_is_off(layer.layer_number)
+                continue
+            change(
+                layer,
+                seams.journal,
+                pipe_slices=slices,
+                pipe_chained=options.pipe_experts_multi_stream,
+            )
+
+    seams.chunk.add(pieces, owner=FEATURE.name)
+
+
+def _say_that_it_is_off(layer: int) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%s: layer %s has one expert on a rank and %s is 1, so there is nothing to compute "
+            "meanwhile: the flag is off; %s 2 or more hides its communication",
+            NAME,
+            layer,
+            DATA,
+            DATA,
+        )
+
+
+FEATURE = Feature(
+    name="pipe-experts",
+    summary="local experts one by one, each hides the communication of the others",
+    level=2,
+    options=PipeExpertsOptions,
+    enabled=lambda options, megatron: options != PipeExpertsOptions(),
+    validate=_validate,
+    attach=_attach,
+    seams=("chunk",),
+    after=("moe-overlap",),
+)

@@ -1,0 +1,76 @@
+"""``--use-pipe-experts`` in the trainer: the losses of one rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.features import registry
+from tests.training.one_rank import column, made_once
+from tests.training.test_layouts import MOE, MTP, PP, TP
+
+PIPE = "--use-pipe-experts --expert-model-parallel-size 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SLICED = f"{TP} --sequence-parallel {PIPE} --pipe-experts-multi-data 2"
+LAYOUTS = {
+    "overlap": (2, MOE, f"{PIPE} --pipe-experts-multi-data 2 {OVERLAP}"),
+    "streams": (4, MOE, f"{SLICED} --pipe-experts-multi-stream {OVERLAP}"),
+    "one-expert-full-recompute": (4, MOE, f"{PIPE[:-1]}4 --pipe-experts-multi-data 2 {FULL}"),
+    "local-sequential-pipeline": (
+        4,
+        MOE.replace("--moe-grouped-gemm ", "--transformer-impl local "),
+        f"{PIPE} {PP} --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "mtp-recompute": (
+        2,
+        f"{MOE} {MTP}",
+        f"{PIPE} --recompute-granularity selective --recompute-modules moe moe_act",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, tmp_path_factory):
+    return made_once(rank_pool.run, tmp_path_factory)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_one_rank(layout, one_rank):
+    world_size, model, flags = LAYOUTS[layout]
+    reference = one_rank(model)
+    records = reference.train(world_size, flags)
+    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+        assert column(records, name) == pytest.approx(
+            column(reference.records, name), rel=tolerance
+        )
+
+
+MEGATRON = {
+    "num_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 2,
+    "use_pipe_experts": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts": None}, "--use-pipe-experts: the model has no experts"),
+        ({"expert_model_parallel_size": 1}, "there is nothing to hide"),
+        (
+            {"use_pipe_experts": False, "pipe_experts_multi_data": 2},
+            "--pipe-experts-multi-data: is a part of --use-pipe-experts",
+        ),
+        ({"pipe_experts_multi_data": 0}, "--pipe-experts-multi-data"),
+        ({"pipe_experts_multi_stream": True}, "add --sequence-parallel"),
+        ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
+        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        registry.resolve(MEGATRON | changes, "cpu")
