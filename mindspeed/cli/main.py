@@ -45,6 +45,7 @@ COMMANDS: dict[str, str] = {
     "profile": "model a training step: bytes, calls, FLOPs, exposed communication by layer",
     "attention": "compare and draw context-parallel algorithms on an attention mask",
     "pipeline": "compare and draw pipeline schedules: bubble, memory, messages",
+    "moe": "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: implementation on this device, why not others",
     "patches": "list the patches of Megatron, and check them against a Megatron version",
@@ -59,7 +60,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
-    "inspect": ("profile", "attention", "pipeline", "features", "ops", "patches"),
+    "inspect": ("profile", "attention", "pipeline", "moe", "features", "ops", "patches"),
 }
 
 _format_for_developers = warnings.formatwarning
@@ -68,6 +69,7 @@ _READ_ONLY = (
     "recipes",
     "attention",
     "pipeline",
+    "moe",
     "features",
     "ops",
     "patches",

@@ -4,7 +4,7 @@
     costs = all_to_all(sizes, uniform(sizes))
     costs["dispatch"].messages[0].wire        # bytes of rows that this rank sends
 
-What is sent: :mod:`mindspeed.moe.messages`. :mod:`mindspeed.moe.timeline` runs a program over these costs.
+What is sent: :mod:`mindspeed.moe.messages`. :mod:`mindspeed.moe.timeline` runs programs over them.
 """
 
 from __future__ import annotations
@@ -169,9 +169,19 @@ def all_to_all(
     return costs
 
 
-def all_gather(sizes: Sizes, load: Load, *, anchored: bool = False) -> dict[str, StageCosts]:
-    """The costs of the all-gather dispatcher's stages; arguments as for :func:`all_to_all`."""
+def all_gather(
+    sizes: Sizes, load: Load, *, anchored: bool = False, packed: bool = True
+) -> dict[str, StageCosts]:
+    """The costs of the all-gather dispatcher's stages.
+
+    Args:
+        sizes: of the layer.
+        load: rows of this rank.
+        anchored: weight gradients of experts are computed where the anchor is.
+        packed: ids and weights of the chosen experts travel, not maps and weights of all.
+    """
     n, ranks = sizes.tokens, sizes.ranks
+    routed = n * (sizes.topk if packed else sizes.experts)
     costs = {
         "route": routing(sizes),
         "compact": StageCosts(),
@@ -183,8 +193,8 @@ def all_gather(sizes: Sizes, load: Load, *, anchored: bool = False) -> dict[str,
         **shared_costs(sizes),
     }
     if ranks > 1:
-        ids = gathering("ids.ids", sizes, "tp_ep", ranks, n * sizes.topk * ID_BYTES)
-        weights = gathering("weights.weights", sizes, "tp_ep", ranks, n * sizes.topk * PROB_BYTES)
+        ids = gathering("ids.ids", sizes, "tp_ep", ranks, routed * (ID_BYTES if packed else 1))
+        weights = gathering("weights.weights", sizes, "tp_ep", ranks, routed * PROB_BYTES)
         tokens = gathering("tokens.rows", sizes, "tp_ep", ranks, n * sizes.row)
         # Sums leave in the dtype of the probabilities.
         sums = gathering(
@@ -205,7 +215,11 @@ def _both_ways(pairs: Sequence[tuple[Message, Message]]) -> StageCosts:
 
 
 def saved_bytes(sizes: Sizes, rows: float, policy: Policy) -> float:
-    """Bytes of the experts' rows that live until backward: input, first layer, activation."""
+    """Bytes that live until backward of the rows of routed and shared experts.
+
+    A row has its input, the output of the first linear layer and the activation; the input of
+    shared experts is that of the layer.
+    """
     width = sizes.ffn / sizes.etp
     kept = {
         "all": sizes.hidden + sizes.fc1 + width,
@@ -213,4 +227,6 @@ def saved_bytes(sizes: Sizes, rows: float, policy: Policy) -> float:
         "level0": sizes.fc1,
         "level1": 0.0,
     }
-    return rows * kept[policy] * sizes.itemsize
+    factor = 3 if sizes.gated else 2
+    shared = 0 if policy == "level1" else factor * sizes.tokens * sizes.shared
+    return (rows * kept[policy] + shared) * sizes.itemsize

@@ -25,7 +25,8 @@ class Sizes:
         ep: ranks with different experts.
         etp: ranks with slices of the same experts.
         itemsize: bytes of an element of a token.
-        shared: width of the shared experts, on this rank; 0 without.
+        shared: width of the shared experts; 0 without. Their tensor-parallel slices compute the
+            tokens of all ranks that hold one, which is as much.
         gated: whether the first linear layer is twice as wide.
         node: ranks of a node; None: all ranks of the experts are in one.
     """

@@ -137,8 +137,14 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class _Action:
-    """A step of one chunk, with what it costs."""
+class Action:
+    """A step of one chunk.
+
+    Attributes:
+        step: of the program, or its mirror image.
+        chunk: its index.
+        costs: of its stage.
+    """
 
     step: Step
     chunk: int
@@ -151,6 +157,7 @@ def simulate(
     rates: Rates,
     chunks: int = 1,
     inner: Mapping[str, Inner] | None = None,
+    repeat: Callable[[list[Action]], list[Action]] | None = None,
 ) -> Timeline:
     """Run forward and backward of a program.
 
@@ -160,13 +167,15 @@ def simulate(
         rates: How fast this rank is.
         chunks: Of the tokens.
         inner: Programs that run in the place of a stage.
+        repeat: Adds what backward does again to its actions (:mod:`mindspeed.moe.repetition`).
     """
     actions = list(_actions(program, costs, chunks, inner or {}))
     run = _Run(rates)
     for action in actions:
         run.take(FORWARD, action)
     run.timeline.ends[FORWARD] = run.now
-    for action in mirrored(actions):
+    backward = list(mirrored(actions))
+    for action in repeat(backward) if repeat is not None else backward:
         run.take(BACKWARD, action)
     run.timeline.ends[BACKWARD] = run.now
     return run.timeline
@@ -174,20 +183,20 @@ def simulate(
 
 def _actions(
     program: Program, costs: Costs, chunks: int, inner: Mapping[str, Inner]
-) -> Iterator[_Action]:
+) -> Iterator[Action]:
     for chunk, step in program.for_chunks(chunks):
         if (within := inner.get(step.name)) is not None:
             yield from _actions(within.program, within.costs, within.chunks, {})
         elif step.name in costs and (step.name not in SIDE or chunk == 0):
-            yield _Action(step, chunk, costs[step.name])
+            yield Action(step, chunk, costs[step.name])
 
 
-def mirrored(actions: Sequence[_Action]) -> Iterator[_Action]:
+def mirrored(actions: Sequence[Action]) -> Iterator[Action]:
     """The order in which autograd runs them: what finished in forward starts in backward."""
     turned = {Phase.START: Phase.FINISH, Phase.FINISH: Phase.START, Phase.COMPUTE: Phase.COMPUTE}
     for action in reversed(actions):
         step = Step(action.step.name, turned[action.step.phase])
-        yield _Action(step, action.chunk, action.costs)
+        yield Action(step, action.chunk, action.costs)
 
 
 class _Run:
@@ -200,7 +209,7 @@ class _Run:
         self._free_at: dict[str, float] = {}
         self._flying: dict[tuple[str, str, int], list[Interval]] = {}
 
-    def take(self, phase: str, action: _Action) -> None:
+    def take(self, phase: str, action: Action) -> None:
         """One step in one pass."""
         costs, name = action.costs, action.step.name
         if action.step.phase is Phase.COMPUTE:
@@ -213,7 +222,7 @@ class _Run:
             for interval in self._flying.pop((phase, name, action.chunk)):
                 self._finish(interval)
 
-    def _compute(self, phase: str, action: _Action) -> None:
+    def _compute(self, phase: str, action: Action) -> None:
         costs = action.costs
         name = costs.logged or action.step.name
         work = costs.forward if phase == FORWARD else costs.backward

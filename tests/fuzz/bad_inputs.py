@@ -137,6 +137,8 @@ FLAGS_BY_COMMAND: dict[str, list[str]] = {
     "evaluate": ["--load", "hf:model", "--task", "boolq", "--task-data-path", "boolq"],
     "plot": ["metrics.jsonl"],
     "attention": ["plan", "--seq-length", "64", "--cp", "2"],
+    "pipeline": ["plan", "--pp", "2", "--microbatches", "4", "--schedule", "1f1b"],
+    "moe": ["plan", "--model", "mixtral-8x7b", "--ep", "2"],
     "quickstart": ["--workdir", "work"],
     "corpus": ["--output", "docs"],
     "features": [],

@@ -84,7 +84,18 @@ def warm_up(root: Path) -> None:
     os.chdir(root)
     assert main(DRY) == 0
     commands = ("generate", "chat", "evaluate", "convert", "merge_lora", "preprocess", "verify")
-    for name in (*commands, "export", "plot", "attention", "tokenizer", "serve", "doctor", "ops"):
+    for name in (
+        *commands,
+        "export",
+        "plot",
+        "attention",
+        "pipeline",
+        "moe",
+        "tokenizer",
+        "serve",
+        "doctor",
+        "ops",
+    ):
         __import__(f"mindspeed.cli.{name}")
     for name in (
         "inference.text_generator", "inference.load", "inference.generate", "evaluation.evaluate",

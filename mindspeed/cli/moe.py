@@ -1,0 +1,309 @@
+"""Compare programs of a mixture-of-experts layer without running them: bytes, time, memory.
+
+    mindspeed moe plan --model qwen3-30b-a3b --tokens 8K --ep 8
+    mindspeed moe plan --model deepseek-v3 --tokens 4K --ep 32 --node-size 8 --plot layer.png
+    mindspeed moe plan --hidden-size 4096 --num-experts 8 --moe-router-topk 2 \\
+        --moe-ffn-hidden-size 14336 --tokens 8K --tp 2 --ep 4 --text
+
+One layer, forward and backward, of one rank with even routing: each program's steps run in their
+order over two links (inside a node, between nodes) and at rates of matrix products and of memory.
+Exposed collectives are those with no computation between their start and their end. No device is
+needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed.cli.moe_picture import draw
+from mindspeed.cli.moe_text import timeline
+from mindspeed.cli.training_plot import check_format
+from mindspeed.errors import ConfigError
+from mindspeed.moe.comparison import ENTRIES, Job, Priced, compare, rates_of
+from mindspeed.moe.costs import BACKWARD, FORWARD
+from mindspeed.moe.sizes import Sizes
+from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, NOT_NEGATIVE, number, whole
+from mindspeed.testing.clock import Link
+
+HELP = "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory"
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+MAX_EXPERTS, MAX_GROUP = 16384, 4096
+# Flag -> what a model says in its place.
+_OF_MODEL = {
+    "--hidden-size": "hidden_size",
+    "--num-experts": "num_experts",
+    "--moe-router-topk": "moe_router_topk",
+    "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
+    "--moe-shared-expert-intermediate-size": "moe_shared_expert_intermediate_size",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``mindspeed moe``."""
+    add = parser.add_argument
+    add("action", choices=["plan"], help="plan: price and draw the programs of a layer")
+    add("--model", metavar="NAME", help="take the sizes of a model: mindspeed models lists them")
+    size, experts = whole(1, MAX_SIZE), whole(1, MAX_EXPERTS)
+    add("--hidden-size", type=size, metavar="H")
+    add("--num-experts", type=experts, metavar="E", help="experts of the layer")
+    add("--moe-router-topk", type=experts, metavar="K", help="experts of a token")
+    add("--moe-ffn-hidden-size", type=size, metavar="F", help="width of an expert")
+    add(
+        "--moe-shared-expert-intermediate-size",
+        type=whole(0, MAX_SIZE),
+        metavar="F",
+        help="width of the shared experts together (default: 0, none)",
+    )
+    add("--not-gated", action="store_true", help="experts without a gate (no SwiGLU)")
+    add(
+        "--tokens",
+        type=tokens,
+        default=4096,
+        metavar="N",
+        help="of a micro-batch: sequence x batch / context-parallel size; 8K is 8192 "
+        "(default: 4096). A tensor-parallel rank has one part of them",
+    )
+    group = whole(1, MAX_GROUP)
+    add("--tp", type=group, default=1, metavar="P", help="tensor-parallel size (default: 1)")
+    add("--ep", type=group, default=8, metavar="P", help="expert-parallel size (default: 8)")
+    add("--etp", type=group, metavar="P", help="expert tensor-parallel size (default: --tp)")
+    add("--dtype", choices=sorted(ITEMSIZE), default="bf16", help="of tokens (default: bf16)")
+    rate, latency = number(ABOVE_ZERO), number(NOT_NEGATIVE)
+    add("--tflops", type=rate, default=300.0, metavar="T", help="TFLOP/s (default: 300)")
+    add(
+        "--memory-bandwidth",
+        type=rate,
+        default=2000.0,
+        metavar="GB/s",
+        help="for permutations (default: 2000)",
+    )
+    add(
+        "--link-bandwidth",
+        type=rate,
+        default=200.0,
+        metavar="GB/s",
+        help="gigabytes per second that a rank sends inside its node (default: 200)",
+    )
+    add("--link-latency", type=latency, default=10.0, metavar="US", help="(default: 10)")
+    add(
+        "--network-bandwidth",
+        type=rate,
+        default=25.0,
+        metavar="GB/s",
+        help="gigabytes per second that a rank sends to other nodes (default: 25)",
+    )
+    add("--network-latency", type=latency, default=20.0, metavar="US", help="(default: 20)")
+    add("--node-size", type=group, default=8, metavar="N", help="ranks of a node (default: 8)")
+    add(
+        "--programs",
+        default="all",
+        metavar="NAMES",
+        help=f"all, or some of {', '.join(ENTRIES)}, separated by commas (default: all)",
+    )
+    add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
+    add("--text", action="store_true", help="draw the timelines in the terminal")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Price the programs and print or draw them."""
+    job, names = _job(args), _names(args.programs)
+    if args.plot:
+        check_format("--plot", args.plot)
+    found = compare(job, names)
+    if args.json:
+        print(json.dumps(as_data(job, found), indent=2))
+    else:
+        _print(job, found)
+    timelines = {one.name: one.timeline for one in found if one.timeline is not None}
+    if not timelines:
+        raise ConfigError("no program exists for these sizes; the reasons are above")
+    if args.text:
+        width = Console().width
+        for name, line in timelines.items():
+            print(f"\n{name}\n{timeline(line, width)}")
+    if args.plot:
+        draw(timelines, args.plot, _title(job))
+    return 0
+
+
+def tokens(text: str) -> int:
+    """A number of tokens, with K or M for 1024 and 1024 squared."""
+    match = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
+    found = int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()] if match else 0
+    if not 0 < found <= MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 8192 or 8K")
+    return found
+
+
+def _job(args: argparse.Namespace) -> Job:
+    sizes = _sizes(args)
+    rates = rates_of(
+        args.tflops * 1e12,
+        Link(args.link_bandwidth * 1e9, args.link_latency * 1e-6),
+        Link(args.network_bandwidth * 1e9, args.network_latency * 1e-6),
+        args.memory_bandwidth * 1e9,
+    )
+    return Job(sizes, rates, args.tp)
+
+
+def _sizes(args: argparse.Namespace) -> Sizes:
+    model: dict[str, Any] = {}
+    if args.model is not None:
+        from mindspeed.models.presets import model_flags
+
+        model = model_flags(args.model)
+        if not model.get("num_experts"):
+            raise ConfigError(f"--model {args.model} has no experts")
+    found = {}
+    for flag, name in _OF_MODEL.items():
+        given = getattr(args, name)
+        found[name] = model.get(name) if given is None else given
+        if found[name] is None and not name.startswith("moe_shared"):
+            raise ConfigError(f"{flag} is missing, or --model with all sizes")
+    experts, topk = found["num_experts"], found["moe_router_topk"]
+    etp = args.etp or args.tp
+    if topk > experts:
+        raise ConfigError(
+            f"--moe-router-topk {topk} is more than --num-experts {experts}: a token cannot have "
+            "an expert twice"
+        )
+    if experts % args.ep:
+        raise ConfigError(
+            f"--ep {args.ep} does not divide --num-experts {experts}: every rank holds as many"
+        )
+    if found["moe_ffn_hidden_size"] % etp:
+        raise ConfigError(
+            f"--etp {etp} does not divide the width of an expert, {found['moe_ffn_hidden_size']}"
+        )
+    if args.tokens % args.tp:
+        raise ConfigError(
+            f"--tp {args.tp} does not divide --tokens {args.tokens}: with sequence parallelism a "
+            "rank has one part of them"
+        )
+    if args.node_size % etp:
+        raise ConfigError(
+            f"--node-size {args.node_size}: slices of an expert (--etp {etp}) must be in one node"
+        )
+    return Sizes(
+        tokens=args.tokens // args.tp,
+        hidden=found["hidden_size"],
+        experts=experts,
+        topk=topk,
+        ffn=found["moe_ffn_hidden_size"],
+        ep=args.ep,
+        etp=etp,
+        itemsize=ITEMSIZE[args.dtype],
+        shared=found["moe_shared_expert_intermediate_size"] or 0,
+        gated=not args.not_gated,
+        node=args.node_size,
+    )
+
+
+def _names(text: str) -> list[str]:
+    if text == "all":
+        return list(ENTRIES)
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in ENTRIES:
+            raise ConfigError(f"--programs {name!r} is none of all, {', '.join(ENTRIES)}")
+    return names
+
+
+def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
+    """Everything as plain data; bytes, and seconds from the start of forward."""
+    return {
+        "sizes": asdict(job.sizes),
+        "tp": job.tp,
+        "programs": [
+            {"name": one.name, "flags": one.flags, **_figures(one)}
+            if one.timeline is not None
+            else {"name": one.name, "flags": one.flags, "reason": one.reason}
+            for one in found
+        ],
+    }
+
+
+def _figures(one: Priced) -> dict[str, object]:
+    line = one.timeline
+    assert line is not None
+    return {
+        "sent": line.wire(),
+        "sent_between_nodes": sum(
+            message.between for messages in line.messages.values() for message in messages
+        ),
+        "calls": {phase: line.calls(phase) for phase in (FORWARD, BACKWARD)},
+        "exposed": {phase: one.exposed(phase) for phase in (FORWARD, BACKWARD)},
+        "exposed_seconds": line.exposed(),
+        "forward_seconds": line.ends[FORWARD],
+        "seconds": line.total,
+        "kept": one.kept,
+        "intervals": [asdict(interval) for interval in line.intervals],
+    }
+
+
+def _title(job: Job) -> str:
+    sizes = job.sizes
+    shared = f", shared {sizes.shared}" if sizes.shared else ""
+    return (
+        f"{sizes.tokens:,} tokens a rank, {sizes.experts} experts of {sizes.ffn}{shared}, "
+        f"top-{sizes.topk}, hidden {sizes.hidden}; EP {sizes.ep}, TP {job.tp}, ETP {sizes.etp}"
+    )
+
+
+def _print(job: Job, found: Sequence[Priced]) -> None:
+    table = Table(
+        title=_title(job),
+        caption="sent: by one rank, both passes; network: the part to other nodes; calls and "
+        "exposed: collectives of forward + backward, exposed ones have no computation beside "
+        "them; waiting, layer: milliseconds of both passes; kept: rows of experts that live until "
+        "backward; *: the shortest",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("program", no_wrap=True)
+    for column in ("sent", "network", "calls", "exposed", "waiting", "layer", "kept"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    shortest = min((one.timeline.total for one in found if one.timeline is not None), default=0.0)
+    for one in found:
+        if (line := one.timeline) is None:
+            continue
+        figures = _figures(one)
+        table.add_row(
+            one.name + (" *" if line.total == shortest else ""),
+            _bytes(line.wire()),
+            _bytes(figures["sent_between_nodes"]),
+            f"{line.calls(FORWARD)} + {line.calls(BACKWARD)}",
+            f"{one.exposed(FORWARD)} + {one.exposed(BACKWARD)}",
+            f"{line.exposed() * 1e3:.4g}",
+            f"{line.total * 1e3:.4g}",
+            _bytes(one.kept),
+        )
+    console = Console()
+    console.print(table)
+    for one in found:
+        text = one.flags if one.timeline is not None else f"not here: {one.reason}"
+        console.print(f"{one.name}: {text}", highlight=False, markup=False)
+
+
+def _bytes(value: Any) -> str:
+    found = float(value)
+    for unit in ("B", "kB", "MB", "GB"):
+        if found < 1000:
+            return f"{found:.3g} {unit}"
+        found /= 1000
+    return f"{found:.3g} TB"

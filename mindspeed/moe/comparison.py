@@ -1,0 +1,165 @@
+"""Every program of a mixture-of-experts layer for one job, priced on a timeline.
+
+    found = compare(Job(Sizes(tokens=4096, hidden=2048, experts=128, topk=8, ffn=768, ep=8)))
+    found[0].timeline.total, found[0].sent
+
+A program that does not exist for these sizes has its reason instead of a price. Programs are those
+that the layer executes (:mod:`mindspeed.moe.dispatch.choice`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from mindspeed.moe import costs as formulas
+from mindspeed.moe.costs import Policy
+from mindspeed.moe.dispatch.choice import choice_of
+from mindspeed.moe.messages import Message
+from mindspeed.moe.repetition import repeated
+from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.sizes import Load, Sizes, uniform
+from mindspeed.moe.timeline import Rates, Timeline, simulate
+
+
+class Link(Protocol):
+    """How long a communication takes, such as :class:`mindspeed.testing.clock.Link`."""
+
+    def seconds(self, nbytes: float) -> float:
+        """Of one that sends ``nbytes``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the comparison.
+
+    Attributes:
+        dispatcher: Megatron's ``--moe-token-dispatcher-type``.
+        flags: that train with it.
+        request: fields of :class:`LayerRequest`.
+        policy: what the experts keep.
+        packed: False for Megatron's own layer, which sends probabilities by themselves.
+        extended: tensor-parallel ranks hold whole experts.
+    """
+
+    dispatcher: str
+    flags: str
+    request: Mapping[str, Any] = field(default_factory=dict)
+    policy: Policy = "all"
+    packed: bool = True
+    extended: bool = False
+
+
+_ASYNC, _OVERLAP = {"async_permutation": True}, {"overlap": True}
+_TO, _GATHER = "--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"
+
+ENTRIES: dict[str, Entry] = {
+    "megatron": Entry("alltoall", "none: Megatron's own", packed=False),
+    "async": Entry("alltoall", "--moe-permutation-async-comm", _ASYNC),
+    "overlap": Entry("alltoall", _TO, _OVERLAP),
+    "overlap-level0": Entry("alltoall", f"{_TO} --moe-zero-memory level0", _OVERLAP, "level0"),
+    "overlap-level1": Entry("alltoall", f"{_TO} --moe-zero-memory level1", _OVERLAP, "level1"),
+    "extended": Entry("alltoall", "--moe-tp-extend-ep", extended=True),
+    "extended-overlap": Entry("alltoall", f"--moe-tp-extend-ep {_TO}", _OVERLAP, extended=True),
+    "allgather": Entry(
+        "allgather", "none: Megatron's own with the dispatcher allgather", packed=False
+    ),
+    "allgather-async": Entry("allgather", "--moe-permutation-async-comm", _ASYNC),
+    "allgather-overlap": Entry("allgather", _GATHER, _OVERLAP),
+}
+
+_COSTS = {"alltoall": formulas.all_to_all, "allgather": formulas.all_gather}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the programs are for.
+
+    Attributes:
+        sizes: of the layer, with the expert tensor parallel size that Megatron uses.
+        rates: of one rank.
+        tp: tensor parallel size of attention.
+    """
+
+    sizes: Sizes
+    rates: Rates
+    tp: int = 1
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One program.
+
+    Attributes:
+        name: of the entry.
+        flags: that train with it.
+        timeline: of both passes; None if it does not exist for the job.
+        reason: why not.
+        kept: bytes of experts' rows that live until backward.
+    """
+
+    name: str
+    flags: str
+    timeline: Timeline | None
+    reason: str = ""
+    kept: float = 0.0
+
+    def exposed(self, phase: str) -> int:
+        """Collectives of a pass with no computation beside them."""
+        assert self.timeline is not None
+        return len(self.timeline.log.exposed(phase))
+
+
+def rates_of(
+    flops_per_second: float,
+    inside: Link,
+    between: Link,
+    bytes_per_second: float | None = None,
+) -> Rates:
+    """Rates over two links, of a node and between nodes, which carry their parts at once."""
+
+    def seconds(message: Message) -> float:
+        within = inside.seconds(message.wire - message.between)
+        return max(within, between.seconds(message.between)) if message.between else within
+
+    return Rates(flops_per_second, seconds, bytes_per_second)
+
+
+def compare(job: Job, names: Sequence[str] = tuple(ENTRIES)) -> list[Priced]:
+    """Price programs, in the order of ``names``."""
+    return [_price(job, name) for name in names]
+
+
+def _price(job: Job, name: str) -> Priced:
+    entry, sizes = ENTRIES[name], job.sizes
+    reason = _reason(job, entry)
+    if reason:
+        return Priced(name, entry.flags, None, reason)
+    if entry.extended:
+        sizes = replace(sizes, ep=sizes.ep * job.tp, etp=1)
+    load: Load = uniform(sizes)
+    request = LayerRequest(**entry.request)
+    costs = _COSTS[entry.dispatcher](sizes, load, anchored=request.overlap, packed=entry.packed)
+    timeline = simulate(
+        choice_of(entry.dispatcher, request).program(request),
+        costs,
+        job.rates,
+        repeat=repeated(entry.policy, sizes, load, costs),
+    )
+    kept = formulas.saved_bytes(sizes, load.rows, entry.policy)
+    return Priced(name, entry.flags, timeline, kept=kept)
+
+
+def _reason(job: Job, entry: Entry) -> str:
+    sizes = job.sizes
+    if entry.extended:
+        if job.tp == 1:
+            return "with --tp 1 there are no ranks to extend by"
+        if sizes.experts % (sizes.ep * job.tp):
+            return f"{sizes.experts} experts cannot be divided by --ep {sizes.ep} x --tp {job.tp}"
+        return ""
+    if entry.request.get("overlap") and sizes.ranks == 1:
+        return "with one expert rank there is nothing to overlap"
+    return ""

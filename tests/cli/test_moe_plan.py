@@ -1,0 +1,111 @@
+"""``mindspeed moe plan``: table, JSON, pictures, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from mindspeed.cli.main import main
+from mindspeed.moe.comparison import ENTRIES
+
+SIZES = ("--hidden-size", 64, "--num-experts", 8, "--moe-router-topk", 2,
+         "--moe-ffn-hidden-size", 128)  # fmt: skip
+
+
+def plan(*words: object) -> int:
+    return main(["moe", "plan", *map(str, words)])
+
+
+def prices(*words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:
+    assert plan(*words, "--json") == 0
+    return {one["name"]: one for one in json.loads(capsys.readouterr().out)["programs"]}
+
+
+def test_the_table_has_every_program_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--model", "deepseek-v3", "--tp", 2, "--ep", 16, "--text") == 0
+    printed = capsys.readouterr().out
+    table, _, drawn = printed.partition("\nmegatron\n")
+    for name in ENTRIES:
+        assert re.search(rf"^ *{name}\b.* [MGkT]?B *$", table, re.MULTILINE), name
+    assert "…" not in table and max(map(len, table.splitlines())) <= 80
+    assert re.search(r"^compute .*experts", drawn, re.MULTILINE)
+
+
+def test_bytes_and_exposed_collectives(capsys: pytest.CaptureFixture[str]) -> None:
+    """N = 128, H = 64, k = 2, two ranks, four bytes: the figures of one layer."""
+    words = (*SIZES, "--tokens", 128, "--ep", 2, "--dtype", "fp32")
+    found = prices(*words, capsys=capsys)
+    rows, probs, counts = 128 * 64 * 4, 128 * 4, 8 * 8
+    assert found["megatron"]["sent"] == 4 * rows + 2 * probs + counts
+    assert found["megatron"]["calls"] == {"forward": 4, "backward": 3}
+    assert found["megatron"]["exposed"] == {"forward": 4, "backward": 3}
+    assert found["async"]["exposed"] == {"forward": 2, "backward": 2}
+    assert found["overlap"]["exposed"] == {"forward": 2, "backward": 1}
+    assert sum(found["overlap"]["calls"].values()) == 5
+    assert found["overlap"]["sent"] == 2 * rows + 2 * rows * (64 + 4) // 64 + counts
+    assert found["overlap-level0"]["sent"] == found["overlap"]["sent"] + rows
+    assert found["allgather"]["sent"] == 4 * rows + 128 * 8 * (1 + 4 + 4)
+    assert found["allgather-async"]["sent"] == 4 * rows + 128 * 2 * (2 + 4 + 4)
+    kept = [found[name]["kept"] for name in ("overlap", "overlap-level0", "overlap-level1")]
+    assert kept == [256 * (64 + 3 * 128) * 4, 256 * 2 * 128 * 4, 0]
+    shared = prices(*words, "--moe-shared-expert-intermediate-size", 32, capsys=capsys)
+    assert shared["overlap"]["exposed"] == {"forward": 0, "backward": 0}
+    assert shared["allgather-overlap"]["exposed"] == {"forward": 0, "backward": 0}
+
+
+@pytest.mark.parametrize(("tp", "ep", "ratio"), [(2, 2, 2.0), (4, 2, 4.0), (8, 4, 8.0)])
+def test_tp_extends_ep(tp, ep, ratio, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of tokens take 2, 4, 8 times fewer bytes."""
+    found = prices("--hidden-size", 2**20, *SIZES[2:], "--num-experts", 32, "--tp", tp, "--ep", ep,
+                   capsys=capsys)  # fmt: skip
+    assert found["megatron"]["sent"] / found["extended"]["sent"] == pytest.approx(ratio, rel=1e-3)
+
+
+def test_a_network_between_nodes_is_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "qwen3-30b-a3b", "--ep", 16, "--programs", "megatron")
+    one = prices(*words, "--node-size", 16, capsys=capsys)["megatron"]
+    two = prices(*words, capsys=capsys)["megatron"]
+    assert one["sent"] == two["sent"]
+    assert (one["sent_between_nodes"], two["seconds"] > one["seconds"]) == (0, True)
+    assert two["sent_between_nodes"] / two["sent"] == pytest.approx(8 / 15, rel=1e-3)
+
+
+def test_pictures(tmp_path) -> None:
+    picture = tmp_path / "layer.svg"
+    words = ("--model", "mixtral-8x7b", "--programs", "megatron,overlap")
+    assert plan(*words, "--plot", picture) == 0
+    drawn = picture.read_text()
+    assert "weight gradients of experts" in drawn and "exposed" in drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--hidden-size is missing"),
+        (("--model", "llama3-8b"), "--model llama3-8b has no experts"),
+        (("--model", "mixtrl"), "closest: mixtral"),
+        ((*SIZES, "--moe-router-topk", 9), "--moe-router-topk 9 is more than --num-experts 8"),
+        ((*SIZES, "--ep", 3), "--ep 3 does not divide --num-experts 8"),
+        ((*SIZES, "--etp", 3), "--etp 3 does not divide the width of an expert, 128"),
+        ((*SIZES, "--tp", 2, "--tokens", 101), "--tp 2 does not divide --tokens 101"),
+        ((*SIZES, "--etp", 16), "--node-size 8: slices of an expert"),
+        ((*SIZES, "--tokens", 0), "'0' is not a number of tokens"),
+        ((*SIZES, "--tokens", "9" * 13), "is not a number of tokens"),
+        ((*SIZES, "--num-experts", 10**6), "--num-experts"),
+        ((*SIZES, "--link-bandwidth", 0), "--link-bandwidth"),
+        ((*SIZES, "--link-latency", "nan"), "--link-latency"),
+        ((*SIZES, "--programs", "fast"), "'fast' is none of all"),
+        ((*SIZES, "--programs", "extended"), "no program exists for these sizes"),
+        ((*SIZES, "--plot", "x.gif"), "the file must end in"),
+    ],
+)
+def test_bad_input_is_one_message(words, message, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert plan(*words) != 0
+    except SystemExit as stopped:
+        assert stopped.code == 2
+    printed = capsys.readouterr().err
+    assert message in " ".join(printed.split()), printed
+    assert "Traceback" not in printed
