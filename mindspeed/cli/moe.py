@@ -16,21 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from mindspeed.cli.moe_picture import draw
+from mindspeed.cli.moe_table import as_data, print_table, title
 from mindspeed.cli.moe_text import timeline
 from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
-from mindspeed.moe.comparison import ENTRIES, Job, Priced, compare, rates_of
-from mindspeed.moe.costs import BACKWARD, FORWARD
+from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
 from mindspeed.moe.sizes import Sizes
 from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, NOT_NEGATIVE, number, whole
 from mindspeed.testing.clock import Link
@@ -125,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_data(job, found), indent=2))
     else:
-        _print(job, found)
+        print_table(job, found)
     timelines = {one.name: one.timeline for one in found if one.timeline is not None}
     if not timelines:
         raise ConfigError("no program exists for these sizes; the reasons are above")
@@ -134,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         for name, line in timelines.items():
             print(f"\n{name}\n{timeline(line, width)}")
     if args.plot:
-        draw(timelines, args.plot, _title(job))
+        draw(timelines, args.plot, title(job))
     return 0
 
 
@@ -166,7 +162,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
         model = model_flags(args.model)
         if not model.get("num_experts"):
             raise ConfigError(f"--model {args.model} has no experts")
-    found = {}
+    found: dict[str, Any] = {}
     for flag, name in _OF_MODEL.items():
         given = getattr(args, name)
         found[name] = model.get(name) if given is None else given
@@ -219,91 +215,3 @@ def _names(text: str) -> list[str]:
         if name not in ENTRIES:
             raise ConfigError(f"--programs {name!r} is none of all, {', '.join(ENTRIES)}")
     return names
-
-
-def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
-    """Everything as plain data; bytes, and seconds from the start of forward."""
-    return {
-        "sizes": asdict(job.sizes),
-        "tp": job.tp,
-        "programs": [
-            {"name": one.name, "flags": one.flags, **_figures(one)}
-            if one.timeline is not None
-            else {"name": one.name, "flags": one.flags, "reason": one.reason}
-            for one in found
-        ],
-    }
-
-
-def _figures(one: Priced) -> dict[str, object]:
-    line = one.timeline
-    assert line is not None
-    return {
-        "sent": line.wire(),
-        "sent_between_nodes": sum(
-            message.between for messages in line.messages.values() for message in messages
-        ),
-        "calls": {phase: line.calls(phase) for phase in (FORWARD, BACKWARD)},
-        "exposed": {phase: one.exposed(phase) for phase in (FORWARD, BACKWARD)},
-        "exposed_seconds": line.exposed(),
-        "forward_seconds": line.ends[FORWARD],
-        "seconds": line.total,
-        "kept": one.kept,
-        "intervals": [asdict(interval) for interval in line.intervals],
-    }
-
-
-def _title(job: Job) -> str:
-    sizes = job.sizes
-    shared = f", shared {sizes.shared}" if sizes.shared else ""
-    return (
-        f"{sizes.tokens:,} tokens a rank, {sizes.experts} experts of {sizes.ffn}{shared}, "
-        f"top-{sizes.topk}, hidden {sizes.hidden}; EP {sizes.ep}, TP {job.tp}, ETP {sizes.etp}"
-    )
-
-
-def _print(job: Job, found: Sequence[Priced]) -> None:
-    table = Table(
-        title=_title(job),
-        caption="sent: by one rank, both passes; network: the part to other nodes; calls and "
-        "exposed: collectives of forward + backward, exposed ones have no computation beside "
-        "them; waiting, layer: milliseconds of both passes; kept: rows of experts that live until "
-        "backward; *: the shortest",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("program", no_wrap=True)
-    for column in ("sent", "network", "calls", "exposed", "waiting", "layer", "kept"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-    shortest = min((one.timeline.total for one in found if one.timeline is not None), default=0.0)
-    for one in found:
-        if (line := one.timeline) is None:
-            continue
-        figures = _figures(one)
-        table.add_row(
-            one.name + (" *" if line.total == shortest else ""),
-            _bytes(line.wire()),
-            _bytes(figures["sent_between_nodes"]),
-            f"{line.calls(FORWARD)} + {line.calls(BACKWARD)}",
-            f"{one.exposed(FORWARD)} + {one.exposed(BACKWARD)}",
-            f"{line.exposed() * 1e3:.4g}",
-            f"{line.total * 1e3:.4g}",
-            _bytes(one.kept),
-        )
-    console = Console()
-    console.print(table)
-    for one in found:
-        text = one.flags if one.timeline is not None else f"not here: {one.reason}"
-        console.print(f"{one.name}: {text}", highlight=False, markup=False)
-
-
-def _bytes(value: Any) -> str:
-    found = float(value)
-    for unit in ("B", "kB", "MB", "GB"):
-        if found < 1000:
-            return f"{found:.3g} {unit}"
-        found /= 1000
-    return f"{found:.3g} TB"
