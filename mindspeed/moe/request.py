@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
 
 from mindspeed.moe.program import Program
 from mindspeed.moe.save.policy import ALL, SavePolicy
@@ -22,6 +24,7 @@ class LayerRequest:
             rank; "hierarchical", once to each node and there once to each rank; "padded", the same
             number to every expert.
         capacity: that number, for a rank's number of tokens.
+        dropped: tokens may have fewer or more copies than the router chooses experts.
         pipe_slices: experts are computed one by one, each in so many slices of the tokens; 0: not.
         pipe_chained: with them, collectives of the two expert groups wait for each other.
         save: what the experts keep for backward.
@@ -32,6 +35,7 @@ class LayerRequest:
     overlap: bool = False
     exchange: str = "flat"
     capacity: Callable[[int], int] | None = None
+    dropped: bool = False
     pipe_slices: int = 0
     pipe_chained: bool = False
     save: SavePolicy = ALL
@@ -41,13 +45,37 @@ class LayerRequest:
 def program_of(request: LayerRequest) -> Program:
     """The program of the all-to-all dispatcher."""
     experts = "gather! arrange experts disarrange scatter!"
-    count = "count> permute count<" if request.async_permutation or request.overlap else ""
+    asynchronous = request.async_permutation or request.overlap or request.pipe_slices
+    # The number of copies is known from the counts only.
+    hidden = asynchronous and not request.dropped
+    head = "route count> permute count<" if hidden else "route count! permute"
     if request.pipe_slices:
-        return Program.parse("route count> permute count< pieces unpermute")
-    head = f"route {count or 'count! permute'}"
+        return Program.parse(f"{head} pieces unpermute")
     if not request.overlap:
         return Program.parse(f"shared {head} dispatch! {experts} combine! unpermute")
     return Program.parse(
         f"{head} dispatch> shared_fc1 anchor dispatch< {experts} combine> shared_fc2 combine< "
         "unpermute"
     )
+
+
+def settled(request: LayerRequest, config: Any) -> LayerRequest:
+    """The request with what follows from a Megatron transformer config: tokens dropped and padded.
+
+    Args:
+        request: What the features ask.
+        config: Of the layer.
+    """
+    factor = config.moe_expert_capacity_factor
+    if config.moe_router_padding_for_quantization:
+        return replace(request, dropped=True)
+    if factor is None:
+        return request
+    if request.exchange != "flat" or not config.moe_pad_expert_input_to_capacity:
+        return replace(request, dropped=True)
+    topk, experts = config.moe_router_topk, config.num_moe_experts
+
+    def capacity(tokens: int) -> int:
+        return ceil(tokens * topk / experts * factor)  # the router rounds so, too
+
+    return replace(request, exchange="padded", capacity=capacity)

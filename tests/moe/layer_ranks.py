@@ -67,10 +67,29 @@ def start(expert: int = 1, tensor: int = 1, expert_tensor: int = 1) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(123)
 
 
-def run(layer: Any, tokens: int = TOKENS, steps: int = 1, seed: int = 5) -> Result:
-    """Forward and backward on this rank's tokens; gradients of several steps are summed."""
+def run(
+    layer: Any,
+    tokens: int | tuple[int, ...] = TOKENS,
+    steps: int = 1,
+    seed: int = 5,
+    masked: bool = False,
+) -> Result:
+    """Forward and backward on this rank's tokens; gradients of several steps are summed.
+
+    Args:
+        layer: The layer.
+        tokens: Tokens of every rank, or of each.
+        steps: Micro-batches.
+        seed: Of the inputs; that of the router's noise is fixed.
+        masked: Every third token is padding.
+    """
     import torch.distributed as dist
 
+    torch.manual_seed(123)
+    tokens = tokens if isinstance(tokens, int) else tokens[dist.get_rank()]
+    arguments: dict[str, Any] = {}
+    if masked:
+        arguments["padding_mask"] = (torch.arange(tokens) % 3 == 1).view(1, -1)
     for parameter in layer.parameters():
         parameter.grad = None
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
@@ -78,12 +97,22 @@ def run(layer: Any, tokens: int = TOKENS, steps: int = 1, seed: int = 5) -> Resu
     for _ in range(steps):
         x = torch.randn(tokens, 1, HIDDEN, generator=generator, dtype=torch.float32)
         inputs.append(x.to(layer.config.params_dtype).requires_grad_())
-        output, _ = layer(inputs[-1])
+        output, _ = layer(inputs[-1], **arguments)
         weight = torch.randn(output.shape, generator=generator, dtype=torch.float32)
         (output * weight.to(output.dtype)).sum().backward()
     gradients = {"input": inputs[-1].grad}
     gradients |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return Result(output.detach(), gradients)
+
+
+def parallel_of(layout: dict[str, int]) -> dict[str, Any]:
+    """The fields of the transformer config for arguments of :func:`start`."""
+    return {
+        "expert_model_parallel_size": layout.get("expert", 1),
+        "tensor_model_parallel_size": layout.get("tensor", 1),
+        "expert_tensor_parallel_size": layout.get("expert_tensor", 1),
+        "sequence_parallel": layout.get("tensor", 1) > 1,
+    }
 
 
 def compare(
@@ -104,18 +133,40 @@ def compare(
         frozen: Regular expression of the names of frozen parameters.
         **options: Of :func:`run`.
     """
+    start(**layout)
+    layer = layer_of(spec, **parallel_of(layout), **overrides)
+    return _variants(layer, variants, frozen, **options)
+
+
+def compare_each(
+    spec: str,
+    layout: dict[str, int],
+    cases: list[tuple[dict[str, Any], dict[str, Any]]],
+    variants: list[dict[str, Any]],
+) -> list[list[Result]]:
+    """:func:`compare` for several layers of one layout.
+
+    Args:
+        spec: "te" or "local".
+        layout: Arguments of :func:`start`.
+        cases: Overrides of the transformer config, and options of :func:`run`, of each layer.
+        variants: Fields of ``LayerRequest`` each.
+    """
+    start(**layout)
+    layers = [layer_of(spec, **parallel_of(layout), **overrides) for overrides, _ in cases]
+    return [
+        _variants(layer, variants, **options)
+        for layer, (_, options) in zip(layers, cases, strict=True)
+    ]
+
+
+def _variants(
+    layer: Any, variants: list[dict[str, Any]], frozen: str = "", **options: Any
+) -> list[Result]:
     from mindspeed.journal import Journal
     from mindspeed.moe.events import EventLog
     from mindspeed.moe.layer.megatron import change
 
-    start(**layout)
-    parallel = {
-        "expert_model_parallel_size": layout.get("expert", 1),
-        "tensor_model_parallel_size": layout.get("tensor", 1),
-        "expert_tensor_parallel_size": layout.get("expert_tensor", 1),
-        "sequence_parallel": layout.get("tensor", 1) > 1,
-    }
-    layer = layer_of(spec, **parallel, **overrides)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(not frozen or re.search(frozen, name) is None)
     results = [run(layer, **options)]

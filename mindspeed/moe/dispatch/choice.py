@@ -27,19 +27,21 @@ class Routing:
     Attributes:
         topk: experts that it chooses for a token.
         width: the most experts that a token can have after dropping and padding.
+        copies: of every token, if it is the same number for all.
         capacity: rows of an expert for a rank's number of tokens; for padded dispatch.
     """
 
     topk: int
     width: int
     capacity: Callable[[int], int] | None = None
+    copies: int | None = None
 
     @classmethod
     def of(cls, config: Any, request: LayerRequest) -> Routing:
         """From a Megatron transformer config and what the features ask."""
         topk, experts = config.moe_router_topk, config.num_moe_experts
         width = places(topk, experts, config.moe_pad_expert_input_to_capacity)
-        return cls(topk, width, request.capacity)
+        return cls(topk, width, request.capacity, None if request.dropped else topk)
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,12 @@ class Choice:
 
 def _padded(groups: ExpertGroups, routing: Routing) -> Stages:
     assert routing.capacity is not None
-    return PaddedDispatcher(groups, routing.topk, capacity=routing.capacity).stages()
+    return PaddedDispatcher(groups, routing.width, capacity=routing.capacity).stages()
 
 
 CHOICES: Mapping[tuple[str, str], Choice] = {
     ("alltoall", "flat"): Choice(
-        program_of, lambda groups, routing: AllToAllDispatcher(groups, routing.topk).stages()
+        program_of, lambda groups, routing: AllToAllDispatcher(groups, routing.copies).stages()
     ),
     ("alltoall", "padded"): Choice(padded.program, _padded),
     ("allgather", "flat"): Choice(

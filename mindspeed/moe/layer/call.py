@@ -26,6 +26,9 @@ from mindspeed.te.gradient_anchor import anchored, anchored_weights
 class LayerCall:
     """One call.
 
+    Args:
+        shared_checkpoint: Of :class:`SharedHalves`.
+
     Attributes:
         layer: Megatron's ``MoELayer``.
         request: what the features ask of it.
@@ -44,6 +47,7 @@ class LayerCall:
         hidden: torch.Tensor,
         padding_mask: torch.Tensor | None = None,
         log: EventLog | None = None,
+        shared_checkpoint: Callable[[], Any] | None = None,
     ) -> None:
         self.layer, self.request, self.log = layer, request, log
         self.hidden, self.padding_mask = hidden, padding_mask
@@ -55,7 +59,11 @@ class LayerCall:
             dispatcher.tp_group,
             dispatcher.tp_ep_group,
         )
-        self._shared = SharedHalves(layer.shared_experts) if layer.use_shared_expert else None
+        self._shared = (
+            SharedHalves(layer.shared_experts, shared_checkpoint)
+            if layer.use_shared_expert
+            else None
+        )
         self.at_end: list[Callable[[Chunk], None]] = []
         self._anchor: Anchor | None = None
         self._token: torch.Tensor | None = None

@@ -9,7 +9,9 @@ stay as they are: combined 1F1B and partial CUDA graphs call them one by one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from mindspeed.moe.events import EventLog
 from mindspeed.moe.interpreter import execute
 from mindspeed.moe.layer.call import LayerCall
 from mindspeed.moe.layer.replacements import REPLACEMENTS
-from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.request import LayerRequest, settled
 from mindspeed.te.gradient_anchor import convert_experts
 
 if TYPE_CHECKING:
@@ -85,15 +87,26 @@ class ProgramForward:
     def _execute(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        call = LayerCall(self._layer, self.request, hidden_states, padding_mask, self.log)
         config = self._layer.config
-        choice = choice_of(config.moe_token_dispatcher_type, self.request)
-        stages = call.stages(choice.stages(call.groups, Routing.of(config, self.request)))
+        request = settled(self.request, config)
+        call = LayerCall(
+            self._layer, request, hidden_states, padding_mask, self.log, self._shared_checkpoint()
+        )
+        choice = choice_of(config.moe_token_dispatcher_type, request)
+        stages = call.stages(choice.stages(call.groups, Routing.of(config, request)))
         for replacement in REPLACEMENTS:
             stages = replacement(call, stages)
         chunk = call.chunk()
-        program = choice.program(self.request).without(*call.absent)
+        program = choice.program(request).without(*call.absent)
         execute(program, stages, [chunk], self.log)
         for function in call.at_end:
             function(chunk)
         return call.result(chunk)
+
+    def _shared_checkpoint(self) -> Callable[[], Any] | None:
+        """Made for each call if the shared experts are computed again in backward."""
+        if not self._layer.shared_experts_recompute:
+            return None
+        from megatron.core.tensor_parallel import CheckpointWithoutOutput
+
+        return partial(CheckpointWithoutOutput, fp8=self._layer.config.fp8)

@@ -1,0 +1,71 @@
+"""Overlapped programs compute Megatron's own layer with its options of routers and experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.moe import layer_ranks as jobs
+from tests.moe.test_overlap import ADAPTOR, SHARED, VARIANTS, check
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+DROP = {"moe_expert_capacity_factor": 0.6}
+AUX = {"moe_aux_loss_coeff": 0.1}
+RECOMPUTE = {"recompute_granularity": "selective"}
+
+LAYERS = {
+    "top-1": ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, {}),
+    "one-local-expert": ({"num_moe_experts": 2, "moe_router_topk": 2}, {}),
+    "dropped": (DROP, {}),
+    "dropped-by-position": ({**DROP, "moe_token_drop_policy": "position"}, {}),
+    "padded": ({**DROP, "moe_pad_expert_input_to_capacity": True}, {}),
+    "aux-loss": ({**AUX, "moe_router_load_balancing_type": "aux_loss"}, {}),
+    "seq-aux-loss": ({**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}, {}),
+    "global-aux-loss": ({**AUX, "moe_router_load_balancing_type": "global_aux_loss"}, {}),
+    "z-loss": ({"moe_z_loss_coeff": 0.1}, {}),
+    "jitter": ({"moe_input_jitter_eps": 0.1}, {}),
+    "expert-bias": (
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        {},
+    ),
+    "sinkhorn": ({"moe_router_load_balancing_type": "sinkhorn"}, {}),
+    "shared-gate": ({**SHARED, "moe_shared_expert_gate": True}, {}),
+    "router-fp64": ({"moe_router_dtype": "fp64"}, {}),
+    "probs-on-input": (
+        {
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+            "moe_apply_probs_on_input": True,
+        },
+        {},
+    ),
+    "recompute-moe": ({**RECOMPUTE, **SHARED, "recompute_modules": ["moe"]}, {}),
+    "recompute-act": ({**RECOMPUTE, "recompute_modules": ["moe_act"]}, {}),
+    "recompute-shared": ({**RECOMPUTE, **SHARED, "recompute_modules": ["shared_experts"]}, {}),
+    "recompute-shared-gate": (
+        {
+            **RECOMPUTE,
+            **SHARED,
+            "moe_shared_expert_gate": True,
+            "recompute_modules": ["shared_experts"],
+        },
+        {},
+    ),
+    "micro-batches": (SHARED, {"steps": 3}),
+    "one-token": (SHARED, {"tokens": 1}),
+    "uneven-ranks": (SHARED, {"tokens": (5, 12)}),
+    "no-tokens": (SHARED, {"tokens": (1, 7)}),
+    "padding-mask": ({**AUX, "moe_router_load_balancing_type": "aux_loss"}, {"masked": True}),
+}
+
+
+@pytest.mark.parametrize("spec", ["te", pytest.param("local", marks=pytest.mark.slow)])
+def test_options_of_the_layer(ranks, spec):
+    cases = list(LAYERS.values())
+    for found in ranks(2, jobs.compare_each, spec, {"expert": 2}, cases, VARIANTS, setup=ADAPTOR):
+        for name, results in zip(LAYERS, found, strict=True):
+            try:
+                check(*results, relative=1e-6)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
