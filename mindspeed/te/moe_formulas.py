@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -71,8 +72,24 @@ def moe_unpermute(
     rows = permuted[: row_id_map.shape[1]]
     if merging_probs is not None:
         rows = rows * merging_probs.reshape(-1).index_select(0, row_id_map[1]).unsqueeze(-1)
-    out = torch.zeros(tuple(restore_shape), dtype=rows.dtype, device=rows.device)
-    return out.index_add(0, row_id_map[0], rows).to(permuted.dtype)
+    summed: torch.Tensor = _SumRows.apply(rows, row_id_map[0], tuple(restore_shape))
+    return summed.to(permuted.dtype)
+
+
+class _SumRows(torch.autograd.Function):
+    """Rows added at their places; ``index_add`` of torch would keep them for its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, places: torch.Tensor, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(shape).index_add_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None
 
 
 def moe_sort_chunks(

@@ -100,7 +100,8 @@ class SavedExperts:
         self._log, self._chunk = log, chunk
         self._calls = calls_of(experts)
         self._state = _State()
-        self._segment: Segment | None = None
+        self._segment: Segment | None = None  # while the forward runs
+        self._kept: weakref.ref[Segment] | None = None  # by what it computes, afterwards
         self._rows: weakref.ref[Recomputed] | None = None
         self._input: tuple[bool, torch.Tensor, torch.Tensor] | None = None
 
@@ -123,22 +124,29 @@ class SavedExperts:
             (rows if keep_rows else None, probs),
             {},
             lambda: contextlib.nullcontext,
-            self._note,
+            lambda: None,
         )
         state = self._state
         state.rows = key_of(rows)
         existing = [*self._experts.parameters(), *self._experts.buffers(), probs]
         state.exists = {key_of(x) for x in existing} - {state.rows}
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.get())
+        # Autograd keeps the hooks as long as what they return, which must not keep this object.
+        pack = weakref.WeakMethod(self._pack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: pack()(tensor),  # type: ignore[misc]
+            lambda saved: saved.get(),
+        )
         with watched(self._calls, self._first, self._second), hooks:
             out = self._experts(rows, tokens, probs)
         self._state = _State(fc1=state.fc1, out=state.out)
+        self._kept, self._segment = weakref.ref(self._segment), None
         return out
 
     def recompute(self) -> None:
         """Compute now what backward will ask for, unless it is there."""
-        if self._segment is not None:
-            self._segment.materialize()
+        segment = self._kept() if self._kept is not None else None
+        if segment is not None:
+            segment.materialize()
 
     def _first(self, call: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self._state
@@ -209,6 +217,8 @@ class SavedExperts:
             rows = self._bring().detach().requires_grad_(requires_grad)
         elif rows is None:
             rows = placeholder
+        if self._log is not None:
+            self._log.add("backward", Kind.COMPUTE, "recompute", self._chunk)
         found: list[torch.Tensor] = []
         beside = _Beside()
 
@@ -231,10 +241,6 @@ class SavedExperts:
             except _Reached:
                 return found
         raise RuntimeError(f"{self._name}: an expert did not call its second linear layer")
-
-    def _note(self) -> None:
-        if self._log is not None:
-            self._log.add("backward", Kind.COMPUTE, "recompute", self._chunk)
 
 
 class _Beside:
