@@ -1,4 +1,4 @@
-"""Bytes that one mixture-of-experts layer keeps for backward, on every rank, under save policies."""
+"""Bytes that one mixture-of-experts layer keeps for backward, on every rank."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def saved_bytes(
     from mindspeed.testing.saved import saved_for_backward
 
     layer_ranks.start(**layout)
-    layer = layer_ranks.layer_of(
-        spec, **_parallel(layout), **overrides
-    )
+    layer = layer_ranks.layer_of(spec, **_parallel(layout), **overrides)
     width = layer.config.hidden_size
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     x = torch.randn(tokens, 1, width, generator=generator).requires_grad_()
@@ -50,7 +48,7 @@ def saved_bytes(
             output, _ = layer(x)
             kept.append(saved.live_bytes - x.nbytes)
             output.sum().backward()
-            assert saved.live_bytes == 0
+            assert saved.live_bytes == 0, (changes, saved.by_site())
         events.append([str(event) for event in log.of("backward")])
         journal.undo()
     return kept, events

@@ -34,13 +34,17 @@ class SharedHalves:
     def _first(self, hidden: torch.Tensor) -> torch.Tensor:
         module = self._module
         fc2 = module.linear_fc2
+        own = vars(fc2).get("forward")  # a feature's
         fc2.forward = _stop  # on the instance: hides the method of the class
         try:
             module(hidden)
         except _Reached as reached:
             return reached.value
         finally:
-            del fc2.forward
+            if own is None:
+                del fc2.forward
+            else:
+                fc2.forward = own
         raise RuntimeError("the shared experts did not call linear_fc2")
 
     def second(self, activated: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
