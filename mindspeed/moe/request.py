@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
 from mindspeed.moe.save.policy import ALL, SavePolicy
 
@@ -25,6 +26,7 @@ class LayerRequest:
             number to every expert.
         capacity: that number, for a rank's number of tokens.
         dropped: tokens may have fewer or more copies than the router chooses experts.
+        nodes: groups between and within nodes, for "hierarchical".
         pipe_slices: experts are computed one by one, each in so many slices of the tokens; 0: not.
         pipe_chained: with them, collectives of the two expert groups wait for each other.
         save: what the experts keep for backward.
@@ -36,6 +38,7 @@ class LayerRequest:
     exchange: str = "flat"
     capacity: Callable[[int], int] | None = None
     dropped: bool = False
+    nodes: NodeGroups | None = None
     pipe_slices: int = 0
     pipe_chained: bool = False
     save: SavePolicy = ALL
@@ -71,7 +74,8 @@ def settled(request: LayerRequest, config: Any) -> LayerRequest:
         return replace(request, dropped=True)
     if factor is None:
         return request
-    if request.exchange != "flat" or not config.moe_pad_expert_input_to_capacity:
+    padded = config.moe_pad_expert_input_to_capacity
+    if config.moe_token_dispatcher_type != "alltoall" or request.exchange != "flat" or not padded:
         return replace(request, dropped=True)
     topk, experts = config.moe_router_topk, config.num_moe_experts
 

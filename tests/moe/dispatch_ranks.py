@@ -63,18 +63,18 @@ def compare_all(cases: list[Case]) -> list[Figures]:
     return [figures for case in cases for figures in _compare(case)]
 
 
-def _compare(case: Case) -> list[Figures]:
+def _compare(case: Case, layer: Any = None) -> list[Figures]:
     from mindspeed.journal import Journal
     from mindspeed.moe.events import EventLog
     from mindspeed.moe.layer.megatron import change
     from mindspeed.testing import CommLedger
 
-    layer = built(case)
+    layer = built(case) if layer is None else layer
     expected = layer_ranks.run(layer, **case.options)
     found = []
     for variant in case.variants:
         journal = Journal()
-        change(layer, journal, **variant)
+        change(layer, journal, **variant, **_nodes(layer, variant))
         log = layer.forward.log = EventLog()
         with CommLedger() as ledger:
             result = layer_ranks.run(layer, **case.options)
@@ -115,6 +115,15 @@ def built(case: Case) -> Any:
     return layer
 
 
+def _nodes(layer: Any, variant: dict[str, Any]) -> dict[str, Any]:
+    """Groups for hierarchical dispatch: nodes of two ranks."""
+    from mindspeed.moe.nodes import node_groups
+
+    if variant.get("exchange") != "hierarchical":
+        return {}
+    return {"nodes": node_groups(layer.token_dispatcher.ep_group, 2)}
+
+
 def _sent(ledger: Any, phase: str) -> list[tuple[str, int]]:
     return [(one.op, one.wire) for one in ledger.select(phase=phase)]
 
@@ -133,3 +142,76 @@ def _among_the_first(layer: Any, experts: int) -> Any:
         return router.routing(logits - away)
 
     return route
+
+
+def exact_bytes(topk: int) -> dict[str, Any]:
+    """Bytes of rows and metadata, in forward, of both exchanges; and what the routing says."""
+    from mindspeed.moe.dispatch.level import metadata_bytes
+
+    experts, found = 16, {}
+    for exchange in ("dedup", "hierarchical"):
+        case = Case(
+            exchange,
+            {"expert": 4},
+            {"moe_router_topk": topk, "num_moe_experts": experts},
+            [{"exchange": exchange}],
+        )
+        layer = built(case)
+        maps = _noted(layer)
+        (figures,) = _compare(case, layer)
+        sent = [wire for op, wire in figures.sent[0] if op == "all_to_all"]
+        everybody = _gathered(maps[-1])  # [ranks, n, experts]
+        row = layer_ranks.HIDDEN * 4
+        found[exchange] = sent
+        found[f"{exchange} expected"] = _expected(
+            exchange, everybody, row, lambda members: metadata_bytes(min(topk, experts // members))
+        )
+        found["between"] = sent[1] // row
+    rank = torch.distributed.get_rank()
+    away = torch.ones(2, dtype=torch.bool)
+    away[rank // 2] = False
+    found["flat between"] = int(everybody[rank].view(-1, 2, experts // 2)[:, away].sum())
+    return found
+
+
+def _noted(layer: Any) -> list[torch.Tensor]:
+    """Gets the routing map of every forward."""
+    maps: list[torch.Tensor] = []
+    route = layer.route
+
+    def noted(*args: Any) -> Any:
+        probs, routing_map = route(*args)
+        maps.append(routing_map)
+        return probs, routing_map
+
+    layer.route = noted
+    return maps
+
+
+def _expected(exchange: str, maps: torch.Tensor, row: int, metadata: Any) -> list[int]:
+    """Bytes that this rank sends: metadata and rows of each level there, then rows back."""
+    rank = torch.distributed.get_rank()
+    to_ranks = maps.view(4, -1, 4, 4).any(-1)  # [ranks, n, ranks]
+    if exchange == "dedup":
+        there = [int(to_ranks[rank, :, other].sum()) for other in range(4) if other != rank]
+        back = [int(to_ranks[other, :, rank].sum()) for other in range(4) if other != rank]
+        return [sum(there) * metadata(4), sum(there) * row, sum(back) * row]
+    node, number = divmod(rank, 2)
+    to_nodes = maps.view(4, -1, 2, 8).any(-1)  # [ranks, n, nodes]
+    peer, neighbour = (1 - node) * 2 + number, node * 2 + 1 - number
+    between = int(to_nodes[rank, :, 1 - node].sum())
+    between_back = int(to_nodes[peer, :, node].sum())
+    within = sum(int(to_ranks[source, :, neighbour].sum()) for source in (rank, peer))
+    sources = (neighbour, (1 - node) * 2 + 1 - number)
+    within_back = sum(int(to_ranks[source, :, rank].sum()) for source in sources)
+    return [
+        between * metadata(2), between * row,
+        within * metadata(4), within * row,
+        within_back * row, between_back * row,
+    ]  # fmt: skip
+
+
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, x.contiguous())
+    return torch.stack(parts)

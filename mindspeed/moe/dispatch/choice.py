@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.moe.dispatch import all_gather, padded
+from mindspeed.moe.dispatch import all_gather, deduplicated, hierarchical, padded
 from mindspeed.moe.dispatch.all_gather import AllGatherDispatcher
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher, ExpertGroups
 from mindspeed.moe.dispatch.compact import places
+from mindspeed.moe.dispatch.deduplicated import DeduplicatedDispatcher
+from mindspeed.moe.dispatch.hierarchical import HierarchicalDispatcher
 from mindspeed.moe.dispatch.padded import PaddedDispatcher
 from mindspeed.moe.interpreter import Stages
+from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest, program_of
 
@@ -29,19 +32,22 @@ class Routing:
         width: the most experts that a token can have after dropping and padding.
         copies: of every token, if it is the same number for all.
         capacity: rows of an expert for a rank's number of tokens; for padded dispatch.
+        nodes: groups between and within nodes; for hierarchical dispatch.
     """
 
     topk: int
     width: int
     capacity: Callable[[int], int] | None = None
     copies: int | None = None
+    nodes: NodeGroups | None = None
 
     @classmethod
     def of(cls, config: Any, request: LayerRequest) -> Routing:
         """From a Megatron transformer config and what the features ask."""
         topk, experts = config.moe_router_topk, config.num_moe_experts
         width = places(topk, experts, config.moe_pad_expert_input_to_capacity)
-        return cls(topk, width, request.capacity, None if request.dropped else topk)
+        copies = None if request.dropped else topk
+        return cls(topk, width, request.capacity, copies, request.nodes)
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,21 @@ def _padded(groups: ExpertGroups, routing: Routing) -> Stages:
     return PaddedDispatcher(groups, routing.width, capacity=routing.capacity).stages()
 
 
+def _hierarchical(groups: ExpertGroups, routing: Routing) -> Stages:
+    assert routing.nodes is not None
+    return HierarchicalDispatcher(groups, routing.width, routing.nodes).stages()
+
+
 CHOICES: Mapping[tuple[str, str], Choice] = {
     ("alltoall", "flat"): Choice(
         program_of, lambda groups, routing: AllToAllDispatcher(groups, routing.copies).stages()
     ),
     ("alltoall", "padded"): Choice(padded.program, _padded),
+    ("alltoall", "dedup"): Choice(
+        deduplicated.program,
+        lambda groups, routing: DeduplicatedDispatcher(groups, routing.width).stages(),
+    ),
+    ("alltoall", "hierarchical"): Choice(hierarchical.program, _hierarchical),
     ("allgather", "flat"): Choice(
         all_gather.program,
         lambda groups, routing: AllGatherDispatcher(groups, routing.width).stages(),

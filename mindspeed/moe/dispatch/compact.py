@@ -60,14 +60,15 @@ def compact(
 
 
 def within(
-    ids: torch.Tensor, weights: torch.Tensor, first: int, experts: int, width: int
+    ids: torch.Tensor, weights: torch.Tensor, first: int | torch.Tensor, experts: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What is left of ids and weights when only some experts count.
 
     Args:
         ids: ``[n, w]``.
         weights: ``[n, w]``, floating dtype.
-        first: The first expert that counts; it is number 0 of the result.
+        first: The first expert that counts, or int ``[n, 1]``, that of each token; it is number 0
+            of the result.
         experts: How many count.
         width: Places for each token in the result, at most ``w``.
 

@@ -1,0 +1,186 @@
+"""Deduplicated and hierarchical all-to-all against Megatron's dispatcher, and their bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.moe_alltoall_exchange import FEATURE
+from mindspeed.moe.dispatch import expected
+from mindspeed.moe.nodes import divided
+from tests.moe import dispatch_ranks as jobs
+from tests.moe.dispatch_ranks import Case
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+ADAPTOR = "tests.support.warm"
+SHARED = {"moe_shared_expert_intermediate_size": 20}
+ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+DEDUP = [
+    {"exchange": "dedup"},
+    {"exchange": "dedup", "async_permutation": True},
+    {"exchange": "dedup", "overlap": True},
+]
+NODES = [variant | {"exchange": "hierarchical"} for variant in DEDUP]
+EP, FOUR, TP_EP = {"expert": 2}, {"expert": 4}, {"tensor": 2, "expert": 4}
+
+
+def case(name, layout=EP, variants=DEDUP, *, spec="te", experts=None, tokens=12, **overrides):
+    overrides = {"moe_router_topk": 4} | overrides
+    return Case(name, layout, overrides, variants, spec, experts, options={"tokens": tokens})
+
+
+TWO = [
+    case("routed"),
+    case("local", spec="local"),
+    case("shared", **SHARED),
+    case("top 1", **ONE),
+    case("one local expert", num_moe_experts=2, moe_router_topk=2),
+    case("a rank without rows", experts=4),
+    case("all to one expert", experts=1, **ONE),
+    case("one token", tokens=1),
+    case("fewer experts by capacity", moe_expert_capacity_factor=0.5),
+    case(
+        "padded to capacity",
+        moe_expert_capacity_factor=1.0,
+        moe_pad_expert_input_to_capacity=True,
+    ),
+    case("groups of experts", moe_router_num_groups=4, moe_router_group_topk=2),
+    case("fp32 router", moe_router_dtype="fp32"),
+    case("fp64", params_dtype=torch.float64),
+]
+
+
+def test_equal_to_megatrons_dispatcher(ranks):
+    for figures in ranks(2, jobs.compare_all, TWO, setup=ADAPTOR):
+        for one in figures:
+            assert one.output <= 5e-7, one
+            assert one.gradients <= 1e-6, one
+
+
+BOTH = [*DEDUP, *NODES]
+WIDE = {"num_moe_experts": 16}
+
+
+FOUR_RANKS = [
+    case("routed", FOUR, BOTH, **WIDE),
+    case("local", FOUR, BOTH, spec="local", **WIDE),
+    case("shared", FOUR, BOTH, **SHARED, **WIDE),
+    case("tp 2", TP_EP, BOTH, **SHARED),
+    case("top 1", FOUR, BOTH, **ONE),
+    case("one local expert", FOUR, BOTH, num_moe_experts=4),
+    case("one node without rows", FOUR, BOTH, experts=4),
+    case("all to one expert", FOUR, BOTH, experts=1, **ONE),
+    case("one token", FOUR, BOTH, tokens=1),
+    case("fewer experts by capacity", FOUR, BOTH, moe_expert_capacity_factor=0.5),
+]
+
+
+def test_two_nodes_of_two_ranks_equal_megatrons_dispatcher(ranks):
+    for figures in ranks(4, jobs.compare_all, FOUR_RANKS, setup=ADAPTOR):
+        for one in figures:
+            assert one.output <= 5e-7, one
+            assert one.gradients <= 1e-6, one
+
+
+@pytest.mark.parametrize("width", [4, 2])
+def test_bytes_are_those_of_the_routing(ranks, width):
+    """Every call of the ledger sends what the map of this run says, to the byte."""
+    for found in ranks(4, jobs.exact_bytes, width, setup=ADAPTOR):
+        assert found["dedup"] == found["dedup expected"]
+        assert found["hierarchical"] == found["hierarchical expected"]
+        assert found["between"] < found["flat between"]
+
+
+MODELS = {"DeepSeek-V2": (160, 6), "DeepSeek-V3": (256, 8), "Mixtral": (8, 2)}
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "flat", "gathered", "dedup"),
+    [
+        ("DeepSeek-V2", 2, 3.00, 1, 0.99),
+        ("DeepSeek-V2", 4, 4.50, 3, 2.48),
+        ("DeepSeek-V2", 8, 5.25, 7, 3.90),
+        ("DeepSeek-V3", 2, 4.00, 1, 1.00),
+        ("DeepSeek-V3", 4, 6.00, 3, 2.71),
+        ("DeepSeek-V3", 8, 7.00, 7, 4.63),
+        ("Mixtral", 2, 1.00, 1, 0.79),
+        ("Mixtral", 4, 1.50, 3, 1.39),
+    ],
+)
+def test_expected_rows(model, nodes, flat, gathered, dedup):
+    experts, topk = MODELS[model]
+    assert round(expected.flat_rows(experts, topk, nodes), 2) == flat
+    assert expected.gathered_rows(nodes) == gathered
+    assert round(expected.dedup_rows(experts, topk, nodes), 2) == dedup
+
+
+def test_expected_savings_of_one_level():
+    savings = [round(100 * expected.saving(256, 8, 2**i)) for i in range(1, 7)]
+    assert savings == [75, 55, 34, 18, 9, 4]
+
+
+def test_expected_rows_are_the_mean_over_routings():
+    generator = torch.Generator().manual_seed(3)
+    chosen = torch.rand(20000, 16, generator=generator).topk(4, dim=1).indices
+    owners = torch.zeros(20000, 4).scatter(1, chosen // 4, 1).mean(0)
+    assert owners.mean().item() == pytest.approx(expected.chance(16, 4, 4), rel=1e-2)
+
+
+FLAGS = {
+    "num_experts": 8,
+    "moe_token_dispatcher_type": "alltoall",
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 4,
+    "expert_tensor_parallel_size": 1,
+    "moe_tp_extend_ep": True,
+    "world_size": 4,
+}
+
+
+def problems(monkeypatch, node=2, exchange="flat", hierarchical=True, **changes):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    options = FEATURE.options(
+        moe_alltoall_exchange=exchange, moe_hierarchical_alltoallv=hierarchical
+    )
+    return "\n".join(map(str, FEATURE.validate(options, FLAGS | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_tp_extend_ep": False}, "add --moe-tp-extend-ep"),
+        ({"tensor_model_parallel_size": 1}, "--tensor-model-parallel-size is 1"),
+        ({"node": 4}, "4 ranks fit into a node of 4"),
+        ({"node": 3}, "4 ranks cannot be spread evenly over nodes of 3"),
+        ({"node": 1}, "nodes have one rank each"),
+        ({"num_experts": None}, "add --num-experts"),
+        ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
+        ({"exchange": "dedup"}, "are different exchanges"),
+        ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe has an exchange"),
+        ({"moe_fb_overlap": True}, "--moe-fb-overlap has an exchange"),
+    ],
+)
+def test_flags_that_do_not_fit(monkeypatch, changes, said):
+    assert not problems(monkeypatch)
+    found = problems(monkeypatch, **changes)
+    assert found.startswith("--moe-hierarchical-alltoallv: ") and said in found
+
+
+def test_flags_of_one_level(monkeypatch):
+    for exchange in ("dedup", "hierarchical"):
+        given = {"exchange": exchange, "hierarchical": False, "moe_tp_extend_ep": False}
+        assert not problems(monkeypatch, **given)
+        said = problems(monkeypatch, **given, expert_tensor_parallel_size=2)
+        assert f"--moe-alltoall-exchange {exchange}" in said and "cut in 2" in said
+        assert "nothing is sent" in problems(monkeypatch, **given, expert_model_parallel_size=1)
+
+
+def test_ranks_of_nodes():
+    assert divided([4, 5, 6, 7], 2) == [[4, 5], [6, 7]]
+    assert divided([0, 2, 4, 6], 4) == [[0, 2], [4, 6]]
+    for ranks in ([0, 1, 2], [0, 2, 1, 3]):
+        with pytest.raises(ConfigError, match="not spread evenly"):
+            divided(ranks, 2)
