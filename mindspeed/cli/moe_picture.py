@@ -18,10 +18,10 @@ from mindspeed.moe.timeline import COMPUTE, Interval, Timeline
 _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "#10b981": ("experts", ("experts",)),
     "#f59e0b": ("weight gradients of experts", ("weight_gradients",)),
-    "#3b82f6": ("shared experts", ("shared", "shared_fc1", "shared_fc2", "shared_again")),
+    "#3b82f6": ("shared experts", ("shared", "shared_fc1", "shared_fc2")),
     "#94a3b8": ("router", ("route",)),
     "#67e8f9": ("rows moved", ("permute", "unpermute", "arrange", "disarrange")),
-    "#a855f7": ("computed again", ("recompute",)),
+    "#a855f7": ("computed again", ("recompute", "recompute_shared")),
     "#0f766e": ("dispatch", ("dispatch", "tokens")),
     "#be185d": ("combine", ("combine",)),
     "#7c3aed": ("dispatch again", ("refetch",)),

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mindspeed.moe import costs as formulas
-from mindspeed.moe.costs import Policy
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.messages import Message
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1, SavePolicy
 from mindspeed.moe.sizes import Load, Sizes, uniform
 from mindspeed.moe.timeline import Rates, Timeline, simulate
 
@@ -47,7 +47,7 @@ class Entry:
     dispatcher: str
     flags: str
     request: Mapping[str, Any] = field(default_factory=dict)
-    policy: Policy = "all"
+    policy: SavePolicy = ALL
     packed: bool = True
     extended: bool = False
 
@@ -59,8 +59,8 @@ ENTRIES: dict[str, Entry] = {
     "megatron": Entry("alltoall", "none: Megatron's own", packed=False),
     "async": Entry("alltoall", "--moe-permutation-async-comm", _ASYNC),
     "overlap": Entry("alltoall", _TO, _OVERLAP),
-    "overlap-level0": Entry("alltoall", f"{_TO} --moe-zero-memory level0", _OVERLAP, "level0"),
-    "overlap-level1": Entry("alltoall", f"{_TO} --moe-zero-memory level1", _OVERLAP, "level1"),
+    "overlap-level0": Entry("alltoall", f"{_TO} --moe-zero-memory level0", _OVERLAP, LEVEL0),
+    "overlap-level1": Entry("alltoall", f"{_TO} --moe-zero-memory level1", _OVERLAP, LEVEL1),
     "extended": Entry("alltoall", "--moe-tp-extend-ep", extended=True),
     "extended-overlap": Entry("alltoall", f"--moe-tp-extend-ep {_TO}", _OVERLAP, extended=True),
     "allgather": Entry(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from mindspeed.moe.messages import (
     ID_BYTES,
@@ -22,9 +21,9 @@ from mindspeed.moe.messages import (
     packed_row,
     slice_gather,
 )
+from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.sizes import Load, Sizes
 
-Policy = Literal["all", "act", "level0", "level1"]
 COUNT_BYTES = 8  # counts are int64
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -214,19 +213,12 @@ def _both_ways(pairs: Sequence[tuple[Message, Message]]) -> StageCosts:
     )
 
 
-def saved_bytes(sizes: Sizes, rows: float, policy: Policy) -> float:
+def saved_bytes(sizes: Sizes, rows: float, policy: SavePolicy) -> float:
     """Bytes that live until backward of the rows of routed and shared experts.
 
     A row has its input, the output of the first linear layer and the activation; the input of
     shared experts is that of the layer.
     """
-    width = sizes.ffn / sizes.etp
-    kept = {
-        "all": sizes.hidden + sizes.fc1 + width,
-        "act": sizes.hidden + sizes.fc1,
-        "level0": sizes.fc1,
-        "level1": 0.0,
-    }
-    factor = 3 if sizes.gated else 2
-    shared = 0 if policy == "level1" else factor * sizes.tokens * sizes.shared
-    return (rows * kept[policy] + shared) * sizes.itemsize
+    kept = rows * policy.elements(sizes.hidden, sizes.ffn // sizes.etp, gated=sizes.gated)
+    factor = (2 if sizes.gated else 1) + policy.act if policy.shared else 0
+    return (kept + factor * sizes.tokens * sizes.shared) * sizes.itemsize

@@ -10,19 +10,18 @@ layer of routed and of shared experts. :mod:`mindspeed.moe.save` does it in the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from mindspeed.moe.costs import Costs, Policy, StageCosts, expert_work
+from mindspeed.moe.costs import BACKWARD, Costs, StageCosts, expert_work
 from mindspeed.moe.messages import exchange, slice_gather
 from mindspeed.moe.program import Phase, Step
+from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.sizes import Load, Sizes
 from mindspeed.moe.timeline import Action
 
 Repeat = Callable[[list[Action]], list[Action]]
-ARRIVALS = ("gather", "dispatch", "tokens")  # the last one before the experts
 
 
-def repeated(policy: Policy, sizes: Sizes, load: Load, costs: Costs) -> Repeat | None:
+def repeated(policy: SavePolicy, sizes: Sizes, load: Load, costs: Costs) -> Repeat | None:
     """What a policy adds to backward; None if it does not communicate again.
 
     Args:
@@ -31,47 +30,67 @@ def repeated(policy: Policy, sizes: Sizes, load: Load, costs: Costs) -> Repeat |
         load: rows of this rank.
         costs: of the stages of the program.
     """
-    if policy not in ("level0", "level1") or "dispatch" not in costs:
+    if policy.rows or "dispatch" not in costs:
         return None
-    refetch = _refetch(sizes, load)
-    first, _ = expert_work(sizes, load.rows)
-    again = {"recompute": StageCosts(backward=first)}
-    if "shared_fc1" in costs:
-        again["shared_again"] = StageCosts(backward=costs["shared_fc1"].forward)
+    refetches = _refetches(sizes, load)
+    first, second = expert_work(sizes, load.rows)
+    passes = 1 if "anchor" in costs else 2  # gradients of inputs, and of weights
+    again = {
+        "recompute": StageCosts(backward=first),
+        # The second linear layer goes backward before the rows are asked for.
+        "second": StageCosts(backward=second * passes, logged="experts"),
+        "activation": StageCosts(logged="recompute"),  # without a matrix product
+        "first": StageCosts(backward=first * passes, silent=(BACKWARD,)),
+    }
+    if "shared_fc1" in costs and not policy.shared:
+        again["shared_again"] = StageCosts(
+            backward=costs["shared_fc1"].forward, logged="recompute_shared"
+        )
 
-    def action(name: str, phase: Phase = Phase.COMPUTE) -> Action:
-        return Action(Step(name, phase), 0, refetch if name == "refetch" else again[name])
+    def action(name: str) -> Action:
+        return Action(Step(name), 0, again[name])
+
+    def half(number: int, phase: Phase) -> Action:
+        return Action(Step(f"refetch_{number}", phase), 0, refetches[number])
+
+    start = half(0, Phase.START)
+    arrival = [half(0, Phase.FINISH)]
+    for number in range(1, len(refetches)):
+        arrival += [half(number, Phase.START), half(number, Phase.FINISH)]
 
     def level0(actions: list[Action]) -> list[Action]:
-        found, waited = [], False
+        found: list[Action] = []
         for one in actions:
-            if one.step.name in ARRIVALS and one.step.phase is Phase.START and not waited:
-                found.append(action("refetch", Phase.FINISH))
-                waited = True
+            if one.step.name == "experts":
+                found += [action("second"), action("activation"), *arrival, action("first")]
+                continue
             found.append(one)
             if one.step == Step("combine", Phase.START):
-                found.append(action("refetch", Phase.START))
+                found.append(start)
         return found
 
     def level1(actions: list[Action]) -> list[Action]:
         found: list[Action] = []
+        halves = any(one.step.name == "shared_fc1" for one in actions)
         for one in actions:
             if one.step == Step("combine", Phase.START):
-                found += [action("refetch", Phase.START), one]
-                found += [action("shared_again")] if "shared_again" in again else []
+                found += [start, one]
+                found += [action("shared_again")] if halves and "shared_again" in again else []
+                continue
+            if one.step.name == "shared" and "shared_again" in again:
+                found += [one, action("shared_again")]
                 continue
             if one.step == Step("combine", Phase.FINISH):
-                found += [action("refetch", Phase.FINISH), action("recompute")]
+                found += [*arrival, action("recompute")]
             found.append(one)
         return found
 
-    return level0 if policy == "level0" else level1
+    return level0 if policy.fc1 else level1
 
 
-def _refetch(sizes: Sizes, load: Load) -> StageCosts:
-    messages = []
-    if sizes.ep > 1:
-        messages.append(exchange("refetch.rows", sizes, load, sizes.row)[0])
+def _refetches(sizes: Sizes, load: Load) -> list[StageCosts]:
+    """The collectives of a dispatch, one after the other."""
+    messages = [exchange("refetch.rows", sizes, load, sizes.row)[0]]
     if sizes.etp > 1:
         messages.append(slice_gather("refetch.rows", sizes, load, sizes.row)[0])
-    return StageCosts(reverses=tuple(replace(message, name="refetch.rows") for message in messages))
+    return [StageCosts(reverses=(message,)) for message in messages]

@@ -55,7 +55,7 @@ class Link:
     bytes_per_second: float
     latency: float = 0.0
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: float) -> float:
         """Time of one communication that puts ``nbytes`` on the wire."""
         return self.latency + nbytes / self.bytes_per_second
 

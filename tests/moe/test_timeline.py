@@ -9,7 +9,9 @@ import pytest
 
 from mindspeed.moe import costs as formulas
 from mindspeed.moe.dispatch.choice import choice_of
+from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1
 from mindspeed.moe.sizes import Sizes, load_of
 from mindspeed.moe.timeline import Rates, simulate
 from mindspeed.testing.clock import Link
@@ -39,6 +41,22 @@ def test_one_expert_group(ranks, dispatcher, shared):
     compare(ranks, 2, dispatcher, {"expert": 2}, shared, EXPOSED[dispatcher, shared])
 
 
+SAVED = [
+    {"overlap": overlap, "save": policy} for overlap in (True, False) for policy in (LEVEL0, LEVEL1)
+]
+SLICED = {"expert": 2, "expert_tensor": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "shared"),
+    [({"expert": 2}, 0), ({"expert": 2}, SHARED), pytest.param(SLICED, 0, marks=pytest.mark.slow)],
+)
+def test_save_policies(ranks, layout, shared):
+    """The dispatch again in backward, beside the combine."""
+    world = layout["expert"] * layout.get("tensor", 1)
+    compare(ranks, world, "alltoall", layout, shared, variants=SAVED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", COSTS)
 @pytest.mark.parametrize(
@@ -54,7 +72,7 @@ def test_layouts(ranks, dispatcher, layout):
     compare(ranks, 4, dispatcher, layout, 0)
 
 
-def compare(ranks, world, dispatcher, layout, shared, exposed=None):
+def compare(ranks, world, dispatcher, layout, shared, exposed=None, variants=VARIANTS):
     overrides = {"moe_token_dispatcher_type": dispatcher}
     if shared:
         overrides["moe_shared_expert_intermediate_size"] = shared
@@ -71,18 +89,20 @@ def compare(ranks, world, dispatcher, layout, shared, exposed=None):
         shared=shared,
     )
     for results in ranks(
-        world, timeline_ranks.watch, "te", layout, overrides, VARIANTS, setup=ADAPTOR
+        world, timeline_ranks.watch, "te", layout, overrides, variants, setup=ADAPTOR
     ):
-        for number, (changes, watched) in enumerate(zip(VARIANTS, results, strict=True)):
+        for number, (changes, watched) in enumerate(zip(variants, results, strict=True)):
             request = LayerRequest(**changes)
             group = watched.choices[watched.rank - watched.rank % sizes.ranks :][: sizes.ranks]
             load = load_of(sizes, group, watched.rank % sizes.ranks)
+            costs = COSTS[dispatcher](sizes, load, anchored=request.overlap)
             line = simulate(
                 choice_of(dispatcher, request).program(request),
-                COSTS[dispatcher](sizes, load, anchored=request.overlap),
+                costs,
                 RATES,
+                repeat=repeated(request.save, sizes, load, costs),
             )
-            agree(line, watched, glue=ep == 1)
+            agree(line, watched, glue=etp > 1 or request.save != ALL)
             if exposed is not None:
                 counts = tuple(len(line.log.exposed(phase)) for phase in PHASES)
                 assert counts == exposed[number]
@@ -91,10 +111,11 @@ def compare(ranks, world, dispatcher, layout, shared, exposed=None):
 def agree(line, watched, glue=False):
     """Events, bytes, calls, exposed collectives and seconds of both passes.
 
-    ``glue``: the sum over slices, a part of its collective, takes time on the clock.
+    ``glue``: on the clock the sum over slices and the permutation before a repeated dispatch take
+    time, which the log has no events of.
     """
     for phase in PHASES:
-        assert list(map(str, line.log.of(phase))) == list(map(str, watched.log.of(phase)))
+        assert " ".join(map(str, line.log.of(phase))) == " ".join(map(str, watched.log.of(phase)))
         starts = [event.bytes for event in line.log.communications(phase)]
         assert starts == [event.bytes for event in watched.log.communications(phase)]
         sent = [
@@ -112,4 +133,5 @@ def agree(line, watched, glue=False):
 
 
 def of_phase(intervals, kind, phase):
-    return [one for one in intervals if one.kind == kind and one.phase == phase]
+    phases = (phase, "recompute") if phase == formulas.BACKWARD else (phase,)
+    return [one for one in intervals if one.kind == kind and one.phase in phases]
