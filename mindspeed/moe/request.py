@@ -29,6 +29,8 @@ class LayerRequest:
         nodes: groups between and within nodes, for "hierarchical".
         pipe_slices: experts are computed one by one, each in so many slices of the tokens; 0: not.
         pipe_chained: with them, collectives of the two expert groups wait for each other.
+        expert_groups: groups of local experts whose expert tensor parallel collectives hide behind
+            each other's products; 1: all together.
         save: what the experts keep for backward.
         recompute_above: a rank whose load is larger keeps only the rows of its experts.
     """
@@ -41,6 +43,7 @@ class LayerRequest:
     nodes: NodeGroups | None = None
     pipe_slices: int = 0
     pipe_chained: bool = False
+    expert_groups: int = 1
     save: SavePolicy = ALL
     recompute_above: float | None = None
 
@@ -48,6 +51,8 @@ class LayerRequest:
 def program_of(request: LayerRequest) -> Program:
     """The program of the all-to-all dispatcher."""
     experts = "gather! arrange experts disarrange scatter!"
+    if request.expert_groups > 1:
+        experts = "groups"
     asynchronous = request.async_permutation or request.overlap or request.pipe_slices
     # The number of copies is known from the counts only.
     hidden = asynchronous and not request.dropped

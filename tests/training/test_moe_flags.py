@@ -128,3 +128,38 @@ def test_with_shared_experts_gradients_are_summed_in_another_order(one_rank):
     records = reference.train(2, f"{OVERLAP} --moe-fb-overlap")
     for name, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
         assert column(records, name) == pytest.approx(column(plain, name), rel=tolerance)
+
+
+SLICED = f"{TP} --sequence-parallel --expert-tensor-parallel-size 2 --moe-experts-pipeline-degree 2"
+VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "ranks", "flags"),
+    [
+        (SHARED, 2, f"{DISTRIBUTED} --moe-alltoall-overlap-comm"),
+        (SHARED, 4, f"--expert-model-parallel-size 2 {RECOMPUTE}"),
+        (f"{MOE} --transformer-impl local", 2, "--recompute-granularity selective"),
+        (MOE, 4, f"{VPP} {DISTRIBUTED}"),
+        (f"{MOE} --mtp-num-layers 1", 2, ""),
+    ],
+    ids=["distributed-overlap", "recompute", "local", "virtual-pipeline", "mtp"],
+)
+def test_experts_in_groups_train_like_one_rank(model, ranks, flags, one_rank):
+    reference = one_rank(model)
+    records = reference.train(ranks, f"{SLICED} {flags}")
+    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+        expected = pytest.approx(column(reference.records, name), rel=tolerance)
+        assert column(records, name) == expected
+
+
+@pytest.mark.slow
+def test_experts_in_groups_train_adapters_as_together(one_rank):
+    reference = one_rank(MOE)
+    together = SLICED.rpartition(" --moe")[0]
+    expected = reference.train(2, f"{together} {LORA} --moe-permutation-async-comm")
+    records = reference.train(2, f"{SLICED} {LORA}")
+    for name in ("lm_loss", "grad_norm"):
+        assert column(records, name) == column(expected, name)

@@ -1,0 +1,104 @@
+"""``--moe-experts-pipeline-degree D``: experts in groups that hide each other's collectives.
+
+With expert tensor parallelism a rank holds slices of its experts: it gathers the rows of the other
+slices before the products and sums the results after them. In D groups of experts, the gather of
+the next group and the sum of the last one run while a group computes; only the first gather and the
+last sum are exposed, 2 of 2 D. Results are those without groups to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+from mindspeed.ranges import COUNT
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+_CONFLICTS = {
+    "moe_hierarchical_alltoallv": "it is for whole experts, which gather nothing",
+    "use_pipe_experts": "both cut the experts into pieces",
+    "moe_zero_memory": "rows that were dropped come back all together, not in groups",
+    "moe_adaptive_recompute_activation": "it decides for all experts of a rank together",
+    "moe_shared_expert_overlap": "Megatron's dispatcher runs the shared experts itself",
+}
+
+
+@dataclass(frozen=True)
+class ExpertsPipelineOptions:
+    """In how many groups local experts are computed."""
+
+    moe_experts_pipeline_degree: int = flag(
+        0,
+        "groups of local experts that hide each other's expert tensor parallel collectives; 0: off",
+        range=COUNT,
+    )
+
+
+def _validate(options: ExpertsPipelineOptions, megatron: Megatron) -> list[Problem]:
+    return list(_problems(options.moe_experts_pipeline_degree, megatron))
+
+
+def _problems(degree: int, megatron: Megatron) -> Iterator[Problem]:
+    name = f"--moe-experts-pipeline-degree {degree}"
+    if "num_experts" not in megatron:  # a framework's configuration
+        return
+    if not megatron["num_experts"]:
+        yield Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")
+        return
+    for other, reason in _CONFLICTS.items():
+        if megatron.get(other) not in (None, False, "disable"):
+            spelling = "--" + other.replace("_", "-")
+            yield Problem(name, f"and {spelling} exclude each other: {reason}", "remove one")
+    if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
+        yield Problem(
+            name,
+            f"--moe-token-dispatcher-type is {dispatcher}, which gathers everything at once",
+            "give --moe-token-dispatcher-type alltoall",
+        )
+    if megatron.get("moe_model_type") == "deepspeed_moe":
+        yield Problem(name, "is for --moe-model-type megatron_moe", "remove one")
+    sliced = megatron.get("expert_tensor_parallel_size")
+    if sliced is None:
+        sliced = megatron.get("tensor_model_parallel_size") or 1
+    if sliced == 1:
+        extended = " (--moe-tp-extend-ep makes it so)" if megatron.get("moe_tp_extend_ep") else ""
+        yield Problem(
+            name,
+            f"expert tensor parallel size is 1{extended}, so there is nothing to hide",
+            "choose --expert-tensor-parallel-size of 2 or more, or remove it",
+        )
+    local = megatron["num_experts"] // (megatron.get("expert_model_parallel_size") or 1)
+    allowed = [d for d in range(2, local + 1) if local % d == 0]
+    if degree not in allowed:
+        choices = ", ".join(map(str, allowed)) or "none: remove it"
+        yield Problem(
+            name, f"cannot divide the {local} experts of a rank into groups", f"allowed: {choices}"
+        )
+
+
+def _attach(seams: Seams, options: ExpertsPipelineOptions, megatron: Megatron) -> None:
+    from mindspeed.adaptor.moe import moe_layers
+    from mindspeed.moe.layer.megatron import change
+
+    def pipeline(model: Any, config: Any, vp_stage: int | None) -> None:
+        for layer in moe_layers(model):
+            change(layer, seams.journal, expert_groups=options.moe_experts_pipeline_degree)
+
+    seams.chunk.add(pipeline, owner=FEATURE.name)
+
+
+FEATURE = Feature(
+    name="experts-pipeline",
+    summary="groups of experts hide each other's tensor-parallel collectives",
+    level=2,
+    options=ExpertsPipelineOptions,
+    enabled=lambda options, megatron: options.moe_experts_pipeline_degree != 0,
+    validate=_validate,
+    attach=_attach,
+    seams=("chunk",),
+)
