@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -85,10 +86,14 @@ class PipelinedGroups:
             part.values |= {
                 "first": i * self.size,
                 "packing": chunk.values["packing"],
-                "host_counts": _Counts(lambda i=i: self._counts(chunk)[:, :, i].flatten(1)),
+                "host_counts": _Counts(partial(self._of_group, chunk, i)),
             }
             found.append(part)
         return found
+
+    def _of_group(self, chunk: Chunk, group: int) -> torch.Tensor:
+        """Rows of every rank for every expert of a group, ``[ranks, ep size]``."""
+        return self._counts(chunk)[:, :, group].flatten(1)
 
     def _counts(self, chunk: Chunk) -> torch.Tensor:
         """Rows of every rank for every expert, ``[ranks, ep, D, size]``."""
