@@ -65,9 +65,10 @@ def test_all_but_the_first_gather_and_the_last_sum_are_hidden(ranks, count):
         ({"moe_router_topk": 3}, {"steps": 2}),
         ({"moe_grouped_gemm": False}, {}),
         ({}, {"frozen": "linear_fc1"}),
+        ({"moe_expert_capacity_factor": 0.5}, {}),
         ({"params_dtype": torch.bfloat16, "bf16": True}, {}),
     ],
-    ids=["empty experts", "two steps", "sequential", "frozen", "bf16"],
+    ids=["empty experts", "two steps", "sequential", "frozen", "dropped", "bf16"],
 )
 def test_other_layers(ranks, overrides, options):
     given = (options, "te", SLICED, overrides, VARIANTS)

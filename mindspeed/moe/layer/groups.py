@@ -22,7 +22,7 @@ def groups(call: LayerCall, stages: Stages) -> Stages:
     request = call.request
     if request.expert_groups == 1:
         return stages
-    whole = AllToAllDispatcher(call.groups, Routing.of(call.layer.config, request).topk)
+    whole = AllToAllDispatcher(call.groups, Routing.of(call.layer.config, request).copies)
     pipelined = PipelinedGroups(whole, request.expert_groups, call.log)
 
     def experts(chunk: Chunk) -> None:
