@@ -2,11 +2,15 @@
 
 The first hides the exchange of counts behind the permutation of tokens. The second also hides
 dispatch and combine: in forward behind the shared experts, in backward behind the weight gradients
-of the experts and the shared experts.
+of the experts and the shared experts. It works with grouped experts and with experts one by one.
+
+Both execute a layer as a program (:mod:`mindspeed.moe.program`); probabilities then travel in the
+rows of tokens, which saves a collective in each pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +19,8 @@ from mindspeed.features.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+
+ASYNC, OVERLAP = "--moe-permutation-async-comm", "--moe-alltoall-overlap-comm"
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,80 @@ class MoeOverlapOptions:
 
 
 def _validate(options: MoeOverlapOptions, megatron: Megatron) -> list[Problem]:
-    return []
+    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+        return []
+    name = OVERLAP if options.moe_alltoall_overlap_comm else ASYNC
+    if not megatron["num_experts"]:
+        return [Problem(name, "the model has no experts", "remove the flag, or add --num-experts")]
+    return [*_dispatcher(name, megatron), *_layer(name, megatron)]
+
+
+def _dispatcher(name: str, megatron: Megatron) -> Iterator[Problem]:
+    dispatcher = megatron.get("moe_token_dispatcher_type")
+    if dispatcher == "alltoall_seq":
+        yield Problem(
+            name,
+            "Megatron has removed --moe-token-dispatcher-type alltoall_seq",
+            "take alltoall; --moe-tp-extend-ep spreads experts over tensor parallel ranks, too",
+        )
+    elif name == OVERLAP and dispatcher != "alltoall":
+        yield Problem(
+            name,
+            f"hides the collectives of the all-to-all dispatcher, and the dispatcher is "
+            f"{dispatcher}",
+            "add --moe-token-dispatcher-type alltoall, or take --moe-allgather-overlap-comm",
+        )
+    elif dispatcher not in ("alltoall", "allgather"):
+        yield Problem(
+            name,
+            f"is for the dispatchers alltoall and allgather, and the dispatcher is {dispatcher}",
+            "remove the flag, or add --moe-token-dispatcher-type alltoall",
+        )
+    if name == ASYNC and megatron.get("moe_model_type") == "deepspeed_moe":
+        yield Problem(
+            name,
+            "--moe-model-type deepspeed_moe exchanges no counts of tokens",
+            "remove the flag, or take --moe-model-type megatron_moe",
+        )
+
+
+def _layer(name: str, megatron: Megatron) -> Iterator[Problem]:
+    ep = megatron.get("expert_model_parallel_size") or 1
+    tp = megatron.get("tensor_model_parallel_size") or 1
+    slices = megatron.get("expert_tensor_parallel_size") or tp
+    if ep * slices == 1:
+        yield Problem(
+            name,
+            "there is nothing to overlap: --expert-model-parallel-size 1 and no tensor-parallel "
+            "experts",
+            "remove the flag",
+        )
+    if tp > 1 and not megatron.get("sequence_parallel"):
+        yield Problem(
+            name,
+            f"with --tensor-model-parallel-size {tp}, experts train with sequence parallelism only",
+            "add --sequence-parallel",
+        )
+    if megatron.get("moe_shared_expert_overlap"):
+        yield Problem(
+            name,
+            "and --moe-shared-expert-overlap both choose when shared experts are computed",
+            f"remove --moe-shared-expert-overlap: {OVERLAP} hides all-to-all behind shared experts",
+        )
+    if megatron.get("moe_latent_size"):
+        yield Problem(
+            name,
+            "cannot run layers with --moe-latent-size, which project tokens before the dispatch",
+            "remove one of them",
+        )
+    if megatron.get("cuda_graph_impl") not in (None, "none"):
+        scope = [str(getattr(one, "name", one)) for one in megatron.get("cuda_graph_scope") or ()]
+        if not scope or any(one.startswith(("moe", "full")) for one in scope):
+            yield Problem(
+                name,
+                "sends numbers of tokens to the host, which a CUDA graph cannot record",
+                "give --cuda-graph-scope without parts of experts' layers, such as attn",
+            )
 
 
 def _attach(seams: Seams, options: MoeOverlapOptions, megatron: Megatron) -> None:
@@ -38,13 +117,11 @@ def _attach(seams: Seams, options: MoeOverlapOptions, megatron: Megatron) -> Non
     from mindspeed.moe.layer.megatron import change
 
     def execute_programs(model: Any, config: Any, vp_stage: int | None) -> None:
+        changes = {"async_permutation": True}
+        if options.moe_alltoall_overlap_comm:
+            changes["overlap"] = True
         for layer in moe_layers(model):
-            change(
-                layer,
-                seams.journal,
-                async_permutation=options.moe_permutation_async_comm,
-                overlap=options.moe_alltoall_overlap_comm,
-            )
+            change(layer, seams.journal, **changes)
 
     seams.chunk.add(execute_programs, owner=FEATURE.name)
 

@@ -29,7 +29,7 @@ class HostCopy:
     def start(self, x: torch.Tensor, work: Work | None = None, sent: Any = None) -> None:
         """Start to copy ``x``, of any shape, when ``work`` has filled it from ``sent``."""
         here = device.current()
-        if x.device.type == "cpu" or not here.has("streams"):
+        if _on_host(x) or not here.has("streams"):
             if work is not None:
                 work.wait()
             self._host = x.cpu()
@@ -41,7 +41,7 @@ class HostCopy:
                 stream.wait_stream(before)
             else:
                 work.wait()  # this stream only
-            self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+            self._host = _pinned(x)
             self._host.copy_(x, non_blocking=True)
             self._event = here.event()
             self._event.record(stream)
@@ -84,3 +84,12 @@ class _Start:
 
     def wait(self) -> None:
         self._copy.start(self._x, self._work, self._sent)
+
+
+def _on_host(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
+def _pinned(x: torch.Tensor) -> torch.Tensor:
+    pinned = device.current().has("pinned_memory")
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned)

@@ -160,6 +160,44 @@ def compare_each(
     ]
 
 
+def counted(
+    layout: dict[str, int], overrides: dict[str, Any], variants: list[dict[str, Any]]
+) -> list[Result]:
+    """Runs under the ledger; ``extra``: its ``calls``, and ``counts`` of the router, [experts].
+
+    Args:
+        layout: Arguments of :func:`start`.
+        overrides: Of the transformer config.
+        variants: Fields of ``LayerRequest`` each.
+    """
+    from mindspeed.journal import Journal
+    from mindspeed.moe.events import EventLog
+    from mindspeed.moe.layer.megatron import change
+    from mindspeed.testing.ledger import CommLedger
+
+    start(**layout)
+    layer = layer_of("te", **parallel_of(layout), **overrides)
+    found = []
+    layer.router.register_forward_hook(
+        lambda module, args, output: found[-1].append(output[1].sum(0).tolist())
+    )
+    results = []
+    for changes in variants:
+        journal = Journal()
+        change(layer, journal, **changes)
+        layer.forward.log = EventLog()
+        found.append([])
+        with CommLedger() as ledger:
+            results.append(run(layer))
+        calls = [(call.op, call.phase, call.wire) for call in ledger.events]
+        results[-1].log, results[-1].extra = (
+            layer.forward.log,
+            {"calls": calls, "counts": found[-1]},
+        )
+        journal.undo()
+    return results
+
+
 def _variants(
     layer: Any, variants: list[dict[str, Any]], frozen: str = "", **options: Any
 ) -> list[Result]:
