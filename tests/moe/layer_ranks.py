@@ -190,10 +190,8 @@ def counted(
         with CommLedger() as ledger:
             results.append(run(layer))
         calls = [(call.op, call.phase, call.wire) for call in ledger.events]
-        results[-1].log, results[-1].extra = (
-            layer.forward.log,
-            {"calls": calls, "counts": found[-1]},
-        )
+        results[-1].log = layer.forward.log
+        results[-1].extra = {"calls": calls, "counts": found[-1]}
         journal.undo()
     return results
 

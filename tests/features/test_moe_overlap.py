@@ -1,0 +1,75 @@
+"""What hides the experts' collectives is refused where it would hide nothing, or cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.features.moe_overlap import ASYNC, FEATURE, OVERLAP, MoeOverlapOptions
+
+LAYER = {
+    "num_experts": 8,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "cuda_graph_impl": "none",
+}
+TENSOR = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": None}
+GRAPHS = {"cuda_graph_impl": "transformer_engine"}
+
+
+def said(options, change):
+    return "\n".join(map(str, FEATURE.validate(options, LAYER | change)))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_experts": None}, "add --num-experts"),
+        ({"moe_token_dispatcher_type": "flex"}, "the dispatcher is flex"),
+        ({"moe_token_dispatcher_type": "alltoall_seq"}, "removed"),
+        ({"expert_model_parallel_size": 1}, "nothing to overlap"),
+        (TENSOR, "add --sequence-parallel"),
+        ({"moe_shared_expert_overlap": True}, "remove --moe-shared-expert-overlap"),
+        ({"moe_latent_size": 64}, "--moe-latent-size"),
+        (GRAPHS | {"cuda_graph_scope": []}, "CUDA graph"),
+        (GRAPHS | {"cuda_graph_scope": ["attn", "moe_router"]}, "CUDA graph"),
+    ],
+)
+def test_refused(change, expected):
+    for name, options in {
+        ASYNC: MoeOverlapOptions(moe_permutation_async_comm=True),
+        OVERLAP: MoeOverlapOptions(moe_alltoall_overlap_comm=True),
+    }.items():
+        text = said(options, change)
+        assert text.startswith(name)
+        assert expected in text
+
+
+def test_the_dispatcher_of_each_flag():
+    allgather = {"moe_token_dispatcher_type": "allgather"}
+    both = MoeOverlapOptions(True, True)
+    assert "add --moe-token-dispatcher-type alltoall" in said(both, allgather)
+    assert not said(MoeOverlapOptions(moe_permutation_async_comm=True), allgather)
+
+
+def test_deepspeed_layers_exchange_no_counts():
+    deepspeed = {"moe_model_type": "deepspeed_moe"}
+    assert "no counts" in said(MoeOverlapOptions(moe_permutation_async_comm=True), deepspeed)
+    assert not said(MoeOverlapOptions(moe_alltoall_overlap_comm=True), deepspeed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"expert_model_parallel_size": 1, **TENSOR, "sequence_parallel": True},
+        GRAPHS | {"cuda_graph_scope": ["attn"]},
+    ],
+)
+def test_accepted(change):
+    assert not said(MoeOverlapOptions(True, True), change)
+
+
+def test_a_frameworks_configuration_is_checked_with_its_model():
+    assert not FEATURE.validate(MoeOverlapOptions(True, True), {})
