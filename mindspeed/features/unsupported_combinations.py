@@ -1,7 +1,8 @@
 """Combinations of Megatron's own flags that cannot train, refused before training begins.
 
 Megatron does not check these: they end in a wrong result, a traceback or a hang after the model has
-been built. One entry of :data:`RULES` per combination.
+been built. One entry of :data:`RULES` per combination; sizes of experts are checked in
+:mod:`mindspeed.features._expert_checks`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
+from mindspeed.features import _expert_checks
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.packed_documents import adaptive, resets
 
@@ -189,7 +191,8 @@ RULES = (
 
 
 def _problems(options: UnsupportedOptions, megatron: Megatron) -> list[Problem]:
-    return [rule.problem for rule in RULES if rule.applies(megatron)]
+    found = [rule.problem for rule in RULES if rule.applies(megatron)]
+    return [*found, *_expert_checks.problems(megatron)]
 
 
 def _attach(seams: Seams, options: UnsupportedOptions, megatron: Megatron) -> None:

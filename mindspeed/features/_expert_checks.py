@@ -1,0 +1,35 @@
+"""Sizes of Megatron's mixture of experts with which nothing trains.
+
+Megatron checks them in the first step, with a traceback on every rank, or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed.features.feature import Megatron, Problem
+
+
+def problems(megatron: Megatron) -> Iterator[Problem]:
+    """What is wrong with the experts of a model."""
+    experts, topk = megatron.get("num_experts"), megatron.get("moe_router_topk") or 1
+    if not experts:
+        return
+    if topk > experts:
+        yield Problem(
+            f"--moe-router-topk {topk}",
+            f"is more than --num-experts {experts}",
+            f"choose 1 to {experts}",
+        )
+    if megatron.get("moe_expert_capacity_factor") == 0:
+        yield Problem(
+            "--moe-expert-capacity-factor 0",
+            "leaves experts no room: every token is dropped, so they never learn",
+            "give more than 0, or remove the flag: then no token is dropped",
+        )
+    if megatron.get("moe_token_dispatcher_type") == "alltoall_seq":
+        yield Problem(
+            "--moe-token-dispatcher-type alltoall_seq",
+            "Megatron has removed it",
+            "use alltoall; --moe-tp-extend-ep spreads whole experts over tensor-parallel ranks",
+        )
