@@ -14,8 +14,6 @@ from mindspeed.errors import ConfigError
 
 # Feature, as the table of features calls it -> its flags.
 FEATURES: dict[str, str] = {
-    "Load-aware activation memory": "--moe-adaptive-recompute-activation",
-    "Zero memory": "--moe-zero-memory",
     "DeepSpeed MoE": "--moe-model-type",
     "Token rearrangement": "--enable-token-rearrange-opt",
     "Dropless routing": "--moe-no-drop --moe-dynamic-padding",

@@ -49,17 +49,17 @@ def test_the_trainer_refuses_each_on_the_command_line_and_in_recipes(rank_pool):
 def test_megatron_lms_parser_refuses_them_too(capsys):
     parser = registry.add_arguments(argparse.ArgumentParser())
     with pytest.raises(SystemExit):
-        parser.parse_args(["--moe-zero-memory"])
-    said = "--moe-zero-memory is not available yet (Zero memory)"
+        parser.parse_args(["--auto-tuning"])
+    said = "--auto-tuning is not available yet (Auto tuning: search for the parallel configuration)"
     assert said in capsys.readouterr().err
 
 
 def test_a_flag_that_megatron_has_itself_is_left_alone():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--moe-zero-memory", action="store_true")
-    assert registry.add_arguments(parser).parse_args(["--moe-zero-memory"]).moe_zero_memory
+    parser.add_argument("--auto-tuning", action="store_true")
+    assert registry.add_arguments(parser).parse_args(["--auto-tuning"]).auto_tuning
 
 
 def test_python_is_refused_too():
-    with pytest.raises(ConfigError, match="--moe-zero-memory is not available yet"):
-        registry.refuse_unknown(["moe_zero_memory"])
+    with pytest.raises(ConfigError, match="--auto-tuning is not available yet"):
+        registry.refuse_unknown(["auto_tuning"])

@@ -1,0 +1,147 @@
+"""What the features that drop activations of experts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed.features.feature import Megatron, Problem
+
+_OFF = (None, False, 0, "disable", "none", "megatron_moe")
+_SAME = "both decide which activations of experts are kept"
+_PARTS = "it computes experts in parts of its own"
+_WHOLE = "whole layers are computed again, which leaves nothing of their experts to drop: redundant"
+_CONFLICTS = {
+    "recompute_activation_function": ("--recompute-activation-function", _SAME),
+    "activation_plan": ("--activation-plan", _SAME),
+    "adaptive_memory_optimization": ("--adaptive-memory-optimization", _SAME),
+    "adaptive_recompute_device_swap": ("--adaptive-recompute-device-swap", _SAME),
+    "adaptive_recompute_device_size": ("--adaptive-recompute-device-size", _SAME),
+    "cpu_offloading": ("--cpu-offloading", _SAME),
+    "recompute_in_bubble": ("--recompute-in-bubble", _WHOLE),
+    "recompute_in_advance": ("--recompute-in-advance", _WHOLE),
+    "enable_recompute_layers_per_pp_rank": ("--enable-recompute-layers-per-pp-rank", _WHOLE),
+    "optimize_recomp_communication_level": ("--optimize-recomp-communication-level", _WHOLE),
+    "use_pipe_experts": ("--use-pipe-experts", _PARTS),
+    "moe_experts_pipeline_degree": ("--moe-experts-pipeline-degree", _PARTS),
+    "moe_model_type": ("--moe-model-type deepspeed_moe", _PARTS),
+    "moe_fb_overlap": (
+        "--moe-fb-overlap",
+        "its schedule runs the stages of a layer one by one, never the layer",
+    ),
+    "overlap_moe_expert_parallel_comm": (
+        "--overlap-moe-expert-parallel-comm",
+        "its schedule runs the stages of a layer one by one, never the layer",
+    ),
+    "moe_shared_expert_overlap": (
+        "--moe-shared-expert-overlap",
+        "it runs the shared experts inside Megatron's dispatcher",
+    ),
+    "moe_latent_size": ("--moe-latent-size", "experts do not get the layer's input"),
+    "cuda_graph_impl": (
+        "--cuda-graph-impl",
+        "a captured graph cannot run parts of itself again",
+    ),
+}
+_RECOMPUTED = ("moe", "moe_act")
+_OFFLOADED = ("expert_fc1", "moe_act")
+
+
+def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
+    """What no policy can run with.
+
+    Args:
+        flag: That asks for it.
+        megatron: Megatron's arguments.
+    """
+    if not megatron["num_experts"]:
+        yield Problem(flag, "the model has no experts", "add --num-experts, or remove it")
+        return
+    dispatcher = megatron.get("moe_token_dispatcher_type")
+    if dispatcher not in (None, "alltoall", "allgather"):
+        yield Problem(
+            flag,
+            f"cannot be combined with --moe-token-dispatcher-type {dispatcher}",
+            "use alltoall or allgather",
+        )
+    for name, (other, why) in _CONFLICTS.items():
+        if megatron.get(name) not in _OFF:
+            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
+    if (megatron.get("ampipe_degree") or 1) > 1:
+        yield Problem(flag, f"cannot be combined with --ampipe-degree: {_PARTS}", "remove one")
+    yield from recomputation_problems(flag, megatron)
+    if megatron.get("fine_grained_activation_offloading"):
+        for module in _OFFLOADED:
+            if module in (megatron.get("offload_modules") or ()):
+                yield Problem(
+                    flag,
+                    f"cannot be combined with --offload-modules {module}: {_SAME}",
+                    "remove one",
+                )
+
+
+def recomputation_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
+    """Megatron recomputes the same already, or ``--swap-attention`` does.
+
+    Args:
+        flag: That asks for a policy.
+        megatron: Megatron's arguments.
+    """
+    granularity = megatron.get("recompute_granularity")
+    if granularity == "full":
+        yield Problem(
+            flag, f"has no effect with --recompute-granularity full: {_WHOLE}", "remove one"
+        )
+    for module in _RECOMPUTED if granularity == "selective" else ():
+        if module in (megatron.get("recompute_modules") or ()):
+            yield Problem(
+                flag,
+                f"has no effect with --recompute-modules {module}, which recomputes the same: "
+                "redundant",
+                "remove one",
+            )
+    if megatron.get("swap_attention") and megatron.get("recompute_num_layers") and not granularity:
+        yield Problem(
+            flag,
+            "cannot be combined with --swap-attention --recompute-num-layers: MLPs are computed "
+            "again as a whole, redundant",
+            "remove --recompute-num-layers",
+        )
+
+
+def second_products(flag: str, megatron: Megatron) -> Iterator[Problem]:
+    """Where the first linear layer of the experts cannot run again.
+
+    Args:
+        flag: That asks for it.
+        megatron: Megatron's arguments.
+    """
+    for name, other in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
+        if megatron.get(name):
+            yield Problem(
+                flag,
+                f"cannot be combined with {other}: a second product would change scaling factors",
+                "use --moe-zero-memory level0, or remove one",
+            )
+
+
+def chunk_policies(model: Any, config: Any, vp_stage: int | None, number: int | None) -> Any:
+    """The mixture-of-experts layers of a chunk, and whether each is one of the first.
+
+    Args:
+        model: A chunk, as the seam ``chunk`` gives it.
+        config: Its transformer config.
+        vp_stage: Number of the chunk among those of its rank.
+        number: How many layers of a pipeline stage count as first; None: all.
+
+    Yields:
+        The layer and a truth value.
+    """
+    from mindspeed.adaptor.moe import moe_layers
+    from mindspeed.memory.megatron import chunk_layers, layers_of
+
+    first = set(chunk_layers(model, config, vp_stage).first(number, of_rank=True))
+    chosen = [module for path, module in layers_of(model).items() if path in first]
+    of_first = {id(layer) for module in chosen for layer in moe_layers(module)}
+    for layer in moe_layers(model):
+        yield layer, id(layer) in of_first

@@ -1,0 +1,107 @@
+"""``--moe-zero-memory`` and ``--moe-adaptive-recompute-activation``: what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.features.feature import Problem
+from mindspeed.features.moe_adaptive_recompute import FEATURE as ADAPTIVE
+from mindspeed.features.moe_zero_memory import FEATURE as ZERO
+
+MEGATRON = {"num_experts": 8, "num_layers": 8, "moe_token_dispatcher_type": "alltoall"}
+
+
+def problems(feature, flags, megatron) -> list[Problem]:
+    options = feature.options(**flags)
+    assert feature.enabled(options, MEGATRON)
+    return feature.validate(options, MEGATRON | megatron)
+
+
+ZERO_ERRORS = [
+    ({"moe_zero_memory_num_layers": 1}, {}, "has no effect with --moe-zero-memory disable"),
+    (
+        {"moe_zero_memory": "level0", "moe_zero_memory_num_layers": 1},
+        {},
+        "has no effect with --moe-zero-memory level0",
+    ),
+    (
+        {"moe_zero_memory": "level1", "moe_zero_memory_num_layers": 5},
+        {"pipeline_model_parallel_size": 2},
+        "give 0 to 4",
+    ),
+    ({"moe_zero_memory": "level1"}, {"fp8": "hybrid"}, "--fp8-format"),
+    (
+        {"moe_zero_memory": "level1"},
+        {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
+        "redundant",
+    ),
+    ({"moe_zero_memory": "level0"}, {"moe_apply_probs_on_input": True}, "level1"),
+]
+ADAPTIVE_ERRORS = [
+    ({"moe_adaptive_recompute_activation_scale": 1.5}, {}, "has no effect without"),
+    (
+        {"moe_adaptive_recompute_activation": True},
+        {"moe_zero_memory": "level1"},
+        "has no effect with --moe-zero-memory level1",
+    ),
+    ({"moe_adaptive_recompute_activation": True}, {"fp8": "hybrid"}, "--fp8-format"),
+]
+COMMON = [
+    ({"num_experts": None}, "add --num-experts"),
+    ({"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
+    ({"recompute_granularity": "full"}, "has no effect with --recompute-granularity full"),
+    ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "redundant"),
+    ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "redundant"),
+    ({"swap_attention": True, "recompute_num_layers": 2}, "--swap-attention"),
+    ({"recompute_activation_function": True}, "--recompute-activation-function"),
+    ({"activation_plan": "plan.yaml"}, "--activation-plan"),
+    ({"recompute_in_advance": True}, "--recompute-in-advance"),
+    ({"moe_fb_overlap": True}, "--moe-fb-overlap"),
+    ({"use_pipe_experts": True}, "--use-pipe-experts"),
+    ({"moe_experts_pipeline_degree": 2}, "--moe-experts-pipeline-degree"),
+    ({"ampipe_degree": 2}, "--ampipe-degree"),
+    ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe"),
+    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+    (
+        {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},
+        "--offload-modules expert_fc1",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("feature", "flags", "megatron", "said"),
+    [
+        *((ZERO, *case) for case in ZERO_ERRORS),
+        *((ADAPTIVE, *case) for case in ADAPTIVE_ERRORS),
+        *((ZERO, {"moe_zero_memory": "level0"}, *case) for case in COMMON),
+        *((ADAPTIVE, {"moe_adaptive_recompute_activation": True}, *case) for case in COMMON),
+    ],
+)
+def test_misuse_is_refused_with_one_message(feature, flags, megatron, said):
+    (problem,) = problems(feature, flags, megatron)
+    assert said in str(problem)
+
+
+@pytest.mark.parametrize(
+    "megatron",
+    [
+        {},
+        {"moe_token_dispatcher_type": "allgather"},
+        {"pipeline_model_parallel_size": 2},
+        {"moe_fb_overlap": False, "ampipe_degree": 1, "moe_model_type": "megatron_moe"},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"swap_attention": True},
+    ],
+)
+def test_what_goes_together(megatron):
+    assert not problems(ZERO, {"moe_zero_memory": "level0"}, megatron)
+    some = {"moe_zero_memory": "level1", "moe_zero_memory_num_layers": 0}
+    assert not problems(ZERO, some, megatron)
+    assert not problems(ADAPTIVE, {"moe_adaptive_recompute_activation": True}, megatron)
+    together = megatron | {"moe_zero_memory": "level0"}
+    assert not problems(ADAPTIVE, {"moe_adaptive_recompute_activation": True}, together)
+
+
+def test_a_framework_without_arguments_is_not_asked():
+    assert not ZERO.validate(ZERO.options(moe_zero_memory="level1"), {})
