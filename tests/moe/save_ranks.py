@@ -1,13 +1,80 @@
-"""Bytes that one mixture-of-experts layer keeps for backward, on every rank."""
+"""Mixture-of-experts layers under save policies: what they keep, and whether a bit differs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tests.moe import layer_ranks
+from tests.moe.dispatch_ranks import Case, built
+
+
+@dataclass
+class Compared:
+    """One policy beside the program that keeps everything, on one rank.
+
+    Attributes:
+        name: of the case.
+        policy: fields of ``LayerRequest``.
+        different: outputs and gradients that are not equal bit for bit.
+        collectives: of forward and of backward.
+        order: the events of backward.
+    """
+
+    name: str
+    policy: dict[str, Any]
+    different: list[str]
+    collectives: tuple[int, int]
+    order: str
+
+
+def compare_policies(cases: Sequence[Case], policies: Sequence[dict[str, Any]]) -> list[Compared]:
+    """All policies of all cases; the first variant of a case is its program."""
+    return [found for case in cases for found in _compare(case, policies)]
+
+
+def _compare(case: Case, policies: Sequence[dict[str, Any]]) -> list[Compared]:
+    import re
+
+    layer, options = built(case), dict(case.options)
+    frozen = options.pop("frozen", None)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not frozen or re.search(frozen, name) is None)
+    expected, _ = _run(layer, case.variants[0], options)
+    found = []
+    for policy in policies:
+        result, log = _run(layer, case.variants[0] | policy, options)
+        assert result.gradients.keys() == expected.gradients.keys(), case.name
+        pairs = {"output": (result.output, expected.output)} | {
+            name: (result.gradients[name], grad) for name, grad in expected.gradients.items()
+        }
+        found.append(
+            Compared(
+                case.name,
+                policy,
+                [name for name, (one, other) in pairs.items() if not one.equal(other)],
+                (len(log.communications("forward")), len(log.communications("backward"))),
+                " ".join(map(str, log.of("backward"))),
+            )
+        )
+    return found
+
+
+def _run(layer: Any, fields: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    from mindspeed.journal import Journal
+    from mindspeed.moe.events import EventLog
+    from mindspeed.moe.layer.megatron import change
+    from tests.moe.dispatch_ranks import _nodes
+
+    journal, log = Journal(), EventLog()
+    change(layer, journal, **fields, **_nodes(layer, fields))
+    layer.forward.log = log
+    result = layer_ranks.run(layer, **options)
+    journal.undo()
+    return result, log
 
 
 def saved_bytes(
@@ -34,7 +101,7 @@ def saved_bytes(
     from mindspeed.testing.saved import saved_for_backward
 
     layer_ranks.start(**layout)
-    layer = layer_ranks.layer_of(spec, **_parallel(layout), **overrides)
+    layer = layer_ranks.layer_of(spec, **layer_ranks.parallel_of(layout), **overrides)
     width = layer.config.hidden_size
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     x = torch.randn(tokens, 1, width, generator=generator).requires_grad_()
@@ -52,12 +119,3 @@ def saved_bytes(
         events.append([str(event) for event in log.of("backward")])
         journal.undo()
     return kept, events
-
-
-def _parallel(layout: dict[str, int]) -> dict[str, Any]:
-    return {
-        "expert_model_parallel_size": layout.get("expert", 1),
-        "tensor_model_parallel_size": layout.get("tensor", 1),
-        "expert_tensor_parallel_size": layout.get("expert_tensor", 1),
-        "sequence_parallel": layout.get("tensor", 1) > 1,
-    }

@@ -67,20 +67,6 @@ LEVELS = {"disable": ALL, "level0": LEVEL0, "level1": LEVEL1}
 """Policies of ``--moe-zero-memory``."""
 
 
-def has_level1(number: int | None, layer: int, chunk: int, chunks: int) -> bool:
-    """Whether a layer is one of those with level1: the first of every pipeline stage.
-
-    Layers count as they are computed first: layer 0 of every model chunk, then layer 1.
-
-    Args:
-        number: How many layers of a pipeline stage; None: all.
-        layer: Index of the layer in its model chunk.
-        chunk: Index of the chunk among those of its rank.
-        chunks: Model chunks of a rank.
-    """
-    return number is None or layer * chunks + chunk < number
-
-
 def load(rows: int, tokens: int, topk: int, slices: int) -> float:
     """The load of a rank: rows that it received, 1.0 when they are balanced.
 
