@@ -24,10 +24,10 @@ from mindspeed.moe.events import EventLog
 from mindspeed.moe.interpreter import Chunk, Communicate, Compute, Stages, execute
 from mindspeed.moe.link import Link
 from mindspeed.moe.program import Program
-from mindspeed.moe.split_phase import Collective, Ticket, finish, start
+from mindspeed.moe.split_phase import Collective
 
 PIECES = Program.parse(
-    "dispatch> shared_fc1 anchor dispatch< gather experts scatter combine> shared_fc2 combine<"
+    "dispatch> shared_fc1 anchor (dispatch< gather! experts scatter! combine>) shared_fc2 combine<"
 )
 CHAINED = Program.parse(
     "dispatch> shared_fc1 anchor dispatch< gather> gather< experts scatter> scatter< combine> "
@@ -112,7 +112,7 @@ class PipedExperts:
         del chunk.tensors["rows"]
         for one in slices:
             pieces += self._cut(chunk, one, len(pieces))
-        run = _Pieces(self.dispatcher, Link() if self.chained else None, self.log)
+        run = _Pieces(self.dispatcher, Link() if self.chained else None)
         program = CHAINED if self.chained else PIECES
         execute(program.without(*self.absent), run.stages(layer), pieces, self.log)
         for j, one in enumerate(slices):
@@ -165,9 +165,7 @@ class _Part:
 class _Pieces:
     """The stages of the pieces: for each, a layer with one local expert."""
 
-    def __init__(
-        self, dispatcher: AllToAllDispatcher, link: Link | None, log: EventLog | None
-    ) -> None:
+    def __init__(self, dispatcher: AllToAllDispatcher, link: Link | None) -> None:
         groups = dispatcher.groups
         one = replace(dispatcher, groups=replace(groups, experts=groups.ep.size())).stages()
         self._communicate = {
@@ -176,7 +174,7 @@ class _Pieces:
                 ("dispatch", "ep"), ("combine", "ep"), ("gather", "tp"), ("scatter", "tp"),
             ]
         }  # fmt: skip
-        self._arrange, self._log = one.compute["arrange"], log
+        self._arrange = one.compute["arrange"]
 
     def stages(self, layer: Stages) -> Stages:
         """Of the pieces, with the experts of a layer and what is computed beside them."""
@@ -185,8 +183,7 @@ class _Pieces:
             self._arrange(chunk)
             layer.compute["experts"](chunk)
 
-        at_once = {name: self._at_once(name) for name in ("gather", "scatter")}
-        return Stages({"experts": experts, **at_once}, self._communicate, layer.side)
+        return Stages({"experts": experts}, self._communicate, layer.side)
 
     def _chained(self, communicate: Communicate, link: Link | None, group: str) -> Communicate:
         if link is None:
@@ -194,13 +191,3 @@ class _Pieces:
         return lambda chunk: {
             name: link.chained(collective, group) for name, collective in communicate(chunk).items()
         }
-
-    def _at_once(self, name: str) -> Compute:
-        """A communication as a computation: started and awaited."""
-
-        def compute(chunk: Chunk) -> None:
-            for key, collective in self._communicate[name](chunk).items():
-                ticket = Ticket(collective, f"{name}.{key}", chunk.index, self._log)
-                chunk.tensors[key] = finish(start(chunk.tensors[key], ticket), ticket)
-
-        return compute

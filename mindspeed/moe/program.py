@@ -8,7 +8,7 @@
 A step names a stage. ``name>`` starts a communication, ``name<`` waits for it, ``name!`` does both;
 a name alone computes. What lies between ``name>`` and ``name<`` hides the communication, in
 backward too: autograd runs the steps mirrored, so there ``name<`` starts the reverse communication
-and ``name>`` waits for it.
+and ``name>`` waits for it. Steps in parentheses stay together where a layer has several chunks.
 
 Programs depend on flags only, so the ranks of a group communicate in one order.
 """
@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_STEP = re.compile(r"([a-z][a-z0-9_]*)([<>!]?)")
+_STEP = re.compile(r"(\(?)([a-z][a-z0-9_]*)([<>!]?)(\)?)")
 
 
 class Phase(enum.Enum):
@@ -38,10 +38,12 @@ class Step:
     Attributes:
         name: of the stage.
         phase: compute, or one half of a communication.
+        group: steps of one number other than 0 stay together.
     """
 
     name: str
     phase: Phase = Phase.COMPUTE
+    group: int = 0
 
     def __str__(self) -> str:
         return self.name + self.phase.value
@@ -71,13 +73,21 @@ class Program:
             ValueError: a word is not a step, or a communication is not started and finished once.
         """
         steps: list[Step] = []
+        groups, inside = 0, False
         for word in text.split():
             found = _STEP.fullmatch(word)
             if found is None:
                 raise ValueError(f"{word!r} is not a step: name, name>, name< or name!")
-            name, sign = found.groups()
+            opened, name, sign, closed = found.groups()
+            if (opened and inside) or (closed and not (opened or inside)):
+                raise ValueError(f"the parenthesis of {word!r} is inside another, or alone")
+            inside = inside or bool(opened)
+            groups += bool(opened)
             phases = (Phase.START, Phase.FINISH) if sign == "!" else (Phase(sign),)
-            steps += [Step(name, phase) for phase in phases]
+            steps += [Step(name, phase, groups if inside else 0) for phase in phases]
+            inside = inside and not closed
+        if inside:
+            raise ValueError(f"a parenthesis is open at the end of {text!r}")
         program = cls(tuple(steps), skewed)
         program._check()
         return program
@@ -94,7 +104,12 @@ class Program:
                 )
 
     def __str__(self) -> str:
-        return " ".join(map(str, self.steps))
+        groups = [0, *(step.group for step in self.steps), 0]
+        return " ".join(
+            f"{'(' if step.group and step.group != groups[i] else ''}{step}"
+            f"{')' if step.group and step.group != groups[i + 2] else ''}"
+            for i, step in enumerate(self.steps)
+        )
 
     def __contains__(self, name: str) -> bool:
         return any(step.name == name for step in self.steps)
@@ -137,15 +152,18 @@ class Program:
         yield tuple(run)
 
     def _runs(self) -> Iterator[tuple[Step, ...]]:
-        """Cut before every finish and after every start."""
+        """Cut before every finish and after every start, and around parentheses."""
         run: list[Step] = []
         for step in self.steps:
-            if step.phase is Phase.FINISH and run:
+            if run and _cut(run[-1], step):
                 yield tuple(run)
                 run = []
             run.append(step)
-            if step.phase is Phase.START:
-                yield tuple(run)
-                run = []
         if run:
             yield tuple(run)
+
+
+def _cut(before: Step, after: Step) -> bool:
+    if before.group or after.group:
+        return before.group != after.group
+    return before.phase is Phase.START or after.phase is Phase.FINISH

@@ -1,0 +1,1 @@
+"""Ampipe: attention in chunks of the sequence, which hides the dispatch of the chunk before."""

@@ -1,0 +1,170 @@
+"""Megatron's ``TransformerLayer`` as one program: attention hides the dispatch of its experts.
+
+attach(layer, degree=4, journal=journal)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mindspeed.journal import Journal, replace_method
+from mindspeed.moe.ampipe.attention import ChunkedAttention
+from mindspeed.moe.ampipe.router import ChunkedRouter
+from mindspeed.moe.dispatch.choice import Routing, choice_of
+from mindspeed.moe.events import EventLog
+from mindspeed.moe.interpreter import Chunk, Stages, execute
+from mindspeed.moe.layer.call import LayerCall
+from mindspeed.moe.layer.megatron import ProgramForward
+from mindspeed.moe.layer.replacements import REPLACEMENTS
+from mindspeed.moe.program import Program
+from mindspeed.moe.request import LayerRequest
+
+AMPIPE = Program.parse(
+    "(attn route count> permute count< dispatch>) shared_fc1 anchor "
+    "(dispatch< gather! arrange experts disarrange scatter! combine>) shared_fc2 "
+    "combine< unpermute"
+)
+"""While chunk c is dispatched, chunk c + 1 attends; only the last combine has nothing beside it."""
+
+
+def attach(layer: Any, degree: int, journal: Journal) -> None:
+    """Compute a layer in chunks of the sequence.
+
+    Args:
+        layer: Megatron's ``TransformerLayer`` with a mixture of experts.
+        degree: Chunks.
+        journal: A feature's ``seams.journal``; undoing it restores the layer.
+    """
+    replace_method(layer, "forward", lambda before: AmpipeForward(layer, degree, before), journal)
+
+
+class AmpipeForward:
+    """The forward of one layer.
+
+    Attributes:
+        degree: chunks of the sequence.
+        log: gets the events of every call, for tests and pictures.
+    """
+
+    def __init__(self, layer: Any, degree: int, before: Callable[..., Any]) -> None:
+        self.degree = degree
+        self.log: EventLog | None = None
+        self._layer, self._before = layer, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Compute the layer; the arguments are those of Megatron's.
+
+        Returns:
+            ``[s, b, h]``, and the context.
+
+        Raises:
+            ValueError: packed documents, or rows that cannot be shared evenly.
+        """
+        if kwargs.get("inference_context") is not None:
+            return self._before(*args, **kwargs)  # type: ignore[no-any-return]
+        if kwargs.get("packed_seq_params") is not None:
+            raise ValueError("--ampipe-degree cannot cut packed documents: remove one")
+        return _Call(self._layer, self.degree, self.log, *args, **kwargs).run()
+
+
+class _Call:
+    """One call of a layer."""
+
+    def __init__(
+        self,
+        layer: Any,
+        degree: int,
+        log: EventLog | None,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._layer, self._log, self._context = layer, log, context
+        self._moe, self._degree = layer.mlp, degree
+        self._residuals = hidden_states.chunk(degree)
+        self._masks = None
+        if padding_mask is not None:
+            self._masks = padding_mask.transpose(0, 1).bool().chunk(degree)
+        normed = layer.input_layernorm(hidden_states)
+        attention = layer.self_attention
+        self._attention = ChunkedAttention(
+            attention,
+            lambda: attention(normed, attention_mask=attention_mask, **kwargs),
+            _bottom_right(),
+            chunks=degree,
+            ranks=layer.config.tensor_model_parallel_size,
+            checkpoint=_checkpoint(attention),
+        )
+        forward = vars(self._moe).get("forward")
+        request = forward.request if isinstance(forward, ProgramForward) else LayerRequest()
+        self._call = LayerCall(self._moe, request, hidden_states, None, log)
+        self._router = ChunkedRouter(self._moe.router, degree)
+
+    def run(self) -> tuple[torch.Tensor, Any]:
+        """The output of the layer ``[s, b, h]``, and the context."""
+        call, layer = self._call, self._layer
+        chunks = [Chunk(index) for index in range(self._degree)]
+        config = layer.config
+        choice = choice_of(config.moe_token_dispatcher_type, call.request)
+        stages = call.stages(choice.stages(call.groups, Routing.of(config, call.request)))
+        for replacement in REPLACEMENTS:
+            stages = replacement(call, stages)
+        execute(AMPIPE.without(*call.absent), self._stages(stages, chunks), chunks, self._log)
+        like = self._residuals[0]
+        output = torch.cat([chunk.tensors["output"].view(like.shape) for chunk in chunks])
+        if "shared" in chunks[0].tensors:
+            output = output + chunks[0].tensors["shared"]
+        residual = torch.cat([chunk.tensors["residual"] for chunk in chunks])
+        return layer._forward_post_mlp((output, None), residual), self._context
+
+    def _stages(self, stages: Stages, chunks: list[Chunk]) -> Stages:
+        route, shared_fc1 = stages.compute["route"], stages.side["shared_fc1"]
+
+        def route_chunk(chunk: Chunk) -> None:
+            call = self._call
+            call.hidden = chunk.tensors["hidden"].view(self._residuals[chunk.index].shape)
+            call.padding_mask = None if self._masks is None else self._masks[chunk.index]
+            with self._router.chunk():
+                route(chunk)
+
+        def shared(chunk: Chunk) -> None:
+            shape = (-1, *self._residuals[0].shape[1:])
+            self._call.hidden = torch.cat([one.tensors["hidden"] for one in chunks]).view(shape)
+            shared_fc1(chunk)
+
+        return replace(
+            stages,
+            compute={**stages.compute, "attn": self._attend, "route": route_chunk},
+            side={**stages.side, "shared_fc1": shared},
+        )
+
+    def _attend(self, chunk: Chunk) -> None:
+        """Attention, projection, residual and norm: ``residual``, ``hidden [n, h]``."""
+        layer, residual = self._layer, self._residuals[chunk.index]
+        output = self._attention.chunk(chunk.index)
+        with layer.bias_dropout_add_exec_handler():
+            add = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)
+            residual = add(output, residual, layer.hidden_dropout)
+        hidden = layer.pre_mlp_layernorm(residual)
+        chunk.tensors |= {"hidden": hidden.reshape(-1, hidden.shape[-1]), "residual": residual}
+
+
+def _bottom_right() -> Any:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    return AttnMaskType.causal_bottom_right
+
+
+def _checkpoint(attention: Any) -> Callable[..., torch.Tensor] | None:
+    if not (attention.checkpoint_core_attention and attention.training):
+        return None
+    from megatron.core import tensor_parallel
+
+    return tensor_parallel.checkpoint  # type: ignore[no-any-return]
