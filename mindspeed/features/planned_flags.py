@@ -14,9 +14,6 @@ from mindspeed.errors import ConfigError
 
 # Feature, as the table of features calls it -> its flags.
 FEATURES: dict[str, str] = {
-    "DeepSpeed MoE": "--moe-model-type",
-    "Token rearrangement": "--enable-token-rearrange-opt",
-    "Dropless routing": "--moe-no-drop --moe-dynamic-padding",
     "Ampipe communication hiding": "--ampipe-degree",
     "Auto tuning: search for the parallel configuration": "--auto-tuning",
 }

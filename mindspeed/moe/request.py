@@ -23,7 +23,7 @@ class LayerRequest:
         overlap: dispatch and combine are hidden by shared experts and weight gradients.
         exchange: how all-to-all sends tokens: "flat", once for each expert; "dedup", once to each
             rank; "hierarchical", once to each node and there once to each rank; "padded", the same
-            number to every expert.
+            number to every expert; "window", the same but a predicted one, and nothing is dropped.
         capacity: that number, for a rank's number of tokens.
         dropped: tokens may have fewer or more copies than the router chooses experts.
         nodes: groups between and within nodes, for "hierarchical".

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed.moe.deepspeed.capacity import Capacity, Window
-from mindspeed.moe.deepspeed.gate import balance_loss, route
+from mindspeed.moe.deepspeed.gate import balance_loss, gumbel, route
 from mindspeed.moe.dispatch.padded import Slots
 from mindspeed.moe.dispatch.select import select_rows
 from tests.moe import einsum_oracle as oracle
@@ -111,6 +111,16 @@ def test_infinite_rows_in_dropped_slots_do_not_reach_anything():
     assert rows.grad.flatten().tolist() == [1.0, 1.0, 0.0]
 
 
+def test_noisy_logits_draw_experts_by_their_gates():
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0]).repeat(20000, 1)
+    uniform = torch.rand(logits.shape, generator=torch.Generator().manual_seed(0))
+    uniform[0], uniform[1] = 0.0, 1.0
+    noise = gumbel(uniform)
+    assert noise.isfinite().all()
+    chosen = route(logits.softmax(1), [logits + noise], None).routing_map
+    assert (chosen.float().mean(0) - logits[0].softmax(0)).abs().max() < 0.015  # 4 sigma
+
+
 def test_no_capacity_keeps_every_choice():
     gates = torch.softmax(torch.randn(50, 6, generator=torch.Generator().manual_seed(0)), 1)
     for topk in (1, 2):
@@ -172,14 +182,16 @@ def test_capacity(tokens, factor, topk, expected):
 
 def test_the_window_predicts_the_next_one_from_its_last_loads():
     window = Window()
-    assert window.capacity == 256
-    for load in range(1000, 1019):
-        window.observe(load)
-        assert window.capacity == 256
-    window.observe(1020)
-    assert window.capacity == 1038  # ceil((1015 + 1016 + 1017 + 1018 + 1020) / 5) + 20
+    for load in range(1000, 1020):
+        assert window(7) == 256
+        for observed in (3, load, 5, load):  # micro-batches, and one of them recomputed
+            window.observe(observed)
+        window.advance()
+        window.advance()  # of a step without training
+    assert window(7) == 1037  # 1017 + 20
     window.observe(5)
-    assert window.capacity == 1038
+    window.advance()
+    assert window(7) == 1037
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

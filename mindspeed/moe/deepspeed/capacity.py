@@ -36,14 +36,16 @@ class Capacity:
         return min(max(math.ceil(exact), MINIMUM), tokens)
 
 
-@dataclass
+@dataclass(eq=False)
 class Window:
-    """A capacity that follows the loads it has seen, one for the steps of a window.
+    """A capacity that follows the loads of earlier steps, one for all steps of a window.
 
-    So shapes change once in a window only. It is the same on all ranks that observe the same loads.
+    So shapes change once in a window only, and never within a step: a recomputation finds the
+    capacity of its forward, and what it observes again changes nothing. All ranks that observe the
+    same loads have the same capacity. It is not saved: training that resumes begins a first window.
 
     Attributes:
-        capacity: of this window; the first one's until a window is complete.
+        capacity: of this window; before one is complete, the first's.
         length: steps of a window.
         last: steps at its end whose mean predicts the next window.
         margin: rows on top of the mean.
@@ -53,12 +55,24 @@ class Window:
     length: int = 20
     last: int = 5
     margin: int = 20
+    _largest: int = -1
     _loads: list[int] = field(default_factory=list)
 
+    def __call__(self, tokens: int) -> int:
+        """Rows for an expert, of the tokens of one rank; their number does not matter."""
+        return self.capacity
+
     def observe(self, load: int) -> None:
-        """Take the largest number of rows that any rank had for any expert in a step."""
-        self._loads.append(load)
+        """Take the largest number of rows that any rank had for any expert in a micro-batch."""
+        self._largest = max(self._largest, load)
+
+    def advance(self) -> None:
+        """The step is over; nothing happens if no load was observed in it."""
+        if self._largest < 0:
+            return
+        self._loads.append(self._largest)
+        self._largest = -1
         if len(self._loads) == self.length:
-            self.capacity = math.ceil(Fraction(sum(self._loads[-self.last :]), self.last))
-            self.capacity += self.margin
+            mean = Fraction(sum(self._loads[-self.last :]), self.last)
+            self.capacity = math.ceil(mean) + self.margin
             self._loads.clear()

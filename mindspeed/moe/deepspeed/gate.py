@@ -80,6 +80,16 @@ def _keep(
     return choice & (torch.empty_like(rank).index_copy_(0, order, rank) <= room)
 
 
+def gumbel(uniform: torch.Tensor) -> torch.Tensor:
+    """Noise that makes the largest of ``logits + noise`` a draw from their softmax.
+
+    Args:
+        uniform: from 0 to 1, any shape, fp32 or fp64.
+    """
+    exponential = -torch.log(uniform.clamp(min=torch.finfo(uniform.dtype).tiny))
+    return -torch.log(exponential.clamp(min=torch.finfo(uniform.dtype).tiny))
+
+
 def balance_loss(
     gates: torch.Tensor, first: torch.Tensor, valid: torch.Tensor | None = None
 ) -> torch.Tensor:

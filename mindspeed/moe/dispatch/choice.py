@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.moe.dispatch import all_gather, deduplicated, hierarchical, padded
+from mindspeed.moe.deepspeed.capacity import Window
+from mindspeed.moe.dispatch import all_gather, deduplicated, hierarchical, padded, window
 from mindspeed.moe.dispatch.all_gather import AllGatherDispatcher
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher, ExpertGroups
 from mindspeed.moe.dispatch.compact import places
 from mindspeed.moe.dispatch.deduplicated import DeduplicatedDispatcher
 from mindspeed.moe.dispatch.hierarchical import HierarchicalDispatcher
 from mindspeed.moe.dispatch.padded import PaddedDispatcher
+from mindspeed.moe.dispatch.window import WindowDispatcher
 from mindspeed.moe.interpreter import Stages
 from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
@@ -33,6 +35,7 @@ class Routing:
         copies: of every token, if it is the same number for all.
         capacity: rows of an expert for a rank's number of tokens; for padded dispatch.
         nodes: groups between and within nodes; for hierarchical dispatch.
+        training: whether the layer is trained, and not evaluated.
     """
 
     topk: int
@@ -40,14 +43,15 @@ class Routing:
     capacity: Callable[[int], int] | None = None
     copies: int | None = None
     nodes: NodeGroups | None = None
+    training: bool = True
 
     @classmethod
-    def of(cls, config: Any, request: LayerRequest) -> Routing:
+    def of(cls, config: Any, request: LayerRequest, training: bool = True) -> Routing:
         """From a Megatron transformer config and what the features ask."""
         topk, experts = config.moe_router_topk, config.num_moe_experts
         width = places(topk, experts, config.moe_pad_expert_input_to_capacity)
         copies = None if request.dropped else topk
-        return cls(topk, width, request.capacity, copies, request.nodes)
+        return cls(topk, width, request.capacity, copies, request.nodes, training)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,13 @@ def _hierarchical(groups: ExpertGroups, routing: Routing) -> Stages:
     return HierarchicalDispatcher(groups, routing.width, routing.nodes).stages()
 
 
+def _window(groups: ExpertGroups, routing: Routing) -> Stages:
+    assert isinstance(routing.capacity, Window)
+    return WindowDispatcher(
+        groups, routing.topk, capacity=routing.capacity, observes=routing.training
+    ).stages()
+
+
 CHOICES: Mapping[tuple[str, str], Choice] = {
     ("alltoall", "flat"): Choice(
         program_of, lambda groups, routing: AllToAllDispatcher(groups, routing.copies).stages()
@@ -83,6 +94,7 @@ CHOICES: Mapping[tuple[str, str], Choice] = {
         lambda groups, routing: DeduplicatedDispatcher(groups, routing.width).stages(),
     ),
     ("alltoall", "hierarchical"): Choice(hierarchical.program, _hierarchical),
+    ("alltoall", "window"): Choice(window.program, _window),
     ("allgather", "flat"): Choice(
         all_gather.program,
         lambda groups, routing: AllGatherDispatcher(groups, routing.width).stages(),

@@ -74,6 +74,21 @@ class Slots:
         tokens = torch.div(pairs, experts, rounding_mode="floor")
         return cls(capacity, chosen, slot.view(-1, 1), tokens, pairs)
 
+    def with_headers(self, blocks: int) -> Slots:
+        """The maps for rows in equal blocks that begin with an empty row each."""
+        rows = self.tokens.shape[0] // blocks
+
+        def moved(slot: torch.Tensor) -> torch.Tensor:
+            shift = torch.div(slot, max(rows, 1), rounding_mode="floor") + 1
+            return torch.where(slot < 0, slot, slot + shift)
+
+        def wider(source: torch.Tensor) -> torch.Tensor:
+            empty = source.new_full((blocks, 1, 1), -1)
+            return torch.cat([empty, source.view(blocks, rows, 1)], 1).view(-1, 1)
+
+        of_token, of_pair = moved(self.of_token), moved(self.of_pair)
+        return Slots(self.capacity, of_token, of_pair, wider(self.tokens), wider(self.pairs))
+
 
 @dataclass(frozen=True)
 class PaddedDispatcher(AllToAllDispatcher):

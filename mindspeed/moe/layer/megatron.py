@@ -93,7 +93,8 @@ class ProgramForward:
             self._layer, request, hidden_states, padding_mask, self.log, self._shared_checkpoint()
         )
         choice = choice_of(config.moe_token_dispatcher_type, request)
-        stages = call.stages(choice.stages(call.groups, Routing.of(config, request)))
+        routing = Routing.of(config, request, self._layer.training)
+        stages = call.stages(choice.stages(call.groups, routing))
         for replacement in REPLACEMENTS:
             stages = replacement(call, stages)
         chunk = call.chunk()
