@@ -151,15 +151,15 @@ def _call(rank: int, request: Request, port: int, folder: Path) -> Any:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(request.world_size),
-        LOCAL_WORLD_SIZE=str(request.world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        **request.env,
-    )
+    launched = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(request.world_size),
+        "LOCAL_WORLD_SIZE": str(request.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    os.environ.update(launched | dict(request.env))
     torch.set_num_threads(1)
     random.seed(1234)
     torch.manual_seed(1234)

@@ -215,3 +215,62 @@ def _gathered(x: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, x.contiguous())
     return torch.stack(parts)
+
+
+def errors_of_sums() -> dict[str, float]:
+    """Largest relative error of each exchange in bf16, when every expert returns its weighted rows.
+
+    The rows of a token then add up to the token, in exact arithmetic.
+    """
+    from mindspeed.journal import Journal
+    from mindspeed.moe.layer.megatron import change
+
+    overrides = {"moe_router_topk": 8, "num_moe_experts": 16, "params_dtype": torch.bfloat16}
+    case = Case("sums", {"expert": 4}, overrides | {"moe_router_dtype": "fp32"}, [])
+    layer, errors = built(case), {}
+    object.__setattr__(layer, "experts", _Weighted())
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    x = torch.randn(200, 1, layer_ranks.HIDDEN, generator=generator).to(torch.bfloat16)
+    for exchange in ("flat", "dedup", "hierarchical"):
+        journal = Journal()
+        change(layer, journal, exchange=exchange, **_nodes(layer, {"exchange": exchange}))
+        with torch.no_grad():
+            output, _ = layer(x)
+        journal.undo()
+        errors[exchange] = float(((output.double() - x.double()) / x.double()).abs().max())
+    return errors
+
+
+class _Weighted(torch.nn.Module):
+    """Rows ``[m, h]`` times their probabilities, in fp32, rounded."""
+
+    def forward(self, rows: torch.Tensor, counts: Any, probs: torch.Tensor) -> Any:
+        return (rows.float() * probs.float().unsqueeze(-1)).to(rows.dtype), None
+
+
+def requests_of(flags: dict[str, Any], expert: int) -> list[dict[str, Any]]:
+    """What features ask of the layers of a model that is built with flags; nodes of two ranks."""
+    import os
+
+    from megatron.core import parallel_state, tensor_parallel
+
+    from mindspeed import session
+    from mindspeed.adaptor.moe import moe_layers
+    from tests.features.moe_ranks import MOE
+    from tests.support import gpt_ranks
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    session.install().configure(flags)
+    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=expert)
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    overrides = {"expert_model_parallel_size": expert, "moe_token_dispatcher_type": "alltoall"}
+    config = gpt_ranks.config("layernorm-gelu-bias", **{**MOE, **overrides})
+    found = [layer.forward.request for layer in moe_layers(gpt_ranks.build(config, "te"))]
+    ranks_of = torch.distributed.get_process_group_ranks
+    return [
+        {
+            "exchange": one.exchange,
+            "nodes": one.nodes and (ranks_of(one.nodes.between), ranks_of(one.nodes.within)),
+        }
+        for one in found
+    ]

@@ -8,7 +8,11 @@ import torch
 from mindspeed.errors import ConfigError
 from mindspeed.features.moe_alltoall_exchange import FEATURE
 from mindspeed.moe.dispatch import expected
+from mindspeed.moe.dispatch.compact import ID_DTYPE
+from mindspeed.moe.dispatch.level import join, metadata_bytes, sum_rows, take_apart
 from mindspeed.moe.nodes import divided
+from mindspeed.moe.save.policy import LEVEL0, LEVEL1
+from mindspeed.te import kernels
 from tests.moe import dispatch_ranks as jobs
 from tests.moe.dispatch_ranks import Case
 from tests.support.lazy import needs
@@ -83,6 +87,58 @@ def test_two_nodes_of_two_ranks_equal_megatrons_dispatcher(ranks):
         for one in figures:
             assert one.output <= 5e-7, one
             assert one.gradients <= 1e-6, one
+
+
+def test_what_hides_the_levels(ranks):
+    cases = [case(name, FOUR, BOTH, **more) for name, more in (("routed", {}), ("shared", SHARED))]
+    for figures in ranks(4, jobs.compare_all, cases, setup=ADAPTOR):
+        exposed = [one.exposed for one in figures]
+        # counts, metadata, rows, combine; without shared experts the anchor is all there is
+        assert exposed[:3] == [(4, 3), (3, 3), (3, 1)]
+        # and metadata, rows, combine within the node
+        assert exposed[3:6] == [(7, 6), (6, 6), (6, 4)]
+        assert exposed[6:9] == [(4, 3), (3, 3), (0, 0)]
+        assert exposed[9:] == [(7, 6), (6, 6), (3, 3)]
+        assert figures[-1].order == (
+            "route count.counts> permute count.counts< dispatch.metadata> dispatch.rows> "
+            "shared_fc1 dispatch.metadata< dispatch.rows< relay dispatch_node.metadata> "
+            "dispatch_node.rows> dispatch_node.metadata< dispatch_node.rows< arrange experts "
+            "disarrange combine_node.rows> combine_node.rows< merge combine.rows> shared_fc2 "
+            "combine.rows< unpermute",
+            "unpermute combine.rows> shared_fc2 combine.rows< merge combine_node.rows> "
+            "combine_node.rows< disarrange experts arrange dispatch_node.rows> "
+            "dispatch_node.metadata> dispatch_node.rows< dispatch_node.metadata< relay "
+            "dispatch.rows> dispatch.metadata> weight_gradients shared_fc1 dispatch.rows< "
+            "dispatch.metadata< permute route",
+        )
+
+
+def test_rows_come_again_in_backward(ranks):
+    """What the experts do not keep is dispatched again, level by level."""
+    for exchange, layout in (("dedup", EP), ("hierarchical", FOUR)):
+        variants = [
+            {"exchange": exchange, "overlap": overlap, "save": policy}
+            for overlap in (False, True)
+            for policy in (LEVEL0, LEVEL1)
+        ]
+        cases = [
+            case("te", layout, variants, **SHARED),
+            case("local", layout, variants, spec="local"),
+            case("no rows", layout, variants, experts=2, moe_router_topk=2),
+        ]
+        for figures in ranks(layout["expert"], jobs.compare_all, cases, setup=ADAPTOR):
+            for one in figures:
+                assert one.output <= 5e-7, one
+                assert one.gradients <= 1e-6, one
+                assert "refetch" in one.order[1]
+
+
+def test_sums_are_rounded_once_for_each_hop(ranks):
+    """bf16 tokens, every expert the identity: results against the sums in fp64."""
+    for errors in ranks(4, jobs.errors_of_sums, setup=ADAPTOR):
+        # The experts' rows, the sums of a rank, of a node, of all.
+        assert errors["dedup"] <= 3 * 2**-8
+        assert errors["hierarchical"] <= 4 * 2**-8
 
 
 @pytest.mark.parametrize("width", [4, 2])
@@ -178,9 +234,45 @@ def test_flags_of_one_level(monkeypatch):
         assert "nothing is sent" in problems(monkeypatch, **given, expert_model_parallel_size=1)
 
 
+def test_sums_of_copies_are_rounded_once():
+    """256 + 1 is 256 in bf16."""
+    rows = torch.tensor([256.0, 1.0, 1.0, 1.0, 1.0, 7.0]).bfloat16().unsqueeze(1)
+    to = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]).bool()
+    _, _, row_id_map = kernels.moe_permute(torch.zeros(2, 1), None, to, 6)
+    rows.requires_grad_()
+    summed = sum_rows(rows, row_id_map, to, (2, 1))
+    assert summed.dtype == torch.bfloat16
+    assert summed.flatten().tolist() == [260, 7]
+    summed.sum().backward()
+    assert rows.grad is not None and rows.grad.eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_metadata_is_one_tensor(dtype):
+    weights = torch.rand(3, 3).to(dtype).requires_grad_()
+    ids = torch.tensor([[0, 5, -1], [7, -1, -1], [1, 2, 3]], dtype=ID_DTYPE)
+    joined = join(ids, weights)
+    assert joined.nbytes == 3 * metadata_bytes(3, dtype.itemsize)
+    again, same = take_apart(joined, 3)
+    assert again.equal(ids) and same.equal(weights)
+    same.sum().backward()
+    assert weights.grad is not None and weights.grad.eq(1).all()
+
+
 def test_ranks_of_nodes():
     assert divided([4, 5, 6, 7], 2) == [[4, 5], [6, 7]]
     assert divided([0, 2, 4, 6], 4) == [[0, 2], [4, 6]]
     for ranks in ([0, 1, 2], [0, 2, 1, 3]):
         with pytest.raises(ConfigError, match="not spread evenly"):
             divided(ranks, 2)
+
+
+def test_flags_change_the_layers_of_a_model(ranks):
+    flags = {"moe_token_dispatcher_type": "alltoall", "num_experts": 4}
+    dedup = flags | {"moe_alltoall_exchange": "dedup", "expert_model_parallel_size": 2}
+    for requests in ranks(2, jobs.requests_of, dedup, 2, setup=ADAPTOR):
+        assert [one["exchange"] for one in requests] == ["dedup"] * 2
+    nodes = flags | {"moe_alltoall_exchange": "hierarchical", "expert_model_parallel_size": 4}
+    for rank, requests in enumerate(ranks(4, jobs.requests_of, nodes, 4, setup=ADAPTOR)):
+        within, between = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert [one["nodes"] for one in requests] == [(between, within)] * 2

@@ -22,12 +22,13 @@ class OneRank:
         self._run(1, [*save, "--micro-batch-size", "4"])
         self.records = self.train(1, "")
 
-    def train(self, world_size: int, flags: str) -> list[dict]:
+    def train(self, world_size: int, flags: str, env: dict[str, str] | None = None) -> list[dict]:
         """Three iterations from the saved weights."""
         file = self.directory / "metrics.jsonl"
         file.unlink(missing_ok=True)
         load = ["--load", str(self.directory / "weights"), "--finetune", "--no-load-optim"]
-        self._run(world_size, [*load, "--no-load-rng", "--metrics-file", str(file), *flags.split()])
+        record = ["--no-load-rng", "--metrics-file", str(file)]
+        self._run(world_size, [*load, *record, *flags.split()], env)
         return metrics(file)
 
     def resumed(self, sizes: tuple[int, int], flags: tuple[str, str]) -> list[dict]:
@@ -41,8 +42,9 @@ class OneRank:
         self._run(sizes[1], [*load, *flags[1].split()])
         return metrics(file)
 
-    def _run(self, world_size: int, flags: list[str]) -> None:
-        self.ranks(world_size, train, [*self.model, *flags], setup=SETUP, backend=None, timeout=240)
+    def _run(self, world_size: int, flags: list[str], env: dict[str, str] | None = None) -> None:
+        options = {"setup": SETUP, "backend": None, "timeout": 240, "env": env}
+        self.ranks(world_size, train, [*self.model, *flags], **options)
 
 
 def made_once(ranks, folders: pytest.TempPathFactory) -> Callable[[str], OneRank]:

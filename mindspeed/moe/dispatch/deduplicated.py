@@ -85,8 +85,8 @@ class DeduplicatedDispatcher:
     def count(self, chunk: Chunk) -> Mapping[str, Collective]:
         """Gather what every rank has for every expert and every destination, to the host."""
         tensors, copy = chunk.tensors, HostCopy()
-        ids, tensors["weights"] = compact(tensors["probs"], tensors["routing_map"], self.width)
-        tensors["ids"], tensors["rows"] = ids, tensors["hidden"]
+        ids, weights = compact(tensors["probs"], tensors["routing_map"], self.width)
+        chunk.values["chosen"], tensors["rows"] = (ids, weights), tensors["hidden"]
         counts = [chosen(ids, self.groups.experts).sum(0), *self._destinations(ids)]
         counts.append((ids == TOO_MANY).any().long().view(1))
         chunk.values["host_counts"] = copy
@@ -102,21 +102,20 @@ class DeduplicatedDispatcher:
 
     def permute(self, chunk: Chunk) -> None:
         """``hidden [n, h]`` to ``rows [copies, h]``, sorted by rank and by token."""
-        self._ranks.spread(chunk)
+        self._ranks.spread(chunk, *chunk.values.pop("chosen"))
 
     def dispatch(self, chunk: Chunk) -> Mapping[str, Collective]:
         """Rows to the ranks."""
         return self._ranks.dispatch(*self._splits(chunk))
 
-    def arrived(self, chunk: Chunk) -> None:
+    def arrived(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and weights of the rows that this rank has received, ``[received, width]``."""
-        self._ranks.arrived(chunk)
+        return self._ranks.arrived(chunk)
 
     def arrange(self, chunk: Chunk) -> None:
         """A row for each (row, local expert), sorted by expert and by row."""
         tensors, values, groups = chunk.tensors, chunk.values, self.groups
-        self.arrived(chunk)
-        probs, to = expand(tensors["ids"], tensors["weights"], groups.local)
+        probs, to = expand(*self.arrived(chunk), groups.local)
         mine = self._counts(chunk)[:, groups.first : groups.first + groups.local].sum(0)
         shape, copies = tensors["rows"].shape, int(mine.sum())
         rows, row_probs, row_id_map = kernels.moe_permute(tensors["rows"], probs, to, copies)
@@ -139,7 +138,7 @@ class DeduplicatedDispatcher:
     def unpermute(self, chunk: Chunk) -> None:
         """``rows [copies, h]`` to ``output [n, h]``."""
         self._ranks.merge(chunk)
-        chunk.tensors["output"] = chunk.tensors["rows"]
+        chunk.tensors["output"] = chunk.tensors.pop("rows")
 
     def repeat(self, chunk: Chunk) -> Steps:
         """From ``hidden [n, h]`` to the experts' ``rows [m, h]`` again, without metadata."""

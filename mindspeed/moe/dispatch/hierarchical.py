@@ -83,7 +83,7 @@ class HierarchicalDispatcher(DeduplicatedDispatcher):
 
     def permute(self, chunk: Chunk) -> None:
         """``hidden [n, h]`` to ``rows [copies, h]``, sorted by node and by token."""
-        self._between.spread(chunk)
+        self._between.spread(chunk, *chunk.values.pop("chosen"))
 
     def dispatch(self, chunk: Chunk) -> Mapping[str, Collective]:
         """Rows to the nodes."""
@@ -91,16 +91,16 @@ class HierarchicalDispatcher(DeduplicatedDispatcher):
 
     def relay(self, chunk: Chunk) -> None:
         """The rows that arrived, once for each rank of this node that owns experts of them."""
-        self._between.arrived(chunk)
-        self._within.spread(chunk, sum(self._within_splits(chunk)[0]))
+        copies = sum(self._within_splits(chunk)[0])
+        self._within.spread(chunk, *self._between.arrived(chunk), copies)
 
     def dispatch_node(self, chunk: Chunk) -> Mapping[str, Collective]:
         """Rows to the ranks of this node."""
         return self._within.dispatch(*self._within_splits(chunk))
 
-    def arrived(self, chunk: Chunk) -> None:
+    def arrived(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and weights of the rows that this rank has received, ``[received, width]``."""
-        self._within.arrived(chunk)
+        return self._within.arrived(chunk)
 
     def combine_node(self, chunk: Chunk) -> Mapping[str, Collective]:
         """The sums back within the node."""
@@ -117,7 +117,7 @@ class HierarchicalDispatcher(DeduplicatedDispatcher):
     def unpermute(self, chunk: Chunk) -> None:
         """``rows [copies, h]`` to ``output [n, h]``."""
         self._between.merge(chunk)
-        chunk.tensors["output"] = chunk.tensors["rows"]
+        chunk.tensors["output"] = chunk.tensors.pop("rows")
 
     def repeat(self, chunk: Chunk) -> Steps:
         """From ``hidden [n, h]`` to the experts' ``rows [m, h]`` again, without metadata."""

@@ -78,19 +78,23 @@ class Level:
         member = torch.div(ids, self.per_member, rounding_mode="floor")
         return chosen(member, self.members)
 
-    def spread(self, chunk: Chunk, copies: int | None = None) -> None:
-        """``rows [n, h]``, ``ids`` and ``weights [n, width]`` to those of members, one by one.
+    def spread(
+        self, chunk: Chunk, ids: torch.Tensor, weights: torch.Tensor, copies: int | None = None
+    ) -> None:
+        """Copy rows for the members.
 
         Args:
-            chunk: Its tensors are changed: ``rows [copies, h]``, ``metadata [copies, ...]``.
+            chunk: ``rows [n, h]`` become ``rows [copies, h]`` and ``metadata [copies, ...]``.
+            ids: Experts of the rows, ``[n, width]``.
+            weights: ``[n, width]``.
             copies: Their number, if it is known on the host.
         """
-        tensors, ids = chunk.tensors, chunk.tensors["ids"]
+        tensors = chunk.tensors
         to = self.destinations(ids)
         source, member = _places(to, copies)
         ids, weights = within(
             ids.index_select(0, source),
-            tensors["weights"].index_select(0, source),
+            weights.index_select(0, source),
             (member * self.per_member).unsqueeze(1),
             self.per_member,
             self.width_after,
@@ -112,10 +116,9 @@ class Level:
         exchange = AllToAll(self.group, sent, received)
         return {"metadata": exchange, "rows": exchange}
 
-    def arrived(self, chunk: Chunk) -> None:
-        """Take the metadata apart: ``ids`` and ``weights [received, width_after]``."""
-        tensors = chunk.tensors
-        tensors["ids"], tensors["weights"] = take_apart(tensors["metadata"], self.width_after)
+    def arrived(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights of the rows that have come, ``[received, width_after]`` each."""
+        return take_apart(chunk.tensors.pop("metadata"), self.width_after)
 
     def combine(self, sent: Sequence[int], received: Sequence[int]) -> Mapping[str, Collective]:
         """The results back; ``sent`` and ``received`` are those of :meth:`dispatch`."""

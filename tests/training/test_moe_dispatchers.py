@@ -1,0 +1,66 @@
+"""All-gather, deduplicated and hierarchical dispatch in the trainer: the losses of one rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.one_rank import column, made_once
+from tests.training.test_layouts import MOE, MTP, PP, TP
+
+SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64"
+GATHER = "--moe-token-dispatcher-type allgather --moe-allgather-overlap-comm"
+EP = "--expert-model-parallel-size 2"
+TENSOR = f"{TP} --sequence-parallel {EP}"
+OPTIMIZER = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules moe"
+VIRTUAL = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
+DEDUP = "--moe-alltoall-exchange dedup --moe-alltoall-overlap-comm"
+NODES = "--moe-tp-extend-ep --moe-hierarchical-alltoallv --moe-alltoall-overlap-comm"
+LAYOUTS = {
+    "dedup": (2, SHARED, f"{EP} {DEDUP} {OPTIMIZER}"),
+    "hierarchical": (4, SHARED, f"{TENSOR} {NODES} {OPTIMIZER}"),
+    "gather": (2, SHARED, f"{EP} {GATHER} {OPTIMIZER}"),
+    "gather-slices": (4, SHARED, f"{TENSOR} --expert-tensor-parallel-size 2 {GATHER}"),
+    "gather-extended": (4, SHARED, f"{TENSOR} --moe-tp-extend-ep {GATHER}"),
+    "gather-recompute": (2, SHARED, f"{EP} {GATHER} {FULL}"),
+    "gather-virtual-pipeline": (4, MOE, f"{EP} {GATHER} {VIRTUAL}"),
+    "gather-local": (2, f"{MOE} --transformer-impl local", f"{EP} {GATHER}"),
+    "gather-mtp": (2, f"{MOE} {MTP}", f"{EP} {GATHER}"),
+    "gather-asynchronous": (
+        2,
+        MOE,
+        f"{EP} --moe-token-dispatcher-type allgather --moe-permutation-async-comm {SELECTIVE}",
+    ),
+    "dedup-recompute": (2, SHARED, f"{EP} {DEDUP} {SELECTIVE}"),
+    "dedup-virtual-pipeline": (4, MOE, f"{EP} {DEDUP} {VIRTUAL}"),
+    "dedup-alone-local": (
+        2,
+        f"{MOE} --transformer-impl local",
+        f"{EP} --moe-alltoall-exchange dedup {FULL}",
+    ),
+    "hierarchical-by-name": (
+        4,
+        MOE,
+        "--expert-model-parallel-size 4 --moe-alltoall-exchange hierarchical "
+        "--moe-permutation-async-comm",
+    ),
+    "hierarchical-mtp": (4, f"{MOE} {MTP}", f"{TENSOR} {NODES}"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, tmp_path_factory):
+    return made_once(rank_pool.run, tmp_path_factory)
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_one_rank(layout, one_rank):
+    world_size, model, flags = LAYOUTS[layout]
+    reference = one_rank(model)
+    nodes_of_two = {"LOCAL_WORLD_SIZE": "2"} if "hierarchical" in layout else None
+    records = reference.train(world_size, flags, nodes_of_two)
+    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+        expected = column(reference.records, name)
+        assert column(records, name) == pytest.approx(expected, rel=tolerance)
