@@ -1,9 +1,8 @@
-"""Products of grouped experts and gradients added to ``main_grad``, by one operator each.
+"""Products of grouped experts and gradients added to ``main_grad``, by as few launches as may be.
 
-One launch serves all experts of a rank when their weights are adjacent in memory, as
-:class:`mindspeed.te.grouped.GroupedLinear` and Megatron's ``GroupedMLP`` allocate them. Where they
-were moved (Megatron's distributed optimizer stores parameters in reverse order), each expert is
-launched separately.
+One launch serves all experts of a rank whose weights are adjacent in memory: as
+:class:`mindspeed.te.grouped.GroupedLinear` and Megatron's ``GroupedMLP`` allocate them, and in
+reverse order in Megatron's buffers (:mod:`mindspeed.te.adjacent`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER
 from mindspeed.ops.npu_groupmatmul_add import GROUPMATMUL_ADD
 from mindspeed.ops.npu_matmul_add import MATMUL_ADD
+from mindspeed.te.adjacent import Run, runs
 from mindspeed.te.kernels import grouped_matmul as one_by_one
 
 
@@ -45,11 +45,34 @@ def grouped_matmul(
     Returns:
         ``[tokens, n]`` in the dtype of x.
     """
-    stacked = as_one(weights)
-    if stacked is None:
-        return one_by_one(x, weights, splits, transposed)
-    matrices = stacked.transpose(1, 2) if transposed else stacked
-    return GROUPED_MATMUL(x, matrices, None, _ends(splits, x))  # type: ignore[no-any-return]
+    outputs = []
+    width = weights[0].shape[0 if transposed else 1]
+    found = runs(weights, splits, x.shape[1] + width)
+    for run, rows in zip(found, _rows(x, found, splits), strict=True):
+        outputs.append(_product(rows, run, weights, splits[run.experts], transposed))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _product(
+    x: torch.Tensor,
+    run: Run,
+    weights: Sequence[torch.Tensor],
+    splits: Sequence[int],
+    transposed: bool,
+) -> torch.Tensor:
+    if run.count == 1 and run.matrices is None:
+        run = Run(run.first, 1, weights[run.first].unsqueeze(0))
+    if run.matrices is None:
+        return one_by_one(x, weights[run.experts], splits, transposed)
+    matrices = run.matrices.transpose(1, 2) if transposed else run.matrices
+    ends = _ends(run.sizes(splits), x)
+    out = GROUPED_MATMUL(run.ordered(x, splits), matrices, None, ends)
+    return run.restored(out, splits)
+
+
+def _rows(x: torch.Tensor, found: Sequence[Run], splits: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The rows ``[t, k]`` of each run."""
+    return x.split([sum(splits[run.experts]) for run in found])
 
 
 def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
@@ -80,28 +103,17 @@ def accumulate_grouped_wgrad(
         splits: Tokens of each group.
         main_grads: One ``[m, n]`` per group, fp32 or the dtype of ``left``.
     """
-    stacked = as_one(main_grads)
-    if stacked is not None:
-        GROUPMATMUL_ADD(left, right, _ends(splits, left), stacked)
-        return
-    parts = zip(left.split(list(splits)), right.split(list(splits)), main_grads, strict=True)
-    for a, b, main_grad in parts:
-        MATMUL_ADD(b, a, main_grad)
-
-
-def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View n tensors of one shape and dtype as ``[n, ...]``; None if not adjacent in memory."""
-    first = tensors[0]
-    storage, size = first.untyped_storage(), first.numel()
-    for i, x in enumerate(tensors):
-        if (
-            x.untyped_storage()._cdata != storage._cdata
-            or x.storage_offset() != first.storage_offset() + i * size
-            or x.shape != first.shape
-            or not x.is_contiguous()
-        ):
-            return None
-    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+    found = runs(main_grads, splits, left.shape[1] + right.shape[1])
+    lefts, rights = _rows(left, found, splits), _rows(right, found, splits)
+    for run, a, b in zip(found, lefts, rights, strict=True):
+        sizes = list(splits[run.experts])
+        if run.matrices is not None:
+            ends = _ends(run.sizes(sizes), a)
+            GROUPMATMUL_ADD(run.ordered(a, sizes), run.ordered(b, sizes), ends, run.matrices)
+            continue
+        parts = zip(a.split(sizes), b.split(sizes), main_grads[run.experts], strict=True)
+        for one, other, main_grad in parts:
+            MATMUL_ADD(other, one, main_grad)
 
 
 def _ends(splits: Sequence[int], x: torch.Tensor) -> torch.Tensor:

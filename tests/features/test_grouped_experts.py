@@ -7,7 +7,8 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
-from mindspeed.te.fused_experts import as_one
+from mindspeed.te import fused_experts, kernels
+from mindspeed.te.adjacent import runs
 from tests.features import fused_ranks, moe_ranks
 from tests.support.lazy import needs
 
@@ -88,13 +89,64 @@ def test_weight_gradients_with_tensor_and_sequence_parallelism(ranks, spec):
 def test_adjacent_expert_weights_are_viewed_as_one_tensor():
     whole = torch.arange(24.0).view(4, 2, 3)
     parts = list(whole.unbind(0))
-    assert torch.equal(as_one(parts), whole)
-    assert as_one(parts).data_ptr() == whole.data_ptr()
-    assert torch.equal(as_one(parts[1:3]), whole[1:3])
-    assert as_one(parts[::-1]) is None
-    assert as_one([parts[0], parts[2]]) is None
-    assert as_one([parts[0], parts[1].clone()]) is None
-    assert as_one([p.t() for p in parts]) is None
+
+    def found(tensors, rows=0):
+        splits = [rows, *[0] * (len(tensors) - 1)]
+        return [(r.first, r.count, r.matrices, r.backwards) for r in runs(tensors, splits, 1)]
+
+    ((first, count, matrices, backwards),) = found(parts, rows=1000)
+    assert (first, count, backwards) == (0, 4, False)
+    assert torch.equal(matrices, whole) and matrices.data_ptr() == whole.data_ptr()
+    assert torch.equal(found(parts[1:3])[0][2], whole[1:3])
+    ((first, count, matrices, backwards),) = found(parts[::-1])
+    assert (first, count, backwards) == (0, 4, True) and torch.equal(matrices, whole)
+    assert found(parts[::-1], rows=3)[0][3]  # 24 elements, of which a fourth is 3 x 2
+    assert found(parts[::-1], rows=4) == [(0, 4, None, False)]
+    assert found([parts[0], parts[2]]) == [(0, 2, None, False)]
+    assert found([parts[0], parts[1].clone()]) == [(0, 2, None, False)]
+    assert found([p.t() for p in parts]) == [(0, 4, None, False)]
+    mixed = found([parts[3], parts[2], parts[0], parts[1], parts[0]])
+    assert [(r[0], r[1], r[3]) for r in mixed] == [(0, 2, True), (2, 2, False), (4, 1, False)]
+
+
+SPLITS = [3, 0, 5, 2, 0, 4]
+ORDERS = {
+    "backwards": [5, 4, 3, 2, 1, 0],
+    "two buckets": [5, 4, 3, 8, 7, 6],
+    "forwards and back": [0, 1, 2, 8, 7, 6],
+    "apart": [0, 2, 4, 6, 8, 5],
+}
+LAUNCHES = {"backwards": 1, "two buckets": 2, "forwards and back": 2, "apart": 0}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_products_of_weights_in_any_order_of_memory(order, dtype):
+    """Products of matrices one by one, with a launch for each line of them."""
+    generator = torch.Generator().manual_seed(1)
+    weights = list(torch.randn(9, 64, 80, generator=generator, dtype=dtype))
+    weights = [weights[i] for i in ORDERS[order]]
+    x, y = (torch.randn(sum(SPLITS), n, generator=generator, dtype=dtype) for n in (80, 64))
+    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
+    with fused_ranks._Count() as count:
+        for rows, transposed in ((x, True), (y, False)):
+            torch.testing.assert_close(
+                fused_experts.grouped_matmul(rows, weights, SPLITS, transposed),
+                kernels.grouped_matmul(rows, weights, SPLITS, transposed),
+                **tolerance,
+            )
+    assert count.ops["mindspeed::grouped_matmul"] == 2 * LAUNCHES[order]
+    if dtype == torch.float64:
+        return
+    sums = list(torch.ones(9, 64, 80).unbind(0))
+    expected = [torch.ones(64, 80) for _ in SPLITS]
+    with fused_ranks._Count() as count:
+        ours = [sums[i] for i in ORDERS[order]]
+        fused_experts.accumulate_grouped_wgrad(y, x, SPLITS, ours)
+    kernels.accumulate_grouped_wgrad(y, x, SPLITS, expected)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+    assert count.ops["mindspeed::groupmatmul_add"] == LAUNCHES[order]
 
 
 def test_flags():

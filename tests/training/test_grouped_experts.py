@@ -1,0 +1,43 @@
+"""Experts in Megatron's buffers, which reverse their order: few launches, same checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.trainer_job import SETUP
+from tests.training.launches_job import launches
+from tests.training.one_rank import column, made_once
+from tests.training.test_layouts import MOE
+
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+SHORT = f"{MOE} --num-experts 16 --moe-ffn-hidden-size 512 --seq-length 8"
+EXPERTS = f"{DISTRIBUTED} --expert-model-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, tmp_path_factory):
+    return made_once(rank_pool.run, tmp_path_factory)
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_one_launch_serves_all_experts_of_a_rank(precision, rank_pool):
+    """4 layers, 2 micro-batches, 8 experts: 2 products in each pass, 2 weight gradients."""
+    flags = f"{SHORT} {EXPERTS} {precision} --train-iters 1"
+    for found in rank_pool.run(2, launches, flags.split(), setup=SETUP, backend=None, timeout=240):
+        assert found["grouped_matmul"] == 4 * 2 * (2 + 2)
+        assert found["groupmatmul_add"] == 4 * 2 * 2
+        assert found["grouped_outer"] == 0
+        dense = 2 * (4 * 2 + 1)  # two linears of attention in each layer, and the output layer
+        assert found["matmul_add"] == dense
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False], ids=["saved", "loaded"])
+def test_states_of_experts_are_found_without_the_feature(first, one_rank):
+    """Megatron's default format holds the states of the optimizer as they lie in memory."""
+    reference = one_rank(SHORT)
+    flags = [EXPERTS, f"{EXPERTS} --optimization-level 0"]
+    records = reference.resumed((2, 2), tuple(flags if first else flags[::-1]))
+    assert column(records, "lm_loss") == pytest.approx(
+        column(reference.records, "lm_loss")[2:], rel=1e-6
+    )
