@@ -49,7 +49,7 @@ class Run:
         return torch.cat(rows.split(list(splits))[::-1]) if self.backwards else rows
 
     def restored(self, rows: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
-        """The inverse of :meth:`ordered`; ``splits`` by expert."""
+        """The inverse of :meth:`ordered`: ``rows [m, ...]`` by expert, as ``splits``."""
         return torch.cat(rows.split(list(splits)[::-1])[::-1]) if self.backwards else rows
 
     def sizes(self, splits: Sequence[int]) -> list[int]:
@@ -61,7 +61,7 @@ def runs(tensors: Sequence[torch.Tensor], splits: Sequence[int], columns: int) -
     """Divide experts so that few launches serve all.
 
     Args:
-        tensors: One matrix per expert, all of one dtype.
+        tensors: One matrix ``[m, n]`` per expert, all of one dtype.
         splits: Rows of each expert.
         columns: Elements of a row that a backwards run copies, input and output together.
     """
