@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed.features.feature import Megatron, Problem
 
-_OFF = (None, False, 0, "disable", "none", "megatron_moe")
+_OFF = (None, False, 0, -1, "", "none", "megatron_moe")
 _SAME = "both decide which activations of experts are kept"
 _PARTS = "it computes experts in parts of its own"
 _WHOLE = "whole layers are computed again, which leaves nothing of their experts to drop: redundant"
