@@ -196,6 +196,13 @@ def counted(
     return results
 
 
+def padded_maps(maps: list[torch.Tensor], multiple: int) -> list[torch.Tensor]:
+    """Routing maps, bool [n, experts], as Megatron's dispatcher pads them."""
+    from megatron.core.transformer.moe.moe_utils import pad_routing_map
+
+    return [pad_routing_map(routing_map.clone(), multiple) for routing_map in maps]
+
+
 def _variants(
     layer: Any, variants: list[dict[str, Any]], frozen: str = "", **options: Any
 ) -> list[Result]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.trainer_job import SETUP
+from tests.training.moe_overlap_job import executed
 from tests.training.one_rank import column, made_once
 from tests.training.test_layouts import MOE, PP, TP
 
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 96"
 EP = "--expert-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-OVERLAP = "--moe-alltoall-overlap-comm"
+OVERLAP, ASYNC = "--moe-alltoall-overlap-comm", "--moe-permutation-async-comm"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SP = f"{TP} --sequence-parallel {EP}"
 VPP = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
@@ -38,6 +40,15 @@ LAYOUTS = {
     ),
     "unfused": (2, SHARED, f"{EP} --no-gradient-accumulation-fusion"),
     "lora": (2, SHARED, f"{EP} {LORA}"),
+    "zero-2": (2, SHARED, f"{EP} --zero-stage 2"),
+    "zero-3": (2, SHARED, f"{EP} --zero-stage 3"),
+    "divided-backward": (4, SHARED, f"{PP} {EP} --pipeline-schedule zb-h1"),
+    "evaluation": (2, SHARED, f"{EP} --eval-iters 1 --eval-interval 2"),
+    "mxfp8": (
+        2,
+        f"{MOE} --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe mxfp8",
+        f"{EP} --bf16 --moe-router-padding-for-fp8",
+    ),
     "aux-loss": (
         2,
         f"{SHARED} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
@@ -60,3 +71,24 @@ def test_losses_are_those_without_the_flag(layout, one_rank):
     hidden = reference.train(size, f"{flags} {OVERLAP}")
     for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-5)):
         assert column(hidden, name) == pytest.approx(column(plain, name), rel=tolerance)
+
+
+@pytest.mark.slow
+def test_in_16_bits_losses_differ_by_rounding(one_rank):
+    reference = one_rank(SHARED)
+    plain = reference.train(2, f"{EP} --bf16 {DISTRIBUTED}")
+    hidden = reference.train(2, f"{EP} --bf16 {DISTRIBUTED} {OVERLAP}")
+    assert column(hidden, "lm_loss") == pytest.approx(column(plain, "lm_loss"), rel=1e-4)
+    assert column(hidden, "lm_loss")[0] == column(plain, "lm_loss")[0]
+
+
+def test_every_layer_executes_the_program(rank_pool):
+    """4 layers, of which the last is that of multi-token prediction, and 2 micro-batches."""
+    model = f"{SHARED} --num-layers 3 --mtp-num-layers 1 {EP}".split()
+    for flag, hidden in (
+        (ASYNC, "count> permute count<"),
+        (OVERLAP, "dispatch> shared_fc1 anchor"),
+    ):
+        for programs in rank_pool.run(2, executed, [*model, flag], setup=SETUP, backend=None):
+            assert len(programs) == 4 * 2
+            assert all(hidden in program for program in programs)

@@ -20,6 +20,7 @@ from mindspeed.moe.events import EventLog
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.layer.shared import SharedHalves
 from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.row_multiples import filled_up
 from mindspeed.te.gradient_anchor import anchored, anchored_weights
 
 
@@ -28,6 +29,7 @@ class LayerCall:
 
     Args:
         shared_checkpoint: Of :class:`SharedHalves`.
+        row_multiple: The rows that a rank sends an expert are filled up to a multiple of it.
 
     Attributes:
         layer: Megatron's ``MoELayer``.
@@ -48,6 +50,7 @@ class LayerCall:
         padding_mask: torch.Tensor | None = None,
         log: EventLog | None = None,
         shared_checkpoint: Callable[[], Any] | None = None,
+        row_multiple: int = 1,
     ) -> None:
         self.layer, self.request, self.log = layer, request, log
         self.hidden, self.padding_mask = hidden, padding_mask
@@ -65,6 +68,7 @@ class LayerCall:
             else None
         )
         self.at_end: list[Callable[[Chunk], None]] = []
+        self._row_multiple = row_multiple
         self._anchor: Anchor | None = None
         self._token: torch.Tensor | None = None
 
@@ -92,6 +96,8 @@ class LayerCall:
     def route(self, chunk: Chunk) -> None:
         """``probs`` and ``routing_map``, ``[n, experts]``."""
         probs, routing_map = self.layer.route(self.hidden, self.padding_mask)
+        if self._row_multiple > 1:
+            routing_map = filled_up(routing_map, self._row_multiple)
         chunk.tensors |= {"probs": probs, "routing_map": routing_map}
 
     def place_anchor(self, chunk: Chunk) -> None:

@@ -90,7 +90,13 @@ class ProgramForward:
         config = self._layer.config
         request = settled(self.request, config)
         call = LayerCall(
-            self._layer, request, hidden_states, padding_mask, self.log, self._shared_checkpoint()
+            self._layer,
+            request,
+            hidden_states,
+            padding_mask,
+            self.log,
+            self._shared_checkpoint(),
+            self._row_multiple(),
         )
         choice = choice_of(config.moe_token_dispatcher_type, request)
         routing = Routing.of(config, request, self._layer.training)
@@ -111,3 +117,15 @@ class ProgramForward:
         from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
         return partial(CheckpointWithoutOutput, fp8=self._layer.config.fp8)
+
+    def _row_multiple(self) -> int:
+        """Of the rows that a rank sends an expert; the all-gather dispatcher sends none."""
+        config = self._layer.config
+        if (
+            not config.moe_router_padding_for_quantization
+            or config.moe_token_dispatcher_type == "allgather"
+        ):
+            return 1
+        from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+
+        return get_align_size_for_quantization(config)  # type: ignore[no-any-return]
