@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.features._moe_programs import expert_ranks, layer_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 
@@ -55,16 +56,14 @@ def _problems(megatron: Megatron) -> Iterator[Problem]:
             "--moe-model-type deepspeed_moe exchanges tokens by all-to-all",
             "remove the flag, or take --moe-model-type megatron_moe",
         )
-    ep = megatron.get("expert_model_parallel_size") or 1
-    tp = megatron.get("tensor_model_parallel_size") or 1
-    slices = megatron.get("expert_tensor_parallel_size") or tp
-    if ep * slices == 1:
+    if expert_ranks(megatron) == 1:
         yield Problem(
             NAME,
             "there is nothing to overlap: --expert-model-parallel-size 1 and no tensor-parallel "
             "experts",
             "remove the flag",
         )
+    yield from layer_problems(NAME, megatron)
 
 
 def _validate(options: MoeAllgatherOverlapOptions, megatron: Megatron) -> list[Problem]:

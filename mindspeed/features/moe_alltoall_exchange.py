@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from mindspeed.features._moe_programs import layer_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 
@@ -61,23 +62,26 @@ def _problems(options: MoeAlltoallExchangeOptions, megatron: Megatron) -> Iterat
             f"is an exchange of the all-to-all dispatcher, and the dispatcher is {dispatcher}",
             "add --moe-token-dispatcher-type alltoall",
         )
-    for other, value in _OTHERS.items():
-        if megatron.get(other) == value:
+    for other, values in _OTHERS.items():
+        if (value := megatron.get(other)) and (not values or value in values):
             given = "" if value is True else f" {value}"
             yield Problem(
                 name,
                 f"--{other.replace('_', '-')}{given} has an exchange of its own",
                 "remove one of the two",
             )
+    if (megatron.get("ampipe_degree") or 1) > 1:
+        yield Problem(name, "--ampipe-degree has an exchange of its own", "remove one of the two")
+    yield from layer_problems(name, megatron)
     yield from _sizes(name, options, megatron)
 
 
 # Schedules that call Megatron's dispatcher, and gates and pieces with an exchange of their own.
-_OTHERS: dict[str, Any] = {
-    "moe_model_type": "deepspeed_moe",
-    "overlap_moe_expert_parallel_comm": True,
-    "moe_fb_overlap": True,
-    "use_pipe_experts": True,
+_OTHERS: dict[str, tuple[str, ...]] = {
+    "moe_model_type": ("deepspeed_moe",),
+    "overlap_moe_expert_parallel_comm": (),
+    "moe_fb_overlap": (),
+    "use_pipe_experts": (),
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.features._moe_programs import expert_ranks, layer_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 
@@ -41,7 +42,8 @@ def _validate(options: MoeOverlapOptions, megatron: Megatron) -> list[Problem]:
     name = OVERLAP if options.moe_alltoall_overlap_comm else ASYNC
     if not megatron["num_experts"]:
         return [Problem(name, "the model has no experts", "remove the flag, or add --num-experts")]
-    return [*_dispatcher(name, megatron), *_layer(name, megatron)]
+    checks = (_dispatcher, _ranks, layer_problems)
+    return [problem for check in checks for problem in check(name, megatron)]
 
 
 def _dispatcher(name: str, megatron: Megatron) -> Iterator[Problem]:
@@ -73,43 +75,14 @@ def _dispatcher(name: str, megatron: Megatron) -> Iterator[Problem]:
         )
 
 
-def _layer(name: str, megatron: Megatron) -> Iterator[Problem]:
-    ep = megatron.get("expert_model_parallel_size") or 1
-    tp = megatron.get("tensor_model_parallel_size") or 1
-    slices = megatron.get("expert_tensor_parallel_size") or tp
-    if ep * slices == 1:
+def _ranks(name: str, megatron: Megatron) -> Iterator[Problem]:
+    if expert_ranks(megatron) == 1:
         yield Problem(
             name,
             "there is nothing to overlap: --expert-model-parallel-size 1 and no tensor-parallel "
             "experts",
             "remove the flag",
         )
-    if tp > 1 and not megatron.get("sequence_parallel"):
-        yield Problem(
-            name,
-            f"with --tensor-model-parallel-size {tp}, experts train with sequence parallelism only",
-            "add --sequence-parallel",
-        )
-    if megatron.get("moe_shared_expert_overlap"):
-        yield Problem(
-            name,
-            "and --moe-shared-expert-overlap both choose when shared experts are computed",
-            f"remove --moe-shared-expert-overlap: {OVERLAP} hides all-to-all behind shared experts",
-        )
-    if megatron.get("moe_latent_size"):
-        yield Problem(
-            name,
-            "cannot run layers with --moe-latent-size, which project tokens before the dispatch",
-            "remove one of them",
-        )
-    if megatron.get("cuda_graph_impl") not in (None, "none"):
-        scope = [str(getattr(one, "name", one)) for one in megatron.get("cuda_graph_scope") or ()]
-        if not scope or any(one.startswith(("moe", "full")) for one in scope):
-            yield Problem(
-                name,
-                "sends numbers of tokens to the host, which a CUDA graph cannot record",
-                "give --cuda-graph-scope without parts of experts' layers, such as attn",
-            )
 
 
 def _attach(seams: Seams, options: MoeOverlapOptions, megatron: Megatron) -> None:

@@ -136,6 +136,7 @@ FLAGS = {
     "moe_token_dispatcher_type": "allgather",
     "expert_model_parallel_size": 2,
     "tensor_model_parallel_size": 1,
+    "sequence_parallel": True,
     "world_size": 2,
 }
 
@@ -146,6 +147,9 @@ FLAGS = {
         ({"num_experts": None}, "add --num-experts"),
         ({"moe_token_dispatcher_type": "alltoall"}, "the dispatcher is alltoall"),
         ({"moe_alltoall_overlap_comm": True}, "are for different dispatchers"),
+        ({"sequence_parallel": False, "tensor_model_parallel_size": 2}, "add --sequence-parallel"),
+        ({"moe_latent_size": 8}, "--moe-latent-size"),
+        ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe"),
         ({"expert_model_parallel_size": 1}, "there is nothing to overlap"),
     ],

@@ -192,6 +192,7 @@ FLAGS = {
     "expert_model_parallel_size": 4,
     "expert_tensor_parallel_size": 1,
     "moe_tp_extend_ep": True,
+    "sequence_parallel": True,
     "world_size": 4,
 }
 
@@ -215,7 +216,12 @@ def problems(monkeypatch, node=2, exchange="flat", hierarchical=True, **changes)
         ({"num_experts": None}, "add --num-experts"),
         ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
         ({"exchange": "dedup"}, "are different exchanges"),
+        ({"sequence_parallel": False, "tensor_model_parallel_size": 2}, "add --sequence-parallel"),
+        ({"moe_latent_size": 8}, "--moe-latent-size"),
+        ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe has an exchange"),
+        ({"use_pipe_experts": True}, "--use-pipe-experts has an exchange"),
+        ({"ampipe_degree": 2}, "--ampipe-degree has an exchange"),
         ({"moe_fb_overlap": True}, "--moe-fb-overlap has an exchange"),
     ],
 )
