@@ -57,3 +57,23 @@ def test_experts_in_pieces_print_the_digits_of_megatrons_layer(tmp_path):
     piped = run("--use-pipe-experts --pipe-experts-multi-data 2 --overlap-grad-reduce")
     assert piped[0] == pytest.approx(losses, rel=1e-6)
     assert piped[1] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "flags"),
+    [
+        ("alltoall", "--moe-alltoall-exchange dedup --moe-alltoall-overlap-comm"),
+        ("allgather", "--moe-allgather-overlap-comm"),
+    ],
+)
+def test_hidden_dispatch_prints_the_losses_of_megatrons_layer(tmp_path, dispatcher, flags):
+    experts = f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {dispatcher}"
+
+    def run(flags):
+        found = pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {experts} {flags}".split())
+        return found.losses, found.grad_norms
+
+    losses, norms = run("--moe-shared-expert-intermediate-size 64")
+    hidden = run(f"--moe-shared-expert-intermediate-size 64 --overlap-grad-reduce {flags}")
+    assert hidden[0] == pytest.approx(losses, rel=1e-6)
+    assert hidden[1] == pytest.approx(norms, rel=1e-4)

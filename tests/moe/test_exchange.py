@@ -141,10 +141,10 @@ def test_sums_are_rounded_once_for_each_hop(ranks):
         assert errors["hierarchical"] <= 4 * 2**-8
 
 
-@pytest.mark.parametrize("width", [4, 2])
-def test_bytes_are_those_of_the_routing(ranks, width):
+@pytest.mark.parametrize("topk", [6, 2])
+def test_bytes_are_those_of_the_routing(ranks, topk):
     """Every call of the ledger sends what the map of this run says, to the byte."""
-    for found in ranks(4, jobs.exact_bytes, width, setup=ADAPTOR):
+    for found in ranks(4, jobs.exact_bytes, topk, setup=ADAPTOR):
         assert found["dedup"] == found["dedup expected"]
         assert found["hierarchical"] == found["hierarchical expected"]
         assert found["between"] < found["flat between"]

@@ -17,6 +17,8 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules moe"
 VIRTUAL = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 DEDUP = "--moe-alltoall-exchange dedup --moe-alltoall-overlap-comm"
 NODES = "--moe-tp-extend-ep --moe-hierarchical-alltoallv --moe-alltoall-overlap-comm"
+ZERO = "--moe-zero-memory level1"
+LORA = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
 LAYOUTS = {
     "dedup": (2, SHARED, f"{EP} {DEDUP} {OPTIMIZER}"),
     "hierarchical": (4, SHARED, f"{TENSOR} {NODES} {OPTIMIZER}"),
@@ -45,6 +47,11 @@ LAYOUTS = {
         "--expert-model-parallel-size 4 --moe-alltoall-exchange hierarchical "
         "--moe-permutation-async-comm",
     ),
+    "gather-zero-memory": (2, SHARED, f"{EP} {GATHER} {ZERO}"),
+    "dedup-zero-memory": (2, SHARED, f"{EP} {DEDUP} {ZERO}"),
+    "hierarchical-zero-memory": (4, SHARED, f"{TENSOR} {NODES} {ZERO}"),
+    "gather-context": (4, MOE, f"{EP} {GATHER} --context-parallel-size 2 --micro-batch-size 2"),
+    "dedup-context": (4, MOE, f"{EP} {DEDUP} --context-parallel-size 2 --micro-batch-size 2"),
     "hierarchical-mtp": (4, f"{MOE} {MTP}", f"{TENSOR} {NODES}"),
 }
 
@@ -64,3 +71,14 @@ def test_losses_are_those_of_one_rank(layout, one_rank):
     for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
         expected = column(reference.records, name)
         assert column(records, name) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [GATHER, DEDUP], ids=["gather", "dedup"])
+def test_adapters_of_experts_train_as_without_the_flags(flags, one_rank):
+    reference = one_rank(MOE)
+    dispatcher = flags.partition("--moe-allgather")[0] if "allgather" in flags else ""
+    plain = reference.train(2, f"{EP} {LORA} {dispatcher}")
+    records = reference.train(2, f"{EP} {LORA} {flags}")
+    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+        assert column(records, name) == pytest.approx(column(plain, name), rel=tolerance)
