@@ -14,8 +14,11 @@ MLP, g 2 with a gate, K experts a token visits, F their width; t tensor parallel
                      8 bytes an expert        logits and probabilities
     shared experts   h + (g + 1) F' / t
 
-With sequence parallelism what has width h is divided by t, too. A frozen linear layer keeps no
-input unless it has an adapter, which also keeps r fp32 numbers for each of its parts.
+With sequence parallelism what has width h is divided by t, too. ``--moe-zero-memory`` and the
+load-aware experts keep less (:mod:`mindspeed.moe.save.policy`); loads are balanced.
+
+A frozen linear layer keeps no input unless it has an adapter, which also keeps r fp32 numbers for
+each of its parts.
 
 This is what fused operators keep (norm, rotary embedding, SwiGLU, attention); without them it may
 be one and a half times as much. Checked against the bytes that autograd really holds
@@ -27,6 +30,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1, LEVELS, X_ONLY, SavePolicy
 from mindspeed.training.adapter_size import EXPERT, parts_kept
 
 
@@ -40,15 +44,36 @@ class _Widths:
     gate: int
 
 
-def layer_bytes(args: argparse.Namespace, *, experts: bool) -> float:
+def policy_of(args: argparse.Namespace, layer: int) -> SavePolicy:
+    """What experts of a layer keep if every rank has the same load.
+
+    Args:
+        args: final values.
+        layer: index among the layers of a pipeline stage.
+    """
+    policy = LEVELS[getattr(args, "moe_zero_memory", "disable")]
+    number = getattr(args, "moe_zero_memory_num_layers", None)
+    if policy is LEVEL1 and number is not None and layer >= number:
+        policy = LEVEL0
+    if getattr(args, "moe_adaptive_recompute_activation", False):
+        policy |= X_ONLY if args.moe_adaptive_recompute_activation_scale < 1 else ALL
+    return policy
+
+
+def layer_bytes(args: argparse.Namespace, *, experts: bool, policy: SavePolicy = ALL) -> float:
     """Bytes of one token in one layer.
 
     Args:
         args: final values.
         experts: the layer has routed experts in place of its MLP.
+        policy: what they keep.
     """
     widths = _widths(args)
-    mlp = _experts(args, widths) if experts else _mlp(args, widths, args.ffn_hidden_size, "mlp")
+    mlp = (
+        _experts(args, widths, policy)
+        if experts
+        else _mlp(args, widths, args.ffn_hidden_size, "mlp")
+    )
     kept = 2 * widths.hidden * widths.element + _attention(args, widths) + mlp
     if args.hidden_dropout:
         kept += 2 * widths.hidden  # a byte for each bit of two masks
@@ -114,25 +139,32 @@ def _mlp(args: argparse.Namespace, widths: _Widths, width: int, name: str) -> fl
     )
 
 
-def _experts(args: argparse.Namespace, widths: _Widths) -> float:
+def _experts(args: argparse.Namespace, widths: _Widths, policy: SavePolicy) -> float:
     visits = args.moe_router_topk * args.expert_tensor_parallel_size
     visits /= widths.tensor if args.sequence_parallel else 1
     width = args.moe_ffn_hidden_size / args.expert_tensor_parallel_size
-    kept = widths.gate * width * widths.element
-    kept += _input(args, f"{EXPERT}.linear_fc1", args.hidden_size, widths)
-    kept += _input(args, f"{EXPERT}.linear_fc2", width, widths)
+    kept = policy.fc1 * widths.gate * width * widths.element
+    # An adapter's own product stays, that of the first layer unless it runs again.
+    if policy.fc1 or policy.rows:
+        rows = policy.rows * args.hidden_size
+        kept += _input(args, f"{EXPERT}.linear_fc1", rows, widths, adapter=policy.fc1)
+    kept += _input(args, f"{EXPERT}.linear_fc2", policy.act * width, widths)
     kept = visits * kept + 8 * args.num_experts  # logits and probabilities of all
     shared = args.moe_shared_expert_intermediate_size
-    if shared:
+    if shared and policy.shared:
         kept += _mlp(args, widths, shared, "mlp.shared_experts")
+    elif shared:
+        kept += widths.hidden * widths.element
     elif not args.lora_target_modules:
         kept += widths.hidden * widths.element  # the router's
     return kept
 
 
-def _input(args: argparse.Namespace, name: str, width: float, widths: _Widths) -> float:
+def _input(
+    args: argparse.Namespace, name: str, width: float, widths: _Widths, adapter: bool = True
+) -> float:
     """Saved bytes of a linear layer: its input, and the output of its adapter's first matrix."""
     if not args.lora_target_modules:
         return width * widths.element
     parts = parts_kept(args, name)
-    return width * widths.element + 4 * args.lora_r * parts if parts else 0.0
+    return width * widths.element + 4 * args.lora_r * parts * adapter if parts else 0.0

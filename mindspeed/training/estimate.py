@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.pipeline.schedule.placement import Placement
-from mindspeed.training.activations import head_bytes, input_bytes, layer_bytes
+from mindspeed.training.activations import head_bytes, input_bytes, layer_bytes, policy_of
 from mindspeed.training.adapter_size import adapter_weights
 from mindspeed.training.flops import (
     attention_weights,
@@ -254,11 +254,16 @@ def _ends_of(rank: int, placement: Placement) -> int:
 
 def _stage(args: argparse.Namespace, kinds: Sequence[bool]) -> tuple[float, float]:
     """Bytes per token: kept by every micro-batch in flight, and by the one in backward."""
-    whole = [layer_bytes(args, experts=kind) for kind in kinds]
+    everything = [layer_bytes(args, experts=kind) for kind in kinds]
+    whole = [
+        layer_bytes(args, experts=kind, policy=policy_of(args, layer))
+        for layer, kind in enumerate(kinds)
+    ]
     # The level takes the granularity from Megatron, and keeps two inputs a layer if it is 2.
     level = getattr(args, "optimize_recomp_communication_level", 0)
     if args.recompute_granularity != "full" and not (level and args.recompute_method):
-        return sum(whole), 0.0
+        again = max((x - y for x, y in zip(everything, whole, strict=True)), default=0.0)
+        return sum(whole), again
     kept = input_bytes(args) * (2 if level == 2 else 1)
     every = args.recompute_num_layers or 1
     if args.recompute_method == "block":  # this many layers of a stage are computed again

@@ -55,12 +55,23 @@ def _case(flags: str, *, join: bool) -> Any:
     return {
         "measured": saved.bytes,
         "estimated": figures.activations,
+        "again": shape[0] * shape[1] * _computed_again(args),
         "adapters": sum(parameter.numel() for parameter in model.parameters()) - base,
         "estimated adapters": (
             figures.parameters - bare.parameters,
             figures.weights - bare.weights,
         ),
     }
+
+
+def _computed_again(args: Any) -> float:
+    """Bytes of one token that the backward of one layer makes anew."""
+    from mindspeed.training.activations import layer_bytes, policy_of
+
+    if not args.num_experts:
+        return 0.0
+    kept = layer_bytes(args, experts=True, policy=policy_of(args, 0))
+    return layer_bytes(args, experts=True) - kept
 
 
 def activations(cases: dict[str, str]) -> dict[str, tuple[float, int]]:

@@ -23,6 +23,11 @@ CASES = {
     "adapters on everything": f"{LORA} all-linear",
     "adapters beside experts": f"{SHARED} {LORA} all-linear",
     "adapters of experts": f"{MOE} {LORA} experts.all-linear q_proj",
+    "zero memory 0": f"{SHARED} --moe-zero-memory level0",
+    "zero memory 1": f"{SHARED} --moe-zero-memory level1",
+    "inputs of experts only": f"{SHARED} --moe-adaptive-recompute-activation "
+    "--moe-adaptive-recompute-activation-scale 0.1",
+    "adapters of experts, zero memory": f"{MOE} {LORA} experts.all-linear --moe-zero-memory level0",
     "long": "--seq-length 256 --micro-batch-size 1",
 }
 
@@ -31,7 +36,9 @@ CASES = {
 def found(rank_pool):
     answers = {}
     latent = {name for name, flags in CASES.items() if MLA in flags}  # by other operators
-    for names in (set(CASES) - latent, latent):
+    saving = [{name} for name, flags in CASES.items() if "zero" in name or "inputs" in name]
+    alone = latent.union(*saving)
+    for names in (set(CASES) - alone, latent, *saving):  # features change between jobs only
         some = {name: CASES[name] for name in CASES if name in names}
         (answer,) = rank_pool.run(
             1, measured_and_estimated, some, setup=SETUP, backend=None, timeout=200
@@ -42,7 +49,9 @@ def found(rank_pool):
 
 @pytest.mark.parametrize("name", CASES)
 def test_activations_are_estimated_within_a_tenth(name, found):
-    assert found[name]["estimated"] == pytest.approx(found[name]["measured"], rel=0.1)
+    """The forward's; what one layer computes again in backward comes on top."""
+    case = found[name]
+    assert case["estimated"] - case["again"] == pytest.approx(case["measured"], rel=0.1)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("adapters")])
