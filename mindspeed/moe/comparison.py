@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mindspeed.moe import costs as formulas
+from mindspeed.moe import parted_costs
+from mindspeed.moe.costs import StageCosts
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.messages import Message
 from mindspeed.moe.repetition import repeated
@@ -61,6 +63,22 @@ ENTRIES: dict[str, Entry] = {
     "overlap": Entry("alltoall", _TO, _OVERLAP),
     "overlap-level0": Entry("alltoall", f"{_TO} --moe-zero-memory level0", _OVERLAP, LEVEL0),
     "overlap-level1": Entry("alltoall", f"{_TO} --moe-zero-memory level1", _OVERLAP, LEVEL1),
+    "dedup": Entry(
+        "alltoall", f"--moe-alltoall-exchange dedup {_TO}", {**_OVERLAP, "exchange": "dedup"}
+    ),
+    "hierarchical": Entry(
+        "alltoall",
+        f"--moe-alltoall-exchange hierarchical {_TO}",
+        {**_OVERLAP, "exchange": "hierarchical"},
+    ),
+    "pieces": Entry(
+        "alltoall", "--use-pipe-experts --pipe-experts-multi-data 2", {"pipe_slices": 2}
+    ),
+    "groups": Entry(
+        "alltoall",
+        f"--moe-experts-pipeline-degree 2 {_TO}",
+        {**_OVERLAP, "expert_groups": 2},
+    ),
     "extended": Entry("alltoall", "--moe-tp-extend-ep", extended=True),
     "extended-overlap": Entry("alltoall", f"--moe-tp-extend-ep {_TO}", _OVERLAP, extended=True),
     "allgather": Entry(
@@ -70,7 +88,24 @@ ENTRIES: dict[str, Entry] = {
     "allgather-overlap": Entry("allgather", _GATHER, _OVERLAP),
 }
 
-_COSTS = {"alltoall": formulas.all_to_all, "allgather": formulas.all_gather}
+
+def _costs(
+    entry: Entry, request: LayerRequest, sizes: Sizes, load: Load
+) -> tuple[dict[str, StageCosts], parted_costs.Parts]:
+    anchored = request.overlap
+    if request.pipe_slices:
+        parts = [load.part(request.pipe_slices * sizes.local)]
+        parts *= request.pipe_slices * sizes.local
+        return parted_costs.pieces(sizes, load, parts, request.pipe_slices)
+    if request.expert_groups > 1:
+        parts = [load.part(request.expert_groups)] * request.expert_groups
+        return parted_costs.groups(sizes, load, parts, anchored=anchored)
+    if request.exchange == "dedup":
+        return parted_costs.dedup(sizes, load, anchored=anchored), {}
+    if request.exchange == "hierarchical":
+        return parted_costs.two_level(sizes, load, anchored=anchored), {}
+    price = formulas.all_to_all if entry.dispatcher == "alltoall" else formulas.all_gather
+    return price(sizes, load, anchored=anchored, packed=entry.packed), {}
 
 
 @dataclass(frozen=True)
@@ -141,11 +176,12 @@ def _price(job: Job, name: str) -> Priced:
         sizes = replace(sizes, ep=sizes.ep * job.tp, etp=1)
     load: Load = uniform(sizes)
     request = LayerRequest(**entry.request)
-    costs = _COSTS[entry.dispatcher](sizes, load, anchored=request.overlap, packed=entry.packed)
+    costs, inner = _costs(entry, request, sizes, load)
     timeline = simulate(
         choice_of(entry.dispatcher, request).program(request),
         costs,
         job.rates,
+        inner=inner,
         repeat=repeated(entry.policy, sizes, load, costs),
     )
     kept = formulas.saved_bytes(sizes, load.rows, entry.policy)
@@ -160,6 +196,22 @@ def _reason(job: Job, entry: Entry) -> str:
         if sizes.experts % (sizes.ep * job.tp):
             return f"{sizes.experts} experts cannot be divided by --ep {sizes.ep} x --tp {job.tp}"
         return ""
+    exchange = entry.request.get("exchange", "flat")
+    if exchange != "flat" and sizes.etp > 1:
+        return f"slices of an expert (--etp {sizes.etp}) need every copy of a token"
+    if exchange == "hierarchical" and (
+        sizes.node is None or sizes.ep % sizes.node or sizes.ep == sizes.node or sizes.node == 1
+    ):
+        return f"--ep {sizes.ep} are not several nodes of {sizes.node} ranks (--node-size)"
+    if (parts := entry.request.get("expert_groups", 1)) > 1:
+        if sizes.etp == 1:
+            return "with --etp 1 there are no collectives that groups could hide"
+        if sizes.local % parts:
+            return f"{parts} groups do not divide the {sizes.local} experts of a rank"
+    if (slices := entry.request.get("pipe_slices", 0)) and slices > sizes.tokens:
+        return f"{slices} slices of {sizes.tokens} tokens"
+    if entry.request.get("pipe_slices") and sizes.ranks == 1:
+        return "with one expert rank there is nothing to overlap"
     if entry.request.get("overlap") and sizes.ranks == 1:
         return "with one expert rank there is nothing to overlap"
     return ""

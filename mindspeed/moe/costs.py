@@ -150,15 +150,15 @@ def all_to_all(
     if not packed:
         carried = [("rows", sizes.row), ("row_probs", PROB_BYTES)]
     if sizes.ep > 1:
-        costs["dispatch"] = _both_ways(
+        costs["dispatch"] = both_ways(
             [exchange(f"dispatch.{name}", sizes, load, row) for name, row in carried]
         )
-        costs["combine"] = _both_ways([exchange("combine.rows", sizes, load, sizes.row, back=True)])
+        costs["combine"] = both_ways([exchange("combine.rows", sizes, load, sizes.row, back=True)])
     if sizes.etp > 1:
-        costs["gather"] = _both_ways(
+        costs["gather"] = both_ways(
             [slice_gather(f"gather.{name}", sizes, load, row) for name, row in carried]
         )
-        costs["scatter"] = _both_ways(
+        costs["scatter"] = both_ways(
             [slice_gather("scatter.rows", sizes, load, sizes.row, back=True)]
         )
     if sizes.local > 1:
@@ -200,12 +200,12 @@ def all_gather(
             "combine.rows", sizes, "tp_ep", ranks, n * sizes.hidden * PROB_BYTES, back=True
         )
         costs["ids"] = StageCosts(messages=ids[:1])
-        costs |= {"weights": _both_ways([weights]), "tokens": _both_ways([tokens])}
-        costs["combine"] = _both_ways([sums])
+        costs |= {"weights": both_ways([weights]), "tokens": both_ways([tokens])}
+        costs["combine"] = both_ways([sums])
     return costs
 
 
-def _both_ways(pairs: Sequence[tuple[Message, Message]]) -> StageCosts:
+def both_ways(pairs: Sequence[tuple[Message, Message]]) -> StageCosts:
     """What is started together; its reverses start in the opposite order."""
     return StageCosts(
         messages=tuple(message for message, _ in pairs),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
+
+from mindspeed.moe.dispatch.expected import chance
 
 
 @dataclass(frozen=True)
@@ -115,28 +116,31 @@ class Load:
 def uniform(sizes: Sizes) -> Load:
     """The expectation of even routing."""
     copies = (sizes.tokens * sizes.topk / sizes.ep,) * sizes.ep
-    distinct = (sizes.tokens * share_with_an_expert(sizes, sizes.ep),) * sizes.ep
+    distinct = (sizes.tokens * chance(sizes.experts, sizes.topk, sizes.ep),) * sizes.ep
     return Load(0, copies, copies, distinct, distinct, (sum(copies),) * sizes.etp)
-
-
-def share_with_an_expert(sizes: Sizes, parts: int) -> float:
-    """Expected share of the tokens that have an expert in one of ``parts`` equal parts of them."""
-    outside = sizes.experts - sizes.experts // parts
-    return 1.0 - comb(outside, sizes.topk) / comb(sizes.experts, sizes.topk)
 
 
 Choices = Sequence[Sequence[Sequence[int]]]
 """Experts of every token of every rank: ``choices[rank][token]``, ranks with slices fastest."""
 
 
-def load_of(sizes: Sizes, choices: Choices, rank: int) -> Load:
-    """The rows of one rank for an actual routing; ``rank`` is its index in ``choices``."""
+def load_of(sizes: Sizes, choices: Choices, rank: int, part: tuple[int, int] | None = None) -> Load:
+    """The rows of one rank for an actual routing.
+
+    Args:
+        sizes: of the layer.
+        choices: of all ranks of the experts.
+        rank: index in ``choices``.
+        part: only these local experts of every rank, from the first to before the second.
+    """
+    begin, end = part or (0, sizes.local)
     own, index = divmod(rank, sizes.etp)
     peers = range(sizes.ep)
 
     def rows(source: int, target: int, distinct: bool) -> float:
         first = target * sizes.local
-        found = [sum(first <= e < first + sizes.local for e in token) for token in choices[source]]
+        low, high = first + begin, first + end
+        found = [sum(low <= expert < high for expert in token) for token in choices[source]]
         return sum(map(bool, found)) if distinct else sum(found)
 
     def both(distinct: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -127,13 +127,11 @@ class Inner:
 
     Attributes:
         program: its order.
-        costs: of its stages, for one chunk.
-        chunks: how many.
+        costs: of its stages, for every chunk.
     """
 
     program: Program
-    costs: Costs
-    chunks: int
+    costs: Sequence[Costs]
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ def simulate(
         inner: Programs that run in the place of a stage.
         repeat: Adds what backward does again to its actions (:mod:`mindspeed.moe.repetition`).
     """
-    actions = list(_actions(program, costs, chunks, inner or {}))
+    actions = list(_actions(program, [costs] * chunks, inner or {}))
     run = _Run(rates)
     for action in actions:
         run.take(FORWARD, action)
@@ -182,13 +180,13 @@ def simulate(
 
 
 def _actions(
-    program: Program, costs: Costs, chunks: int, inner: Mapping[str, Inner]
+    program: Program, costs: Sequence[Costs], inner: Mapping[str, Inner]
 ) -> Iterator[Action]:
-    for chunk, step in program.for_chunks(chunks):
+    for chunk, step in program.for_chunks(len(costs)):
         if (within := inner.get(step.name)) is not None:
-            yield from _actions(within.program, within.costs, within.chunks, {})
-        elif step.name in costs and (step.name not in SIDE or chunk == 0):
-            yield Action(step, chunk, costs[step.name])
+            yield from _actions(within.program, within.costs, {})
+        if step.name in costs[chunk] and (step.name not in SIDE or chunk == 0):
+            yield Action(step, chunk, costs[chunk][step.name])
 
 
 def mirrored(actions: Sequence[Action]) -> Iterator[Action]:
@@ -213,6 +211,9 @@ class _Run:
         """One step in one pass."""
         costs, name = action.costs, action.step.name
         if action.step.phase is Phase.COMPUTE:
+            messages = costs.messages if phase == FORWARD else costs.reverses
+            for message in messages:  # one that is waited for at once
+                self._finish(self._start(phase, message, action.chunk))
             self._compute(phase, action)
         elif action.step.phase is Phase.START:
             messages = costs.messages if phase == FORWARD else costs.reverses

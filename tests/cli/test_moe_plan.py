@@ -63,6 +63,20 @@ def test_tp_extends_ep(tp, ep, ratio, capsys: pytest.CaptureFixture[str]) -> Non
     assert found["megatron"]["sent"] / found["extended"]["sent"] == pytest.approx(ratio, rel=1e-3)
 
 
+def test_tokens_sent_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """34 % of the rows less for DeepSeek-V3 on 8 ranks; between 4 nodes 2.71 instead of 6.00."""
+    words = ("--model", "deepseek-v3", "--node-size", 8, "--programs", "overlap,dedup,hierarchical")
+    one = prices(*words, "--ep", 8, capsys=capsys)
+    assert one["dedup"]["sent"] / one["overlap"]["sent"] == pytest.approx(0.66, abs=0.005)
+    assert "several nodes" in one["hierarchical"]["reason"]
+    four = prices(*words, "--ep", 32, capsys=capsys)
+    rows = {
+        name: found["sent_between_nodes"] / (4 * 4096 * 7168 * 2) for name, found in four.items()
+    }
+    assert rows["overlap"] == pytest.approx(6.00, abs=0.01)
+    assert rows["hierarchical"] == pytest.approx(2.71, abs=0.01)
+
+
 def test_a_network_between_nodes_is_slower(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "qwen3-30b-a3b", "--ep", 16, "--programs", "megatron")
     one = prices(*words, "--node-size", 16, capsys=capsys)["megatron"]

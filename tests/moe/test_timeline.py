@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.moe import costs as formulas
+from mindspeed.moe import parted_costs
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
@@ -57,6 +58,29 @@ def test_save_policies(ranks, layout, shared):
     compare(ranks, world, "alltoall", layout, shared, variants=SAVED)
 
 
+PARTS = [{"pipe_slices": 1}, {"pipe_slices": 5}]
+ONCE = [{"exchange": "dedup"}, {"exchange": "dedup", "overlap": True}]
+GROUPED = [
+    {"expert_groups": count, "overlap": overlap} for count in (2, 4) for overlap in (False, True)
+]
+
+
+@pytest.mark.parametrize("shared", [0, SHARED])
+@pytest.mark.parametrize("variants", [PARTS, ONCE], ids=["pieces", "dedup"])
+def test_experts_in_pieces_and_tokens_sent_once(ranks, variants, shared):
+    compare(ranks, 2, "alltoall", {"expert": 2}, shared, variants=variants)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"expert": 1, "expert_tensor": 2, "tensor": 2}, pytest.param(SLICED, marks=pytest.mark.slow)],
+)
+def test_experts_in_groups(ranks, layout):
+    """Only the first gather and the last sum are exposed."""
+    world = layout["expert"] * layout["tensor"]
+    compare(ranks, world, "alltoall", layout, 0, variants=GROUPED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", COSTS)
 @pytest.mark.parametrize(
@@ -95,24 +119,53 @@ def compare(ranks, world, dispatcher, layout, shared, exposed=None, variants=VAR
             request = LayerRequest(**changes)
             group = watched.choices[watched.rank - watched.rank % sizes.ranks :][: sizes.ranks]
             load = load_of(sizes, group, watched.rank % sizes.ranks)
-            costs = COSTS[dispatcher](sizes, load, anchored=request.overlap)
+            costs, inner = priced(dispatcher, request, sizes, group, watched.rank % sizes.ranks)
             line = simulate(
                 choice_of(dispatcher, request).program(request),
                 costs,
                 RATES,
+                inner=inner,
                 repeat=repeated(request.save, sizes, load, costs),
             )
-            agree(line, watched, glue=etp > 1 or request.save != ALL)
+            agree(line, watched, glue=etp > 1 or request.save != ALL or request.pipe_slices)
             if exposed is not None:
                 counts = tuple(len(line.log.exposed(phase)) for phase in PHASES)
                 assert counts == exposed[number]
 
 
+def priced(dispatcher, request, sizes, choices, rank):
+    """Costs of the stages for an actual routing, and of programs inside of them."""
+    load = load_of(sizes, choices, rank)
+    if request.exchange == "dedup":
+        return parted_costs.dedup(sizes, load, anchored=request.overlap), {}
+    if (count := request.expert_groups) > 1:
+        size = sizes.local // count
+        ranges = [(i * size, (i + 1) * size) for i in range(count)]
+        parts = [load_of(sizes, choices, rank, part) for part in ranges]
+        return parted_costs.groups(sizes, load, parts, anchored=request.overlap)
+    if count := request.pipe_slices:
+        split = [cut(tokens, count) for tokens in choices]  # [ranks][slices]
+        parts = [
+            load_of(sizes, [one[j] for one in split], rank, (i, i + 1))
+            for j in range(count)
+            for i in range(sizes.local)
+        ]
+        return parted_costs.pieces(sizes, load, parts, count)
+    return COSTS[dispatcher](sizes, load, anchored=request.overlap), {}
+
+
+def cut(tokens, slices):
+    """As ``tensor_split``: the first slices are one longer, where they are not equal."""
+    size, longer = divmod(len(tokens), slices)
+    ends = [(i + 1) * size + min(i + 1, longer) for i in range(slices)]
+    return [tokens[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
 def agree(line, watched, glue=False):
     """Events, bytes, calls, exposed collectives and seconds of both passes.
 
-    ``glue``: on the clock the sum over slices and the permutation before a repeated dispatch take
-    time, which the log has no events of.
+    ``glue``: on the clock the sum over slices, the permutation before a repeated dispatch and the
+    cutting of pieces take time, which the log has no events of.
     """
     for phase in PHASES:
         assert " ".join(map(str, line.log.of(phase))) == " ".join(map(str, watched.log.of(phase)))

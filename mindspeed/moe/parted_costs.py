@@ -1,0 +1,150 @@
+"""Costs of layers whose experts are computed in parts, and of exchanges that send a token once.
+
+groups    of local experts, under expert tensor parallelism: :mod:`mindspeed.moe.expert_groups`
+pieces    local expert x slice of the tokens: :mod:`mindspeed.moe.pipe_experts`
+dedup     once to each rank: :mod:`mindspeed.moe.dispatch.deduplicated`
+two_level once to each node, there once to each rank: :mod:`mindspeed.moe.dispatch.hierarchical`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mindspeed.moe.costs import (
+    BACKWARD,
+    COUNT_BYTES,
+    StageCosts,
+    all_to_all,
+    both_ways,
+    expert_costs,
+    moving,
+    routing,
+    shared_costs,
+)
+from mindspeed.moe.dispatch.expected import chance
+from mindspeed.moe.dispatch.level import metadata_bytes
+from mindspeed.moe.expert_groups import GROUPS
+from mindspeed.moe.messages import Message, exchange, gathering
+from mindspeed.moe.pipe_experts import PIECES
+from mindspeed.moe.sizes import Load, Sizes
+from mindspeed.moe.timeline import Inner
+
+Parts = dict[str, Inner]
+
+
+def groups(
+    sizes: Sizes, load: Load, parts: Sequence[Load], *, anchored: bool
+) -> tuple[dict[str, StageCosts], Parts]:
+    """A layer with the stage ``groups`` in place of the steps from gather to scatter.
+
+    Args:
+        sizes: of the layer.
+        load: rows of this rank.
+        parts: the same for each group of local experts.
+        anchored: weight gradients of experts are computed where the anchor is.
+    """
+    costs = all_to_all(sizes, load, anchored=anchored)
+    group = replace(sizes, experts=sizes.experts // len(parts))
+    inner = [all_to_all(group, part, anchored=anchored) for part in parts]
+    return {**costs, "groups": StageCosts()}, {"groups": Inner(GROUPS, inner)}
+
+
+def pieces(
+    sizes: Sizes, load: Load, parts: Sequence[Load], slices: int
+) -> tuple[dict[str, StageCosts], Parts]:
+    """A layer with the stage ``pieces`` in place of the steps from dispatch to combine.
+
+    Args:
+        sizes: of the layer.
+        load: rows of this rank.
+        parts: the same for each local expert of each slice of the tokens.
+        slices: of the tokens.
+    """
+    costs = all_to_all(sizes, load, anchored=True)
+    one = replace(sizes, experts=sizes.ep)
+    inner = []
+    for part in parts:
+        found = all_to_all(one, part, anchored=True)
+        arranged = found.pop("arrange", StageCosts())
+        experts = found["experts"]
+        found["experts"] = replace(
+            experts,
+            forward=experts.forward + arranged.forward,
+            backward=experts.backward + arranged.backward,
+        )
+        inner.append({**found, "anchor": costs["anchor"], **shared_costs(sizes)})
+    if sizes.ranks > 1:
+        nbytes = COUNT_BYTES * sizes.experts * slices
+        counts = gathering("count.counts", sizes, "tp_ep", sizes.ranks, nbytes)
+        costs["count"] = StageCosts(messages=counts[:1])
+    # Each slice has tensors of its own, which the log does not see in backward.
+    costs["permute"] = replace(costs["permute"], silent=(BACKWARD,))
+    costs["pieces"] = StageCosts(silent=(BACKWARD,))
+    return costs, {"pieces": Inner(PIECES, inner)}
+
+
+def dedup(sizes: Sizes, load: Load, *, anchored: bool) -> dict[str, StageCosts]:
+    """The costs of the stages of the deduplicated exchange; experts must be whole."""
+    places = metadata_bytes(min(sizes.topk, sizes.local))
+    costs = _once(sizes, load, sum(load.distinct_sent), sizes.ep, anchored)
+    costs["dispatch"] = both_ways(
+        [
+            exchange("dispatch.metadata", sizes, load, places, distinct=True),
+            exchange("dispatch.rows", sizes, load, sizes.row, distinct=True),
+        ]
+    )
+    combine = exchange("combine.rows", sizes, load, sizes.row, distinct=True, back=True)
+    costs["combine"] = both_ways([combine])
+    return costs
+
+
+def two_level(sizes: Sizes, load: Load, *, anchored: bool) -> dict[str, StageCosts]:
+    """The costs of the stages of the hierarchical exchange, for even routing."""
+    assert sizes.node is not None
+    nodes = sizes.ep // sizes.node
+    to_node = sizes.tokens * chance(sizes.experts, sizes.topk, nodes)
+    to_rank = nodes * sizes.tokens * chance(sizes.experts, sizes.topk, sizes.ep)
+    width = min(sizes.topk, sizes.experts // nodes)
+    places = metadata_bytes(width), metadata_bytes(min(width, sizes.local))
+    costs = _once(sizes, load, to_node * nodes, sizes.ep + nodes, anchored)
+
+    def outer(name: str, row: float) -> tuple[Message, Message]:
+        sent = (nodes - 1) * to_node * row
+        found = Message(name, "between", "all_to_all", nodes * to_node * row, sent, sent)
+        return found, found
+
+    def inner(name: str, row: float) -> tuple[Message, Message]:
+        assert sizes.node is not None
+        given = sizes.node * to_rank * row
+        found = Message(name, "within", "all_to_all", given, (sizes.node - 1) * to_rank * row)
+        return found, found
+
+    costs["dispatch"] = both_ways(
+        [outer("dispatch.metadata", places[0]), outer("dispatch.rows", sizes.row)]
+    )
+    costs["dispatch_node"] = both_ways(
+        [inner("dispatch_node.metadata", places[1]), inner("dispatch_node.rows", sizes.row)]
+    )
+    costs["combine_node"] = both_ways([inner("combine_node.rows", sizes.row)])
+    costs["combine"] = both_ways([outer("combine.rows", sizes.row)])
+    costs["relay"] = costs["merge"] = moving(sizes.node * to_rank, sizes)
+    return costs
+
+
+def _once(
+    sizes: Sizes, load: Load, sent: float, destinations: int, anchored: bool
+) -> dict[str, StageCosts]:
+    """What both exchanges share; counts are of experts, of destinations, and of errors."""
+    nbytes = COUNT_BYTES * (sizes.experts + destinations + 1)
+    counts = gathering("count.counts", sizes, "ep", sizes.ep, nbytes)
+    return {
+        "route": routing(sizes),
+        "count": StageCosts(messages=counts[:1]),
+        "permute": moving(sent, sizes),
+        "arrange": moving(load.rows, sizes),
+        "disarrange": moving(load.rows, sizes),
+        "unpermute": moving(sent, sizes),
+        **expert_costs(sizes, load.rows, anchored=anchored),
+        **shared_costs(sizes),
+    }
