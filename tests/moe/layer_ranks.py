@@ -161,16 +161,19 @@ def compare_each(
 
 
 def counted(
-    layout: dict[str, int], overrides: dict[str, Any], variants: list[dict[str, Any]]
+    layout: dict[str, int], overrides: dict[str, Any], variants: list[dict[str, Any] | None]
 ) -> list[Result]:
-    """Runs under the ledger; ``extra``: its ``calls``, and ``counts`` of the router, [experts].
+    """Runs under the ledger.
+
+    ``extra`` has its ``calls``, ``counts`` of the router, [experts], and ``host_copies`` of a step.
 
     Args:
         layout: Arguments of :func:`start`.
         overrides: Of the transformer config.
-        variants: Fields of ``LayerRequest`` each.
+        variants: Fields of ``LayerRequest`` each; None: Megatron's own forward.
     """
     from mindspeed.journal import Journal
+    from mindspeed.moe import host_copy
     from mindspeed.moe.events import EventLog
     from mindspeed.moe.layer.megatron import change
     from mindspeed.testing.ledger import CommLedger
@@ -184,14 +187,19 @@ def counted(
     results = []
     for changes in variants:
         journal = Journal()
-        change(layer, journal, **changes)
-        layer.forward.log = EventLog()
+        log = None if changes is None else EventLog()
+        if changes is not None:
+            change(layer, journal, **changes)
+            layer.forward.log = log
         found.append([])
+        before, copies = host_copy.HostCopy.start, []
+        host_copy.HostCopy.start = lambda *args: (copies.append(1), before(*args))  # noqa: B023
         with CommLedger() as ledger:
             results.append(run(layer))
+        host_copy.HostCopy.start = before
         calls = [(call.op, call.phase, call.wire) for call in ledger.events]
-        results[-1].log = layer.forward.log
-        results[-1].extra = {"calls": calls, "counts": found[-1]}
+        results[-1].log = log
+        results[-1].extra = {"calls": calls, "counts": found[-1], "host_copies": len(copies)}
         journal.undo()
     return results
 

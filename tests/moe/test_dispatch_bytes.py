@@ -53,6 +53,11 @@ def test_actual_routing(ranks):
             assert len(starts) == len(result.extra["calls"]) == 5
 
 
+def test_probabilities_in_the_rows_save_two_collectives(ranks):
+    for results in ranks(2, jobs.counted, {"expert": 2}, {}, [None, {}], setup=ADAPTOR):
+        assert [len(result.extra["calls"]) for result in results] == [7, 5]
+
+
 @pytest.mark.parametrize("expert", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_expert_tensor_parallelism(ranks, expert):
     """N k H e (t - 1) for each gather of rows, and as much for each sum of them."""
