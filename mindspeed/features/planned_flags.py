@@ -14,7 +14,6 @@ from mindspeed.errors import ConfigError
 
 # Feature, as the table of features calls it -> its flags.
 FEATURES: dict[str, str] = {
-    "Ampipe communication hiding": "--ampipe-degree",
     "Auto tuning: search for the parallel configuration": "--auto-tuning",
 }
 # What does something similar today.

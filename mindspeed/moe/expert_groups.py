@@ -28,7 +28,7 @@ from mindspeed.moe.interpreter import Chunk, Compute, Stages, execute
 from mindspeed.moe.program import Program
 from mindspeed.te import kernels
 
-GROUPS = Program.parse("gather> gather< arrange experts disarrange scatter> scatter<", skewed=True)
+GROUPS = Program.parse("[gather> gather< arrange experts disarrange scatter> scatter<]")
 
 
 @dataclass(frozen=True)

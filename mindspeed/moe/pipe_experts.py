@@ -30,9 +30,8 @@ PIECES = Program.parse(
     "dispatch> shared_fc1 anchor (dispatch< gather! experts scatter! combine>) shared_fc2 combine<"
 )
 CHAINED = Program.parse(
-    "dispatch> shared_fc1 anchor dispatch< gather> gather< experts scatter> scatter< combine> "
-    "shared_fc2 combine<",
-    skewed=True,
+    "[dispatch> shared_fc1 anchor dispatch< gather> gather< experts scatter> scatter< combine> "
+    "shared_fc2 combine<]"
 )
 
 

@@ -8,7 +8,11 @@
 A step names a stage. ``name>`` starts a communication, ``name<`` waits for it, ``name!`` does both;
 a name alone computes. What lies between ``name>`` and ``name<`` hides the communication, in
 backward too: autograd runs the steps mirrored, so there ``name<`` starts the reverse communication
-and ``name>`` waits for it. Steps in parentheses stay together where a layer has several chunks.
+and ``name>`` waits for it.
+
+A layer may have several chunks. Steps in parentheses then stay together; steps in brackets are
+skewed: while a chunk does one run of steps, up to the next start, the chunk after it does the run
+before. Skewed are chunks that communicate more than twice.
 
 Programs depend on flags only, so the ranks of a group communicate in one order.
 """
@@ -17,10 +21,12 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
 
-_STEP = re.compile(r"(\(?)([a-z][a-z0-9_]*)([<>!]?)(\)?)")
+_STEP = re.compile(r"([(\[]?)([a-z][a-z0-9_]*)([<>!]?)([)\]]?)")
+_CLOSING = {"(": ")", "[": "]"}
 
 
 class Phase(enum.Enum):
@@ -38,12 +44,13 @@ class Step:
     Attributes:
         name: of the stage.
         phase: compute, or one half of a communication.
-        group: steps of one number other than 0 stay together.
+        group: of steps of one number other than 0: above 0 they stay together, below 0 they are
+            skewed. Not compared: a step is the same in other company.
     """
 
     name: str
     phase: Phase = Phase.COMPUTE
-    group: int = 0
+    group: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return self.name + self.phase.value
@@ -55,40 +62,38 @@ class Program:
 
     Attributes:
         steps: of one chunk.
-        skewed: chunks are one run of steps apart from each other.
     """
 
     steps: tuple[Step, ...]
-    skewed: bool = False
 
     @classmethod
-    def parse(cls, text: str, *, skewed: bool = False) -> Program:
+    def parse(cls, text: str) -> Program:
         """Read a program from its text.
-
-        Args:
-            text: the steps.
-            skewed: see :meth:`for_chunks`.
 
         Raises:
             ValueError: a word is not a step, or a communication is not started and finished once.
         """
         steps: list[Step] = []
-        groups, inside = 0, False
+        groups, inside = 0, ""
         for word in text.split():
             found = _STEP.fullmatch(word)
             if found is None:
                 raise ValueError(f"{word!r} is not a step: name, name>, name< or name!")
             opened, name, sign, closed = found.groups()
-            if (opened and inside) or (closed and not (opened or inside)):
-                raise ValueError(f"the parenthesis of {word!r} is inside another, or alone")
-            inside = inside or bool(opened)
+            if opened and inside:
+                raise ValueError(f"{word!r} opens a second parenthesis")
+            inside = inside or opened
             groups += bool(opened)
             phases = (Phase.START, Phase.FINISH) if sign == "!" else (Phase(sign),)
-            steps += [Step(name, phase, groups if inside else 0) for phase in phases]
-            inside = inside and not closed
+            group = {"": 0, "(": groups, "[": -groups}[inside]
+            steps += [Step(name, phase, group) for phase in phases]
+            if closed:
+                if _CLOSING.get(inside) != closed:
+                    raise ValueError(f"{word!r} closes a parenthesis that is not open")
+                inside = ""
         if inside:
             raise ValueError(f"a parenthesis is open at the end of {text!r}")
-        program = cls(tuple(steps), skewed)
+        program = cls(tuple(steps))
         program._check()
         return program
 
@@ -104,63 +109,56 @@ class Program:
                 )
 
     def __str__(self) -> str:
-        groups = [0, *(step.group for step in self.steps), 0]
-        return " ".join(
-            f"{'(' if step.group and step.group != groups[i] else ''}{step}"
-            f"{')' if step.group and step.group != groups[i + 2] else ''}"
-            for i, step in enumerate(self.steps)
-        )
+        text = ""
+        for group, steps in groupby(self.steps, key=lambda step: step.group):
+            words = " ".join(map(str, steps))
+            text += " " + (f"({words})" if group > 0 else f"[{words}]" if group else words)
+        return text.lstrip()
 
     def __contains__(self, name: str) -> bool:
         return any(step.name == name for step in self.steps)
 
     def without(self, *names: str) -> Program:
         """The program without the steps of some stages."""
-        steps = tuple(step for step in self.steps if step.name not in names)
-        return Program(steps, self.skewed)
+        return Program(tuple(step for step in self.steps if step.name not in names))
 
     def for_chunks(self, chunks: int) -> Iterator[tuple[int, Step]]:
         """The steps of all chunks in execution order, as (chunk, step).
 
         Every step is done for all chunks before the next, except that a run ``a< compute ... b>``
         stays together for each chunk: while one chunk computes, the others communicate.
-
-        A skewed program is for chunks that communicate more than twice: while chunk c does one run
-        of steps, up to the next start, chunk c + 1 does the run before it.
         """
-        if self.skewed:
-            runs = list(self._skewed_runs())
+        for skewed, section in groupby(self.steps, key=lambda step: min(step.group, 0)):
+            runs = list((_skewed_runs if skewed else _runs)(section))
+            if not skewed:
+                yield from ((c, step) for run in runs for c in range(chunks) for step in run)
+                continue
             for time in range(chunks + len(runs) - 1):
                 for i, run in enumerate(runs):
                     if 0 <= time - i < chunks:
-                        for step in run:
-                            yield time - i, step
-            return
-        for run in self._runs():
-            for chunk in range(chunks):
-                for step in run:
-                    yield chunk, step
+                        yield from ((time - i, step) for step in run)
 
-    def _skewed_runs(self) -> Iterator[tuple[Step, ...]]:
-        """Cut after every start."""
-        run: list[Step] = []
-        for step in self.steps:
-            if run and run[-1].phase is Phase.START:
-                yield tuple(run)
-                run = []
-            run.append(step)
-        yield tuple(run)
 
-    def _runs(self) -> Iterator[tuple[Step, ...]]:
-        """Cut before every finish and after every start, and around parentheses."""
-        run: list[Step] = []
-        for step in self.steps:
-            if run and _cut(run[-1], step):
-                yield tuple(run)
-                run = []
-            run.append(step)
-        if run:
+def _runs(steps: Iterable[Step]) -> Iterator[tuple[Step, ...]]:
+    """Cut before every finish and after every start, and around parentheses."""
+    run: list[Step] = []
+    for step in steps:
+        if run and _cut(run[-1], step):
             yield tuple(run)
+            run = []
+        run.append(step)
+    yield tuple(run)
+
+
+def _skewed_runs(steps: Iterable[Step]) -> Iterator[tuple[Step, ...]]:
+    """Cut after every start."""
+    run: list[Step] = []
+    for step in steps:
+        if run and run[-1].phase is Phase.START:
+            yield tuple(run)
+            run = []
+        run.append(step)
+    yield tuple(run)
 
 
 def _cut(before: Step, after: Step) -> bool:

@@ -77,3 +77,18 @@ def test_hidden_dispatch_prints_the_losses_of_megatrons_layer(tmp_path, dispatch
     hidden = run(f"--moe-shared-expert-intermediate-size 64 --overlap-grad-reduce {flags}")
     assert hidden[0] == pytest.approx(losses, rel=1e-6)
     assert hidden[1] == pytest.approx(norms, rel=1e-4)
+
+
+def test_attention_in_chunks_prints_the_digits_of_megatrons_layer(tmp_path):
+    expert = (
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
+    )
+
+    def run(flags):
+        found = pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {expert} {flags}".split())
+        return found.losses, found.grad_norms
+
+    losses, norms = run("")
+    chunked = run("--ampipe-degree 4 --overlap-grad-reduce")
+    assert chunked[0] == pytest.approx(losses, rel=1e-6)
+    assert chunked[1] == pytest.approx(norms, rel=1e-4)

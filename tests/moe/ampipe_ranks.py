@@ -99,8 +99,18 @@ def compare(
     overrides: dict[str, Any],
     degrees: list[int],
     options: dict[str, Any],
+    attached: dict[str, Any] | None = None,
 ) -> list[Result]:
-    """Megatron's own forward first, then one result for each degree."""
+    """Megatron's own forward first, then one result for each degree.
+
+    Args:
+        spec: "te" or "local".
+        layout: Arguments of :func:`layer_ranks.start`.
+        overrides: Of the transformer config.
+        degrees: Of the layer.
+        options: Of :func:`run`.
+        attached: Other arguments of ``attach``.
+    """
     from mindspeed.journal import Journal
     from mindspeed.moe.ampipe.megatron import attach
     from mindspeed.moe.events import EventLog
@@ -117,7 +127,7 @@ def compare(
     results = [run(layer, **options)]
     for degree in degrees:
         journal = Journal()
-        attach(layer, degree, journal)
+        attach(layer, degree, journal, **attached or {})
         layer.forward.log = EventLog()
         results.append(run(layer, **options))
         results[-1].log = layer.forward.log

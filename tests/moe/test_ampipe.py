@@ -132,3 +132,15 @@ def test_attention_of_the_next_chunk_hides_the_dispatch(ranks):
         assert not result.log.exposed("forward") and not result.log.exposed("backward")
         backward = [event for event in result.log.communications("backward")]
         assert len([event for event in backward if "rows" in event.name]) == 2 * degree
+
+
+def test_collectives_of_sliced_experts_are_hidden_too(ranks):
+    attached = {"tensor_overlap": True}
+    arguments = ("te", LAYOUTS["tp2-ep2-etp2"], SHARED, [4], {})
+    for results in ranks(4, jobs.compare, *arguments, attached, setup=ADAPTOR):
+        check(results)
+        exposed = [(event.name, event.chunk) for event in results[1].log.exposed("forward")]
+        assert exposed == [("gather.rows", 0), ("scatter.rows", 3)]
+    for results in ranks(4, jobs.compare, *arguments, setup=ADAPTOR):
+        names = [event.name for event in results[1].log.exposed("forward")]
+        assert sorted(names) == ["gather.rows"] * 4 + ["scatter.rows"] * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,22 +29,24 @@ def programs(draw):
         start = draw(st.integers(0, len(steps)))
         steps.insert(start, Step(name, Phase.START))
         steps.insert(draw(st.integers(start + 1, len(steps))), Step(name, Phase.FINISH))
-    return Program(tuple(steps), draw(st.booleans()))
+    group = draw(st.sampled_from([0, 1, -1]))  # none, parentheses, brackets
+    return Program(tuple(replace(step, group=group) for step in steps))
 
 
 @given(programs())
 def test_a_program_is_its_text(program):
-    assert Program.parse(str(program), skewed=program.skewed) == program
+    assert Program.parse(str(program)) == program
+    assert str(Program.parse(str(program))) == str(program)
 
 
-@given(st.text("abz_019<>! \n\té", max_size=40))
+@given(st.text("abz_019<>!()[] \n\té", max_size=40))
 def test_any_text_is_a_program_or_an_error(text):
     try:
         program = Program.parse(text)
     except ValueError as error:
-        assert "step" in str(error) or "must be" in str(error)
+        assert any(word in str(error) for word in ("step", "must be", "parenthesis"))
     else:
-        assert Program.parse(str(program)) == program
+        assert str(Program.parse(str(program))) == str(program)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +58,30 @@ def test_any_text_is_a_program_or_an_error(text):
         ("dispatch< dispatch>", "not dispatch< dispatch>"),
         ("dispatch! dispatch", "dispatch must be"),
         ("experts experts", "must be computed once"),
+        ("(route (experts)", "opens a second"),
+        ("route experts)", "is not open"),
+        ("(route experts]", "is not open"),
+        ("[route experts", "is open at the end"),
     ],
 )
 def test_what_is_no_program_is_named(text, message):
     with pytest.raises(ValueError, match=message):
         Program.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a> b a< c d> d<", "a>0 a>1 b0 b1 a<0 c0 d>0 a<1 c1 d>1 d<0 d<1"),
+        ("(a> b a< c>) d (c< e) f", "a>0 b0 a<0 c>0 a>1 b1 a<1 c>1 d0 d1 c<0 e0 c<1 e1 f0 f1"),
+        ("[a> a< b> b< c]", "a>0 a>1 a<0 b>0 a<1 b>1 b<0 c0 b<1 c1"),
+        ("a [b> c b<] d", "a0 a1 b>0 b>1 c0 b<0 c1 b<1 d0 d1"),
+    ],
+)
+def test_order_of_two_chunks(text, expected):
+    program = Program.parse(text)
+    assert " ".join(f"{step}{chunk}" for chunk, step in program.for_chunks(2)) == expected
+    assert str(program) == text
 
 
 @given(programs(), st.integers(1, 5))

@@ -5,7 +5,7 @@ attach(layer, degree=4, journal=journal)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from mindspeed.moe.layer.call import LayerCall
 from mindspeed.moe.layer.megatron import ProgramForward
 from mindspeed.moe.layer.replacements import REPLACEMENTS
 from mindspeed.moe.program import Program
-from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.request import LayerRequest, settled
 
 AMPIPE = Program.parse(
     "(attn route count> permute count< dispatch>) shared_fc1 anchor "
@@ -31,15 +31,37 @@ AMPIPE = Program.parse(
 """While chunk c is dispatched, chunk c + 1 attends; only the last combine has nothing beside it."""
 
 
-def attach(layer: Any, degree: int, journal: Journal) -> None:
+TENSOR_OVERLAP = Program.parse(
+    "(attn route count> permute count< dispatch>) shared_fc1 anchor "
+    "[dispatch< gather> gather< arrange experts disarrange scatter> scatter< combine>] shared_fc2 "
+    "combine< unpermute"
+)
+"""The collectives of sliced experts are hidden by the experts of other chunks, too."""
+
+
+def layers_with_experts(model: torch.nn.Module) -> Iterator[Any]:
+    """The transformer layers of a model chunk with a mixture of experts, MTP's included."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    for module in model.modules():
+        if isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
+            yield module
+
+
+def attach(layer: Any, degree: int, journal: Journal, *, tensor_overlap: bool = False) -> None:
     """Compute a layer in chunks of the sequence.
 
     Args:
         layer: Megatron's ``TransformerLayer`` with a mixture of experts.
         degree: Chunks.
         journal: A feature's ``seams.journal``; undoing it restores the layer.
+        tensor_overlap: The collectives of sliced experts are hidden, too.
     """
-    replace_method(layer, "forward", lambda before: AmpipeForward(layer, degree, before), journal)
+    program = TENSOR_OVERLAP if tensor_overlap else AMPIPE
+    replace_method(
+        layer, "forward", lambda before: AmpipeForward(layer, degree, program, before), journal
+    )
 
 
 class AmpipeForward:
@@ -47,11 +69,14 @@ class AmpipeForward:
 
     Attributes:
         degree: chunks of the sequence.
+        program: that each chunk runs.
         log: gets the events of every call, for tests and pictures.
     """
 
-    def __init__(self, layer: Any, degree: int, before: Callable[..., Any]) -> None:
-        self.degree = degree
+    def __init__(
+        self, layer: Any, degree: int, program: Program, before: Callable[..., Any]
+    ) -> None:
+        self.degree, self.program = degree, program
         self.log: EventLog | None = None
         self._layer, self._before = layer, before
 
@@ -68,7 +93,7 @@ class AmpipeForward:
             return self._before(*args, **kwargs)  # type: ignore[no-any-return]
         if kwargs.get("packed_seq_params") is not None:
             raise ValueError("--ampipe-degree cannot cut packed documents: remove one")
-        return _Call(self._layer, self.degree, self.log, *args, **kwargs).run()
+        return _Call(self._layer, self.degree, self.log, *args, **kwargs).run(self.program)
 
 
 class _Call:
@@ -104,10 +129,11 @@ class _Call:
         )
         forward = vars(self._moe).get("forward")
         request = forward.request if isinstance(forward, ProgramForward) else LayerRequest()
+        request = settled(request, layer.config)
         self._call = LayerCall(self._moe, request, hidden_states, None, log)
         self._router = ChunkedRouter(self._moe.router, degree)
 
-    def run(self) -> tuple[torch.Tensor, Any]:
+    def run(self, program: Program) -> tuple[torch.Tensor, Any]:
         """The output of the layer ``[s, b, h]``, and the context."""
         call, layer = self._call, self._layer
         chunks = [Chunk(index) for index in range(self._degree)]
@@ -116,7 +142,9 @@ class _Call:
         stages = call.stages(choice.stages(call.groups, Routing.of(config, call.request)))
         for replacement in REPLACEMENTS:
             stages = replacement(call, stages)
-        execute(AMPIPE.without(*call.absent), self._stages(stages, chunks), chunks, self._log)
+        if call.request.exchange == "padded":
+            program = program.without("count")
+        execute(program.without(*call.absent), self._stages(stages, chunks), chunks, self._log)
         like = self._residuals[0]
         output = torch.cat([chunk.tensors["output"].view(like.shape) for chunk in chunks])
         if "shared" in chunks[0].tensors:

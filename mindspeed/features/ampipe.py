@@ -1,0 +1,189 @@
+"""``--ampipe-degree``: attention in chunks of the sequence, which hides the experts' dispatch.
+
+    --ampipe-degree 4
+
+Layers with a mixture of experts run in D chunks: while the tokens of one chunk travel to their
+experts, the next chunk attends; while the experts compute, the results of others travel back. Only
+the last combine, 1/D of all, has nothing beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME, TENSOR = "--ampipe-degree", "--ampipe-tp-sp-comm-overlap"
+
+# Megatron's arguments that change what is computed between the parts of a layer, or in one call.
+_WITHOUT = {
+    "multi_latent_attention": "--multi-latent-attention",
+    "reset_attention_mask": "--reset-attention-mask",
+    "moe_expert_capacity_factor": "--moe-expert-capacity-factor",
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
+    "moe_latent_size": "--moe-latent-size",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
+    "attention_output_gate": "--attention-output-gate",
+    "qk_clip": "--qk-clip",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+}
+_PARTS = ("layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
+
+
+@dataclass(frozen=True)
+class AmpipeOptions:
+    """In how many chunks layers with experts run."""
+
+    ampipe_degree: int = flag(
+        1, "chunks of the sequence in layers with experts; 1: the whole", range=Range(1, 1024)
+    )
+    ampipe_tp_sp_comm_overlap: bool = flag(
+        False, "hide the tensor-parallel collectives of the chunks' experts, too"
+    )
+
+
+def _problems(options: AmpipeOptions, megatron: Megatron) -> Iterator[Problem]:
+    degree = options.ampipe_degree
+    if degree == 1:
+        yield Problem(TENSOR, f"is a part of {NAME}", f"add {NAME} 2 or more, or remove it")
+        return
+    name = f"{NAME} {degree}"
+    if not megatron["num_experts"]:
+        yield Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
+        return
+    yield from _layout(name, degree, megatron)
+    if options.ampipe_tp_sp_comm_overlap and not megatron.get("sequence_parallel"):
+        yield Problem(
+            TENSOR,
+            "hides the tensor-parallel collectives that sequence parallelism adds",
+            "add --sequence-parallel, or remove it",
+        )
+    for argument, spelling in _WITHOUT.items():
+        if megatron.get(argument):
+            yield Problem(name, f"cannot be combined with {spelling}", "remove one")
+    for argument, value in [
+        ("attention_mask_type", "general"),
+        ("position_embedding_type", "alibi"),
+    ]:
+        if megatron.get(argument) == value:
+            spelling = "--" + argument.replace("_", "-")
+            yield Problem(name, f"cannot be combined with {spelling} {value}", "remove one")
+    if "sinkhorn" in str(megatron.get("moe_router_load_balancing_type")):
+        yield Problem(
+            name,
+            "routes chunk by chunk, and --moe-router-load-balancing-type sinkhorn balances over "
+            "the whole",
+            "take aux_loss",
+        )
+    if megatron.get("recompute_granularity") == "selective":
+        parts = [one for one in megatron.get("recompute_modules") or () if one in _PARTS]
+        if parts:
+            yield Problem(
+                name,
+                f"cannot be combined with --recompute-modules {' '.join(parts)}: they end in "
+                "another chunk than they begin",
+                "take core_attn, moe_act, or --recompute-granularity full",
+            )
+    if megatron.get("cuda_graph_impl") not in (None, "none"):
+        yield Problem(name, "cannot be recorded by --cuda-graph-impl", "remove one")
+
+
+def _layout(name: str, degree: int, megatron: Megatron) -> Iterator[Problem]:
+    dispatcher = megatron.get("moe_token_dispatcher_type")
+    if dispatcher != "alltoall":
+        yield Problem(
+            name,
+            f"hides the all-to-all of the experts, and the dispatcher is {dispatcher}",
+            "add --moe-token-dispatcher-type alltoall",
+        )
+    if (megatron.get("expert_model_parallel_size") or 1) == 1:
+        yield Problem(
+            name,
+            "there is nothing to hide: --expert-model-parallel-size is 1",
+            "spread the experts over ranks, or remove the flag",
+        )
+    if (size := megatron.get("context_parallel_size") or 1) > 1:
+        yield Problem(
+            name,
+            f"cuts the sequence itself, and --context-parallel-size is {size}",
+            "remove one",
+        )
+    tp = megatron.get("tensor_model_parallel_size") or 1
+    length = megatron.get("seq_length")
+    if length and length % (degree * tp):
+        ranks = f" x --tensor-model-parallel-size {tp} = {degree * tp}" if tp > 1 else ""
+        yield Problem(
+            name,
+            f"--seq-length {length} is not divisible by {degree}{ranks}",
+            "choose a degree that divides the rows of a rank",
+        )
+
+
+def _validate(options: AmpipeOptions, megatron: Megatron) -> list[Problem]:
+    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+        return []
+    return list(_problems(options, megatron))
+
+
+def _attach(seams: Seams, options: AmpipeOptions, megatron: Megatron) -> None:
+    def chunks(model: Any, config: Any, vp_stage: int | None) -> None:
+        from mindspeed.moe.ampipe.megatron import attach, layers_with_experts
+
+        for layer in layers_with_experts(model):
+            attach(
+                layer,
+                options.ampipe_degree,
+                seams.journal,
+                tensor_overlap=options.ampipe_tp_sp_comm_overlap,
+            )
+
+    seams.chunk.add(chunks, owner=FEATURE.name)
+
+
+FEATURE = Feature(
+    name="ampipe",
+    summary="attention in chunks of the sequence hides the experts' communication",
+    level=2,
+    options=AmpipeOptions,
+    enabled=lambda options, megatron: options != AmpipeOptions(),
+    validate=_validate,
+    attach=_attach,
+    seams=("chunk",),
+    conflicts=(
+        "activation-plan",
+        "adaptive-memory",
+        "automated-pipeline",
+        "coc",
+        "dualpipev",
+        "experts-pipeline",
+        "mc2",
+        "moe-adaptive-recompute",
+        "moe-alltoall-exchange",
+        "moe-fb-overlap",
+        "moe-zero-memory",
+        "nanopipe",
+        "packed-documents",
+        "pipe-experts",
+        "recompute-activation-function",
+        "recompute-communication",
+        "recompute-in-advance",
+        "recompute-in-bubble",
+        "recompute-norm",
+        "swap-attention",
+        "tensor-parallel-2d",
+        "tp-comm-overlap",
+        "unaligned-linear",
+        "variable-lengths",
+    ),
+    after=("moe-overlap",),
+)

@@ -1,0 +1,107 @@
+"""``--ampipe-degree`` in the trainer: the losses of one rank without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed.errors import ConfigError
+from mindspeed.features import registry
+from tests.training.one_rank import column, made_once
+from tests.training.test_layouts import MOE, MTP, PP, TP
+
+CHUNKS = "--ampipe-degree 4 --expert-model-parallel-size 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SEQUENCE = f"{TP} --sequence-parallel --ampipe-degree 2 --expert-model-parallel-size 2"
+LOSS = MOE.replace("balancing-type none", "balancing-type aux_loss --moe-aux-loss-coeff 0.01")
+LOCAL = f"{MOE.replace('--moe-grouped-gemm', '')} --transformer-impl local"
+LAYOUTS = {
+    "overlap": (2, MOE, f"{CHUNKS} {OVERLAP}"),
+    "sliced-experts": (4, MOE, f"{SEQUENCE} --ampipe-tp-sp-comm-overlap {OVERLAP}"),
+    "whole-experts-full-recompute": (
+        2,
+        MOE,
+        f"{SEQUENCE} --expert-tensor-parallel-size 1 {FULL}",
+    ),
+    "local-virtual-pipeline": (
+        4,
+        LOCAL,
+        f"{CHUNKS} {PP} --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "mtp-core-attention": (
+        2,
+        f"{MOE} {MTP}",
+        f"{CHUNKS} --recompute-granularity selective --recompute-modules core_attn moe_act",
+    ),
+    "flash-alternating": (
+        2,
+        f"{MOE} --moe-layer-freq [0,1,0,1]",
+        f"{CHUNKS} --use-flash-attn --moe-alltoall-overlap-comm",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, tmp_path_factory):
+    return made_once(rank_pool.run, tmp_path_factory)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_one_rank(layout, one_rank):
+    world_size, model, flags = LAYOUTS[layout]
+    reference = one_rank(model)
+    records = reference.train(world_size, flags)
+    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+        assert column(records, name) == pytest.approx(
+            column(reference.records, name), rel=tolerance
+        )
+
+
+@pytest.mark.slow
+def test_load_balancing_loss_is_that_of_the_layer_in_one_piece(one_rank):
+    """Of the same layout: a rank's loss is a product of means over its own samples."""
+    reference = one_rank(LOSS)
+    layout = SEQUENCE.replace("--ampipe-degree 2", "")
+    expected = reference.train(4, layout)
+    records = reference.train(4, f"{layout} --ampipe-degree 4")
+    assert column(records, "load_balancing_loss") == pytest.approx(
+        column(expected, "load_balancing_loss"), rel=1e-6
+    )
+    assert column(records, "lm_loss") == pytest.approx(column(expected, "lm_loss"), rel=1e-6)
+
+
+MEGATRON = {
+    "num_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_model_parallel_size": 2,
+    "seq_length": 64,
+    "ampipe_degree": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_experts": None}, "--ampipe-degree 2: the model has no experts"),
+        ({"expert_model_parallel_size": 1}, "there is nothing to hide"),
+        ({"ampipe_degree": 3}, "--seq-length 64 is not divisible by 3"),
+        (
+            {"ampipe_degree": 32, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+            "32 x --tensor-model-parallel-size 4 = 128",
+        ),
+        ({"ampipe_degree": 1, "ampipe_tp_sp_comm_overlap": True}, "is a part of --ampipe-degree"),
+        ({"ampipe_tp_sp_comm_overlap": True}, "add --sequence-parallel"),
+        ({"context_parallel_size": 2}, "--context-parallel-size is 2"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+            "--recompute-modules moe",
+        ),
+        ({"use_pipe_experts": True}, "pipe-experts"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        registry.resolve(MEGATRON | changes, "cpu")
