@@ -24,7 +24,6 @@ _CONFLICTS = {
     "optimize_recomp_communication_level": ("--optimize-recomp-communication-level", _WHOLE),
     "use_pipe_experts": ("--use-pipe-experts", _PARTS),
     "moe_experts_pipeline_degree": ("--moe-experts-pipeline-degree", _PARTS),
-    "moe_model_type": ("--moe-model-type deepspeed_moe", _PARTS),
     "moe_fb_overlap": (
         "--moe-fb-overlap",
         "its schedule runs the stages of a layer one by one, never the layer",

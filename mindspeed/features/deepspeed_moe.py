@@ -89,6 +89,14 @@ _ROUTER_ONLY = {
 }
 
 
+def sends_equally(megatron: Megatron) -> bool:
+    """Whether every rank sends every expert the same number of rows, and none are counted."""
+    exact = megatron.get("moe_no_drop") and not megatron.get("moe_dynamic_padding")
+    return megatron.get("moe_model_type") == DEEPSPEED and not (
+        exact or megatron.get("use_pipe_experts")
+    )
+
+
 def _spelling(name: str) -> str:
     return "--no-use-rts" if name == "use_rts" else "--" + name.replace("_", "-")
 
@@ -169,12 +177,11 @@ def _others(options: DeepSpeedMoeOptions, megatron: Megatron) -> Iterator[Proble
     if megatron.get("moe_allgather_overlap_comm"):
         text = "--moe-allgather-overlap-comm: this model exchanges tokens by all-to-all"
         yield Problem(NAME, text, "use --moe-alltoall-overlap-comm")
-    exact = options.moe_no_drop and not options.moe_dynamic_padding
-    if exact:
+    if megatron.get("use_pipe_experts") and options.moe_dynamic_padding:
+        text = "has no effect with --use-pipe-experts, which counts rows"
+        yield Problem("--moe-dynamic-padding", text, "remove one")
+    if not sends_equally(megatron):
         return
-    if megatron.get("moe_hierarchical_alltoallv"):
-        text = "--moe-hierarchical-alltoallv sends counted rows, and experts get equal numbers here"
-        yield Problem(NAME, text, "add --moe-no-drop (without --moe-dynamic-padding)")
     for name in ("variable_seq_lengths", "hybrid_context_parallel"):
         if megatron.get(name):
             text = f"{_spelling(name)}: ranks with different numbers of tokens cannot send alike"
@@ -247,6 +254,9 @@ def _attach(seams: Seams, options: DeepSpeedMoeOptions, megatron: Megatron) -> N
             use_gate(layer, gate, seams.journal)
             if room is None:
                 change(layer, seams.journal)
+                continue
+            if not sends_equally(megatron):  # pieces of experts are counted
+                change(layer, seams.journal, dropped=True)
                 continue
             exchange = "window" if isinstance(room, Window) else "padded"
             change(layer, seams.journal, exchange=exchange, capacity=room)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features._moe_programs import layer_problems
+from mindspeed.features.deepspeed_moe import sends_equally
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 
@@ -62,6 +63,12 @@ def _problems(options: MoeAlltoallExchangeOptions, megatron: Megatron) -> Iterat
             f"is an exchange of the all-to-all dispatcher, and the dispatcher is {dispatcher}",
             "add --moe-token-dispatcher-type alltoall",
         )
+    if sends_equally(megatron):
+        yield Problem(
+            name,
+            "sends counted rows, and with --moe-model-type deepspeed_moe experts get equal numbers",
+            "remove it, or add --moe-no-drop (without --moe-dynamic-padding)",
+        )
     for other, values in _OTHERS.items():
         if (value := megatron.get(other)) and (not values or value in values):
             given = "" if value is True else f" {value}"
@@ -76,9 +83,8 @@ def _problems(options: MoeAlltoallExchangeOptions, megatron: Megatron) -> Iterat
     yield from _sizes(name, options, megatron)
 
 
-# Schedules that call Megatron's dispatcher, and gates and pieces with an exchange of their own.
+# Schedules that call Megatron's dispatcher, and pieces with an exchange of their own.
 _OTHERS: dict[str, tuple[str, ...]] = {
-    "moe_model_type": ("deepspeed_moe",),
     "overlap_moe_expert_parallel_comm": (),
     "moe_fb_overlap": (),
     "use_pipe_experts": (),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features._moe_programs import expert_ranks, layer_problems
+from mindspeed.features.deepspeed_moe import sends_equally
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 
@@ -67,11 +68,11 @@ def _dispatcher(name: str, megatron: Megatron) -> Iterator[Problem]:
             f"is for the dispatchers alltoall and allgather, and the dispatcher is {dispatcher}",
             "remove the flag, or add --moe-token-dispatcher-type alltoall",
         )
-    if name == ASYNC and megatron.get("moe_model_type") == "deepspeed_moe":
+    if name == ASYNC and sends_equally(megatron):
         yield Problem(
             name,
             "--moe-model-type deepspeed_moe exchanges no counts of tokens",
-            "remove the flag, or take --moe-model-type megatron_moe",
+            "remove the flag, or add --moe-no-drop (without --moe-dynamic-padding)",
         )
 
 

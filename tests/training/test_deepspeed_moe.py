@@ -37,6 +37,17 @@ LAYOUTS = {
         f"{WINDOW} {EP} {PP} --num-layers-per-virtual-pipeline-stage 1 {DISTRIBUTED} "
         f"--overlap-grad-reduce --overlap-param-gather {OVERLAP} {FULL}",
     ),
+    "padded-zero-memory": (2, SHARED, f"{ROOM} {EP} --moe-zero-memory level1"),
+    "window-zero-memory": (2, SHARED, f"{WINDOW} {EP} --moe-zero-memory level0 {OVERLAP}"),
+    "window-adaptive": (2, MOE, f"{WINDOW} {EP} --moe-adaptive-recompute-activation"),
+    "exact-deduplicated": (2, MOE, f"{NO_DROP} {EP} --moe-alltoall-exchange dedup"),
+    "exact-extended-async": (
+        4,
+        MOE,
+        f"{NO_DROP} {EP} {TP} --sequence-parallel --moe-tp-extend-ep --moe-permutation-async-comm",
+    ),
+    "room-in-pieces": (2, MOE, f"{ROOM} {EP} --use-pipe-experts --pipe-experts-multi-data 2"),
+    "window-mtp": (2, f"{MOE} --mtp-num-layers 1", f"{WINDOW} {EP} {OVERLAP}"),
     "window-context": (4, MOE, f"{WINDOW} {EP} --micro-batch-size 2 --context-parallel-size 2"),
 }
 
@@ -68,6 +79,8 @@ DROPS = {
     "jitter": (f"{TOP1} --noisy-gate-policy Jitter", FULL),
     "rsample": (f"{TOP1} --noisy-gate-policy RSample --no-use-rts", SELECTIVE),
     "sinkhorn": (f"{TOP1} --moe-use-sinkhorn", OVERLAP),
+    "pieces": (f"{TOP1} --no-use-rts", "--use-pipe-experts --pipe-experts-multi-data 2"),
+    "lora": (f"{TOP1} --lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1", OVERLAP),
     "top-2": (TOP1.replace("topk 1", "topk 2"), OVERLAP),
 }
 

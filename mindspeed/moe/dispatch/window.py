@@ -14,7 +14,7 @@ token is dropped, and no collective is added for agreeing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -52,7 +52,8 @@ class WindowDispatcher(PaddedDispatcher):
     def stages(self) -> Stages:
         """Functions of this dispatcher by name."""
         stages = super().stages()
-        return Stages(
+        return replace(
+            stages,
             compute={**stages.compute, "measure": self.measure},
             communicate={**stages.communicate, "rest": self.rest},
         )

@@ -33,6 +33,6 @@ def pieces(call: LayerCall, stages: Stages) -> Stages:
         )
 
     routing = Routing.of(call.layer.config, request)
-    whole = AllToAllDispatcher(call.groups, routing.topk)
+    whole = AllToAllDispatcher(call.groups, routing.copies)
     piped = PipedExperts(whole, request.pipe_slices, request.pipe_chained, call.absent, call.log)
     return piped.stages(replace(stages, compute={**stages.compute, "experts": experts}))
