@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.errors import ConfigError
+from mindspeed.features._moe_programs import layer_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 from mindspeed.ranges import Range
@@ -85,7 +86,6 @@ _ROUTER_ONLY = {
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,
     "moe_input_jitter_eps": None,
-    "moe_latent_size": None,
 }
 
 
@@ -170,6 +170,7 @@ def _others(options: DeepSpeedMoeOptions, megatron: Megatron) -> Iterator[Proble
             f"--moe-router-load-balancing-type {' '.join(kinds)}: its gate has one loss of its own",
             "use --moe-use-sinkhorn for sinkhorn, else remove the flag",
         )
+    yield from layer_problems(NAME, megatron)
     for name in ("overlap_moe_expert_parallel_comm", "moe_fb_overlap"):
         if megatron.get(name):
             text = f"{_spelling(name)} calls Megatron's own dispatcher"

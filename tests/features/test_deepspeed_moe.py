@@ -68,6 +68,12 @@ def test_arguments_of_megatron_that_follow():
         ({"moe_router_load_balancing_type": ["seq_aux_loss"]}, "seq_aux_loss: .* one loss"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "use --moe-use-sinkhorn"),
         ({"moe_fb_overlap": True}, "--moe-fb-overlap"),
+        ({"moe_latent_size": 8}, "deepspeed_moe: .*--moe-latent-size"),
+        ({"tensor_model_parallel_size": 2}, "deepspeed_moe: .*add --sequence-parallel"),
+        (
+            {"use_pipe_experts": True, "moe_no_drop": True, "moe_dynamic_padding": True},
+            "--moe-dynamic-padding: has no effect with --use-pipe-experts",
+        ),
         ({"variable_seq_lengths": True}, "--variable-seq-lengths: .*add --moe-no-drop"),
         (
             {

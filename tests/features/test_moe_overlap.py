@@ -56,6 +56,8 @@ def test_the_dispatcher_of_each_flag():
 def test_deepspeed_layers_exchange_no_counts():
     deepspeed = {"moe_model_type": "deepspeed_moe"}
     assert "no counts" in said(MoeOverlapOptions(moe_permutation_async_comm=True), deepspeed)
+    counted = {**deepspeed, "moe_no_drop": True}
+    assert not said(MoeOverlapOptions(moe_permutation_async_comm=True), counted)
     assert not said(MoeOverlapOptions(moe_alltoall_overlap_comm=True), deepspeed)
 
 

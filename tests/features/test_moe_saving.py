@@ -60,7 +60,6 @@ COMMON = [
     ({"use_pipe_experts": True}, "--use-pipe-experts"),
     ({"moe_experts_pipeline_degree": 2}, "--moe-experts-pipeline-degree"),
     ({"ampipe_degree": 2}, "--ampipe-degree"),
-    ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe"),
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
     (
         {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},

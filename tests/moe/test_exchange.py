@@ -219,7 +219,7 @@ def problems(monkeypatch, node=2, exchange="flat", hierarchical=True, **changes)
         ({"sequence_parallel": False, "tensor_model_parallel_size": 2}, "add --sequence-parallel"),
         ({"moe_latent_size": 8}, "--moe-latent-size"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
-        ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe has an exchange"),
+        ({"moe_model_type": "deepspeed_moe"}, "add --moe-no-drop"),
         ({"use_pipe_experts": True}, "--use-pipe-experts has an exchange"),
         ({"ampipe_degree": 2}, "--ampipe-degree has an exchange"),
         ({"moe_fb_overlap": True}, "--moe-fb-overlap has an exchange"),

@@ -24,7 +24,6 @@ from mindspeed.moe.packing import Packing
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest, program_of
 from mindspeed.moe.save.refetch import Local
-from mindspeed.moe.save.refetch import Local
 
 
 def program(request: LayerRequest) -> Program:
@@ -126,10 +125,6 @@ class PaddedDispatcher(AllToAllDispatcher):
             tensors[rows], tensors[row_probs] = filled, probs.squeeze(1)
         else:
             tensors[rows] = packing.pack(filled, probs.squeeze(1))
-
-    def _permute_again(self, chunk: Chunk, rows: int) -> Local:
-        slots = chunk.values["slots"]
-        return lambda hidden: select_rows(hidden, slots.tokens, slots.of_token)
 
     def unpermute(self, chunk: Chunk) -> None:
         """``rows [E * C, h]`` to ``output [n, h]``."""
