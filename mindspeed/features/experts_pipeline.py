@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _CONFLICTS = {
     "moe_hierarchical_alltoallv": "it is for whole experts, which gather nothing",
+    "moe_alltoall_exchange": "it is for whole experts, which gather nothing",
     "use_pipe_experts": "both cut the experts into pieces",
     "moe_zero_memory": "rows that were dropped come back all together, not in groups",
     "moe_adaptive_recompute_activation": "it decides for all experts of a rank together",
@@ -51,7 +52,7 @@ def _problems(degree: int, megatron: Megatron) -> Iterator[Problem]:
         yield Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")
         return
     for other, reason in _CONFLICTS.items():
-        if megatron.get(other) not in (None, False, "disable"):
+        if megatron.get(other) not in (None, False, "disable", "flat"):
             spelling = "--" + other.replace("_", "-")
             yield Problem(name, f"and {spelling} exclude each other: {reason}", "remove one")
     if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 NAME, MEGATRONS = "--moe-fb-overlap", "--overlap-moe-expert-parallel-comm"
-_OFF = (None, False, 0, "disable", "none")
+_OFF = (None, False, 0, "disable", "flat", "none")
 _LAYER = "it runs the parts of a layer one by one, and that flag changes how a layer runs"
 _SCHEDULE = "both choose the order of micro-batches"
 _MEMORY = "it runs the parts of a layer one by one, which leaves no whole layer to free or move"
@@ -36,6 +36,8 @@ _CONFLICTS = {
     "moe_allgather_overlap_comm": _LAYER,
     "moe_permutation_async_comm": _LAYER,
     "moe_hierarchical_alltoallv": _LAYER,
+    "moe_alltoall_exchange": _LAYER,
+    "balanced_moe_experts": _LAYER,
     "moe_zero_memory": _LAYER,
     "moe_zero_memory_num_layers": _LAYER,
     "moe_adaptive_recompute_activation": _LAYER,

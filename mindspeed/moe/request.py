@@ -31,6 +31,8 @@ class LayerRequest:
         pipe_chained: with them, collectives of the two expert groups wait for each other.
         expert_groups: groups of local experts whose expert tensor parallel collectives hide behind
             each other's products; 1: all together.
+        hot_experts: experts that every rank computes for its own tokens; 0: none.
+        hot_messages: in which their weights are sent.
         save: what the experts keep for backward.
         recompute_above: a rank whose load is larger keeps only the rows of its experts.
     """
@@ -44,6 +46,8 @@ class LayerRequest:
     pipe_slices: int = 0
     pipe_chained: bool = False
     expert_groups: int = 1
+    hot_experts: int = 0
+    hot_messages: int = 1
     save: SavePolicy = ALL
     recompute_above: float | None = None
 
@@ -59,6 +63,17 @@ def program_of(request: LayerRequest) -> Program:
     head = "route count> permute count<" if hidden else "route count! permute"
     if request.pipe_slices:
         return Program.parse(f"{head} pieces unpermute")
+    if request.hot_experts:
+        head = "route count! choose weights> permute"
+        hot = "weights< hot"
+        if not request.overlap:
+            return Program.parse(
+                f"shared {head} dispatch> {hot} dispatch< {experts} combine! unpermute"
+            )
+        return Program.parse(
+            f"{head} dispatch> shared_fc1 {hot} anchor dispatch< {experts} combine> shared_fc2 "
+            "combine< unpermute"
+        )
     if not request.overlap:
         return Program.parse(f"shared {head} dispatch! {experts} combine! unpermute")
     return Program.parse(

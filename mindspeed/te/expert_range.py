@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,27 @@ def expert_range(experts: Any, first: int, count: int) -> torch.nn.Module:
     if not grouped:
         part._modules["local_experts"] = experts.local_experts[first : first + count]
     return part
+
+
+def experts_with_weights(
+    experts: Any, weights: Mapping[str, Sequence[torch.Tensor]]
+) -> torch.nn.Module:
+    """Experts that compute with other weights, whose gradients autograd returns at once.
+
+    Args:
+        experts: Megatron's ``TEGroupedMLP`` without adapters and biases.
+        weights: By name of the linear layer a matrix ``[out, in]`` for each expert.
+
+    Returns:
+        A module that is called like ``experts``, with as many experts as there are matrices.
+    """
+    part = _shallow(experts)
+    for name, matrices in weights.items():
+        linear = part._modules[name] = _shallow(getattr(experts, name))
+        linear.num_gemms = part.num_local_experts = len(matrices)
+        linear._parameters = {f"weight{i}": matrix for i, matrix in enumerate(matrices)}
+        linear.weight_gradients = linear._delayed = None
+    return part  # type: ignore[no-any-return]
 
 
 def _shallow(module: torch.nn.Module) -> Any:

@@ -163,3 +163,26 @@ def test_experts_in_groups_train_adapters_as_together(one_rank):
     records = reference.train(2, f"{SLICED} {LORA}")
     for name in ("lm_loss", "grad_norm"):
         assert column(records, name) == column(expected, name)
+
+
+BALANCED = "--balanced-moe-experts --balanced-moe-hot-expert-num 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "ranks", "flags"),
+    [
+        (SHARED, 2, f"{DISTRIBUTED} --moe-alltoall-overlap-comm"),
+        (MOE, 2, "--no-gradient-accumulation-fusion --overlap-grad-reduce"),
+        (MOE, 4, f"{TP} --sequence-parallel --moe-tp-extend-ep {RECOMPUTE}"),
+        (MOE, 4, f"{VPP} {DISTRIBUTED}"),
+        (f"{MOE} --mtp-num-layers 1", 2, "--recompute-granularity selective"),
+    ],
+    ids=["distributed-overlap", "unfused", "extended-recompute", "virtual-pipeline", "mtp"],
+)
+def test_hot_experts_train_like_one_rank(model, ranks, flags, one_rank):
+    reference = one_rank(model)
+    records = reference.train(ranks, f"{BALANCED} --expert-model-parallel-size 2 {flags}")
+    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
+        expected = pytest.approx(column(reference.records, name), rel=tolerance)
+        assert column(records, name) == expected

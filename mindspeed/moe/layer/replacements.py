@@ -16,12 +16,13 @@ from dataclasses import replace
 from mindspeed.moe.interpreter import Compute, Stages
 from mindspeed.moe.layer.call import LayerCall
 from mindspeed.moe.layer.groups import groups
+from mindspeed.moe.layer.hot import hot
 from mindspeed.moe.layer.pieces import pieces
 from mindspeed.moe.layer.saving import saving
 
 Replacement = Callable[[LayerCall, Stages], Stages]
 
-REPLACEMENTS: tuple[Replacement, ...] = (saving, pieces, groups)
+REPLACEMENTS: tuple[Replacement, ...] = (saving, pieces, groups, hot)
 
 
 def replaced(stages: Stages, **compute: Compute) -> Stages:

@@ -1,0 +1,158 @@
+"""``--balanced-moe-experts``: hot experts are computed where their tokens are.
+
+In every layer and micro-batch the ranks choose the same few experts from the counts of rows: one
+after the other the largest expert of the fullest rank. Their weights go to all ranks, their tokens
+stay, and their gradients come back. The fullest rank, for which all others wait, has less to
+compute; the weights' way hides behind permutation and dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.flags import flag
+from mindspeed.ranges import SIZE
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME = "--balanced-moe-experts"
+_OFF = (None, False, 0, (), [], "disable", "flat", "none")
+_EXPERTS = "hot experts are grouped experts without biases, adapters or fp8"
+_LAYER = "both decide how rows reach the experts"
+_LATER = "gradients of hot experts go back to their owners at once, not later"
+_CONFLICTS = {
+    "moe_fb_overlap": _LAYER,
+    "overlap_moe_expert_parallel_comm": _LAYER,
+    "moe_alltoall_exchange": _LAYER,
+    "moe_hierarchical_alltoallv": _LAYER,
+    "moe_experts_pipeline_degree": _LAYER,
+    "use_pipe_experts": _LAYER,
+    "moe_shared_expert_overlap": _LAYER,
+    "moe_zero_memory": "rows that were dropped come back with all experts of a token",
+    "moe_adaptive_recompute_activation": "both act against full ranks",
+    "moe_expert_capacity_factor": "tokens are dropped where experts are hot",
+    "lora_target_modules": _EXPERTS,
+    "add_bias_linear": _EXPERTS,
+    "fp8": _EXPERTS,
+    "fp8_format": _EXPERTS,
+    "use_nanopipe": _LATER,
+    "schedules_method": _LATER,
+    "pipeline_schedule": _LATER,
+    "use_megatron_fsdp": "weights of experts must be whole on their owner",
+    "use_torch_fsdp2": "weights of experts must be whole on their owner",
+}
+"""Flags that cannot be on at the same time, by their names, and why."""
+
+
+@dataclass(frozen=True)
+class BalancedExpertsOptions:
+    """Which experts every rank computes for its own tokens."""
+
+    balanced_moe_experts: bool = flag(
+        False, "compute hot experts where their tokens are, chosen anew for every micro-batch"
+    )
+    balanced_moe_hot_expert_num: int = flag(3, "hot experts of a layer", range=SIZE)
+    trans_hot_expert_group_num: int = flag(
+        3, "messages in which the weights of a layer's hot experts are sent", range=SIZE
+    )
+
+
+def _validate(options: BalancedExpertsOptions, megatron: Megatron) -> list[Problem]:
+    return list(_problems(options, megatron))
+
+
+def _problems(options: BalancedExpertsOptions, megatron: Megatron) -> Iterator[Problem]:
+    if not options.balanced_moe_experts:
+        flags = "--balanced-moe-hot-expert-num and --trans-hot-expert-group-num"
+        yield Problem(flags, f"have no effect without {NAME}", "add it, or remove them")
+        return
+    if "num_experts" not in megatron:  # a framework's configuration
+        return
+    if not megatron["num_experts"]:
+        yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
+        return
+    for other, reason in _CONFLICTS.items():
+        if megatron.get(other) not in _OFF:
+            spelling = "--" + other.replace("_", "-")
+            yield Problem(NAME, f"and {spelling} exclude each other: {reason}", "remove one")
+    if megatron.get("moe_model_type") == "deepspeed_moe":
+        yield Problem(NAME, "is for --moe-model-type megatron_moe", "remove one")
+    if (megatron.get("ampipe_degree") or 1) > 1:
+        yield Problem(NAME, f"and --ampipe-degree exclude each other: {_LAYER}", "remove one")
+    if (megatron.get("zero_stage") or 0) > 1:
+        stage = megatron["zero_stage"]
+        yield Problem(NAME, f"and --zero-stage {stage} exclude each other", "choose stage 1")
+    yield from _sizes(options, megatron)
+
+
+def _sizes(options: BalancedExpertsOptions, megatron: Megatron) -> Iterator[Problem]:
+    if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
+        yield Problem(
+            NAME,
+            f"--moe-token-dispatcher-type is {dispatcher}, which sends all tokens to all ranks",
+            "give --moe-token-dispatcher-type alltoall",
+        )
+    local = megatron.get("transformer_impl", "transformer_engine") != "transformer_engine"
+    legacy = megatron.get("moe_use_legacy_grouped_gemm")
+    if local or legacy or not megatron.get("moe_grouped_gemm", True):
+        yield Problem(
+            NAME,
+            "needs one weight for each grouped expert",
+            "give --moe-grouped-gemm and --transformer-impl transformer_engine",
+        )
+    sliced = megatron.get("expert_tensor_parallel_size")
+    if (sliced or megatron.get("tensor_model_parallel_size") or 1) > 1:
+        yield Problem(
+            NAME,
+            "needs whole experts on every rank",
+            "give --moe-tp-extend-ep or --expert-tensor-parallel-size 1",
+        )
+    ep = megatron.get("expert_model_parallel_size") or 1
+    if ep == 1:
+        yield Problem(
+            NAME,
+            "--expert-model-parallel-size is 1, so one rank computes all experts anyway",
+            "choose 2 or more, or remove it",
+        )
+    hot, experts = options.balanced_moe_hot_expert_num, megatron["num_experts"] // ep
+    if hot > experts:
+        yield Problem(
+            f"--balanced-moe-hot-expert-num {hot}",
+            f"is more than the {experts} experts of a rank",
+            f"choose 1 to {experts}",
+        )
+
+
+def _attach(seams: Seams, options: BalancedExpertsOptions, megatron: Megatron) -> None:
+    from mindspeed.adaptor.moe import moe_layers
+    from mindspeed.moe.layer.megatron import change
+
+    hot = options.balanced_moe_hot_expert_num
+
+    def balance(model: Any, config: Any, vp_stage: int | None) -> None:
+        for layer in moe_layers(model):
+            change(
+                layer,
+                seams.journal,
+                hot_experts=hot,
+                hot_messages=min(options.trans_hot_expert_group_num, hot, 8),
+                dropped=True,  # copies of hot experts leave the rows that are sent
+            )
+
+    seams.chunk.add(balance, owner=FEATURE.name)
+
+
+FEATURE = Feature(
+    name="balanced-experts",
+    summary="hot experts are computed where their tokens are",
+    level=2,
+    options=BalancedExpertsOptions,
+    enabled=lambda options, megatron: options != BalancedExpertsOptions(),
+    validate=_validate,
+    attach=_attach,
+    seams=("chunk",),
+)
