@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 NAME = "--balanced-moe-experts"
-_OFF = (None, False, 0, (), [], "disable", "flat", "none")
-_EXPERTS = "hot experts are grouped experts without biases, adapters or fp8"
+_OFF: tuple[Any, ...] = (None, False, 0, (), [], "disable", "flat", "none")
+_EXPERTS = "hot experts are grouped experts without adapters or fp8"
 _LAYER = "both decide how rows reach the experts"
 _LATER = "gradients of hot experts go back to their owners at once, not later"
 _CONFLICTS = {
@@ -36,7 +36,6 @@ _CONFLICTS = {
     "moe_adaptive_recompute_activation": "both act against full ranks",
     "moe_expert_capacity_factor": "tokens are dropped where experts are hot",
     "lora_target_modules": _EXPERTS,
-    "add_bias_linear": _EXPERTS,
     "fp8": _EXPERTS,
     "fp8_format": _EXPERTS,
     "use_nanopipe": _LATER,
@@ -104,6 +103,8 @@ def _sizes(options: BalancedExpertsOptions, megatron: Megatron) -> Iterator[Prob
             "needs one weight for each grouped expert",
             "give --moe-grouped-gemm and --transformer-impl transformer_engine",
         )
+    if megatron.get("add_bias_linear"):
+        yield Problem(NAME, "is for experts without biases", "give --disable-bias-linear")
     sliced = megatron.get("expert_tensor_parallel_size")
     if (sliced or megatron.get("tensor_model_parallel_size") or 1) > 1:
         yield Problem(

@@ -125,7 +125,7 @@ ON = {
         ({"moe_grouped_gemm": False}, "give --moe-grouped-gemm"),
         ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor exclude each other"),
         ({"lora_target_modules": ("experts.linear_fc1",)}, "--lora-target-modules exclude"),
-        ({"add_bias_linear": True}, "--add-bias-linear exclude"),
+        ({"add_bias_linear": True}, "give --disable-bias-linear"),
         ({"moe_experts_pipeline_degree": 2}, "--moe-experts-pipeline-degree exclude"),
         ({"zero_stage": 3}, "--zero-stage 3 exclude"),
     ],
