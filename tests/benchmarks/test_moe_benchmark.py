@@ -1,0 +1,28 @@
+"""benchmarks/moe.py runs from end to end and writes its file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe.py"
+
+
+@pytest.mark.slow
+def test_quick_run(tmp_path: Path) -> None:
+    file = tmp_path / "moe.json"
+    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == len(done.stdout.splitlines()) - 1
+    names = {row["program"] for row in rows}
+    assert {"megatron", "async", "overlap", "overlap-level1", "dedup", "pieces"} <= names
+    assert {"allgather", "allgather-async", "allgather-overlap"} <= names
+    assert len(rows) == 2 * 2 * len(names)
+    for row in rows:
+        assert row["seconds"] > 0 and 0 <= row["waiting"] < row["simulated"]
