@@ -284,7 +284,7 @@ def table(rows: list[Row]) -> str:
 
 
 def _on_a_gpu(args: argparse.Namespace) -> Iterator[DeviceRow]:
-    from mindspeed.ops.grouped_matmul import product
+    from mindspeed.ops.grouped_matmul import GROUPED_MATMUL
     from mindspeed.te import kernels
 
     rows = 1024 if args.quick else GPU_ROWS
@@ -297,7 +297,9 @@ def _on_a_gpu(args: argparse.Namespace) -> Iterator[DeviceRow]:
             ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32)
             ends *= rows // experts
             parts = list(zip(x.chunk(experts), weight, strict=True))
-            ours = _on_device(lambda x=x, w=weight, e=ends: product(x, w, e), args.repeats)
+            ours = _on_device(
+                lambda x=x, w=weight, e=ends: GROUPED_MATMUL(x, w, None, e), args.repeats
+            )
             looped = _on_device(lambda parts=parts: [a @ b for a, b in parts], args.repeats)
             flops = 2 * rows * hidden * width
             shape = (experts, rows, hidden, width)
