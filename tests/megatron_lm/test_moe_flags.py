@@ -92,3 +92,19 @@ def test_attention_in_chunks_prints_the_digits_of_megatrons_layer(tmp_path):
     chunked = run("--ampipe-degree 4 --overlap-grad-reduce")
     assert chunked[0] == pytest.approx(losses, rel=1e-6)
     assert chunked[1] == pytest.approx(norms, rel=1e-4)
+
+
+def test_experts_that_keep_nothing_print_the_digits_of_those_that_keep_all(tmp_path):
+    experts = (
+        "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 64 "
+        "--moe-alltoall-overlap-comm --use-distributed-optimizer --overlap-grad-reduce"
+    )
+
+    def run(flags):
+        found = pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {experts} {flags}".split())
+        return found.losses, found.grad_norms
+
+    plain = run("")
+    assert run("--moe-zero-memory level1 --moe-zero-memory-num-layers 1") == plain
+    scale = "--moe-adaptive-recompute-activation-scale 1.05"
+    assert run(f"--moe-zero-memory level0 --moe-adaptive-recompute-activation {scale}") == plain
