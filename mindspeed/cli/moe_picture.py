@@ -20,10 +20,13 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "#f59e0b": ("weight gradients of experts", ("weight_gradients",)),
     "#3b82f6": ("shared experts", ("shared", "shared_fc1", "shared_fc2")),
     "#94a3b8": ("router", ("route",)),
-    "#67e8f9": ("rows moved", ("permute", "unpermute", "arrange", "disarrange")),
+    "#67e8f9": (
+        "rows moved",
+        ("permute", "unpermute", "arrange", "disarrange", "relay", "merge"),
+    ),
     "#a855f7": ("computed again", ("recompute", "recompute_shared")),
-    "#0f766e": ("dispatch", ("dispatch", "tokens")),
-    "#be185d": ("combine", ("combine",)),
+    "#0f766e": ("dispatch", ("dispatch", "dispatch_node", "tokens")),
+    "#be185d": ("combine", ("combine", "combine_node")),
     "#7c3aed": ("dispatch again", ("refetch",)),
     "#ca8a04": ("slices: gather, sum", ("gather", "scatter")),
     "#475569": ("counts, ids, weights", ("count", "ids", "weights")),
@@ -31,6 +34,7 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 _WAIT, _OTHER = "#f87171", "#cbd5e1"
 _COLORS = {name: color for color, (_, names) in _KINDS.items() for name in names}
 _WIDTH, _LANE = 13.0, 0.26  # inches
+_VISIBLE = 1e-3  # part of the time
 
 
 def draw(timelines: Mapping[str, Timeline], output: Path, title: str) -> None:
@@ -66,7 +70,14 @@ def draw(timelines: Mapping[str, Timeline], output: Path, title: str) -> None:
 
 
 def _lanes(line: Timeline) -> list[str]:
-    return list(dict.fromkeys([COMPUTE, *(one.stream for one in line.intervals)]))
+    """Streams with something that can be seen."""
+    streams = dict.fromkeys([COMPUTE, *(one.stream for one in line.intervals)])
+    longest = {
+        stream: max((one.seconds for one in line.intervals if one.stream == stream), default=0.0)
+        for stream in streams
+    }
+    seen = [stream for stream in streams if longest[stream] > _VISIBLE * line.total]
+    return seen or [COMPUTE]
 
 
 def _caption(name: str, line: Timeline) -> str:
@@ -84,6 +95,8 @@ def _color(one: Interval) -> str:
 
 def _draw_program(axes: Any, line: Timeline, lanes: list[str]) -> None:
     for one in line.intervals:
+        if one.stream not in lanes:
+            continue
         low = len(lanes) - 1 - lanes.index(one.stream)
         axes.broken_barh(
             [(one.start * 1e3, one.seconds * 1e3)],
