@@ -93,7 +93,10 @@ def sort_chunks(
         Tensors with the shapes and dtypes of ``tensors``.
     """
     device, count = tensors[0].device, tensors[0].shape[0]
-    rows = chunk_rows(sizes.to(device), order.to(device), count)
+    # The host does not wait for the device.
+    rows = chunk_rows(
+        sizes.to(device, non_blocking=True), order.to(device, non_blocking=True), count
+    )
     return tuple(
         MOE_PERMUTE(x.reshape(count, -1), rows, count, False).view(x.shape) for x in tensors
     )

@@ -108,3 +108,19 @@ def test_experts_that_keep_nothing_print_the_digits_of_those_that_keep_all(tmp_p
     assert run("--moe-zero-memory level1 --moe-zero-memory-num-layers 1") == plain
     scale = "--moe-adaptive-recompute-activation-scale 1.05"
     assert run(f"--moe-zero-memory level0 --moe-adaptive-recompute-activation {scale}") == plain
+
+
+def test_hidden_all_to_all_prints_the_digits_of_megatrons_layer(tmp_path):
+    experts = (
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
+        "--moe-shared-expert-intermediate-size 64 --use-distributed-optimizer"
+    )
+
+    def run(flags):
+        found = pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {experts} {flags}".split())
+        return found.losses, found.grad_norms
+
+    losses, norms = run("")
+    hidden = run("--moe-alltoall-overlap-comm --overlap-grad-reduce --overlap-param-gather")
+    assert hidden[0] == pytest.approx(losses, rel=1e-6)
+    assert hidden[1] == pytest.approx(norms, rel=1e-4)

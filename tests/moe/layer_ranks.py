@@ -73,6 +73,8 @@ def run(
     steps: int = 1,
     seed: int = 5,
     masked: bool = False,
+    crowded: bool = False,
+    training: bool = True,
 ) -> Result:
     """Forward and backward on this rank's tokens; gradients of several steps are summed.
 
@@ -82,10 +84,15 @@ def run(
         steps: Micro-batches.
         seed: Of the inputs; that of the router's noise is fixed.
         masked: Every third token is padding.
+        crowded: The router's expert bias sends all tokens to the first two experts.
+        training: Also a backward.
     """
     import torch.distributed as dist
 
     torch.manual_seed(123)
+    layer.train(training)
+    if crowded:
+        layer.router.expert_bias.copy_(torch.arange(EXPERTS) < 2).mul_(10)
     tokens = tokens if isinstance(tokens, int) else tokens[dist.get_rank()]
     arguments: dict[str, Any] = {}
     if masked:
@@ -97,10 +104,13 @@ def run(
     for _ in range(steps):
         x = torch.randn(tokens, 1, HIDDEN, generator=generator, dtype=torch.float32)
         inputs.append(x.to(layer.config.params_dtype).requires_grad_())
-        output, _ = layer(inputs[-1], **arguments)
+        with torch.set_grad_enabled(training):
+            output, _ = layer(inputs[-1], **arguments)
+        if not training:
+            continue
         weight = torch.randn(output.shape, generator=generator, dtype=torch.float32)
         (output * weight.to(output.dtype)).sum().backward()
-    gradients = {"input": inputs[-1].grad}
+    gradients = {"input": inputs[-1].grad} if training else {}
     gradients |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return Result(output.detach(), gradients)
 
@@ -202,6 +212,24 @@ def counted(
         results[-1].extra = {"calls": calls, "counts": found[-1], "host_copies": len(copies)}
         journal.undo()
     return results
+
+
+def with_weights(layout: dict[str, int], changes: dict[str, Any], tokens: int) -> Result:
+    """One step of a program; ``extra`` has the ``weights``, ``input`` and ``output_weight``."""
+    import torch.distributed as dist
+
+    from mindspeed.journal import Journal
+    from mindspeed.moe.layer.megatron import change
+
+    start(**layout)
+    layer = layer_of("te", **parallel_of(layout), moe_shared_expert_intermediate_size=20)
+    change(layer, Journal(), **changes)
+    result = run(layer, tokens)
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    x, weight = (torch.randn(tokens, 1, HIDDEN, generator=generator) for _ in range(2))
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    result.extra = {"weights": weights, "input": x, "output_weight": weight}
+    return result
 
 
 def padded_maps(maps: list[torch.Tensor], multiple: int) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ DROP = {"moe_expert_capacity_factor": 0.6}
 AUX = {"moe_aux_loss_coeff": 0.1}
 RECOMPUTE = {"recompute_granularity": "selective"}
 
+BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
 LAYERS = {
     "top-1": ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, {}),
     "one-local-expert": ({"num_moe_experts": 2, "moe_router_topk": 2}, {}),
@@ -25,10 +27,9 @@ LAYERS = {
     "global-aux-loss": ({**AUX, "moe_router_load_balancing_type": "global_aux_loss"}, {}),
     "z-loss": ({"moe_z_loss_coeff": 0.1}, {}),
     "jitter": ({"moe_input_jitter_eps": 0.1}, {}),
-    "expert-bias": (
-        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-        {},
-    ),
+    "expert-bias": (BIAS, {}),
+    "empty-experts-and-rank": ({**BIAS, **SHARED}, {"crowded": True}),
+    "evaluation": (SHARED, {"training": False}),
     "sinkhorn": ({"moe_router_load_balancing_type": "sinkhorn"}, {}),
     "shared-gate": ({**SHARED, "moe_shared_expert_gate": True}, {}),
     "router-fp64": ({"moe_router_dtype": "fp64"}, {}),
@@ -55,7 +56,7 @@ LAYERS = {
     "micro-batches": (SHARED, {"steps": 3}),
     "one-token": (SHARED, {"tokens": 1}),
     "uneven-ranks": (SHARED, {"tokens": (5, 12)}),
-    "no-tokens": (SHARED, {"tokens": (1, 7)}),
+    "few-tokens": (SHARED, {"tokens": (1, 7)}),
     "padding-mask": ({**AUX, "moe_router_load_balancing_type": "aux_loss"}, {"masked": True}),
 }
 
