@@ -39,7 +39,7 @@ def test_arguments_of_megatron_that_follow():
     assert derived({**GIVEN, "expert_interval": 3, **third}) == third  # asked again
     with pytest.raises(ConfigError, match=r"--expert-interval 3 and --moe-layer-freq \[1, 0"):
         derived({**GIVEN, "expert_interval": 3, "moe_layer_freq": [1, 0, 0, 1, 0, 0]})
-    with pytest.raises(ConfigError, match="--expert-interval 7: none of the 6 layers.*use 1 to 6"):
+    with pytest.raises(ConfigError, match=r"--expert-interval 7: none of the 6 layers.*use 1 to 6"):
         derived({**GIVEN, "expert_interval": 7})
 
 

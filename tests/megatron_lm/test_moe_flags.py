@@ -124,3 +124,29 @@ def test_hidden_all_to_all_prints_the_digits_of_megatrons_layer(tmp_path):
     hidden = run("--moe-alltoall-overlap-comm --overlap-grad-reduce --overlap-param-gather")
     assert hidden[0] == pytest.approx(losses, rel=1e-6)
     assert hidden[1] == pytest.approx(norms, rel=1e-4)
+
+
+def test_deepspeeds_model_prints_the_digits_of_megatrons(tmp_path):
+    """Without drops its gate is Megatron's router; drops and noise are replayed."""
+    deepspeed = "--moe-model-type deepspeed_moe"
+
+    def run(flags):
+        return pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {flags}".split())
+
+    def equal(found, expected):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+
+    expert = "--expert-model-parallel-size 2"
+    window = f"{deepspeed} --moe-no-drop --moe-dynamic-padding --moe-alltoall-overlap-comm"
+    equal(run(f"{window} {expert} --use-distributed-optimizer --overlap-grad-reduce"), run(expert))
+    drops = (
+        f"{deepspeed} --moe-router-topk 1 --moe-train-capacity-factor 0.6 --expert-interval 2 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
+        "--noisy-gate-policy Jitter --moe-token-dispatcher-type allgather"
+    )
+    recomputed = (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--moe-alltoall-overlap-comm"
+    )
+    equal(run(f"{drops} {expert} {recomputed}"), run(f"{drops} {expert}"))
