@@ -59,24 +59,21 @@ def test_experts_in_pieces_print_the_digits_of_megatrons_layer(tmp_path):
     assert piped[1] == pytest.approx(norms, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("dispatcher", "flags"),
-    [
-        ("alltoall", "--moe-alltoall-exchange dedup --moe-alltoall-overlap-comm"),
-        ("allgather", "--moe-allgather-overlap-comm"),
-    ],
-)
-def test_hidden_dispatch_prints_the_losses_of_megatrons_layer(tmp_path, dispatcher, flags):
-    experts = f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {dispatcher}"
+def test_hidden_dispatch_prints_the_losses_of_megatrons_layer(tmp_path):
+    experts = "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 64"
 
     def run(flags):
         found = pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {experts} {flags}".split())
         return found.losses, found.grad_norms
 
-    losses, norms = run("--moe-shared-expert-intermediate-size 64")
-    hidden = run(f"--moe-shared-expert-intermediate-size 64 --overlap-grad-reduce {flags}")
-    assert hidden[0] == pytest.approx(losses, rel=1e-6)
-    assert hidden[1] == pytest.approx(norms, rel=1e-4)
+    losses, norms = run("--moe-token-dispatcher-type alltoall")
+    for flags in (
+        "alltoall --moe-alltoall-exchange dedup --moe-alltoall-overlap-comm --overlap-grad-reduce",
+        "allgather --moe-allgather-overlap-comm --overlap-grad-reduce",
+    ):
+        hidden = run(f"--moe-token-dispatcher-type {flags}")
+        assert hidden[0] == pytest.approx(losses, rel=1e-6)
+        assert hidden[1] == pytest.approx(norms, rel=1e-4)
 
 
 def test_attention_in_chunks_prints_the_digits_of_megatrons_layer(tmp_path):

@@ -21,6 +21,8 @@ class Case:
         variants: Fields of ``LayerRequest`` each.
         spec: "te" or "local".
         experts: if given, the router chooses among the first experts only.
+        frozen: the experts are not trained.
+        fused: rows are moved by one kernel each way.
         options: of :func:`layer_ranks.run`.
     """
 
@@ -30,6 +32,8 @@ class Case:
     variants: list[dict[str, Any]]
     spec: str = "te"
     experts: int | None = None
+    frozen: bool = False
+    fused: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,6 +79,8 @@ def _compare(case: Case, layer: Any = None) -> list[Figures]:
     for variant in case.variants:
         journal = Journal()
         change(layer, journal, **variant, **_nodes(layer, variant))
+        if case.fused:
+            _fuse(journal)
         log = layer.forward.log = EventLog()
         with CommLedger() as ledger:
             result = layer_ranks.run(layer, **case.options)
@@ -110,9 +116,37 @@ def built(case: Case) -> Any:
         "sequence_parallel": layout.get("tensor", 1) > 1,
     }
     layer = layer_ranks.layer_of(case.spec, **parallel, **case.overrides)
+    layer.experts.requires_grad_(not case.frozen)
     if case.experts is not None:
         layer.route = _among_the_first(layer, case.experts)  # an attribute of the instance
     return layer
+
+
+def _fuse(journal: Any) -> None:
+    from mindspeed.te import fused_permutation, kernels
+
+    for name in ("permute", "permute_again", "unpermute", "sort_chunks"):
+        kernel = getattr(fused_permutation, name)
+        journal.set(kernels, f"moe_{name}", kernel, owner="test")
+
+
+def too_many(dispatcher: str, exchange: str) -> str:
+    """What a rank says when a router chooses more experts for one token of one rank than it may."""
+    from mindspeed.journal import Journal
+    from mindspeed.moe.layer.megatron import change
+
+    case = Case("too many", {"expert": 2}, {"moe_token_dispatcher_type": dispatcher}, [])
+    layer = built(case)
+    routing_map = torch.zeros(12, 8, dtype=torch.bool)
+    routing_map[:, 3:5] = True
+    routing_map[7, 6] = torch.distributed.get_rank() == 1
+    layer.route = lambda *args: (routing_map * 0.5, routing_map)
+    change(layer, Journal(), exchange=exchange)
+    try:
+        layer_ranks.run(layer)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
 
 
 def _nodes(layer: Any, variant: dict[str, Any]) -> dict[str, Any]:

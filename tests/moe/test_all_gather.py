@@ -18,14 +18,16 @@ GATHER = {"moe_token_dispatcher_type": "allgather"}
 ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 SHARED = {"moe_shared_expert_intermediate_size": 20}
 VARIANTS = [{}, {"async_permutation": True}, {"overlap": True}]
+OPTIONS = ("tokens", "steps", "masked")
+MASKED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 EP, TP_EP, ETP = {"expert": 2}, {"tensor": 2, "expert": 4}, {"tensor": 2, "expert_tensor": 2}
-FLOAT, HALF = {"params_dtype": torch.float32}, {"params_dtype": torch.bfloat16}
+FOUR, HALF = {"expert": 4}, {"params_dtype": torch.bfloat16}
 
 
-def case(name, layout=EP, *, spec="te", experts=None, variants=VARIANTS, tokens=12, **overrides):
-    return Case(
-        name, layout, GATHER | overrides, variants, spec, experts, options={"tokens": tokens}
-    )
+def case(name, layout=EP, *, spec="te", experts=None, **overrides):
+    own = {name: overrides.pop(name) for name in ("frozen", "fused") if name in overrides}
+    options = {name: overrides.pop(name) for name in OPTIONS if name in overrides}
+    return Case(name, layout, GATHER | overrides, VARIANTS, spec, experts, options=options, **own)
 
 
 TWO = [
@@ -53,14 +55,32 @@ TWO = [
         moe_router_enable_expert_bias=True,
     ),
     case("fp32 router", moe_router_dtype="fp32"),
+    case("padding tokens", masked=True, **MASKED),
+    case("frozen experts", frozen=True),
+    case("two micro-batches", steps=2, **SHARED),
     case("two slices", ETP),
     case("two slices, shared", ETP, **SHARED),
 ]
 
 
-def test_programs_equal_megatrons_dispatcher(ranks):
-    for figures in ranks(2, jobs.compare_all, TWO, setup=ADAPTOR):
-        assert len(figures) == len(TWO) * len(VARIANTS)
+QUICK = {
+    *("shared", "local routed", "top 1", "a rank without rows", "fewer experts by capacity"),
+    *("padded to capacity", "two slices, shared"),
+}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([one for one in TWO if one.name in QUICK], id="quick"),
+        pytest.param(
+            [one for one in TWO if one.name not in QUICK], id="others", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_programs_equal_megatrons_dispatcher(ranks, cases):
+    for figures in ranks(2, jobs.compare_all, cases, setup=ADAPTOR):
+        assert len(figures) == len(cases) * len(VARIANTS)
         for one in figures:
             assert one.output == 0, one
             assert one.gradients <= 1e-6, one
@@ -68,16 +88,30 @@ def test_programs_equal_megatrons_dispatcher(ranks):
 
 def test_programs_equal_megatrons_dispatcher_on_four_ranks(ranks):
     cases = [
-        case("tp 2, ep 4", TP_EP),
         case("tp 2, ep 4, shared", TP_EP, **SHARED),
         case("tp 2, ep 2 x etp 2", {"tensor": 2, "expert": 2, "expert_tensor": 2}, **SHARED),
         # Results of four ranks are added in the dtype of the probabilities.
-        case("fp32 router", {"expert": 4}, moe_router_dtype="fp32", tokens=64, **HALF),
+        case(
+            "fp32 router",
+            {"expert": 4},
+            moe_router_dtype="fp32",
+            moe_router_topk=6,
+            tokens=64,
+            **HALF,
+        ),
     ]
     for figures in ranks(4, jobs.compare_all, cases, setup=ADAPTOR):
         for one in figures:
             assert one.output == 0, one
             assert one.gradients <= (1e-2 if one.name == "fp32 router" else 1e-6), one
+
+
+def test_one_kernel_each_way_gives_the_same(ranks):
+    cases = [case("one kernel each way", fused=True)]
+    for figures in ranks(2, jobs.compare_all, cases, setup=ADAPTOR):
+        for one in figures:
+            assert one.output <= 1e-6, one
+            assert one.gradients <= 1e-6, one
 
 
 def test_bf16_equals_megatrons_dispatcher(ranks):

@@ -21,6 +21,7 @@ needs("megatron.core")
 
 ADAPTOR = "tests.support.warm"
 SHARED = {"moe_shared_expert_intermediate_size": 20}
+MASKED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 DEDUP = [
     {"exchange": "dedup"},
@@ -28,12 +29,15 @@ DEDUP = [
     {"exchange": "dedup", "overlap": True},
 ]
 NODES = [variant | {"exchange": "hierarchical"} for variant in DEDUP]
+OPTIONS = ("tokens", "steps", "masked")
 EP, FOUR, TP_EP = {"expert": 2}, {"expert": 4}, {"tensor": 2, "expert": 4}
 
 
-def case(name, layout=EP, variants=DEDUP, *, spec="te", experts=None, tokens=12, **overrides):
+def case(name, layout=EP, variants=DEDUP, *, spec="te", experts=None, **overrides):
+    own = {name: overrides.pop(name) for name in ("frozen", "fused") if name in overrides}
+    options = {name: overrides.pop(name) for name in OPTIONS if name in overrides}
     overrides = {"moe_router_topk": 4} | overrides
-    return Case(name, layout, overrides, variants, spec, experts, options={"tokens": tokens})
+    return Case(name, layout, overrides, variants, spec, experts, options=options, **own)
 
 
 TWO = [
@@ -53,12 +57,33 @@ TWO = [
     ),
     case("groups of experts", moe_router_num_groups=4, moe_router_group_topk=2),
     case("fp32 router", moe_router_dtype="fp32"),
+    case("padding tokens", masked=True, **MASKED),
+    case("frozen experts", frozen=True),
+    case("two micro-batches", steps=2, **SHARED),
+    case("one kernel each way", fused=True),
+    case("numbers of tokens of their own", tokens=(5, 9)),
     case("fp64", params_dtype=torch.float64),
 ]
 
 
-def test_equal_to_megatrons_dispatcher(ranks):
-    for figures in ranks(2, jobs.compare_all, TWO, setup=ADAPTOR):
+QUICK = {
+    *("routed", "shared", "top 1", "a rank without rows", "fewer experts by capacity"),
+    *("numbers of tokens of their own", "one kernel each way"),
+}
+
+
+def groups(cases):
+    """The quick cases, and the others as slow ones; each in one launch."""
+    others = [one for one in cases if one.name not in QUICK]
+    return [
+        pytest.param([one for one in cases if one.name in QUICK], id="quick"),
+        pytest.param(others, id="others", marks=pytest.mark.slow),
+    ]
+
+
+@pytest.mark.parametrize("cases", groups(TWO))
+def test_equal_to_megatrons_dispatcher(ranks, cases):
+    for figures in ranks(2, jobs.compare_all, cases, setup=ADAPTOR):
         for one in figures:
             assert one.output <= 5e-7, one
             assert one.gradients <= 1e-6, one
@@ -78,15 +103,25 @@ FOUR_RANKS = [
     case("one node without rows", FOUR, BOTH, experts=4),
     case("all to one expert", FOUR, BOTH, experts=1, **ONE),
     case("one token", FOUR, BOTH, tokens=1),
+    case("frozen experts", FOUR, NODES, frozen=True),
+    case("one kernel each way", FOUR, NODES, fused=True),
+    case("numbers of tokens of their own", FOUR, NODES, tokens=(1, 7, 3, 1)),
     case("fewer experts by capacity", FOUR, BOTH, moe_expert_capacity_factor=0.5),
 ]
 
 
-def test_two_nodes_of_two_ranks_equal_megatrons_dispatcher(ranks):
-    for figures in ranks(4, jobs.compare_all, FOUR_RANKS, setup=ADAPTOR):
+@pytest.mark.parametrize("cases", groups(FOUR_RANKS))
+def test_two_nodes_of_two_ranks_equal_megatrons_dispatcher(ranks, cases):
+    for figures in ranks(4, jobs.compare_all, cases, setup=ADAPTOR):
         for one in figures:
             assert one.output <= 5e-7, one
             assert one.gradients <= 1e-6, one
+
+
+@pytest.mark.parametrize(("dispatcher", "exchange"), [("alltoall", "dedup"), ("allgather", "flat")])
+def test_too_many_experts_of_one_token_are_refused_on_all_ranks(ranks, dispatcher, exchange):
+    for said in ranks(2, jobs.too_many, dispatcher, exchange, setup=ADAPTOR):
+        assert said.startswith("a token has more than 2 experts")
 
 
 def test_what_hides_the_levels(ranks):
@@ -113,24 +148,26 @@ def test_what_hides_the_levels(ranks):
         )
 
 
-def test_rows_come_again_in_backward(ranks):
+@pytest.mark.parametrize(
+    ("exchange", "layout"),
+    [("hierarchical", FOUR), pytest.param("dedup", EP, marks=pytest.mark.slow)],
+)
+def test_rows_come_again_in_backward(ranks, exchange, layout):
     """What the experts do not keep is dispatched again, level by level."""
-    for exchange, layout in (("dedup", EP), ("hierarchical", FOUR)):
-        variants = [
-            {"exchange": exchange, "overlap": overlap, "save": policy}
-            for overlap in (False, True)
-            for policy in (LEVEL0, LEVEL1)
-        ]
-        cases = [
-            case("te", layout, variants, **SHARED),
-            case("local", layout, variants, spec="local"),
-            case("no rows", layout, variants, experts=2, moe_router_topk=2),
-        ]
-        for figures in ranks(layout["expert"], jobs.compare_all, cases, setup=ADAPTOR):
-            for one in figures:
-                assert one.output <= 5e-7, one
-                assert one.gradients <= 1e-6, one
-                assert "refetch" in one.order[1]
+    variants = [
+        {"exchange": exchange, "overlap": overlap, "save": policy}
+        for overlap, policy in ((False, LEVEL0), (True, LEVEL0), (True, LEVEL1))
+    ]
+    cases = [
+        case("te", layout, variants, **SHARED),
+        case("local", layout, variants, spec="local"),
+        case("no rows", layout, variants, experts=2, moe_router_topk=2),
+    ]
+    for figures in ranks(layout["expert"], jobs.compare_all, cases, setup=ADAPTOR):
+        for one in figures:
+            assert one.output <= 5e-7, one
+            assert one.gradients <= 1e-6, one
+            assert "refetch" in one.order[1]
 
 
 def test_sums_are_rounded_once_for_each_hop(ranks):

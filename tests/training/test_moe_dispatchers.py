@@ -20,9 +20,9 @@ NODES = "--moe-tp-extend-ep --moe-hierarchical-alltoallv --moe-alltoall-overlap-
 ZERO = "--moe-zero-memory level1"
 LORA = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
 LAYOUTS = {
-    "dedup": (2, SHARED, f"{EP} {DEDUP} {OPTIMIZER}"),
     "hierarchical": (4, SHARED, f"{TENSOR} {NODES} {OPTIMIZER}"),
     "gather": (2, SHARED, f"{EP} {GATHER} {OPTIMIZER}"),
+    "dedup": (2, SHARED, f"{EP} {DEDUP} {OPTIMIZER}"),
     "gather-slices": (4, SHARED, f"{TENSOR} --expert-tensor-parallel-size 2 {GATHER}"),
     "gather-extended": (4, SHARED, f"{TENSOR} --moe-tp-extend-ep {GATHER}"),
     "gather-recompute": (2, SHARED, f"{EP} {GATHER} {FULL}"),
