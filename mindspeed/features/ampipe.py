@@ -29,6 +29,8 @@ _WITHOUT = {
     "moe_expert_capacity_factor": "--moe-expert-capacity-factor",
     "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
     "moe_latent_size": "--moe-latent-size",
+    "moe_dynamic_padding": "--moe-dynamic-padding",
+    "moe_enable_routing_replay": "--moe-enable-routing-replay",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading",

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -28,6 +29,17 @@ NAME, DATA, STREAMS = (
     "--pipe-experts-multi-data",
     "--pipe-experts-multi-stream",
 )
+# What the pieces cannot be computed with.
+_WITHOUT = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
+    "moe_latent_size": "--moe-latent-size",
+    "moe_dynamic_padding": "--moe-dynamic-padding",
+    "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -76,19 +88,39 @@ def _problems(options: PipeExpertsOptions, megatron: Megatron) -> Iterator[Probl
             "orders the tensor-parallel collectives that sequence parallelism adds",
             "add --sequence-parallel, or remove it",
         )
-    for name, value in [
-        ("--moe-expert-capacity-factor", megatron.get("moe_expert_capacity_factor")),
-        ("--fp8-format", megatron.get("fp8")),
-        ("--fp4-format", megatron.get("fp4")),
-        ("--delay-wgrad-compute", megatron.get("delay_wgrad_compute")),
-        (
-            "--overlap-moe-expert-parallel-comm",
-            megatron.get("overlap_moe_expert_parallel_comm"),
-        ),
-        ("--moe-shared-expert-overlap", megatron.get("moe_shared_expert_overlap")),
-    ]:
-        if value:
-            yield Problem(NAME, f"cannot be combined with {name}", "remove one")
+    for argument, spelling in _WITHOUT.items():
+        if megatron.get(argument):
+            yield Problem(NAME, f"cannot be combined with {spelling}", "remove one")
+    capacity = _capacity(megatron)
+    if capacity is not None and options.pipe_experts_multi_data > capacity:
+        yield Problem(
+            f"{DATA} {options.pipe_experts_multi_data}",
+            f"is more than the {capacity} rows that each expert has",
+            f"choose 1 to {capacity}",
+        )
+
+
+def _capacity(megatron: Megatron) -> int | None:
+    """Rows of an expert, where they are the same for all; None where they are counted."""
+    length, samples = megatron.get("seq_length"), megatron.get("micro_batch_size")
+    if not length or not samples:
+        return None
+    ranks = (megatron.get("tensor_model_parallel_size") or 1) * (
+        megatron.get("context_parallel_size") or 1
+    )
+    tokens = length * samples // ranks
+    experts, topk = megatron["num_experts"], megatron.get("moe_router_topk") or 2
+    if megatron.get("moe_model_type") == "deepspeed_moe":
+        from mindspeed.moe.deepspeed.capacity import Capacity
+
+        if megatron.get("moe_no_drop"):
+            return None
+        factor = megatron.get("moe_train_capacity_factor") or 1.0
+        return Capacity(factor, experts, topk)(tokens)
+    factor = megatron.get("moe_expert_capacity_factor")
+    if not factor or not megatron.get("moe_pad_expert_input_to_capacity"):
+        return None
+    return ceil(tokens * topk / experts * factor)
 
 
 def _validate(options: PipeExpertsOptions, megatron: Megatron) -> list[Problem]:
@@ -138,5 +170,12 @@ FEATURE = Feature(
     validate=_validate,
     attach=_attach,
     seams=("chunk",),
+    conflicts=(
+        "experts-pipeline",
+        "moe-adaptive-recompute",
+        "moe-alltoall-exchange",
+        "moe-fb-overlap",
+        "moe-zero-memory",
+    ),
     after=("moe-overlap",),
 )

@@ -1,6 +1,6 @@
 """Pieces of the experts' work: one local expert computes while others' rows travel.
 
-    pieces = local expert i x slice j of the tokens
+    pieces = local expert i x slice j of the tokens, or of the experts' slots
     dispatch all; for each piece: dispatch< (gather) expert (scatter) combine>; all combine<
 
 Only the first dispatch and the last combine have nothing beside them, 1 / (experts * slices) of
@@ -23,6 +23,7 @@ from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
 from mindspeed.moe.events import EventLog
 from mindspeed.moe.interpreter import Chunk, Communicate, Compute, Stages, execute
 from mindspeed.moe.link import Link
+from mindspeed.moe.pipe_slices import joined, sliced
 from mindspeed.moe.program import Program
 from mindspeed.moe.split_phase import Collective
 
@@ -84,26 +85,19 @@ class PipedExperts:
         groups, tensors = self.dispatcher.groups, chunk.tensors
         order = torch.arange(groups.experts).view(-1, groups.local).t().reshape(-1)
         order = order.to(tensors["probs"].device)
-        parts = zip(
-            tensors["hidden"].tensor_split(self.slices),
-            tensors["probs"].index_select(1, order).tensor_split(self.slices),
-            tensors["routing_map"].index_select(1, order).tensor_split(self.slices),
-            strict=True,
-        )
-        chunk.values["slices"] = slices = []
-        for j, part in enumerate(parts):
-            one = Chunk(j, dict(zip(("hidden", "probs", "routing_map"), part, strict=True)))
-            one.values["host_counts"] = self._part(chunk, lambda counts, at: counts[:, at], j)
+        columns = {name: tensors[name].index_select(1, order) for name in ("probs", "routing_map")}
+        whole = Chunk(tensors={"hidden": tensors["hidden"], **columns})
+        slices = chunk.values["slices"] = sliced(self.dispatcher, whole, self.slices)
+        for one in slices:
+            one.values["host_counts"] = self._part(
+                chunk, lambda counts, at: counts[:, at], one.index
+            )
             self.dispatcher.permute(one)
-            slices.append(one)
         tensors["rows"] = slices[0].tensors["rows"]  # for the log
 
     def unpermute(self, chunk: Chunk) -> None:
         """The rows of each slice to ``output [n, h]``."""
-        slices = chunk.values["slices"]
-        for one in slices:
-            self.dispatcher.unpermute(one)
-        chunk.tensors["output"] = torch.cat([one.tensors["output"] for one in slices])
+        chunk.tensors["output"] = joined(self.dispatcher, chunk.values["slices"])
 
     def _compute(self, chunk: Chunk, layer: Stages) -> None:
         slices, local = chunk.values["slices"], self.dispatcher.groups.local
@@ -125,16 +119,15 @@ class PipedExperts:
         """One chunk for each local expert, with its rows of one slice."""
         groups, tensors = self.dispatcher.groups, one.tensors
         local = groups.local
-        own = groups.ep.rank() * groups.tp.size() + groups.tp.rank()
-        counts = one.values["host_counts"].get()[own].view(-1, local)  # [ep, local]
-        sizes = counts.sum(0).tolist()
+        sizes = self._sizes(one)
         carried = {name: tensors[name].split(sizes) for name in self.dispatcher.carried(one)}
+        kept = {name: x for name, x in one.values.items() if name in ("packing", "slots")}
         found = []
         for i in range(local):
             piece = Chunk(index + i, {name: parts[i] for name, parts in carried.items()})
             piece.values |= {
+                **kept,
                 "expert": i,
-                "packing": one.values["packing"],
                 "host_counts": self._part(
                     chunk,
                     lambda counts, at: counts[:, one.index].unflatten(1, (-1, local))[..., at],
@@ -143,6 +136,15 @@ class PipedExperts:
             }
             found.append(piece)
         return found
+
+    def _sizes(self, one: Chunk) -> list[int]:
+        """Rows of a slice for each local expert, of all ranks."""
+        groups = self.dispatcher.groups
+        if "slots" in one.values:  # padded
+            return [groups.ep.size() * one.values["slots"].capacity] * groups.local
+        own = groups.ep.rank() * groups.tp.size() + groups.tp.rank()
+        counts = one.values["host_counts"].get()[own]  # [ep * local]
+        return counts.view(-1, groups.local).sum(0).tolist()  # type: ignore[no-any-return]
 
     def _part(
         self, chunk: Chunk, select: Callable[[torch.Tensor, int], torch.Tensor], at: int

@@ -92,3 +92,21 @@ def test_other_layers(ranks, layout, overrides, options):
                 torch.testing.assert_close(result.output, results[0].output, rtol=0.02, atol=0.06)
         else:
             check(results)
+
+
+DROPPED = {"moe_expert_capacity_factor": 0.8}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["counted", "padded"])
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
+def test_dropped_tokens(ranks, padded, sliced):
+    """Padded, an expert has ceil(12 x 2 / 8 x 0.8) = 3 rows; N = 2 cuts them into 2 and 1."""
+    overrides = {**DROPPED, **SHARED, "moe_pad_expert_input_to_capacity": padded}
+    layout = {"expert": 2, **({"tensor": 2, "expert_tensor": 2} if sliced else {})}
+    pieces = [{"pipe_slices": 1}, {"pipe_slices": 2}, {"pipe_slices": 3, "pipe_chained": True}]
+    for results in ranks(
+        4 if sliced else 2, jobs.compare, "te", layout, overrides, pieces, setup=ADAPTOR
+    ):
+        check(results)
+        if padded:
+            assert not any("count" in event.name for event in results[1].log.events)

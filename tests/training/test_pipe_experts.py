@@ -22,6 +22,11 @@ LAYOUTS = {
         MOE.replace("--moe-grouped-gemm ", "--transformer-impl local "),
         f"{PIPE} {PP} --num-layers-per-virtual-pipeline-stage 1",
     ),
+    "deepspeed-padded": (
+        2,
+        f"{MOE} --moe-model-type deepspeed_moe --moe-train-capacity-factor 8",
+        f"{PIPE} --pipe-experts-multi-data 3 {OVERLAP}",
+    ),
     "mtp-recompute": (
         2,
         f"{MOE} {MTP}",
@@ -67,7 +72,18 @@ MEGATRON = {
         ({"pipe_experts_multi_data": 0}, "--pipe-experts-multi-data"),
         ({"pipe_experts_multi_stream": True}, "add --sequence-parallel"),
         ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
-        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        ({"moe_zero_memory": "level0"}, "moe-zero-memory"),
+        (
+            {
+                "pipe_experts_multi_data": 9,
+                "seq_length": 16,
+                "micro_batch_size": 1,
+                "moe_router_topk": 2,
+                "moe_expert_capacity_factor": 1.0,
+                "moe_pad_expert_input_to_capacity": True,
+            },
+            "9: is more than the 8 rows that each expert has; choose 1 to 8",
+        ),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
     ],
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,10 +51,16 @@ def use_gate(layer: MoELayer, options: GateOptions, journal: Journal) -> None:
 
 
 class RouterForward:
-    """The forward of one router."""
+    """The forward of one router.
+
+    Attributes:
+        collect: gets gates ``[n, E]``, first choices ``[n, E]`` and padding ``[n]`` of a chunk of
+            the tokens; returns those of all of them, for the loss, or None while some are missing.
+    """
 
     def __init__(self, router: TopKRouter, options: GateOptions) -> None:
         self._router, self._options = router, options
+        self.collect: Callable[..., Any] | None = None
 
     def __call__(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -77,12 +83,17 @@ class RouterForward:
             order = self._order(gates)
         capacity = None if options.capacity is None else options.capacity(gates.shape[0])
         routing = route(gates, scores, capacity, order)
-        probs = routing.probs
+        probs, first = routing.probs, routing.first
+        if self.collect is not None:
+            found = self.collect(gates, first, padding)
+            if found is None:
+                return probs, routing.routing_map
+            gates, first, padding = found
         coefficient = router.get_aux_loss_coeff("aux_loss")
         if router.training and torch.is_grad_enabled() and coefficient > 0:
             group = router.tp_cp_group
             valid = None if padding is None else ~padding
-            loss = balance_loss(gates, routing.first, valid)
+            loss = balance_loss(gates, first, valid)
             # The mean of the ranks that share the micro-batch: their gradients are added.
             probs = router.attach_and_log_load_balancing_loss(
                 probs,
@@ -90,7 +101,7 @@ class RouterForward:
                 loss * (coefficient / group.size()),
                 "load_balancing_loss",
                 group,
-                valid_token_count=None if valid is None else valid.sum(),
+                valid_token_count=gates.shape[0] if valid is None else valid.sum(),
             )
         return probs, routing.routing_map
 

@@ -101,10 +101,11 @@ class PaddedDispatcher(AllToAllDispatcher):
     capacity: Callable[[int], int] = field(kw_only=True)
 
     def permute(self, chunk: Chunk) -> None:
-        """``hidden [n, h]`` to ``rows [E * C, h]``."""
-        routing_map = chunk.tensors["routing_map"]
-        capacity = self.capacity(routing_map.shape[0])
-        chunk.values["slots"] = Slots.of(routing_map, self._width, 0, capacity)
+        """``hidden [n, h]`` to ``rows [E * C, h]``; in ``values["slots"]``, if they are given."""
+        if "slots" not in chunk.values:
+            routing_map = chunk.tensors["routing_map"]
+            capacity = self.capacity(routing_map.shape[0])
+            chunk.values["slots"] = Slots.of(routing_map, self.width, 0, capacity)
         chunk.values["packing"] = self._packing(chunk)
         self.fill(chunk, chunk.values["slots"], "rows", "row_probs")
 
@@ -136,7 +137,8 @@ class PaddedDispatcher(AllToAllDispatcher):
         return lambda hidden: select_rows(hidden, slots.tokens, slots.of_token)
 
     @property
-    def _width(self) -> int:
+    def width(self) -> int:
+        """The most experts of a token."""
         return self.groups.experts if self.topk is None else self.topk
 
     def _packing(self, chunk: Chunk) -> Packing | None:

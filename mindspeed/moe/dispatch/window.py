@@ -61,7 +61,7 @@ class WindowDispatcher(PaddedDispatcher):
     def permute(self, chunk: Chunk) -> None:
         """``hidden [n, h]`` to ``rows [ranks * (1 + local * C), h]`` with headers."""
         routing_map, ranks = chunk.tensors["routing_map"], self.groups.ep.size()
-        slots = Slots.of(routing_map, self._width, 0, self.capacity(routing_map.shape[0]))
+        slots = Slots.of(routing_map, self.width, 0, self.capacity(routing_map.shape[0]))
         load = routing_map.sum(0).max()
         chunk.values |= {"slots": slots, "load": load, "packing": self._packing(chunk)}
         if ranks == 1:
@@ -87,8 +87,8 @@ class WindowDispatcher(PaddedDispatcher):
         if not extra:
             return
         routing_map = chunk.tensors["routing_map"]
-        self.fill(chunk, Slots.of(routing_map, self._width, capacity, extra), "rest", "rest_probs")
-        chunk.values["slots"] = Slots.of(routing_map, self._width, 0, capacity + extra)
+        self.fill(chunk, Slots.of(routing_map, self.width, capacity, extra), "rest", "rest_probs")
+        chunk.values["slots"] = Slots.of(routing_map, self.width, 0, capacity + extra)
 
     def rest(self, chunk: Chunk) -> Mapping[str, Collective]:
         """The rows beyond the capacity, if any rank has any."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
 from mindspeed.moe.dispatch.choice import Routing
+from mindspeed.moe.dispatch.padded import PaddedDispatcher
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.layer.call import LayerCall
 from mindspeed.moe.pipe_experts import PipedExperts
@@ -34,5 +35,8 @@ def pieces(call: LayerCall, stages: Stages) -> Stages:
 
     routing = Routing.of(call.layer.config, request)
     whole = AllToAllDispatcher(call.groups, routing.copies)
+    if request.exchange == "padded":
+        assert routing.capacity is not None
+        whole = PaddedDispatcher(call.groups, routing.width, capacity=routing.capacity)
     piped = PipedExperts(whole, request.pipe_slices, request.pipe_chained, call.absent, call.log)
     return piped.stages(replace(stages, compute={**stages.compute, "experts": experts}))
