@@ -92,9 +92,7 @@ _ROUTER_ONLY = {
 def sends_equally(megatron: Megatron) -> bool:
     """Whether every rank sends every expert the same number of rows, and none are counted."""
     exact = megatron.get("moe_no_drop") and not megatron.get("moe_dynamic_padding")
-    return megatron.get("moe_model_type") == DEEPSPEED and not (
-        exact or megatron.get("use_pipe_experts")
-    )
+    return megatron.get("moe_model_type") == DEEPSPEED and not exact
 
 
 def _spelling(name: str) -> str:
@@ -178,9 +176,6 @@ def _others(options: DeepSpeedMoeOptions, megatron: Megatron) -> Iterator[Proble
     if megatron.get("moe_allgather_overlap_comm"):
         text = "--moe-allgather-overlap-comm: this model exchanges tokens by all-to-all"
         yield Problem(NAME, text, "use --moe-alltoall-overlap-comm")
-    if megatron.get("use_pipe_experts") and options.moe_dynamic_padding:
-        text = "has no effect with --use-pipe-experts, which counts rows"
-        yield Problem("--moe-dynamic-padding", text, "remove one")
     if not sends_equally(megatron):
         return
     for name in ("variable_seq_lengths", "hybrid_context_parallel"):
@@ -255,9 +250,6 @@ def _attach(seams: Seams, options: DeepSpeedMoeOptions, megatron: Megatron) -> N
             use_gate(layer, gate, seams.journal)
             if room is None:
                 change(layer, seams.journal)
-                continue
-            if not sends_equally(megatron):  # pieces of experts are counted
-                change(layer, seams.journal, dropped=True)
                 continue
             exchange = "window" if isinstance(room, Window) else "padded"
             change(layer, seams.journal, exchange=exchange, capacity=room)

@@ -100,6 +100,7 @@ def compare(
     degrees: list[int],
     options: dict[str, Any],
     attached: dict[str, Any] | None = None,
+    gate: dict[str, Any] | None = None,
 ) -> list[Result]:
     """Megatron's own forward first, then one result for each degree.
 
@@ -110,6 +111,7 @@ def compare(
         degrees: Of the layer.
         options: Of :func:`run`.
         attached: Other arguments of ``attach``.
+        gate: DeepSpeed's gate in the place of the router, of these options.
     """
     from mindspeed.journal import Journal
     from mindspeed.moe.ampipe.megatron import attach
@@ -124,6 +126,10 @@ def compare(
         sequence_parallel=layout.get("tensor", 1) > 1,
         **overrides,
     )
+    if gate is not None:
+        from mindspeed.moe.deepspeed.megatron import GateOptions, use_gate
+
+        use_gate(layer.mlp, GateOptions(**gate), Journal())
     results = [run(layer, **options)]
     for degree in degrees:
         journal = Journal()

@@ -144,3 +144,18 @@ def test_collectives_of_sliced_experts_are_hidden_too(ranks):
     for results in ranks(4, jobs.compare, *arguments, setup=ADAPTOR):
         names = [event.name for event in results[1].log.exposed("forward")]
         assert sorted(names) == ["gather.rows"] * 4 + ["scatter.rows"] * 4
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
+def test_deepspeeds_gate_without_drops(ranks, topk, padded):
+    overrides = {
+        "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3,
+        "moe_z_loss_coeff": 0.1, "moe_router_topk": topk, "moe_router_pre_softmax": True,
+    }  # fmt: skip
+    layout, options = LAYOUTS["tp2-ep2"], {"padded": padded}
+    for results in ranks(
+        2, jobs.compare, "te", layout, overrides, [2], options, None, {}, setup=ADAPTOR
+    ):
+        assert {"load_balancing_loss", "z_loss"} <= results[0].extra.keys()
+        check(results)
