@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.moe import layer_ranks as jobs
+from tests.moe.save_ranks import saved_bytes
 from tests.moe.test_overlap import ADAPTOR, SHARED, VARIANTS, check
 from tests.support.lazy import needs
 
@@ -70,3 +71,16 @@ def test_options_of_the_layer(ranks, spec):
                 check(*results, relative=1e-6)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
+
+
+def test_recomputed_shared_experts_keep_nothing_of_their_inside(ranks):
+    """The first half is computed again: fc1 and the activation, [128, 3 f], are not kept."""
+    sizes = {"hidden_size": 64, "moe_ffn_hidden_size": 128, "bias_activation_fusion": True}
+    whole = {**sizes, "moe_shared_expert_intermediate_size": 96}
+    recomputed = {**whole, **RECOMPUTE, "recompute_modules": ["shared_experts"]}
+    kept = [
+        ranks(2, saved_bytes, "te", {"expert": 2}, config, [{"overlap": True}], 128, setup=ADAPTOR)
+        for config in (whole, recomputed)
+    ]
+    for (everything,), (less,) in zip(*([found[0] for found in one] for one in kept), strict=True):
+        assert everything - less == 128 * 3 * 96 * 4
