@@ -11,6 +11,7 @@ _OFF = (None, False, 0, -1, "", "none", "megatron_moe")
 _SAME = "both decide which activations of experts are kept"
 _PARTS = "it computes experts in parts of its own"
 _WHOLE = "whole layers are computed again, which leaves nothing of their experts to drop: redundant"
+_QUANTISED = "experts keep padded copies of rows, and a second product changes scaling factors"
 _CONFLICTS = {
     "recompute_activation_function": ("--recompute-activation-function", _SAME),
     "activation_plan": ("--activation-plan", _SAME),
@@ -37,6 +38,8 @@ _CONFLICTS = {
         "it runs the shared experts inside Megatron's dispatcher",
     ),
     "moe_latent_size": ("--moe-latent-size", "experts do not get the layer's input"),
+    "fp8": ("--fp8-format", _QUANTISED),
+    "fp4": ("--fp4-format", _QUANTISED),
     "cuda_graph_impl": (
         "--cuda-graph-impl",
         "a captured graph cannot run parts of itself again",
@@ -106,22 +109,6 @@ def recomputation_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
             "again as a whole, redundant",
             "remove --recompute-num-layers",
         )
-
-
-def second_products(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """Where the first linear layer of the experts cannot run again.
-
-    Args:
-        flag: That asks for it.
-        megatron: Megatron's arguments.
-    """
-    for name, other in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
-        if megatron.get(name):
-            yield Problem(
-                flag,
-                f"cannot be combined with {other}: a second product would change scaling factors",
-                "use --moe-zero-memory level0, or remove one",
-            )
 
 
 def chunk_policies(model: Any, config: Any, vp_stage: int | None, number: int | None) -> Any:

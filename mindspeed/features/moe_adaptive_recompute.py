@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features._moe_saving import problems_of, second_products
+from mindspeed.features._moe_saving import problems_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 from mindspeed.ranges import Range
@@ -44,7 +44,6 @@ def _problems(options: MoeAdaptiveRecomputeOptions, megatron: Megatron) -> Itera
         yield Problem(f"{SCALE} {scale:g}", f"has no effect without {NAME}", f"add {NAME}")
         return
     yield from problems_of(NAME, megatron)
-    yield from second_products(NAME, megatron)
     if megatron.get("moe_zero_memory") == "level1" and (
         megatron.get("moe_zero_memory_num_layers") is None
     ):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed.features._moe_saving import chunk_policies, problems_of, second_products
+from mindspeed.features._moe_saving import chunk_policies, problems_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.flags import flag
 from mindspeed.ranges import Range
@@ -58,7 +58,6 @@ def _problems(options: MoeZeroMemoryOptions, megatron: Megatron) -> Iterator[Pro
         )
     yield from problems_of(flag, megatron)
     if level == "level1":
-        yield from second_products(flag, megatron)
         modules = megatron.get("recompute_modules") or ()
         if megatron.get("recompute_granularity") == "selective" and "shared_experts" in modules:
             yield Problem(

@@ -29,7 +29,6 @@ ZERO_ERRORS = [
         {"pipeline_model_parallel_size": 2},
         "give 0 to 4",
     ),
-    ({"moe_zero_memory": "level1"}, {"fp8": "hybrid"}, "--fp8-format"),
     (
         {"moe_zero_memory": "level1"},
         {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
@@ -44,7 +43,6 @@ ADAPTIVE_ERRORS = [
         {"moe_zero_memory": "level1"},
         "has no effect with --moe-zero-memory level1",
     ),
-    ({"moe_adaptive_recompute_activation": True}, {"fp8": "hybrid"}, "--fp8-format"),
 ]
 COMMON = [
     ({"num_experts": None}, "add --num-experts"),
@@ -60,6 +58,7 @@ COMMON = [
     ({"use_pipe_experts": True}, "--use-pipe-experts"),
     ({"moe_experts_pipeline_degree": 2}, "--moe-experts-pipeline-degree"),
     ({"ampipe_degree": 2}, "--ampipe-degree"),
+    ({"fp8": "hybrid"}, "--fp8-format"),
     ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
     (
         {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},

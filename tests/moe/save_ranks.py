@@ -119,3 +119,23 @@ def saved_bytes(
         events.append([str(event) for event in log.of("backward")])
         journal.undo()
     return kept, events
+
+
+def first_layers(stage: int, chunks: int, numbers: Sequence[int]) -> list[list[int]]:
+    """Which layers of a chunk count as first, for numbers of layers of a pipeline stage."""
+    from types import SimpleNamespace
+
+    from mindspeed.features._moe_saving import chunk_policies
+    from tests.support import gpt_ranks
+
+    layer_ranks.start()
+    model = gpt_ranks.build(gpt_ranks.config("moe-grouped"), "te")
+    config = SimpleNamespace(
+        virtual_pipeline_model_parallel_size=chunks,
+        recompute_granularity=None,
+        recompute_num_layers=None,
+    )
+    return [
+        [i for i, (_, first) in enumerate(chunk_policies(model, config, stage, number)) if first]
+        for number in numbers
+    ]

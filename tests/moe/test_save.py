@@ -81,6 +81,22 @@ def test_policies_are_bit_equal(ranks):
         check(found)
 
 
+def test_one_rank_has_nothing_to_communicate(ranks):
+    alone = [
+        case("one rank", layout={}, **SHARED),
+        case("one rank, all-gather", SERIAL, {}, moe_token_dispatcher_type="allgather"),
+    ]
+    (found,) = ranks(1, jobs.compare_policies, alone, REQUESTS, setup=ADAPTOR)
+    check(found)
+    assert {one.collectives for one in found} == {(0, 0)}
+
+
+@pytest.mark.parametrize(("stage", "first"), [(0, [[], [0], [0], [0, 1]]), (1, [[], [], [0], [0]])])
+def test_level1_is_of_the_first_layers_of_a_stage(ranks, stage, first):
+    """Two layers in each of two chunks of a rank: 0 of each chunk, then 1 of each."""
+    assert ranks(1, jobs.first_layers, stage, 2, range(4), setup=ADAPTOR) == [first]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "cases"), [(2, MORE), (4, FOUR_RANKS)], ids=["2", "4"])
 def test_more_policies_are_bit_equal(ranks, size, cases):
