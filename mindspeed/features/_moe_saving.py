@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed.features._moe_programs import layer_problems
 from mindspeed.features.feature import Megatron, Problem
 
 _OFF = (None, False, 0, -1, "", "none", "megatron_moe")
@@ -12,6 +13,7 @@ _SAME = "both decide which activations of experts are kept"
 _PARTS = "it computes experts in parts of its own"
 _WHOLE = "whole layers are computed again, which leaves nothing of their experts to drop: redundant"
 _QUANTISED = "experts keep padded copies of rows, and a second product changes scaling factors"
+# Features with schedules and pieces of their own name these flags themselves.
 _CONFLICTS = {
     "recompute_activation_function": ("--recompute-activation-function", _SAME),
     "activation_plan": ("--activation-plan", _SAME),
@@ -24,26 +26,8 @@ _CONFLICTS = {
     "enable_recompute_layers_per_pp_rank": ("--enable-recompute-layers-per-pp-rank", _WHOLE),
     "optimize_recomp_communication_level": ("--optimize-recomp-communication-level", _WHOLE),
     "use_pipe_experts": ("--use-pipe-experts", _PARTS),
-    "moe_experts_pipeline_degree": ("--moe-experts-pipeline-degree", _PARTS),
-    "moe_fb_overlap": (
-        "--moe-fb-overlap",
-        "its schedule runs the stages of a layer one by one, never the layer",
-    ),
-    "overlap_moe_expert_parallel_comm": (
-        "--overlap-moe-expert-parallel-comm",
-        "its schedule runs the stages of a layer one by one, never the layer",
-    ),
-    "moe_shared_expert_overlap": (
-        "--moe-shared-expert-overlap",
-        "it runs the shared experts inside Megatron's dispatcher",
-    ),
-    "moe_latent_size": ("--moe-latent-size", "experts do not get the layer's input"),
     "fp8": ("--fp8-format", _QUANTISED),
     "fp4": ("--fp4-format", _QUANTISED),
-    "cuda_graph_impl": (
-        "--cuda-graph-impl",
-        "a captured graph cannot run parts of itself again",
-    ),
 }
 _RECOMPUTED = ("moe", "moe_act")
 _OFFLOADED = ("expert_fc1", "moe_act")
@@ -69,8 +53,7 @@ def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
     for name, (other, why) in _CONFLICTS.items():
         if megatron.get(name) not in _OFF:
             yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
-    if (megatron.get("ampipe_degree") or 1) > 1:
-        yield Problem(flag, f"cannot be combined with --ampipe-degree: {_PARTS}", "remove one")
+    yield from layer_problems(flag, megatron)
     yield from recomputation_problems(flag, megatron)
     if megatron.get("fine_grained_activation_offloading"):
         for module in _OFFLOADED:

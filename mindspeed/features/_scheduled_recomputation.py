@@ -26,7 +26,6 @@ _CONFLICTS = {
     "optimize_recomp_communication_level": ("--optimize-recomp-communication-level", _BOTH),
     "adaptive_recompute_device_swap": ("--adaptive-recompute-device-swap", _BOTH),
     "adaptive_memory_optimization": ("--adaptive-memory-optimization", _BOTH),
-    "moe_adaptive_recompute_activation": ("--moe-adaptive-recompute-activation", _BOTH),
     "moe_layer_recompute": ("--moe-layer-recompute", _BOTH),
     "swap_attention": (
         "--swap-attention",

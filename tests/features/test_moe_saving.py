@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed.errors import ConfigError
+from mindspeed.features import registry
 from mindspeed.features.feature import Problem
 from mindspeed.features.moe_adaptive_recompute import FEATURE as ADAPTIVE
 from mindspeed.features.moe_zero_memory import FEATURE as ZERO
+from tests.features.test_expert_flags import JOB, TP
 
 MEGATRON = {"num_experts": 8, "num_layers": 8, "moe_token_dispatcher_type": "alltoall"}
 
@@ -54,12 +57,9 @@ COMMON = [
     ({"recompute_activation_function": True}, "--recompute-activation-function"),
     ({"activation_plan": "plan.yaml"}, "--activation-plan"),
     ({"recompute_in_advance": True}, "--recompute-in-advance"),
-    ({"moe_fb_overlap": True}, "--moe-fb-overlap"),
     ({"use_pipe_experts": True}, "--use-pipe-experts"),
-    ({"moe_experts_pipeline_degree": 2}, "--moe-experts-pipeline-degree"),
-    ({"ampipe_degree": 2}, "--ampipe-degree"),
     ({"fp8": "hybrid"}, "--fp8-format"),
-    ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+    ({"cuda_graph_impl": "local"}, "CUDA graph"),
     (
         {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},
         "--offload-modules expert_fc1",
@@ -103,3 +103,27 @@ def test_what_goes_together(megatron):
 
 def test_a_framework_without_arguments_is_not_asked():
     assert not ZERO.validate(ZERO.options(moe_zero_memory="level1"), {})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"moe_fb_overlap": True},
+        {"overlap_moe_expert_parallel_comm": True},
+        {"moe_experts_pipeline_degree": 2, **TP},
+        {"ampipe_degree": 2, "use_flash_attn": True},
+        {"use_pipe_experts": True},
+        {"balanced_moe_experts": True},
+        {"recompute_in_advance": True},
+    ],
+)
+@pytest.mark.parametrize(
+    "ours", [{"moe_zero_memory": "level0"}, {"moe_adaptive_recompute_activation": True}]
+)
+def test_what_computes_layers_in_parts_is_refused_once(ours, other):
+    with pytest.raises(ConfigError) as refused:
+        registry.resolve(JOB | ours | other, "cpu")
+    (name,) = ours
+    spellings = (name.replace("_", "-"), name.removesuffix("_activation").replace("_", "-"))
+    said = [line for line in str(refused.value).splitlines() if any(s in line for s in spellings)]
+    assert len(said) == 1, said
