@@ -55,6 +55,7 @@ def text_of(name: str) -> str:
         f"# mindspeed {_command(flags)} --config FILE --data-path PREFIX --tokenizer-model DIR\n"
         f"# flags of the model: mindspeed models {flags['model']}\n"
     )
+    head += "".join(f"# {line}\n" for line in recipes.advice(name))
     return head + to_yaml(sections)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,23 @@ def table() -> Mapping[str, Mapping[str, Any]]:
     """Recipes of the table: name -> flags by their names in a recipe, not in sections."""
     entries = yaml.safe_load((_HERE / f"{_TABLE}.yaml").read_text("utf-8"))
     return {name: flags for name, flags in entries.items() if not name.startswith("_")}
+
+
+def advice(name: str) -> list[str]:
+    """Flags to try with a recipe of the table: the comments at the top of its entry.
+
+    Args:
+        name: Of the recipe.
+
+    Returns:
+        Lines such as ``try: --flag value   (why)``; none for most recipes.
+    """
+    lines = iter((_HERE / f"{_TABLE}.yaml").read_text("utf-8").splitlines())
+    for line in lines:
+        if line == f"{name}:":
+            break
+    comments = itertools.takewhile(lambda line: line.startswith("  # "), lines)
+    return [line.removeprefix("  # ") for line in comments]
 
 
 def files() -> Mapping[str, Path]:

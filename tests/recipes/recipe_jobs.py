@@ -38,6 +38,27 @@ def _resolved(name: str) -> dict[str, Any]:
     }
 
 
+def resolve_advice(names: Sequence[str]) -> dict[str, list[tuple[str, str | None, float]]]:
+    """What a dry run says of a recipe with each flags that it advises: flags, error, GiB."""
+    from mindspeed import recipes
+
+    lines = {name: [line for line in recipes.advice(name) if "try: " in line] for name in names}
+    return {name: [_tried(name, line) for line in found] for name, found in lines.items()}
+
+
+def _tried(name: str, line: str) -> tuple[str, str | None, float]:
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.errors import MindSpeedError
+    from mindspeed.training.estimate import GIB, estimate
+
+    flags = line.removeprefix("try: ").partition("   (")[0]
+    try:
+        args = _prepare(["--config", name, "--dry-run", *flags.split()]).args
+    except MindSpeedError as error:
+        return flags, str(error), 0.0
+    return flags, None, estimate(args).memory / GIB
+
+
 def layers_of_stages(layout: str, stages: int) -> list[int]:
     """Transformer layers of each pipeline stage of a layout."""
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout

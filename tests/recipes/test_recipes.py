@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed import recipes
 from mindspeed.models.presets import presets
-from tests.recipes.recipe_jobs import SETUP, layers_of_stages, resolve_recipes
+from tests.recipes.recipe_jobs import SETUP, layers_of_stages, resolve_advice, resolve_recipes
 
 # Millions of parameters that the publishers state, without norms and biases in the first digits.
 PUBLISHED = {
@@ -41,6 +41,23 @@ def test_a_recipe_resolves_for_its_devices_and_fits_into_64_gb(name, resolved):
     assert resolved[name]["values"]["world_size"] == recipes.table()[name]["devices"]
     assert resolved[name]["gib"] < 60
     assert resolved[name]["same as its text"]
+
+
+EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+
+
+def test_what_recipes_of_experts_advise_is_accepted_and_fits(rank_pool):
+    (answers,) = rank_pool.run(1, resolve_advice, EXPERTS, setup=SETUP, backend=None, timeout=240)
+    for name, tried in answers.items():
+        assert len(tried) >= 2, name
+        for flags, error, gib in tried:
+            assert error is None, f"{name} {flags}: {error}"
+            assert flags.startswith("--moe-") and 0 < gib < 64, f"{name} {flags}: {gib}"
+
+
+def test_advice_is_shown_with_the_recipe():
+    assert recipes.advice("deepseek-v3")[0].startswith("try: --moe-alltoall-overlap-comm   (")
+    assert recipes.advice("llama2-7b") == recipes.advice("no-such-recipe") == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
