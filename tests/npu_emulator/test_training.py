@@ -23,6 +23,7 @@ PLAIN = (
 )
 FUSED = "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-flash-attn"
 PERMUTE = "--use-fused-moe-token-permute-and-unpermute"
+HIDDEN = "--moe-alltoall-overlap-comm"
 CP = "--context-parallel-size 2 --context-parallel-algo"
 SWAPPED = "--swap-attention --swap-min-bytes 0"  # the NPU alone: copies to pinned memory and back
 DOCUMENTS = "--fix-sub-seq-length 7 --reset-attention-mask --calculate-per-token-loss"
@@ -74,6 +75,14 @@ LAYOUTS = {
         fused=f"{FUSED} {PERMUTE}",
         calls=DENSE_CALLS | EXPERT_CALLS,
     ),
+    "hidden-experts": Layout(
+        2,
+        f"{MOE} --moe-shared-expert-intermediate-size 32",
+        f"--expert-model-parallel-size 2 {HIDDEN}",
+        fused=f"{FUSED} {PERMUTE}",
+        calls=DENSE_CALLS | EXPERT_CALLS,
+    ),
+    "hidden-expert-tensor": Layout(2, MOE, f"{TP} --sequence-parallel {HIDDEN}"),
     "ring": Layout(2, flags=f"{CP} megatron_cp_algo", calls=ATTENTION_CALLS),
     "ulysses-fused": Layout(2, flags=f"{CP} ulysses_cp_algo", fused=FUSED, calls=ATTENTION_CALLS),
     "swapped": Layout(fused=f"{FUSED} {SWAPPED}", calls=DENSE_CALLS),
