@@ -64,6 +64,13 @@ def waited_for_in_another_order(x, y):
     first.wait()
 
 
+def computed_between_the_waits(x, y):
+    first, second = (dist.all_reduce(x.clone(), async_op=True) for _ in range(2))
+    first.wait()
+    y @ y
+    second.wait()
+
+
 def functional(x, y):
     z = funcol.all_reduce(x, "sum", dist.group.WORLD)
     y @ y
@@ -84,6 +91,7 @@ SCHEDULES = {  # end, exposed, computing
     never_waited_for: (0.0, 0.0, 0.0),
     one_link_a_group: (5.0, 5.0, 0.0),
     waited_for_in_another_order: (5.0, 5.0, 0.0),
+    computed_between_the_waits: (5.0, 4.0, 1.0),
     functional: (2.5, 1.5, 1.0),
     coalesced: (2.5, 1.5, 1.0),
 }
