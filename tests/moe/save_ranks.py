@@ -22,6 +22,7 @@ class Compared:
         different: outputs and gradients that are not equal bit for bit.
         collectives: of forward and of backward.
         order: the events of backward.
+        sent: bytes of every all-to-all, in forward and in backward.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Compared:
     different: list[str]
     collectives: tuple[int, int]
     order: str
+    sent: tuple[list[int], list[int]]
 
 
 def compare_policies(cases: Sequence[Case], policies: Sequence[dict[str, Any]]) -> list[Compared]:
@@ -43,10 +45,10 @@ def _compare(case: Case, policies: Sequence[dict[str, Any]]) -> list[Compared]:
     frozen = options.pop("frozen", None)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(not frozen or re.search(frozen, name) is None)
-    expected, _ = _run(layer, case.variants[0], options)
+    expected, _, _ = _run(layer, case.variants[0], options)
     found = []
     for policy in policies:
-        result, log = _run(layer, case.variants[0] | policy, options)
+        result, log, ledger = _run(layer, case.variants[0] | policy, options)
         assert result.gradients.keys() == expected.gradients.keys(), case.name
         pairs = {"output": (result.output, expected.output)} | {
             name: (result.gradients[name], grad) for name, grad in expected.gradients.items()
@@ -58,23 +60,30 @@ def _compare(case: Case, policies: Sequence[dict[str, Any]]) -> list[Compared]:
                 [name for name, (one, other) in pairs.items() if not one.equal(other)],
                 (len(log.communications("forward")), len(log.communications("backward"))),
                 " ".join(map(str, log.of("backward"))),
+                (_sent(ledger, "forward"), _sent(ledger, "backward")),
             )
         )
     return found
 
 
-def _run(layer: Any, fields: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+def _sent(ledger: Any, phase: str) -> list[int]:
+    return [one.wire for one in ledger.select(phase=phase) if one.op == "all_to_all"]
+
+
+def _run(layer: Any, fields: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any, Any]:
     from mindspeed.journal import Journal
     from mindspeed.moe.events import EventLog
     from mindspeed.moe.layer.megatron import change
+    from mindspeed.testing import CommLedger
     from tests.moe.dispatch_ranks import _nodes
 
     journal, log = Journal(), EventLog()
     change(layer, journal, **fields, **_nodes(layer, fields))
     layer.forward.log = log
-    result = layer_ranks.run(layer, **options)
+    with CommLedger() as ledger:
+        result = layer_ranks.run(layer, **options)
     journal.undo()
-    return result, log
+    return result, log, ledger
 
 
 def saved_bytes(

@@ -111,10 +111,15 @@ def test_the_refetch_is_one_more_collective_and_hidden(ranks):
         2, jobs.compare_policies, [case("shared", **SHARED)], policies, setup=ADAPTOR
     ):
         everything, level0, level1 = found
-        forward, backward = everything.collectives
-        assert level0.collectives == level1.collectives == (forward, backward + 1)
-        combine = "combine.rows> refetch.rows> shared_fc2 combine.rows<"
-        assert combine in level0.order
+        assert everything.collectives == (3, 2)  # counts, rows there and back; their gradients
+        assert level0.collectives == level1.collectives == (3, 3)
+        dispatch, _ = everything.sent[0]
+        width, packed = 16 * 4, 80  # bytes of a row, and of one with its probability
+        again = dispatch * width // packed
+        combine, reverse = everything.sent[1]
+        assert level0.sent == (everything.sent[0], [combine, again, reverse])
+        assert level1.sent == (everything.sent[0], [again, combine, reverse])
+        assert "combine.rows> refetch.rows> shared_fc2 combine.rows<" in level0.order
         assert "recompute refetch.rows< arrange dispatch.rows> weight_gradients" in level0.order
         assert (
             "refetch.rows> combine.rows> recompute_shared shared_fc2 refetch.rows< recompute "
