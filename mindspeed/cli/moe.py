@@ -28,7 +28,7 @@ from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
 from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
 from mindspeed.moe.sizes import Sizes
-from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, NOT_NEGATIVE, number, whole
+from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, NOT_NEGATIVE, Range, number, whole
 from mindspeed.testing.clock import Link
 
 HELP = "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory"
@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of a micro-batch: sequence x batch / context-parallel size; 8K is 8192 "
         "(default: 4096). A tensor-parallel rank has one part of them",
+    )
+    add(
+        "--moe-train-capacity-factor",
+        type=number(Range(0, 1e6, above=True)),
+        default=1.0,
+        metavar="C",
+        help="room of an expert in mean loads, for the program padded (default: 1)",
     )
     group = whole(1, MAX_GROUP)
     add("--tp", type=group, default=1, metavar="P", help="tensor-parallel size (default: 1)")
@@ -151,7 +158,7 @@ def _job(args: argparse.Namespace) -> Job:
         Link(args.network_bandwidth * 1e9, args.network_latency * 1e-6),
         args.memory_bandwidth * 1e9,
     )
-    return Job(sizes, rates, args.tp)
+    return Job(sizes, rates, args.tp, args.moe_train_capacity_factor)
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
 from mindspeed.moe.costs import StageCosts
+from mindspeed.moe.deepspeed.capacity import Capacity
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.messages import Message
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1, SavePolicy
-from mindspeed.moe.sizes import Load, Sizes, uniform
+from mindspeed.moe.sizes import Load, Sizes, padded, uniform
 from mindspeed.moe.timeline import Rates, Timeline, simulate
 
 
@@ -74,6 +75,11 @@ ENTRIES: dict[str, Entry] = {
     "pieces": Entry(
         "alltoall", "--use-pipe-experts --pipe-experts-multi-data 2", {"pipe_slices": 2}
     ),
+    "padded": Entry(
+        "alltoall",
+        f"--moe-model-type deepspeed_moe {_TO}",
+        {**_OVERLAP, "exchange": "padded"},
+    ),
     "groups": Entry(
         "alltoall",
         f"--moe-experts-pipeline-degree 2 {_TO}",
@@ -116,11 +122,13 @@ class Job:
         sizes: of the layer, with the expert tensor parallel size that Megatron uses.
         rates: of one rank.
         tp: tensor parallel size of attention.
+        capacity_factor: room of an expert in mean loads, where rows are padded.
     """
 
     sizes: Sizes
     rates: Rates
     tp: int = 1
+    capacity_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,9 @@ def _price(job: Job, name: str) -> Priced:
     if entry.extended:
         sizes = replace(sizes, ep=sizes.ep * job.tp, etp=1)
     load: Load = uniform(sizes)
+    if entry.request.get("exchange") == "padded":
+        capacity = Capacity(job.capacity_factor, sizes.experts, sizes.topk)
+        load = padded(sizes, capacity(sizes.tokens))
     request = LayerRequest(**entry.request)
     costs, inner = _costs(entry, request, sizes, load)
     timeline = simulate(
@@ -197,7 +208,10 @@ def _reason(job: Job, entry: Entry) -> str:
             return f"{sizes.experts} experts cannot be divided by --ep {sizes.ep} x --tp {job.tp}"
         return ""
     exchange = entry.request.get("exchange", "flat")
-    if exchange != "flat" and sizes.etp > 1:
+    if exchange == "padded":
+        if sizes.topk > 2:
+            return f"DeepSpeed's gates are top-1 and top-2, not top-{sizes.topk}"
+    elif exchange != "flat" and sizes.etp > 1:
         return f"slices of an expert (--etp {sizes.etp}) need every copy of a token"
     if exchange == "hierarchical" and (
         sizes.node is None or sizes.ep % sizes.node or sizes.ep == sizes.node or sizes.node == 1

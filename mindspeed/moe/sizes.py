@@ -120,6 +120,12 @@ def uniform(sizes: Sizes) -> Load:
     return Load(0, copies, copies, distinct, distinct, (sum(copies),) * sizes.etp)
 
 
+def padded(sizes: Sizes, capacity: int) -> Load:
+    """Every rank sends ``capacity`` rows to each expert, whatever its tokens want."""
+    rows = (float(sizes.local * capacity),) * sizes.ep
+    return Load(0, rows, rows, rows, rows, (sum(rows),) * sizes.etp)
+
+
 Choices = Sequence[Sequence[Sequence[int]]]
 """Experts of every token of every rank: ``choices[rank][token]``, ranks with slices fastest."""
 

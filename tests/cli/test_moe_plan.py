@@ -65,6 +65,19 @@ def test_tp_extends_ep(tp, ep, ratio, capsys: pytest.CaptureFixture[str]) -> Non
     assert found["megatron"]["sent"] / found["extended"]["sent"] == pytest.approx(ratio, rel=1e-3)
 
 
+def test_padded_rows_need_no_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """128 tokens, two of 8 experts each: 32 rows for each expert, 64 with twice the room."""
+    words = (*SIZES, "--tokens", 128, "--ep", 2, "--programs", "overlap,padded")
+    found = prices(*words, capsys=capsys)
+    assert found["padded"]["sent"] == found["overlap"]["sent"] - 8 * 8
+    assert found["padded"]["calls"] == {"forward": 2, "backward": 2}
+    twice = prices(*words, "--moe-train-capacity-factor", 2, capsys=capsys)
+    assert twice["padded"]["sent"] == 2 * found["padded"]["sent"]
+    assert twice["padded"]["kept"] == 2 * found["padded"]["kept"]
+    four = prices(*words, "--moe-router-topk", 4, capsys=capsys)
+    assert "top-1 and top-2" in four["padded"]["reason"]
+
+
 def test_tokens_sent_once(capsys: pytest.CaptureFixture[str]) -> None:
     """34 % of the rows less for DeepSeek-V3 on 8 ranks; between 4 nodes 2.71 instead of 6.00."""
     words = ("--model", "deepseek-v3", "--node-size", 8, "--programs", "overlap,dedup,hierarchical")

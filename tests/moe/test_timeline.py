@@ -9,11 +9,12 @@ import pytest
 
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
+from mindspeed.moe.deepspeed.capacity import Capacity
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1
-from mindspeed.moe.sizes import Sizes, load_of
+from mindspeed.moe.sizes import Sizes, load_of, padded
 from mindspeed.moe.timeline import Rates, simulate
 from mindspeed.testing.clock import Link
 from tests.moe import layer_ranks, timeline_ranks
@@ -59,6 +60,10 @@ def test_save_policies(ranks, layout, shared):
 
 
 PARTS = [{"pipe_slices": 1}, {"pipe_slices": 5}]
+ROOM = [
+    {"exchange": "padded", "capacity": Capacity(1.5, layer_ranks.EXPERTS, 2), "overlap": overlap}
+    for overlap in (False, True)
+]
 ONCE = [{"exchange": "dedup"}, {"exchange": "dedup", "overlap": True}]
 GROUPED = [
     {"expert_groups": count, "overlap": overlap} for count in (2, 4) for overlap in (False, True)
@@ -66,7 +71,7 @@ GROUPED = [
 
 
 @pytest.mark.parametrize("shared", [0, SHARED])
-@pytest.mark.parametrize("variants", [PARTS, ONCE], ids=["pieces", "dedup"])
+@pytest.mark.parametrize("variants", [PARTS, ONCE, ROOM], ids=["pieces", "dedup", "padded"])
 def test_experts_in_pieces_and_tokens_sent_once(ranks, variants, shared):
     compare(ranks, 2, "alltoall", {"expert": 2}, shared, variants=variants)
 
@@ -136,6 +141,8 @@ def compare(ranks, world, dispatcher, layout, shared, exposed=None, variants=VAR
 def priced(dispatcher, request, sizes, choices, rank):
     """Costs of the stages for an actual routing, and of programs inside of them."""
     load = load_of(sizes, choices, rank)
+    if request.exchange == "padded":
+        load = padded(sizes, request.capacity(sizes.tokens))
     if request.exchange == "dedup":
         return parted_costs.dedup(sizes, load, anchored=request.overlap), {}
     if (count := request.expert_groups) > 1:
