@@ -50,12 +50,8 @@ def _validate(options: MoeOverlapOptions, megatron: Megatron) -> list[Problem]:
 def _dispatcher(name: str, megatron: Megatron) -> Iterator[Problem]:
     dispatcher = megatron.get("moe_token_dispatcher_type")
     if dispatcher == "alltoall_seq":
-        yield Problem(
-            name,
-            "Megatron has removed --moe-token-dispatcher-type alltoall_seq",
-            "take alltoall; --moe-tp-extend-ep spreads experts over tensor parallel ranks, too",
-        )
-    elif name == OVERLAP and dispatcher != "alltoall":
+        return  # said for every model
+    if name == OVERLAP and dispatcher != "alltoall":
         yield Problem(
             name,
             f"hides the collectives of the all-to-all dispatcher, and the dispatcher is "

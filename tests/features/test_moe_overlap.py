@@ -27,7 +27,6 @@ def said(options, change):
     [
         ({"num_experts": None}, "add --num-experts"),
         ({"moe_token_dispatcher_type": "flex"}, "the dispatcher is flex"),
-        ({"moe_token_dispatcher_type": "alltoall_seq"}, "removed"),
         ({"expert_model_parallel_size": 1}, "nothing to overlap"),
         (TENSOR, "add --sequence-parallel"),
         ({"moe_shared_expert_overlap": True}, "remove --moe-shared-expert-overlap"),

@@ -44,6 +44,11 @@ LAYOUTS = {
     "zero-3": (2, SHARED, f"{EP} --zero-stage 3"),
     "divided-backward": (4, SHARED, f"{PP} {EP} --pipeline-schedule zb-h1"),
     "evaluation": (2, SHARED, f"{EP} --eval-iters 1 --eval-interval 2"),
+    "fp8-recompute": (
+        2,
+        f"{MOE} --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe tensorwise",
+        f"{EP} --bf16 --recompute-granularity selective --recompute-modules moe",
+    ),
     "mxfp8": (
         2,
         f"{MOE} --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe mxfp8",

@@ -78,11 +78,9 @@ class ProgramForward:
         layer = self._layer
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
-        if not layer.moe_layer_recompute:
-            return self._execute(hidden_states, padding_mask), None
-        from megatron.core import tensor_parallel
-
-        return tensor_parallel.checkpoint(self._execute, False, hidden_states, padding_mask), None
+        if layer.moe_layer_recompute:
+            return self._recomputed(hidden_states, padding_mask), None
+        return self._execute(hidden_states, padding_mask), None
 
     def _execute(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
@@ -109,6 +107,20 @@ class ProgramForward:
         for function in call.at_end:
             function(chunk)
         return call.result(chunk)
+
+    def _recomputed(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        from megatron.core import tensor_parallel
+
+        layer, arguments = self._layer, (hidden_states, padding_mask)
+        if not (layer.config.fp8 or layer.config.fp4):
+            return tensor_parallel.checkpoint(self._execute, False, *arguments)  # type: ignore[no-any-return]
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        # Backward runs outside of the context that quantises; this restores it.
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        return te_checkpoint(self._execute, False, tracker, layer.attn_tp_group, *arguments)  # type: ignore[no-any-return]
 
     def _shared_checkpoint(self) -> Callable[[], Any] | None:
         """Made for each call if the shared experts are computed again in backward."""
