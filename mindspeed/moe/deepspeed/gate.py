@@ -58,7 +58,7 @@ def route(
         choice = torch.zeros_like(gates, dtype=torch.bool)
         choice.scatter_(1, score.argmax(1, keepdim=True), True)
         kept.append(choice if capacity is None else _keep(choice, capacity - taken, order))
-        taken = taken + choice.sum(0)  # the dropped ones too: they came first
+        taken = taken + choice.sum(0)
         first = choice if first is None else first
         chosen = choice if chosen is None else chosen | choice
     assert first is not None
