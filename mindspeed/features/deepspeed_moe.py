@@ -240,6 +240,7 @@ def _attach(seams: Seams, options: DeepSpeedMoeOptions, megatron: Megatron) -> N
 
     def replace(model: Any, config: Any, vp_stage: int | None) -> None:
         for layer in moe_layers(model):
+            _check(config)
             room = _room(options, config)
             gate = GateOptions(
                 capacity=None if options.moe_no_drop else room,
@@ -265,6 +266,16 @@ def _attach(seams: Seams, options: DeepSpeedMoeOptions, megatron: Megatron) -> N
     seams.chunk.add(replace, owner=FEATURE.name)
     if options.moe_dynamic_padding:
         seams.step.add(around_step, owner=FEATURE.name)
+
+
+def _check(config: Any) -> None:
+    """A framework that builds the configuration itself must take these over."""
+    if config.moe_router_topk not in (1, 2) or config.moe_token_dispatcher_type != "alltoall":
+        raise ConfigError(
+            f"{NAME}: the model needs moe_router_topk of 1 or 2 and moe_token_dispatcher_type="
+            f'"alltoall" in its configuration, which has {config.moe_router_topk} and '
+            f'"{config.moe_token_dispatcher_type}"'
+        )
 
 
 def _room(options: DeepSpeedMoeOptions, config: Any) -> Capacity | Window | None:

@@ -108,3 +108,14 @@ def test_without_the_model_type_its_flags_are_refused(change, said):
     values = {**GIVEN, "moe_model_type": "megatron_moe"} | change
     with pytest.raises(ConfigError, match=said):
         resolve(values | derived(values), "cpu")
+
+
+def test_a_framework_that_builds_the_configuration_is_told_what_it_must_contain():
+    from types import SimpleNamespace
+
+    from mindspeed.features.deepspeed_moe import _check
+
+    _check(SimpleNamespace(moe_router_topk=2, moe_token_dispatcher_type="alltoall"))
+    for topk, dispatcher in ((4, "alltoall"), (2, "allgather")):
+        with pytest.raises(ConfigError, match=f'which has {topk} and "{dispatcher}"'):
+            _check(SimpleNamespace(moe_router_topk=topk, moe_token_dispatcher_type=dispatcher))
