@@ -72,7 +72,7 @@ def test_arguments_of_megatron_that_follow():
         ({"tensor_model_parallel_size": 2}, "deepspeed_moe: .*add --sequence-parallel"),
         (
             {"use_pipe_experts": True, "moe_no_drop": True, "moe_dynamic_padding": True},
-            "--moe-dynamic-padding: has no effect with --use-pipe-experts",
+            "--use-pipe-experts: cannot be combined with --moe-dynamic-padding",
         ),
         ({"variable_seq_lengths": True}, "--variable-seq-lengths: .*add --moe-no-drop"),
         (
