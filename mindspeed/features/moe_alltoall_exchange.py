@@ -169,7 +169,12 @@ def _attach(seams: Seams, options: MoeAlltoallExchangeOptions, megatron: Megatro
             nodes = nodes_of(layer.token_dispatcher.ep_group)
             change(layer, seams.journal, exchange=exchange, nodes=nodes)
 
+    def destroy() -> None:
+        while made:
+            made.pop()[1].destroy()
+
     seams.chunk.add(exchanged, owner=FEATURE.name)
+    seams.journal.call_on_undo(destroy)
 
 
 FEATURE = Feature(

@@ -27,6 +27,12 @@ class NodeGroups:
     between: dist.ProcessGroup
     within: dist.ProcessGroup
 
+    def destroy(self) -> None:
+        """Destroy both, unless the whole process group is gone already."""
+        for group in (self.between, self.within):
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+
 
 def ranks_per_node() -> int:
     """Ranks of a node: what the launcher says (LOCAL_WORLD_SIZE), else devices of this host."""

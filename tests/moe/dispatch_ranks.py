@@ -301,10 +301,14 @@ def requests_of(flags: dict[str, Any], expert: int) -> list[dict[str, Any]]:
     config = gpt_ranks.config("layernorm-gelu-bias", **{**MOE, **overrides})
     found = [layer.forward.request for layer in moe_layers(gpt_ranks.build(config, "te"))]
     ranks_of = torch.distributed.get_process_group_ranks
-    return [
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    answers = [
         {
             "exchange": one.exchange,
             "nodes": one.nodes and (ranks_of(one.nodes.between), ranks_of(one.nodes.within)),
         }
         for one in found
     ]
+    session.current().detach_features()
+    assert not any(one.nodes and one.nodes.between in groups for one in found)
+    return answers
