@@ -63,6 +63,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("losses", LOSSES)
 @pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
 def test_losses_of_the_router_are_those_of_the_whole(ranks, losses, padded):
@@ -96,6 +97,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_layers(ranks, spec, other):

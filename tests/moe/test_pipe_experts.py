@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.errors import ConfigError
 from tests.moe import layer_ranks as jobs
 from tests.support.lazy import needs
 
@@ -79,8 +80,28 @@ def test_collectives_of_both_groups_are_hidden_and_chained(ranks):
         ({"expert": 2}, {"moe_grouped_gemm": False}, {}),
         ({}, {}, {"steps": 2}),
         ({"expert": 2}, {"params_dtype": torch.bfloat16, "bf16": True}, {}),
+        ({"expert": 2}, SHARED, {"tokens": (1, 5)}),
+        ({"expert": 2}, {}, {"frozen": r"experts|linear_fc1\.weight1"}),
+        ({"expert": 2}, {}, {"frozen": r"linear_fc1\.weight[02]"}),
+        ({"expert": 2}, {}, {"training": False}),
+        (
+            {"expert": 2},
+            {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+            {"crowded": True},
+        ),
     ],
-    ids=["one token", "top-3", "sequential", "one rank", "bf16"],
+    ids=[
+        "one token",
+        "top-3",
+        "sequential",
+        "one rank",
+        "bf16",
+        "empty rank",
+        "frozen",
+        "some frozen",
+        "evaluation",
+        "two experts",
+    ],
 )
 def test_other_layers(ranks, layout, overrides, options):
     count = layout.get("expert", 1)
@@ -110,3 +131,18 @@ def test_dropped_tokens(ranks, padded, sliced):
         check(results)
         if padded:
             assert not any("count" in event.name for event in results[1].log.events)
+
+
+def test_slots_are_cut_without_a_rest():
+    """Five slots in four parts: two, two and one."""
+    from mindspeed.moe.dispatch.padded import PaddedDispatcher
+    from mindspeed.moe.interpreter import Chunk
+    from mindspeed.moe.pipe_slices import capacity_slices
+
+    dispatcher = PaddedDispatcher(None, 1, capacity=lambda tokens: 5)
+    x = torch.zeros(8, 2)
+    whole = Chunk(tensors={"hidden": x, "probs": x, "routing_map": x.bool()})
+    slices = capacity_slices(dispatcher, whole, 4)
+    assert [one.values["slots"].capacity for one in slices] == [2, 2, 1]
+    with pytest.raises(ConfigError, match="multi-data 6 is more than the 5 rows"):
+        capacity_slices(dispatcher, whole, 6)

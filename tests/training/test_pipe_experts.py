@@ -52,6 +52,15 @@ def test_losses_are_those_of_one_rank(layout, one_rank):
         )
 
 
+@pytest.mark.slow
+def test_adapters_of_experts(one_rank):
+    lora = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 --lr 0.05"
+    reference = one_rank(MOE)
+    expected = reference.train(2, f"{lora} --expert-model-parallel-size 2 {OVERLAP}")
+    records = reference.train(2, f"{lora} {PIPE} --pipe-experts-multi-data 2 {OVERLAP}")
+    assert column(records, "lm_loss") == pytest.approx(column(expected, "lm_loss"), rel=1e-6)
+
+
 MEGATRON = {
     "num_experts": 4,
     "moe_token_dispatcher_type": "alltoall",
