@@ -75,6 +75,7 @@ def run(
     masked: bool = False,
     crowded: bool = False,
     training: bool = True,
+    same: bool = False,
 ) -> Result:
     """Forward and backward on this rank's tokens; gradients of several steps are summed.
 
@@ -86,6 +87,7 @@ def run(
         masked: Every third token is padding.
         crowded: The router's expert bias sends all tokens to the first two experts.
         training: Also a backward.
+        same: All ranks have the tokens of the first.
     """
     import torch.distributed as dist
 
@@ -99,7 +101,7 @@ def run(
         arguments["padding_mask"] = (torch.arange(tokens) % 3 == 1).view(1, -1)
     for parameter in layer.parameters():
         parameter.grad = None
-    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    generator = torch.Generator().manual_seed(seed + (0 if same else dist.get_rank()))
     inputs = []
     for _ in range(steps):
         x = torch.randn(tokens, 1, HIDDEN, generator=generator, dtype=torch.float32)
@@ -144,7 +146,7 @@ def compare(
         **options: Of :func:`run`.
     """
     start(**layout)
-    layer = layer_of(spec, **parallel_of(layout), **overrides)
+    layer = layer_of(spec, **(parallel_of(layout) | overrides))
     return _variants(layer, variants, frozen, **options)
 
 
@@ -163,7 +165,7 @@ def compare_each(
         variants: Fields of ``LayerRequest`` each.
     """
     start(**layout)
-    layers = [layer_of(spec, **parallel_of(layout), **overrides) for overrides, _ in cases]
+    layers = [layer_of(spec, **(parallel_of(layout) | overrides)) for overrides, _ in cases]
     return [
         _variants(layer, variants, **options)
         for layer, (_, options) in zip(layers, cases, strict=True)
@@ -189,7 +191,7 @@ def counted(
     from mindspeed.testing.ledger import CommLedger
 
     start(**layout)
-    layer = layer_of("te", **parallel_of(layout), **overrides)
+    layer = layer_of("te", **(parallel_of(layout) | overrides))
     found = []
     layer.router.register_forward_hook(
         lambda module, args, output: found[-1].append(output[1].sum(0).tolist())

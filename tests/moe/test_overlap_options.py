@@ -84,3 +84,13 @@ def test_recomputed_shared_experts_keep_nothing_of_their_inside(ranks):
     ]
     for (everything,), (less,) in zip(*([found[0] for found in one] for one in kept), strict=True):
         assert everything - less == 128 * 3 * 96 * 4
+
+
+def test_without_sequence_parallelism_ranks_evaluate_the_same_tokens(ranks):
+    cases = [({**SHARED, "sequence_parallel": False}, {"training": False, "same": True})]
+    layout = {"tensor": 2}
+    found = ranks(2, jobs.compare_each, "te", layout, cases, VARIANTS, setup=ADAPTOR)
+    for (results,) in found:
+        check(*results, relative=1e-6)
+    (first,), (second,) = found
+    assert first[-1].output.equal(second[-1].output)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal, replace_method
 from mindspeed.moe.dispatch.choice import Routing, choice_of
 from mindspeed.moe.events import EventLog
@@ -74,8 +75,17 @@ class ProgramForward:
 
         Returns:
             ``[s, b, h]``, and no bias.
+
+        Raises:
+            ConfigError: in training with tensor parallelism without sequence parallelism.
         """
         layer = self._layer
+        ranks = layer.attn_tp_group.size()
+        if layer.training and ranks > 1 and not layer.config.sequence_parallel:
+            raise ConfigError(
+                f"experts train on {ranks} tensor-parallel ranks with sequence parallelism only: "
+                "add --sequence-parallel"
+            )
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
         if layer.moe_layer_recompute:
