@@ -20,15 +20,27 @@ def test_hidden_all_to_all_prints_the_digits_of_the_plain_schedule(tmp_path):
     assert run("--moe-fb-overlap --overlap-grad-reduce") == run("")
 
 
-def test_experts_in_groups_print_the_digits_of_the_plain_layer(tmp_path):
-    experts = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2"
 
-    def run(flags):
-        return pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {experts} {flags}".split())
 
-    plain, grouped = run(""), run("--moe-experts-pipeline-degree 2")
-    assert grouped.losses == pytest.approx(plain.losses, rel=2e-6)
-    assert grouped.grad_norms == pytest.approx(plain.grad_norms, rel=1e-3)
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        (TENSOR, "--moe-experts-pipeline-degree 2"),
+        (
+            "--expert-model-parallel-size 2",
+            "--balanced-moe-experts --balanced-moe-hot-expert-num 1",
+        ),
+    ],
+    ids=["groups", "hot"],
+)
+def test_programs_print_the_digits_of_the_plain_layer(layout, flags, tmp_path):
+    def run(more):
+        return pretrain(tmp_path, 2, *f"{MOE} {TRAINING} {layout} {more}".split())
+
+    plain, ours = run(""), run(flags)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=1e-3)
 
 
 def test_extended_groups_and_shared_experts_print_the_digits_of_megatrons_flags(tmp_path):

@@ -19,7 +19,9 @@ def one_rank(rank_pool, tmp_path_factory):
     return made_once(rank_pool.run, tmp_path_factory)
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize(
+    "precision", ["", pytest.param("--bf16", marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 def test_one_launch_serves_all_experts_of_a_rank(precision, rank_pool):
     """4 layers, 2 micro-batches, 8 experts: 2 products in each pass, 2 weight gradients."""
     flags = f"{SHORT} {EXPERTS} {precision} --train-iters 1"

@@ -19,12 +19,12 @@ def one_rank(rank_pool, tmp_path_factory):
 
 
 def test_extended_groups_and_shared_experts_by_number(one_rank):
-    """Four ranks: Megatron's own flags by hand, then ours for the same layout and width."""
+    """Megatron's own flags by hand, then ours for the same layout and width."""
     reference = one_rank(SHARED)
-    by_hand = reference.train(4, f"{EXPERTS} 4 --expert-tensor-parallel-size 1")
+    by_hand = reference.train(2, f"{EXPERTS} 2 --expert-tensor-parallel-size 1")
     reference.model = f"{MOE} --n-shared-experts 2".split()
     try:
-        records = reference.train(4, f"{EXPERTS} 2 --moe-tp-extend-ep")
+        records = reference.train(2, f"{EXPERTS} 1 --moe-tp-extend-ep")
     finally:
         reference.model = SHARED.split()
     for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
@@ -68,7 +68,10 @@ def test_the_trainer_refuses_contradictions_before_it_starts(rank_pool):
 OVERLAP = "--bf16 --expert-model-parallel-size 2 --global-batch-size 8"
 
 
-@pytest.mark.parametrize(("impl", "outside"), [("transformer_engine", 7), ("local", 14)])
+@pytest.mark.parametrize(
+    ("impl", "outside"),
+    [("transformer_engine", 7), pytest.param("local", 14, marks=pytest.mark.slow)],
+)
 def test_micro_batches_hide_each_others_all_to_all(impl, outside, rank_pool):
     """4 layers, 4 micro-batches: 3 pairs of forward and backward, whose 4 all-to-alls all hide.
 
@@ -85,32 +88,30 @@ def test_micro_batches_hide_each_others_all_to_all(impl, outside, rank_pool):
 
 
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 LORA = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),
     [
-        pytest.param(MOE, 2, DISTRIBUTED, id="distributed-optimizer"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow, id=name)
-            for name, case in {
-                "local": (f"{MOE} --transformer-impl local", 2, ""),
-                "expert-tensor": (MOE, 4, f"{TP} --sequence-parallel"),
-                "extended": (MOE, 4, f"{TP} --sequence-parallel --moe-tp-extend-ep"),
-                "virtual-pipeline": (
-                    MOE,
-                    4,
-                    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-                ),
-                "lora": (MOE, 2, LORA),
-                "sequential-recompute": (
-                    MOE.replace("--moe-grouped-gemm ", ""),
-                    2,
-                    "--recompute-granularity selective --recompute-modules core_attn",
-                ),
-            }.items()
-        ),
+        (MOE, 2, DISTRIBUTED),
+        (f"{MOE} --transformer-impl local", 2, ""),
+        (MOE, 4, f"{TP} --sequence-parallel"),
+        (MOE, 4, f"{TP} --sequence-parallel --moe-tp-extend-ep"),
+        (MOE, 4, VPP),
+        (MOE, 2, LORA),
+        (MOE.replace("--moe-grouped-gemm ", ""), 2, "--recompute-granularity selective"),
+    ],
+    ids=[
+        "distributed-optimizer",
+        "local",
+        "expert-tensor",
+        "extended",
+        "virtual-pipeline",
+        "lora",
+        "sequential-recompute",
     ],
 )
 def test_overlapped_micro_batches_train_to_the_same_bits(model, ranks, flags, one_rank):
@@ -131,7 +132,6 @@ def test_with_shared_experts_gradients_are_summed_in_another_order(one_rank):
 
 
 SLICED = f"{TP} --sequence-parallel --expert-tensor-parallel-size 2 --moe-experts-pipeline-degree 2"
-VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
