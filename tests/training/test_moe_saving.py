@@ -39,6 +39,13 @@ ROWS = {
     "swap": (2, MOE, EP, f"{LEVEL1} --swap-attention --swap-min-bytes 0"),
     "recompute-norm": (2, MOE, EP, f"{LEVEL1} --recompute-norm"),
     "recompute-core": (2, MOE, f"{EP} --recompute-granularity selective", LEVEL0),
+    "fused-permutation": (
+        2,
+        MOE,
+        f"{EP} --use-fused-moe-token-permute-and-unpermute",
+        LEVEL1,
+    ),
+    "context": (4, MOE, f"--context-parallel-size 2 {EP}", LEVEL1),
     "bf16": (2, SHARED, f"{EP} --bf16", LEVEL1),
     "tp-extends-ep": (4, SHARED, f"{SP} --moe-tp-extend-ep", LEVEL1),
     "lora": (2, MOE, f"{EP} {LORA}", LEVEL1),
