@@ -172,10 +172,8 @@ FEATURE = Feature(
     seams=("chunk",),
     conflicts=(
         "experts-pipeline",
-        "moe-adaptive-recompute",
         "moe-alltoall-exchange",
         "moe-fb-overlap",
-        "moe-zero-memory",
     ),
     after=("moe-overlap",),
 )
