@@ -13,7 +13,7 @@ from mindspeed.moe.ampipe.rows import Prefixes, blocks
 
 @pytest.mark.parametrize(("chunks", "ranks"), [(1, 1), (2, 1), (1, 4), (4, 2), (2, 8)])
 def test_every_rank_gets_its_own_rows(chunks, ranks):
-    """A chunk's r-th block is the next part of rank r's rows; the scores are those of the formula."""
+    """A chunk's r-th block is the next part of rank r's rows; scores are those of the formula."""
     length = 64
     found = blocks(length, chunks, ranks)
     for rank in range(ranks):
@@ -39,12 +39,11 @@ def test_gradients_of_prefixes():
 
 
 def test_gradients_of_prefixes_are_summed_in_fp32():
-    """256 + 1 is 256 in bf16: 64 ones after 256 would be lost."""
+    """256 + 1 is 256 in bf16: ones that come after 256 would be lost."""
     x = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
     prefixes = Prefixes(x.clone())
-    total = (prefixes.first(2).float() * 256).sum()
-    for _ in range(64):
-        total = total + prefixes.first(1).float().sum()
+    total = sum(prefixes.first(1).float().sum() for _ in range(64))
+    total = total + (prefixes.first(2).float() * 256).sum()  # the last is the first in backward
     total.backward()
     assert x.grad.tolist() == [320.0, 256.0]
 

@@ -28,6 +28,7 @@ LAYOUTS = {
         LOCAL,
         f"{CHUNKS} {PP} --num-layers-per-virtual-pipeline-stage 1",
     ),
+    "divided-backward": (4, MOE, f"{CHUNKS} {PP} --pipeline-schedule zb-h1"),
     "mtp-core-attention": (
         2,
         f"{MOE} {MTP}",

@@ -27,6 +27,11 @@ LAYOUTS = {
         f"{MOE} --moe-model-type deepspeed_moe --moe-train-capacity-factor 8",
         f"{PIPE} --pipe-experts-multi-data 3 {OVERLAP}",
     ),
+    "divided-backward": (
+        4,
+        MOE,
+        f"{PIPE} {PP} --num-layers-per-virtual-pipeline-stage 1 --use-nanopipe",
+    ),
     "mtp-recompute": (
         2,
         f"{MOE} {MTP}",
