@@ -25,6 +25,7 @@ from mindspeed.lora.linear import (
     Options,
     TPShard,
     adapted_class,
+    announce_use,
     as_one,
     new_matrices,
     tp_shard_of,
@@ -86,6 +87,7 @@ class AdaptedExperts(AdaptedLinear):
         return result + self._correction(x, m_splits)
 
     def _correction(self, x: torch.Tensor, m_splits: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        announce_use(self.lora_A, self.lora_B)
         sizes = torch.as_tensor(m_splits)
         dtype = compute_dtype(x, self.weight0)  # type: ignore[attr-defined]
         pairs = [
@@ -94,7 +96,7 @@ class AdaptedExperts(AdaptedLinear):
         a, b = (torch.stack(matrices).to(dtype) for matrices in zip(*pairs, strict=True))
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         out = gmm(gmm(rows, a, sizes, trans_b=True), b, sizes, trans_b=True)
-        return (out * self._lora.config.scale).view(*x.shape[:-1], -1)
+        return (out * self._lora.config.scale).view(*x.shape[:-1], out.shape[-1])
 
 
 def give_expert_adapters(

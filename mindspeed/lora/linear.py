@@ -110,6 +110,7 @@ class AdaptedLinear:
 
     def adapter(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``[R, in]`` and B ``[out, R]`` of all parts in ``dtype``; B is block-diagonal."""
+        announce_use(self.lora_A, self.lora_B)  # type: ignore[arg-type]
         a, b = as_one(dict(self.lora_A), dict(self.lora_B), self._lora.parts, self._lora.order)
         return a.to(dtype), b.to(dtype)
 
@@ -130,6 +131,18 @@ class AdaptedLinear:
         mask = self._lora.mask(inp, communication) if self.training else None  # type: ignore[attr-defined]
         scale = self._lora.config.scale
         return adapted_linear(inp, weight, bias, a, b, mask, scale, communication)
+
+
+def announce_use(*holders: torch.nn.Module) -> None:
+    """Run the forward pre-hooks of modules that hold matrices and are never called themselves.
+
+    Distributed data parallelism waits in them for parameters that are gathered while the layers
+    before compute (``--overlap-param-gather``).
+    """
+    for holder in holders:
+        for module in holder.modules():
+            for hook in list(module._forward_pre_hooks.values()):
+                hook(module, ())
 
 
 class Options(NamedTuple):
