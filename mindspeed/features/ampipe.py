@@ -114,20 +114,39 @@ def _layout(name: str, degree: int, megatron: Megatron) -> Iterator[Problem]:
             "there is nothing to hide: --expert-model-parallel-size is 1",
             "spread the experts over ranks, or remove the flag",
         )
-    if (size := megatron.get("context_parallel_size") or 1) > 1:
-        yield Problem(
-            name,
-            f"cuts the sequence itself, and --context-parallel-size is {size}",
-            "remove one",
-        )
     tp = megatron.get("tensor_model_parallel_size") or 1
-    length = megatron.get("seq_length")
-    if length and length % (degree * tp):
-        ranks = f" x --tensor-model-parallel-size {tp} = {degree * tp}" if tp > 1 else ""
+    cp = megatron.get("context_parallel_size") or 1
+    if cp > 1:
+        yield from _context_problems(name, degree, tp, megatron)
+    parts = {
+        NAME: degree,
+        "--tensor-model-parallel-size": tp,
+        "--context-parallel-size": cp,
+    }
+    length, divisor = megatron.get("seq_length"), degree * tp * cp
+    if length and length % divisor:
+        product = " x ".join(f"{flag} {size}" for flag, size in parts.items() if size > 1)
         yield Problem(
             name,
-            f"--seq-length {length} is not divisible by {degree}{ranks}",
+            f"--seq-length {length} is not divisible by {divisor} ({product})",
             "choose a degree that divides the rows of a rank",
+        )
+
+
+def _context_problems(name: str, degree: int, tp: int, megatron: Megatron) -> Iterator[Problem]:
+    types = megatron.get("cp_comm_type")
+    given = types if isinstance(types, (list, tuple)) else [types]
+    algorithm = megatron.get("context_parallel_algo")
+    gathers = all(word == "all_gather" for word in given) if types else False
+    if not gathers and algorithm != "kvallgather_cp_algo":
+        yield Problem(
+            name,
+            "gathers keys and values of all context-parallel ranks before it cuts the queries",
+            "add --context-parallel-algo kvallgather_cp_algo",
+        )
+    if degree * tp % 2:
+        yield Problem(
+            name, "is odd, and context-parallel ranks hold two chunks of the sequence", "take 2"
         )
 
 

@@ -111,8 +111,8 @@ REFUSED = [
     ({"pipe_experts_multi_data": 2}, "add --use-pipe-experts"),
     # attention and experts in parts
     ({**AMPIPE, **DEEPSPEED, "ampipe_degree": 3}, "--ampipe-degree 3"),
-    ({**AMPIPE, **TP, "seq_length": 18}, "--seq-length 18 is not divisible by 2 x"),
-    ({**AMPIPE, "context_parallel_size": 2}, "--context-parallel-size is 2"),
+    ({**AMPIPE, **TP, "seq_length": 18}, "--seq-length 18 is not divisible by 4 "),
+    ({**AMPIPE, "context_parallel_size": 2}, "add --context-parallel-algo kvallgather_cp_algo"),
     # DeepSpeed's gates
     ({"moe_dynamic_padding": True, **DEEPSPEED}, "add --moe-no-drop"),
     ({**DEEPSPEED, "moe_router_topk": 3}, "top-1 and top-2"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mindspeed.moe.ampipe.context import ContextRows
 from mindspeed.moe.ampipe.rows import Prefixes, blocks
 
 
@@ -64,3 +66,17 @@ def test_nothing_is_kept_alive():
 def test_without_gradients_prefixes_are_views():
     x = torch.ones(3)
     assert Prefixes(x).first(2).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ends_of_blocks_among_context_parallel_ranks(size):
+    """Each rank's rows are two chunks of the zigzag; a block ends where its last row is."""
+    rows = 16
+    half = rows // 2
+    for rank in range(size):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
+        places = [*range(rank * half, (rank + 1) * half)]
+        places += range((2 * size - 1 - rank) * half, (2 * size - rank) * half)
+        for chunk in blocks(rows, 4, 1):
+            for _, end in chunk:
+                assert ContextRows(group).end(end, rows) == places[end - 1] + 1

@@ -13,6 +13,11 @@ CHUNKS = "--ampipe-degree 4 --expert-model-parallel-size 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SEQUENCE = f"{TP} --sequence-parallel --ampipe-degree 2 --expert-model-parallel-size 2"
+GATHERED = "--context-parallel-size 2 --context-parallel-algo kvallgather_cp_algo"
+GATHERED_ARGUMENTS = {
+    "context_parallel_size": 2,
+    "context_parallel_algo": "kvallgather_cp_algo",
+}
 LOSS = MOE.replace("balancing-type none", "balancing-type aux_loss --moe-aux-loss-coeff 0.01")
 LOCAL = f"{MOE.replace('--moe-grouped-gemm', '')} --transformer-impl local"
 LAYOUTS = {
@@ -38,6 +43,14 @@ LAYOUTS = {
         2,
         f"{MOE} --moe-layer-freq [0,1,0,1]",
         f"{CHUNKS} --use-flash-attn --moe-alltoall-overlap-comm",
+    ),
+    "context-parallel": (2, MOE, f"{CHUNKS} {GATHERED}"),
+    "context-and-tensor-parallel": (4, MOE, f"{SEQUENCE} {GATHERED} {OVERLAP}"),
+    "context-parallel-local-recompute": (2, LOCAL, f"{CHUNKS} {GATHERED} {FULL}"),
+    "context-parallel-core-attention": (
+        2,
+        f"{MOE} {MTP}",
+        f"{CHUNKS} {GATHERED} --recompute-granularity selective --recompute-modules core_attn",
     ),
 }
 
@@ -98,11 +111,16 @@ MEGATRON = {
         ({"ampipe_degree": 3}, "--seq-length 64 is not divisible by 3"),
         (
             {"ampipe_degree": 32, "tensor_model_parallel_size": 4, "sequence_parallel": True},
-            "32 x --tensor-model-parallel-size 4 = 128",
+            r"not divisible by 128 \(--ampipe-degree 32 x --tensor-model-parallel-size 4\)",
         ),
         ({"ampipe_degree": 1, "ampipe_tp_sp_comm_overlap": True}, "is a part of --ampipe-degree"),
         ({"ampipe_tp_sp_comm_overlap": True}, "add --sequence-parallel"),
-        ({"context_parallel_size": 2}, "--context-parallel-size is 2"),
+        ({"context_parallel_size": 2}, "add --context-parallel-algo kvallgather_cp_algo"),
+        ({**GATHERED_ARGUMENTS, "ampipe_degree": 3, "seq_length": 48}, "is odd"),
+        (
+            {**GATHERED_ARGUMENTS, "ampipe_degree": 64},
+            r"not divisible by 128 \(--ampipe-degree 64 x --context-parallel-size 2\)",
+        ),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
         (

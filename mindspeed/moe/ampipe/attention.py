@@ -6,11 +6,13 @@ runs until it calls the core attention. The core attention then runs block by bl
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from mindspeed.moe.ampipe.context import ContextRows, alone
 from mindspeed.moe.ampipe.rows import Prefixes, blocks
 
 
@@ -24,6 +26,7 @@ class ChunkedAttention:
         chunks: D.
         ranks: tensor-parallel ranks that share the rows of the result.
         checkpoint: Recomputes a call in backward, if the layer's core attention is recomputed.
+        context: Context-parallel ranks that share the sequence; None: it is whole.
 
     Raises:
         ValueError: the rows cannot be shared evenly, or the mask is not causal.
@@ -38,6 +41,7 @@ class ChunkedAttention:
         chunks: int,
         ranks: int,
         checkpoint: Callable[..., torch.Tensor] | None,
+        context: ContextRows | None = None,
     ) -> None:
         self._attention, self._bottom_right, self._checkpoint = attention, bottom_right, checkpoint
         query, key, value, self._mask, self._options = _inputs_of_core(attention, run)
@@ -46,6 +50,12 @@ class ChunkedAttention:
                 f"--ampipe-degree needs a causal mask, not {self._options['attn_mask_type'].name}"
             )
         self._blocks = blocks(query.shape[0], chunks, ranks)
+        self._rows, self._context = query.shape[0], context
+        if context is not None:
+            if chunks * ranks % 2:
+                raise ValueError(f"--ampipe-degree {chunks} is odd, with --context-parallel-size")
+            key, value = context.gathered(key, value)
+            self._mask = None  # causal, by the mask's type
         size = self._blocks[0][0][1]
         self._queries = query.split(size)  # one split: gradients are concatenated, not added
         self._keys, self._values = Prefixes(key), Prefixes(value)
@@ -60,7 +70,8 @@ class ChunkedAttention:
         if mask is not None and mask.dim() > 2 and mask.shape[-2] > 1:
             mask = mask[..., start:end, :end]
         query = self._queries[start // (end - start)]
-        inputs = (query, self._keys.first(end), self._values.first(end), mask)
+        seen = end if self._context is None else self._context.end(end, self._rows)
+        inputs = (query, self._keys.first(seen), self._values.first(seen), mask)
         if self._checkpoint is None:
             return self._core(*inputs)
         return self._checkpoint(self._core, False, *inputs)
@@ -69,7 +80,9 @@ class ChunkedAttention:
         options = self._options
         if inputs[0].shape[0] != inputs[1].shape[0]:
             options = {**options, "attn_mask_type": self._bottom_right}
-        return self._attention.core_attention(*inputs, **options)  # type: ignore[no-any-return]
+        core = self._attention.core_attention
+        with contextlib.nullcontext() if self._context is None else alone(core):
+            return core(*inputs, **options)  # type: ignore[no-any-return]
 
 
 def _inputs_of_core(attention: Any, run: Callable[[], Any]) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import torch
 
 from mindspeed.journal import Journal, replace_method
 from mindspeed.moe.ampipe.attention import ChunkedAttention
+from mindspeed.moe.ampipe.context import ContextRows
 from mindspeed.moe.ampipe.router import ChunkedRouter
 from mindspeed.moe.dispatch.choice import Routing, choice_of
 from mindspeed.moe.events import EventLog
@@ -126,6 +127,7 @@ class _Call:
             chunks=degree,
             ranks=layer.config.tensor_model_parallel_size,
             checkpoint=_checkpoint(attention),
+            context=_context(attention),
         )
         forward = vars(self._moe).get("forward")
         request = forward.request if isinstance(forward, ProgramForward) else LayerRequest()
@@ -188,6 +190,12 @@ def _bottom_right() -> Any:
     from megatron.core.transformer.enums import AttnMaskType
 
     return AttnMaskType.causal_bottom_right
+
+
+def _context(attention: Any) -> ContextRows | None:
+    if attention.config.context_parallel_size == 1:
+        return None
+    return ContextRows(attention.pg_collection.cp)
 
 
 def _checkpoint(attention: Any) -> Callable[..., torch.Tensor] | None:
