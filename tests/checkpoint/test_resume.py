@@ -33,6 +33,7 @@ def only(source: Path, iteration: int, target: Path) -> Path:
     return target
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "flags",
     [[*TP2, *DROPOUT], ["--use-distributed-optimizer", *DROPOUT, "--dataloader-type", "cyclic"]],
@@ -50,6 +51,7 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(flags, ranks, t
     assert (part / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"]
 )

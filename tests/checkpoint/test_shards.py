@@ -98,6 +98,7 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(
         assert losses(whole) == pytest.approx(losses(plain), rel=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "world_size, flags",
     [
@@ -188,6 +189,7 @@ def test_adapters_train_as_without_zero_and_resume_exactly(flags, adapters, rank
     assert all(".lora_" in key for key in stored)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("moment", ["in a file", slow("before the rename"), "before the tracker"])
 def test_adapters_survive_a_kill_in_the_middle_of_a_save(moment, adapters, ranks, tmp_path):
     plain, common = adapters

@@ -53,6 +53,7 @@ def flat(answers):
     return [float(answers)] if isinstance(answers, int | float) else []
 
 
+@pytest.mark.slow
 def test_our_own_evaluation_has_the_harness_log_probabilities(ranks, folders, truth):
     outcomes = ranks(2, lm_eval_ranks.builtin_scores, *folders, 2, 1, setup=SETUP, timeout=200)[0]
     expected = [[pair[0][0] for pair in row] for row in truth["answers"]["mmlu_anatomy"]]

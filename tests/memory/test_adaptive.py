@@ -69,6 +69,7 @@ def test_budget_is_kept_and_weights_are_those_of_plain_training(train, plain):
     assert "recompute" in printed
 
 
+@pytest.mark.slow
 def test_the_suites_spelling_is_the_same_feature(train, plain):
     flags = ["--auto-recompute-device-size", "7", "--auto-recompute-profiling-step", "2"]
     results, printed = train(1, flags)
@@ -126,6 +127,7 @@ def test_out_of_memory_that_cannot_be_survived_says_the_numbers(train, world, hi
         )
 
 
+@pytest.mark.slow
 def test_budget_that_nothing_meets_names_the_smallest_peak(train):
     results, _ = train(1, [SIZE, "5", *STEPS])
     assert re.search(

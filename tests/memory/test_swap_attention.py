@@ -83,6 +83,7 @@ def test_parameters_after_training_are_those_without_swapping(ranks, case):
         ]
 
 
+@pytest.mark.slow
 def test_adapters(ranks, tmp_path):
     save = f"{TP} --save {tmp_path} --train-iters 1"
     ranks(2, memory_ranks.trained, save.split(), **OPTIONS)

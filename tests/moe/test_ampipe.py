@@ -34,6 +34,7 @@ def check(results, tolerance=1e-5):
             torch.testing.assert_close(result.extra[name], loss, msg=name)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chunks_equal_megatrons_layer(ranks, spec, layout):
@@ -63,7 +64,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("losses", LOSSES)
 @pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
 def test_losses_of_the_router_are_those_of_the_whole(ranks, losses, padded):

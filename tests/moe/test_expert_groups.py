@@ -30,6 +30,7 @@ def check(results):
             torch.testing.assert_close(gradient, megatrons.gradients[name], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("layout", [SLICED, SLICED | {"expert": 2}], ids=["tensor", "both"])
 def test_groups_compute_the_same_bits(ranks, spec, layout):
@@ -58,6 +59,7 @@ def test_all_but_the_first_gather_and_the_last_sum_are_hidden(ranks, count):
             assert [one for one in exposed if one in {(e.name, e.chunk) for e in ours}] == alone
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [

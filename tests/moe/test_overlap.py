@@ -50,6 +50,7 @@ def test_the_counts_travel_while_tokens_are_permuted(ranks):
             assert result.extra["host_copies"] == 1  # what the host learns from the device
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "layout",
@@ -78,6 +79,7 @@ SEQUENTIAL = {"moe_grouped_gemm": False}
 """Experts one by one."""
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("experts", [{}, SEQUENTIAL], ids=["grouped", "sequential"])
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def check(results, exact=0):
             torch.testing.assert_close(result.gradients[name], gradient, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("shared", [{}, SHARED], ids=["routed", "shared"])
 def test_pieces_equal_megatrons_layer(ranks, spec, shared):
@@ -50,6 +51,7 @@ def test_exposed_collectives(ranks, slices):
         ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_expert_tensor_parallelism(ranks, spec):
     layout = {"expert": 2, "tensor": 2, "expert_tensor": 2}
@@ -72,6 +74,7 @@ def test_collectives_of_both_groups_are_hidden_and_chained(ranks):
         ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("layout", "overrides", "options"),
     [
@@ -118,6 +121,7 @@ def test_other_layers(ranks, layout, overrides, options):
 DROPPED = {"moe_expert_capacity_factor": 0.8}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("padded", [False, True], ids=["counted", "padded"])
 @pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
 def test_dropped_tokens(ranks, padded, sliced):

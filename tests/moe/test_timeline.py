@@ -38,6 +38,7 @@ EXPOSED = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("dispatcher", "shared"), EXPOSED)
 def test_one_expert_group(ranks, dispatcher, shared):
     compare(ranks, 2, dispatcher, {"expert": 2}, shared, EXPOSED[dispatcher, shared])
@@ -70,6 +71,7 @@ GROUPED = [
 ]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shared", [0, SHARED])
 @pytest.mark.parametrize("variants", [PARTS, ONCE, ROOM], ids=["pieces", "dedup", "padded"])
 def test_experts_in_pieces_and_tokens_sent_once(ranks, variants, shared):

@@ -69,6 +69,7 @@ def test_one_token_against_many(ranks):
                 setup=ADAPTOR))  # fmt: skip
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("dispatcher", "changes"),

@@ -88,6 +88,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ALIKE)
 def test_narrow_gradients_are_not_rounded_again(rank_pool, kind):
     """Whichever feature lets the update read them, and wherever the states are."""

@@ -55,6 +55,7 @@ def test_bytes_of_a_layer(ranks, spec):
     }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_bytes_of_a_layer_with_sequence_parallelism(ranks, spec):
     assert sent(costs(ranks, 2, SP, spec)) == {
@@ -72,6 +73,7 @@ def test_frozen_layers_gather_no_inputs_again(ranks):
     assert sent(costs(ranks, 2, SP, ways={"kept": OFF}, frozen=True)) == {"kept": (4, 0, 4)}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("size", "overrides"), [(1, {}), (2, {}), (2, SP)])
 def test_flops_of_recomputation_and_the_inputs_it_keeps(ranks, size, overrides):
     found = costs(ranks, size, overrides)

@@ -183,6 +183,7 @@ OVERLAP = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_megatrons_vocabulary(ranks, spec):
     name, on = "rmsnorm-swiglu-gqa", {"tp_comm_overlap": True}

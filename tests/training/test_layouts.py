@@ -267,6 +267,7 @@ def test_fp8_trains_like_one_rank_and_close_to_fp32(layout, one_rank):
     assert found == pytest.approx(plain, rel=1e-2) and found != pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_fp8_across_tensor_parallel_ranks_follows_fp32(recipe, one_rank):
     reference = one_rank(f"{GQA} --ffn-hidden-size 192")

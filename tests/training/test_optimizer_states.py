@@ -62,6 +62,7 @@ def quick(*fast):
     return [pytest.param(m, marks=[pytest.mark.slow] * (m not in fast)) for m in MODES]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", quick("sharded"))
 @pytest.mark.parametrize("optimizer", [CADAM, EMA], ids=["cadam", "ema"])
 def test_training_resumes_bit_for_bit(run, tmp_path, optimizer, mode):
@@ -104,6 +105,7 @@ def test_averages_are_those_of_one_rank(run, tmp_path, ranks):
         np.testing.assert_allclose(one[name], two[name], rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", quick("sharded")[2:])
 def test_swapped_states_train_and_resume_as_on_the_device(run, plain_run, tmp_path, mode):
     flags = f"{MODES[mode]} --lr 1e-3 --train-iters 4"

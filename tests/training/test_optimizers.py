@@ -53,6 +53,7 @@ def test_muon_equals_megatrons_own_function(run, mode):
     assert ours[0]["lm_loss"] == adam[0]["lm_loss"] and ours[1]["lm_loss"] != adam[1]["lm_loss"]
 
 
+@pytest.mark.slow
 def test_muon_by_layers_equals_muon_and_resumes(run, tmp_path):
     flags = f"{MUON} --train-iters 4 --bf16"
     plain, _ = run(2, f"{flags} --optimizer muon")

@@ -102,6 +102,7 @@ def test_a_run_continues_with_other_stages(model, change, one_rank):
         assert column(records, name) == expected
 
 
+@pytest.mark.slow
 def test_validation_runs_forward_only(one_rank):
     reference = one_rank(TIED)
     flags = "--eval-iters 2 --eval-interval 2 --calculate-per-token-loss"

@@ -21,6 +21,7 @@ MODEL = (
 GRID = "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
 
 
+@pytest.mark.slow
 def test_training_continues_on_the_other_layout(rank_pool, tmp_path):
     def run(world: int, name: str, flags: str) -> list[tuple[float, float]]:
         file = tmp_path / f"{name}.jsonl"
