@@ -61,3 +61,12 @@ def made_once(ranks, folders: pytest.TempPathFactory) -> Callable[[str], OneRank
 
 def column(records: list[dict], name: str) -> list[float]:
     return [record[name] for record in records]
+
+
+def assert_same_training(
+    records: list[dict], expected: list[dict], *, loss: float = 1e-6, norm: float = 1e-4
+) -> None:
+    """Losses and gradient norms of all steps are equal within relative tolerances."""
+    for name, tolerance in (("lm_loss", loss), ("grad_norm", norm)):
+        found, wanted = column(records, name), column(expected, name)
+        assert found == pytest.approx(wanted, rel=tolerance), f"{name}: {found}, not {wanted}"

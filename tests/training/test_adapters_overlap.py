@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import column
 from tests.training.test_layouts import MOE
-
-
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
 
 
 @pytest.mark.slow

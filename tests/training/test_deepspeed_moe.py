@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import column
 from tests.training.test_layouts import DISTRIBUTED, MOE, MOE_PATTERN, PP, TP
 
 DEEPSPEED = "--moe-model-type deepspeed_moe"
@@ -50,11 +50,6 @@ LAYOUTS = {
     "window-mtp": (2, f"{MOE} --mtp-num-layers 1", f"{WINDOW} {EP} {OVERLAP}"),
     "window-context": (4, MOE, f"{WINDOW} {EP} --micro-batch-size 2 --context-parallel-size 2"),
 }
-
-
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
 
 
 @pytest.mark.quick_cases(1)

@@ -6,17 +6,12 @@ import pytest
 
 from tests.support.trainer_job import SETUP
 from tests.training.launches_job import launches
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import column
 from tests.training.test_layouts import MOE
 
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SHORT = f"{MOE} --num-experts 16 --moe-ffn-hidden-size 512 --seq-length 8"
 EXPERTS = f"{DISTRIBUTED} --expert-model-parallel-size 2"
-
-
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
 
 
 @pytest.mark.parametrize(

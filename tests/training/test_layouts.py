@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import column
 
 TIED = "--group-query-attention --num-query-groups 4"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -189,11 +189,6 @@ FP8_LAYOUTS = {
     ),
     "delayed-recompute": (1, FP8_DELAYED, RECOMPUTE),
 }
-
-
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
 
 
 @pytest.mark.quick_cases(6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import assert_same_training
 from tests.training.test_layouts import MOE, MTP, PP, TP
 
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64"
@@ -56,11 +56,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
-
-
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):
@@ -68,9 +63,7 @@ def test_losses_are_those_of_one_rank(layout, one_rank):
     reference = one_rank(model)
     nodes_of_two = {"LOCAL_WORLD_SIZE": "2"} if "hierarchical" in layout else None
     records = reference.train(world_size, flags, nodes_of_two)
-    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
-        expected = column(reference.records, name)
-        assert column(records, name) == pytest.approx(expected, rel=tolerance)
+    assert_same_training(records, reference.records)
 
 
 @pytest.mark.slow
@@ -80,5 +73,4 @@ def test_adapters_of_experts_train_as_without_the_flags(flags, one_rank):
     dispatcher = flags.partition("--moe-allgather")[0] if "allgather" in flags else ""
     plain = reference.train(2, f"{EP} {LORA} {dispatcher}")
     records = reference.train(2, f"{EP} {LORA} {flags}")
-    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
-        assert column(records, name) == pytest.approx(column(plain, name), rel=tolerance)
+    assert_same_training(records, plain)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.training.fb_overlap_job import exposed, traced
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import assert_same_training, column
 from tests.training.test_layouts import MOE, TP
 from tests.training.test_planned_flags import SETUP, TINY, parse_all
 
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 128"
 EXPERTS = f"{TP} --sequence-parallel --expert-model-parallel-size"
-
-
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
 
 
 def test_extended_groups_and_shared_experts_by_number(one_rank):
@@ -127,8 +122,7 @@ def test_with_shared_experts_gradients_are_summed_in_another_order(one_rank):
     reference = one_rank(SHARED)
     plain = reference.train(2, OVERLAP)
     records = reference.train(2, f"{OVERLAP} --moe-fb-overlap")
-    for name, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
-        assert column(records, name) == pytest.approx(column(plain, name), rel=tolerance)
+    assert_same_training(records, plain, loss=1e-5, norm=1e-3)
 
 
 SLICED = f"{TP} --sequence-parallel --expert-tensor-parallel-size 2 --moe-experts-pipeline-degree 2"
@@ -150,9 +144,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 def test_experts_in_groups_train_like_one_rank(model, ranks, flags, one_rank):
     reference = one_rank(model)
     records = reference.train(ranks, f"{SLICED} {flags}")
-    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
-        expected = pytest.approx(column(reference.records, name), rel=tolerance)
-        assert column(records, name) == expected
+    assert_same_training(records, reference.records)
 
 
 @pytest.mark.slow
@@ -183,6 +175,4 @@ BALANCED = "--balanced-moe-experts --balanced-moe-hot-expert-num 1"
 def test_hot_experts_train_like_one_rank(model, ranks, flags, one_rank):
     reference = one_rank(model)
     records = reference.train(ranks, f"{BALANCED} --expert-model-parallel-size 2 {flags}")
-    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
-        expected = pytest.approx(column(reference.records, name), rel=tolerance)
-        assert column(records, name) == expected
+    assert_same_training(records, reference.records)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.trainer_job import SETUP
 from tests.training.moe_overlap_job import executed
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import assert_same_training, column
 from tests.training.test_layouts import MOE, PP, TP
 
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 96"
@@ -62,11 +62,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_without_the_flag(layout, one_rank):
@@ -74,8 +69,7 @@ def test_losses_are_those_without_the_flag(layout, one_rank):
     reference = one_rank(model)
     plain = reference.train(size, flags)
     hidden = reference.train(size, f"{flags} {OVERLAP}")
-    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-5)):
-        assert column(hidden, name) == pytest.approx(column(plain, name), rel=tolerance)
+    assert_same_training(hidden, plain, loss=1e-6, norm=1e-5)
 
 
 @pytest.mark.slow

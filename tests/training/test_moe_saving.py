@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import column
 from tests.training.test_layouts import MOE, PP, TP
 
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64"
@@ -55,11 +55,6 @@ SERIAL = {  # without a program of its own: Megatron's layer is the plain one
     "all-gather": (2, MOE, f"{EP} --moe-token-dispatcher-type allgather", LEVEL1),
     "divided-backward": (2, MOE, f"{PP} --use-nanopipe", LEVEL1),
 }
-
-
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
 
 
 def losses(one_rank, row, program=""):

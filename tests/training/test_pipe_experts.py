@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import assert_same_training, column
 from tests.training.test_layouts import MOE, MTP, PP, TP
 
 PIPE = "--use-pipe-experts --expert-model-parallel-size 2"
@@ -40,21 +40,13 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):
     world_size, model, flags = LAYOUTS[layout]
     reference = one_rank(model)
     records = reference.train(world_size, flags)
-    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4)):
-        assert column(records, name) == pytest.approx(
-            column(reference.records, name), rel=tolerance
-        )
+    assert_same_training(records, reference.records)
 
 
 @pytest.mark.slow

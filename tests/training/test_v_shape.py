@@ -9,7 +9,7 @@ import torch
 
 from tests.support.trainer_job import SETUP
 from tests.training.matrix_job import estimated
-from tests.training.one_rank import column, made_once
+from tests.training.one_rank import column
 from tests.training.test_layouts import MTP_TIED
 
 SIZES = "--num-layers 8 --global-batch-size 8"
@@ -53,11 +53,6 @@ LAYOUTS = {
     "mtp": (2, f"{SIZES} {MTP_TIED}", DUALPIPEV),
     "uneven": (2, MOE, f"{DUALPIPEV} --pipeline-model-parallel-layout E|tttt|t|tttL"),
 }
-
-
-@pytest.fixture(scope="module")
-def one_rank(rank_pool, tmp_path_factory):
-    return made_once(rank_pool.run, tmp_path_factory)
 
 
 @pytest.mark.quick_cases(2)

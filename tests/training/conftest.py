@@ -1,0 +1,15 @@
+"""The run of one rank that the layouts of a file are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.training.one_rank import OneRank, made_once
+
+
+@pytest.fixture(scope="module")
+def one_rank(rank_pool, tmp_path_factory) -> Callable[[str], OneRank]:
+    """``one_rank(model)``: its run, made at the first use in a file."""
+    return made_once(rank_pool.run, tmp_path_factory)
