@@ -25,7 +25,6 @@ from mindspeed.lora.linear import (
     Options,
     TPShard,
     adapted_class,
-    announce_use,
     as_one,
     new_matrices,
     tp_shard_of,
@@ -87,11 +86,11 @@ class AdaptedExperts(AdaptedLinear):
         return result + self._correction(x, m_splits)
 
     def _correction(self, x: torch.Tensor, m_splits: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        announce_use(self.lora_A, self.lora_B)
         sizes = torch.as_tensor(m_splits)
         dtype = compute_dtype(x, self.weight0)  # type: ignore[attr-defined]
         pairs = [
-            as_one(p.a, p.b, self._lora.parts, None) for p in self.adapted_weights(".experts.")
+            as_one(a(), b(), self._lora.parts, None)
+            for a, b in zip(self.lora_A, self.lora_B, strict=True)
         ]
         a, b = (torch.stack(matrices).to(dtype) for matrices in zip(*pairs, strict=True))
         rows = x.reshape(-1, x.shape[-1]).to(dtype)

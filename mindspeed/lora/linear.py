@@ -92,6 +92,22 @@ class AdaptedWeight(NamedTuple):
     b: Mapping[str, torch.nn.Parameter]
 
 
+class Matrices(torch.nn.ParameterDict):
+    """Matrices of an adapter that are read by a call, so that their forward hooks run.
+
+    Distributed data parallelism waits in those hooks for parameters that are gathered while the
+    layers before compute (``--overlap-param-gather``); ZeRO gathers its shards in them.
+    """
+
+    def forward(self) -> dict[str, torch.nn.Parameter]:
+        """The matrices by name."""
+        return dict(self)
+
+    def __call__(self) -> dict[str, torch.nn.Parameter]:  # type: ignore[override]
+        """The matrices by name, after the hooks; :class:`torch.nn.ParameterDict` refuses calls."""
+        return torch.nn.Module.__call__(self)
+
+
 class AdaptedLinear:
     """Mixin of a linear layer with an adapter.
 
@@ -100,8 +116,8 @@ class AdaptedLinear:
     the part in the order of the layer, so the concatenated B of all ranks is the unsharded matrix.
     """
 
-    lora_A: torch.nn.ParameterDict
-    lora_B: torch.nn.ParameterDict
+    lora_A: Matrices
+    lora_B: Matrices
     _lora: Options
 
     def adapted_weights(self, name: str) -> Iterator[AdaptedWeight]:
@@ -110,8 +126,7 @@ class AdaptedLinear:
 
     def adapter(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``[R, in]`` and B ``[out, R]`` of all parts in ``dtype``; B is block-diagonal."""
-        announce_use(self.lora_A, self.lora_B)  # type: ignore[arg-type]
-        a, b = as_one(dict(self.lora_A), dict(self.lora_B), self._lora.parts, self._lora.order)
+        a, b = as_one(self.lora_A(), self.lora_B(), self._lora.parts, self._lora.order)
         return a.to(dtype), b.to(dtype)
 
     def delta(self, entry: AdaptedWeight) -> torch.Tensor:
@@ -131,18 +146,6 @@ class AdaptedLinear:
         mask = self._lora.mask(inp, communication) if self.training else None  # type: ignore[attr-defined]
         scale = self._lora.config.scale
         return adapted_linear(inp, weight, bias, a, b, mask, scale, communication)
-
-
-def announce_use(*holders: torch.nn.Module) -> None:
-    """Run the forward pre-hooks of modules that hold matrices and are never called themselves.
-
-    Distributed data parallelism waits in them for parameters that are gathered while the layers
-    before compute (``--overlap-param-gather``).
-    """
-    for holder in holders:
-        for module in holder.modules():
-            for hook in list(module._forward_pre_hooks.values()):
-                hook(module, ())
 
 
 class Options(NamedTuple):
@@ -248,7 +251,7 @@ def new_matrices(
     shard: TPShard,
     targets: set[str],
     parts: dict[str, int],
-) -> tuple[torch.nn.ParameterDict, torch.nn.ParameterDict]:
+) -> tuple[Matrices, Matrices]:
     """Allocate A and B of one weight, uninitialised.
 
     Args:
@@ -267,8 +270,8 @@ def new_matrices(
     options: dict[str, Any] = {"dtype": torch.float32, "device": weight.device}
     new = lambda *size: torch.nn.Parameter(torch.empty(size, **options))  # noqa: E731
     # Pairs keep their order, a dict would be sorted.
-    lora_a = torch.nn.ParameterDict([(n, new(config.r, weight.shape[1])) for n in shared])
-    lora_b = torch.nn.ParameterDict([(n, new(parts[n], config.r)) for n in own])
+    lora_a = Matrices([(n, new(config.r, weight.shape[1])) for n in shared])
+    lora_b = Matrices([(n, new(parts[n], config.r)) for n in own])
     for matrices, dim, sharded in (
         (lora_a, 1, shard.mode == "row"),
         (lora_b, 0, shard.mode == "column"),
