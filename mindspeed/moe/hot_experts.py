@@ -25,7 +25,7 @@ from mindspeed.moe.dispatch.all_to_all import ExpertGroups
 from mindspeed.moe.interpreter import Chunk, Communicate, Compute
 from mindspeed.moe.split_phase import Collective
 from mindspeed.te import kernels
-from mindspeed.te.expert_range import experts_with_weights
+from mindspeed.te.expert_range import expert_weights, experts_with_weights
 
 
 def loads(counts: torch.Tensor, hot: Sequence[int] = ()) -> torch.Tensor:
@@ -150,23 +150,18 @@ class HotExperts:
     def _owner(self, expert: int) -> int:
         return expert // self.groups.local
 
-    def _linears(self) -> dict[str, list[torch.Tensor]]:
-        """Weights of all local experts by linear layer."""
-        return {
-            name: [getattr(getattr(self.experts, name), f"weight{i}") for i in range(local)]
-            for local in [self.groups.local]
-            for name in ("linear_fc1", "linear_fc2")
-        }
+    def _linears(self) -> dict[str, Any]:
+        return {name: getattr(self.experts, name) for name in ("linear_fc1", "linear_fc2")}
 
     def _own_weights(self, own: Sequence[int]) -> torch.Tensor:
         """Weights of some local experts as ``[experts, elements]``."""
-        weights = [weight for linear in self._linears().values() for weight in linear]
+        weights = [x for linear in self._linears().values() for x in expert_weights(linear)]
         fuse = self.experts.linear_fc1.fuse_wgrad_accumulation
         return _OwnWeights.apply(own, fuse, *weights)  # type: ignore[no-any-return]
 
     def _matrices(self, flat: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """``flat [experts, elements]`` as the weights of each linear layer."""
-        shapes = {name: linear[0].shape for name, linear in self._linears().items()}
+        shapes = {name: linear.weight0.shape for name, linear in self._linears().items()}
         parts = flat.split([shape.numel() for shape in shapes.values()], dim=1)
         return {
             name: [one.view(shape) for one in part.unbind(0)]

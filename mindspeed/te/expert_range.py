@@ -59,6 +59,19 @@ def expert_range(experts: Any, first: int, count: int) -> torch.nn.Module:
     return part
 
 
+def expert_weights(linear: GroupedLinear) -> list[torch.Tensor]:
+    """The weights of a grouped layer, ``[out, in]`` each, for other uses than its own product.
+
+    They are read by a call of the layer, so that its forward hooks run: distributed data
+    parallelism waits in them for parameters that are still being gathered
+    (``--overlap-param-gather``).
+    """
+    names = [f"weight{i}" for i in range(linear.num_gemms)]
+    reader = _shallow(linear)
+    reader.forward = lambda: [getattr(linear, name) for name in names]
+    return reader()  # type: ignore[no-any-return]
+
+
 def experts_with_weights(
     experts: Any, weights: Mapping[str, Sequence[torch.Tensor]]
 ) -> torch.nn.Module:
