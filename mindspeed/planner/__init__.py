@@ -1,0 +1,1 @@
+"""The planner: will a job fit, how fast will it be, which layout is best, without a device."""

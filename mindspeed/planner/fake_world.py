@@ -1,0 +1,70 @@
+"""One rank of a job of any size in this process, and what the trainer needs to run on FakeTensors.
+
+Process groups are those of torch's ``fake`` backend. What reads values of tensors, or exchanges
+objects, gets constants instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.journal import Journal
+
+
+@contextlib.contextmanager
+def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
+    """Process groups without communication, of a global rank of the job.
+
+    Args:
+        args: final values; those that need values of tensors are changed in place.
+        rank: global rank.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mindspeed.training import setup
+
+    args.enable_gloo_process_groups = False
+    args.check_for_nan_in_loss_and_grad = False
+    args.rank = rank
+    dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
+    tracker = get_cuda_rng_tracker()
+    journal = Journal()
+    try:
+        setup.parallel_groups(args)
+        setup.seed_everything(args)
+        tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no random state
+        _answer_with_constants(journal)
+        yield
+    finally:
+        journal.undo()
+        vars(tracker).pop("fork", None)
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _answer_with_constants(journal: Journal) -> None:
+    """Objects of other ranks are those of this one."""
+
+    def all_gather_object(found: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
+        found[:] = [value] * len(found)
+
+    journal.set(dist, "all_gather_object", all_gather_object, owner="planner")
+    journal.set(dist, "broadcast_object_list", lambda *args, **kwargs: None, owner="planner")
+    journal.set(torch.nn.Module, "_apply", _apply, owner="planner")
+
+
+def _apply(module: torch.nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> Any:
+    """``Module._apply``, which cannot exchange parameters that are FakeTensors."""
+    for each in module.modules() if recurse else [module]:
+        for tensor in [*each._parameters.values(), *each._buffers.values()]:
+            if tensor is not None:
+                tensor.data = change(tensor.data)
+    return module
