@@ -4,10 +4,10 @@
     step = count_step(settings.args, rank=0)
     step.peak, step.static["optimizer"], step.flops
 
-The rank runs the trainer's own code: its model, data parallelism, optimizer and schedule, with every
-feature that is on. On FakeTensors nothing is computed, allocated or sent, so a rank of any job fits
-into this process. The same function counts a rank of a real job (:func:`count_here`); both give the
-same figures to the byte.
+The rank runs the trainer's own code: its model, data parallelism, optimizer and schedule, with
+every feature that is on. On FakeTensors nothing is computed, allocated or sent, so a rank of any
+job fits into this process. :func:`count_here` counts a rank of a real job; both give the same
+figures to the byte.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class CountedStep:
     static: Counter[str]
     peak: int
     at_peak: Counter[str]
-    flops: FlopCount = FlopCount()
-    communications: tuple[Communication, ...] = ()
+    flops: FlopCount
+    communications: tuple[Communication, ...]
 
 
 def count_step(

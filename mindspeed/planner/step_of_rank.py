@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
-    unset_num_microbatches_calculator,
 )
 
 from mindspeed import device
@@ -37,7 +36,6 @@ class StepOfRank:
         if micro_batches is not None:
             args.global_batch_size = micro_batches * args.micro_batch_size * args.data_parallel_size
             args.rampup_batch_size = None
-        unset_num_microbatches_calculator()
         count_batches(args)
         self.micro_batches = int(get_num_microbatches())
         memory.kind = "weights"

@@ -11,7 +11,7 @@ from tests.architecture.source import PACKAGE, ROOT, room, sources
 
 PAGE = (ROOT / "docs/architecture.md").read_text("utf-8")
 MAP = PAGE[PAGE.index("## Where is ...?") : PAGE.index("Mixture of experts joins")]
-LAYERS = PAGE[PAGE.index("## The layers") : PAGE.index("The room `planner/`")]
+LAYERS = PAGE[PAGE.index("## The layers") : PAGE.index("## Where is ...?")]
 
 
 def test_every_file_of_the_map_exists() -> None:
