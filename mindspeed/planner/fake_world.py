@@ -29,7 +29,7 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from mindspeed.training import setup
+    from mindspeed.planner.loop import loop_of
 
     args.enable_gloo_process_groups = False
     args.check_for_nan_in_loss_and_grad = False
@@ -38,11 +38,10 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
     tracker = get_cuda_rng_tracker()
     journal = Journal()
     try:
-        setup.parallel_groups(args)
-        setup.seed_everything(args)
-        tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no random state
-        _answer_with_constants(journal)
-        yield
+        with loop_of(args).started(args):
+            tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no states
+            _answer_with_constants(journal)
+            yield
     finally:
         journal.undo()
         vars(tracker).pop("fork", None)
