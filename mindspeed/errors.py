@@ -57,6 +57,10 @@ class TrainingError(MindSpeedError, RuntimeError):
     """Training cannot continue, for example because the loss is not finite."""
 
 
+class PlanError(MindSpeedError, RuntimeError):
+    """The planner could not count or time a configuration."""
+
+
 class SecurityError(MindSpeedError, PermissionError):
     """A path or file is refused because loading or writing it would be unsafe."""
 

@@ -1,0 +1,246 @@
+"""Calls in forked children, so that each one starts from the same state of the process.
+
+    step = call(count_step, settings.args, 0)
+    for found in map(count_step, arguments, jobs=4):  # in the order of the arguments
+        ...                                           # a result, or the MindSpeedError of its call
+
+Megatron keeps process groups, random states and micro-batch counts in globals, and features change
+modules. A child inherits all imports, works on its copy and ends; its result comes back by pickle.
+What it prints is kept for the error of a crash and dropped otherwise.
+
+The parent must not have started threads that hold locks, nor initialised an accelerator.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import os
+import pickle
+import selectors
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any, NoReturn
+
+from mindspeed.errors import MindSpeedError, PlanError
+
+_LAST_LINES = 12
+
+
+def call(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+    """``function(*args)`` in a child; the result must be picklable.
+
+    Args:
+        function: any callable, closures too.
+        args: of the call; inherited, not pickled.
+        timeout: seconds.
+
+    Raises:
+        MindSpeedError: as the function raised it.
+        PlanError: any other exception, a crash, or the time is over.
+    """
+    [result] = map(function, [args], timeout=timeout)
+    if isinstance(result, MindSpeedError):
+        raise result
+    return result
+
+
+def map(
+    function: Callable[..., Any],
+    arguments: Iterable[tuple[Any, ...]],
+    jobs: int = 1,
+    timeout: float | None = None,
+) -> Iterator[Any]:
+    """``function(*each)`` for each of the arguments, in children; yields results in their order.
+
+    A call that fails yields its :class:`~mindspeed.errors.MindSpeedError` in place of the result.
+    Arguments are drawn when a child is free. Leaving the iterator, also by Ctrl-C, kills the
+    children.
+
+    Args:
+        function: any callable.
+        arguments: positional arguments of each call.
+        jobs: children at a time.
+        timeout: seconds of each call.
+    """
+    waiting = enumerate(arguments)
+    running: dict[int, _Child] = {}
+    done: dict[int, Any] = {}
+    following = 0  # index of the next result to yield
+    exhausted = False
+    try:
+        while True:
+            while not exhausted and len(running) < builtins.max(1, jobs):
+                drawn = next(waiting, None)
+                if drawn is None:
+                    exhausted = True
+                    break
+                running[drawn[0]] = _Child.start(function, drawn[1], timeout)
+            while following in done:
+                yield done.pop(following)
+                following += 1
+            if not running:
+                if exhausted:
+                    return
+                continue
+            for index in _finished(running):
+                done[index] = running.pop(index).result()
+    finally:
+        for child in running.values():
+            child.kill()
+
+
+def _finished(running: dict[int, _Child]) -> list[int]:
+    """Wait until a child has ended, or its time is over; reads what children send."""
+    while True:
+        with selectors.DefaultSelector() as selector:
+            for index, child in running.items():
+                selector.register(child.pipe, selectors.EVENT_READ, index)
+            times = [left for child in running.values() if (left := child.left()) is not None]
+            ready = selector.select(max(0.0, min(times)) if times else None)
+        found = [key.data for key, _ in ready if running[key.data].read()]
+        found += [
+            index
+            for index, child in running.items()
+            if index not in found and (left := child.left()) is not None and left <= 0
+        ]
+        if found:
+            return found
+
+
+@dataclass
+class _Child:
+    """A forked process that computes one result.
+
+    Attributes:
+        process: its id.
+        pipe: file descriptor that the pickled result is read from.
+        output: what the child prints.
+        end: time at which it is killed.
+    """
+
+    process: int
+    pipe: int
+    output: IO[bytes]
+    timeout: float | None
+    end: float | None
+    received: bytearray = field(default_factory=bytearray)
+    closed: bool = False
+
+    @classmethod
+    def start(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
+    ) -> _Child:
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        reader, writer = os.pipe()
+        process = os.fork()
+        if process == 0:
+            os.close(reader)
+            _run(function, args, writer, output)
+        os.close(writer)
+        end = None if timeout is None else time.monotonic() + timeout
+        return cls(process, reader, output, timeout, end)
+
+    def left(self) -> float | None:
+        """Seconds until the time is over."""
+        return None if self.end is None else self.end - time.monotonic()
+
+    def read(self) -> bool:
+        """Read what is there; True at the end."""
+        part = os.read(self.pipe, 1 << 20)
+        self.received += part
+        self.closed = not part
+        return self.closed
+
+    def kill(self) -> int:
+        """End the process; its wait status."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        return self._reap()
+
+    def _reap(self) -> int:
+        os.close(self.pipe)
+        return os.waitpid(self.process, 0)[1]
+
+    def result(self) -> Any:
+        """What the function returned, or the error of the call."""
+        if not self.closed:
+            self.kill()
+            return self._error(f"is not finished after {self.timeout:g} s")
+        status = self._reap()
+        try:
+            result = pickle.loads(self.received)
+        except Exception:  # nothing, or a part: the process died
+            code = os.waitstatus_to_exitcode(status)
+            return self._error(
+                f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            )
+        self.output.close()
+        return result
+
+    def _error(self, what: str) -> PlanError:
+        self.output.seek(0)
+        lines = self.output.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+        self.output.close()
+        text = "".join(f"\n    {line}" for line in lines)
+        printed = f"; it printed last:{text}" if text else ""
+        return PlanError(f"a process that counts {what}{printed}")
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], writer: int, output: IO[bytes]
+) -> NoReturn:
+    """The child: it ends here, without what the parent would do at its exit."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+        gc.freeze()  # objects of the parent are not collected here, nor copied for it
+        message = _message(function, args)
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(message)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _message(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps(function(*args))
+    except MindSpeedError as error:
+        return _pickled(error)
+    except Exception as error:
+        return pickle.dumps(PlanError(_described(error)))
+
+
+def _pickled(error: MindSpeedError) -> bytes:
+    """An error without its traceback; one whose class cannot be pickled as a PlanError."""
+    try:
+        message = pickle.dumps(error)
+        pickle.loads(message)
+    except Exception:
+        return pickle.dumps(PlanError(str(error)))
+    return message
+
+
+def _described(error: Exception) -> str:
+    """Type, message, and the innermost places of an unexpected exception."""
+    places = [
+        f"{frame.filename}:{frame.lineno} ({frame.name})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename
+    ]
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" + "".join(f"\n    {place}" for place in places[-4:])
