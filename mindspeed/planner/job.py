@@ -1,0 +1,124 @@
+"""A job that is planned: its command line, with other values for some flags.
+
+    job = Job(["--model", "llama3-70b", "--bf16", "--global-batch-size", "1024"])
+    job.settings({"tensor_model_parallel_size": 8}, devices=512)    # final values, as of a dry run
+    job.flags({"tensor_model_parallel_size": 8})                    # the command line to copy
+
+Overrides are values by their names in the namespace: True gives a switch, False its negative form,
+None takes the flag away. Data need not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed.training import recipe
+from mindspeed.training.arguments import Parser, build_parser
+from mindspeed.training.resolve import Settings
+
+Overrides = Mapping[str, Any]
+
+NOT_PLANNED = {
+    "config": None,  # its flags are among the words
+    "nproc": None,
+    "devices": None,
+    "load": None,
+    "save": None,
+    "save_interval": None,
+    "use_checkpoint_args": None,
+    "pretrained_checkpoint": None,
+    "dry_run": None,
+}
+"""Flags of launching and of files, which are no part of what is planned."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job by its flags.
+
+    Attributes:
+        argv: flags of ``mindspeed pretrain``; ``--config`` and ``--model`` are looked up.
+    """
+
+    argv: tuple[str, ...]
+    _parser: Parser = field(init=False, repr=False, compare=False)
+    _words: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        object.__setattr__(self, "argv", tuple(argv))
+        parser = build_parser(with_help=False)
+        parser.set_defaults(lr=1e-4, train_iters=1)  # of no effect on a step
+        object.__setattr__(self, "_parser", parser)
+        object.__setattr__(self, "_words", tuple(_expanded(argv, parser)))
+
+    def settings(self, overrides: Overrides | None = None, devices: int | None = None) -> Settings:
+        """Final values of the job with some flags changed, as a start would find them.
+
+        The features of this process are then those of the job; another call replaces them.
+
+        Args:
+            overrides: values by their names in the namespace.
+            devices: ranks; default ``--nproc``, ``--devices``, else what the flags need.
+
+        Raises:
+            MindSpeedError: a start would be refused.
+        """
+        from mindspeed.training.initialize import prepare
+
+        without: dict[str, Any] = dict(NOT_PLANNED)
+        if devices is None:
+            del without["nproc"], without["devices"]
+        words = ["--dry-run", *self._changed({**without, **(overrides or {})})]
+        notices = io.StringIO()  # the same for every candidate
+        with contextlib.redirect_stderr(notices), contextlib.redirect_stdout(notices):
+            return prepare(words, devices, parser=self._parser)
+
+    def flags(self, overrides: Overrides | None = None) -> list[str]:
+        """The words of the command line with some flags changed, those of a recipe among them."""
+        return self._changed(overrides or {})
+
+    def command(self, overrides: Overrides | None = None) -> str:
+        """:meth:`flags` as text of a shell."""
+        return shlex.join(self.flags(overrides))
+
+    def _changed(self, overrides: Overrides) -> list[str]:
+        kept = [
+            word
+            for dest, words in _flags_of(self._words, self._parser)
+            if dest not in overrides
+            for word in words
+        ]
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return [*kept, *recipe.flag_words(given, self._parser)]
+
+
+def _expanded(argv: Sequence[str], parser: Parser) -> list[str]:
+    """The command line with the words of its recipe in the recipe's place."""
+    flags = list(_flags_of(argv, parser))
+    words = [word for dest, part in flags if dest != "config" for word in part]
+    name = next((_value(part) for dest, part in reversed(flags) if dest == "config"), None)
+    if name is None:
+        return words
+    return [*recipe.recipe_words(recipe.find(name, parser), parser, name), *words]
+
+
+def _value(words: Sequence[str]) -> str:
+    _, equals, value = words[0].partition("=")
+    return value if equals else " ".join(words[1:])
+
+
+def _flags_of(words: Sequence[str], parser: Parser) -> Iterator[tuple[str, list[str]]]:
+    """Each flag of a command line: its name in the namespace and its words."""
+    known = parser._option_string_actions
+    part: list[str] = []
+    for word in [*words, "--"]:
+        if word.startswith("--") and part:
+            action = known.get(part[0].partition("=")[0])
+            yield (action.dest if action is not None else part[0]), part
+            part = []
+        part.append(word)

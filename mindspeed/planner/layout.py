@@ -1,0 +1,324 @@
+"""One candidate: how a job is laid out on its devices, as flags.
+
+    layout = Layout(devices=1024, global_batch_size=1024, tp=8, pp=8, mbs=1)
+    job.settings(layout.overrides(), layout.devices)
+
+A name that is None is left as the job has it. What the names stand for are the tables below: flags
+by their names in the namespace, where None takes a flag away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from mindspeed.moe.comparison import ENTRIES
+
+Flags = Mapping[str, Any]
+
+CP_ALGORITHMS: dict[str, Flags] = {
+    "ulysses": {"context_parallel_algo": "ulysses_cp_algo"},
+    "ring": {"context_parallel_algo": "megatron_cp_algo"},
+    "hybrid": {"context_parallel_algo": "hybrid_cp_algo"},
+    "kv-allgather": {"context_parallel_algo": "kvallgather_cp_algo"},
+}
+"""Context parallelism; a hybrid has ``ulysses_degree_in_cp``, from its name ``hybrid:4``."""
+
+MEMORY: dict[str, Flags] = {
+    "swap-attention": {"swap_attention": True},
+    "recompute-norm": {"recompute_norm": True},
+    "recompute-activation": {"recompute_activation_function": True},
+    "reuse-fp32-param": {"reuse_fp32_param": True},
+    "swap-optimizer": {"swap_optimizer": True},
+    "grad-reduce-in-bf16": {
+        "grad_reduce_in_bf16": True,
+        "accumulate_allreduce_grads_in_fp32": None,
+        "release_fp32_grad": True,
+    },
+}
+"""Features that save memory."""
+
+OPTIMIZERS: dict[str, Flags] = {
+    "replicated": {"use_distributed_optimizer": None, "zero_stage": None},
+    "distributed": {"use_distributed_optimizer": True, "zero_stage": None},
+    "zero2": {"use_distributed_optimizer": None, "zero_stage": 2},
+    "zero3": {"use_distributed_optimizer": None, "zero_stage": 3},
+}
+"""What data-parallel ranks share."""
+
+V_SHAPES = ("zb-v", "dualpipev")
+"""Schedules with two chunks on every rank, by themselves."""
+
+
+def _program(text: str, dispatcher: str) -> Flags:
+    """Flags of an expert program from their text."""
+    flags: dict[str, Any] = {"moe_token_dispatcher_type": dispatcher}
+    words = text.split() if text.startswith("--") else []
+    for position, word in enumerate(words):
+        if word.startswith("--"):
+            after = words[position + 1 : position + 2]
+            value: Any = True if not after or after[0].startswith("--") else after[0]
+            name = word[2:].replace("-", "_")
+            flags[name] = int(value) if isinstance(value, str) and value.isdigit() else value
+    return flags
+
+
+EXPERT_PROGRAMS: dict[str, Flags] = {
+    name: _program(entry.flags, entry.dispatcher) for name, entry in ENTRIES.items()
+}
+"""Programs of :mod:`mindspeed.moe.comparison`."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is computed again in backward.
+
+    Attributes:
+        modules: of Megatron's ``--recompute-modules``; a selective recomputation.
+        layers: of every chunk, as a whole; -1: all.
+    """
+
+    modules: tuple[str, ...] = ()
+    layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.modules and self.layers:
+            raise ValueError("layers are recomputed as a whole or by modules, not both")
+
+    def __str__(self) -> str:
+        if self.layers:
+            return "full" if self.layers < 0 else f"full:{self.layers}"
+        return "+".join(self.modules) or "none"
+
+    def overrides(self) -> Flags:
+        """The flags."""
+        none: dict[str, Any] = dict.fromkeys(_RECOMPUTE)
+        if self.modules:
+            modules = list(self.modules)
+            return none | {"recompute_granularity": "selective", "recompute_modules": modules}
+        if not self.layers:
+            return none
+        method = "uniform" if self.layers < 0 else "block"
+        return none | {
+            "recompute_granularity": "full",
+            "recompute_method": method,
+            "recompute_num_layers": max(self.layers, 1),
+        }
+
+
+_RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "recompute_activations",
+    "checkpoint_activations",
+    "checkpoint_policy",
+)
+_SPLITS = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+    "pipeline_num_transformer_layers",
+    "num_layer_list",
+    "manual_layers",
+    "use_manual_layer_allocation",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A candidate.
+
+    Attributes:
+        devices: ranks of the job.
+        global_batch_size: samples of a step.
+        tp: tensor parallel size; with sequence parallelism.
+        cp: context parallel size.
+        cp_algorithm: of :data:`CP_ALGORITHMS`.
+        ep: expert parallel size.
+        etp: expert tensor parallel size; None: Megatron's default, ``tp``.
+        pp: pipeline parallel size.
+        vpp: model chunks of a pipeline rank.
+        stage_layers: transformer layers of each stage, in the order in which a micro-batch passes
+            them; None: the layers are divided evenly.
+        schedule: of ``--pipeline-schedule``; None: Megatron's 1F1B or interleaved schedule.
+        mbs: samples of a micro-batch.
+        recompute: what is computed again in backward.
+        optimizer: of :data:`OPTIMIZERS`.
+        expert_program: of :data:`EXPERT_PROGRAMS`.
+        memory: of :data:`MEMORY`, sorted.
+    """
+
+    devices: int
+    global_batch_size: int
+    tp: int = 1
+    cp: int = 1
+    cp_algorithm: str | None = None
+    ep: int = 1
+    etp: int | None = None
+    pp: int = 1
+    vpp: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    schedule: str | None = None
+    mbs: int = 1
+    recompute: Recompute | None = None
+    optimizer: str | None = None
+    expert_program: str | None = None
+    memory: tuple[str, ...] | None = None
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size."""
+        return self.devices // (self.tp * self.cp * self.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.devices // (self.expert_tp * self.ep * self.pp)
+
+    @property
+    def expert_tp(self) -> int:
+        """Expert tensor parallel size."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on one data-parallel rank."""
+        return self.global_batch_size // (self.mbs * self.dp)
+
+    def overrides(self) -> dict[str, Any]:
+        """Values of the job's flags, by their names in the namespace."""
+        flags: dict[str, Any] = dict.fromkeys(_SPLITS)
+        flags |= {
+            "global_batch_size": self.global_batch_size,
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": True if self.tp > 1 else None,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep if self.ep > 1 else None,
+            "expert_tensor_parallel_size": self.etp,
+            "pipeline_model_parallel_size": self.pp,
+            "micro_batch_size": self.mbs,
+            "gradient_accumulation_steps": None,
+            "pipeline_schedule": self.schedule,
+            "schedules_method": None,
+            "use_nanopipe": None,
+        }
+        if self.stage_layers is not None:
+            flags["pipeline_num_transformer_layers"] = _matrix(self.stage_layers, self.pp)
+        elif self.vpp > 1 and self.schedule not in V_SHAPES:
+            flags["num_virtual_stages_per_pipeline_rank"] = self.vpp
+        if self.recompute is not None:
+            flags |= self.recompute.overrides()
+        if self.optimizer is not None:
+            flags |= OPTIMIZERS[self.optimizer]
+        if self.cp_algorithm is not None:
+            flags |= _algorithm(self.cp_algorithm, self.cp)
+        if self.expert_program is not None:
+            flags |= dict.fromkeys(name for table in EXPERT_PROGRAMS.values() for name in table)
+            flags |= EXPERT_PROGRAMS[self.expert_program]
+        if self.memory is not None:
+            flags |= dict.fromkeys(
+                name for table in MEMORY.values() for name, value in table.items() if value is True
+            )
+            for name in self.memory:
+                flags |= MEMORY[name]
+        return flags
+
+    def signature(self) -> Layout:
+        """The layout without what does not change the counts of a layer and of a micro-batch.
+
+        One pipeline stage and one micro-batch on one data-parallel rank; layouts with equal
+        signatures are priced from the same counts.
+        """
+        recompute = self.recompute
+        if recompute is not None and recompute.layers > 0:
+            recompute = Recompute(layers=-1)
+        devices = self.tp * self.cp
+        experts = self.ep * self.expert_tp
+        devices = math.lcm(devices, experts)
+        return replace(
+            self,
+            devices=devices,
+            global_batch_size=self.mbs * devices // (self.tp * self.cp),
+            pp=1,
+            vpp=1,
+            stage_layers=None,
+            schedule=None,
+            recompute=recompute,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Values by field."""
+        values = asdict(self)
+        values["recompute"] = None if self.recompute is None else str(self.recompute)
+        return values | {"dp": self.dp, "micro_batches": self.micro_batches}
+
+    def __str__(self) -> str:
+        """The values that are not the defaults, as ``tp=8 pp=4 dp=32 mbs=1``."""
+        shown = {"dp": self.dp}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("tp", "pp", "mbs") or value != item.default:
+                shown[item.name] = value
+        for name in ("devices", "global_batch_size"):
+            shown.pop(name)
+        order = ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "mbs")
+        names = [name for name in order if name in shown]
+        names += [name for name in shown if name not in order]
+        return " ".join(f"{name}={_text(shown[name])}" for name in names)
+
+
+def layout_of(args: argparse.Namespace) -> Layout:
+    """The layout of a job as its flags say; what they leave open stays the job's.
+
+    Args:
+        args: final values.
+    """
+    from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
+
+    pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    layers = None
+    if args.pipeline_model_parallel_layout is not None:
+        counts = stage_counts(str(args.pipeline_model_parallel_layout))
+        even = stage_layers(evenly(args.num_layers, pp, vpp))
+        layers = None if len(set(counts)) == 1 and counts == even else counts
+    return Layout(
+        devices=args.world_size,
+        global_batch_size=args.global_batch_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size if args.num_experts else None,
+        pp=pp,
+        vpp=vpp,
+        stage_layers=layers,
+        schedule=getattr(args, "pipeline_schedule", None),
+        mbs=args.micro_batch_size,
+    )
+
+
+def _algorithm(name: str, cp: int) -> Flags:
+    """Flags of a context-parallel algorithm; Megatron's own choice gives way to them."""
+    base, _, degree = name.partition(":")
+    flags = {"cp_comm_type": None, "ulysses_degree_in_cp": None, **CP_ALGORITHMS[base]}
+    if degree:
+        flags["ulysses_degree_in_cp"] = int(degree)
+    return flags if cp > 1 else dict.fromkeys(flags)
+
+
+def _matrix(stage_layers: tuple[int, ...], pp: int) -> str:
+    """``[[9,10],[10,10],[10,9]]``: a row per rank, a column per chunk."""
+    rows = [stage_layers[rank::pp] for rank in range(pp)]
+    return "[" + ",".join("[" + ",".join(map(str, row)) + "]" for row in rows) + "]"
+
+
+def _text(value: Any) -> str:
+    return "+".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
