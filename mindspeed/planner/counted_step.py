@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 import copy
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,6 +28,10 @@ from mindspeed.testing.live_memory import LiveMemory
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "step")
 """Kinds of bytes; ``step``: made by the optimizer's step."""
+
+
+Watch = Callable[[LiveMemory], AbstractContextManager[Any]]
+"""Something that looks on while a step is counted."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,11 @@ class CountedStep:
 
 
 def count_step(
-    args: argparse.Namespace, rank: int = 0, *, micro_batches: int | None = None
+    args: argparse.Namespace,
+    rank: int = 0,
+    *,
+    micro_batches: int | None = None,
+    watch: Watch = nullcontext,
 ) -> CountedStep:
     """Count one step of a rank of the job, on FakeTensors.
 
@@ -61,17 +72,21 @@ def count_step(
         args: final values, of a dry run.
         rank: global rank.
         micro_batches: default: those of the job.
+        watch: is around the step that is counted.
     """
     from mindspeed.planner.fake_world import fake_world
     from mindspeed.planner.values import ConstantValues
 
     args = copy.copy(args)
     with fake_world(args, rank), FakeTensorMode(allow_non_fake_inputs=True), ConstantValues():
-        return count_here(args, rank, micro_batches)
+        return count_here(args, rank, micro_batches, watch)
 
 
 def count_here(
-    args: argparse.Namespace, rank: int, micro_batches: int | None = None
+    args: argparse.Namespace,
+    rank: int,
+    micro_batches: int | None = None,
+    watch: Watch = nullcontext,
 ) -> CountedStep:
     """Count one step of this process, whose process groups exist.
 
@@ -79,6 +94,7 @@ def count_here(
         args: final values.
         rank: global rank of this process.
         micro_batches: default: those of the job.
+        watch: is around the step that is counted.
     """
     from mindspeed.planner.step_of_rank import StepOfRank
 
@@ -88,7 +104,7 @@ def count_here(
         step.run()  # a second step is like all later ones: optimizer states exist
         static = Counter({kind: n for kind, n in memory.now.items() if n})
         memory.restart()
-        with ledger, FlopCounter() as flops:
+        with ledger, FlopCounter() as flops, watch(memory):
             step.run()
         return CountedStep(
             rank,
