@@ -21,6 +21,7 @@ import torch
 from mindspeed.attention.mask import Mask
 from mindspeed.attention.sequence_sharding import SequenceSharding, contiguous
 from mindspeed.errors import ConfigError
+from mindspeed.ops._host_tensors import with_values
 
 if TYPE_CHECKING:
     from mindspeed.attention.strategy import Strategy
@@ -157,10 +158,19 @@ def pack(
         sharding = contiguous(size, 1, samples)
     else:
         sharding = strategy.sharding(mask or document_mask(cu_seqlens), ranks, samples)
-    own = sharding.positions(rank)
-    positions = positions_of(documents)[own] if reset_positions else own % size
-    positions = positions.view(samples, -1).to(device, non_blocking=True)
+    positions = _positions_on(rank, sharding, documents, samples, reset_positions)
+    positions = positions.to(device, non_blocking=True)
     return PackedBatch(cu_seqlens, samples, size, sharding, positions)
+
+
+@with_values
+def _positions_on(
+    rank: int, sharding: SequenceSharding, documents: CuSeqlens, samples: int, reset: bool
+) -> torch.Tensor:
+    """``[b, s / cp]`` int64 on the host, as :attr:`PackedBatch.positions` says."""
+    own = sharding.positions(rank)
+    positions = positions_of(documents)[own] if reset else own % (documents[-1] // samples)
+    return positions.view(samples, -1)
 
 
 def shard(tensor: torch.Tensor, batch: PackedBatch, rank: int) -> torch.Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from mindspeed.ops._host_tensors import with_values
+
 
 class RowIndex:
     """Rows of a tensor, in the order in which they are selected.
@@ -63,6 +65,7 @@ class RowIndex:
         else:
             x[where].copy_(part)
 
+    @with_values
     def tensor(self, device: torch.device) -> torch.Tensor:
         """The row numbers, ``[self.rows]`` int64 on ``device``."""
         if device not in self._on:

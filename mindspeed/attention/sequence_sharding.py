@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed.errors import ConfigError
+from mindspeed.ops._host_tensors import with_values
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
@@ -40,6 +41,7 @@ class SequenceSharding:
         """Number of positions, of all ranks."""
         return sum(length(own) for own in self.segments)
 
+    @with_values
     def positions(self, rank: int) -> torch.Tensor:
         """Position of each row of a rank's tensors: ``[rows]`` int64."""
         return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in self.segments[rank])])

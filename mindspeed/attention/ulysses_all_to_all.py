@@ -27,6 +27,7 @@ import torch.distributed as dist
 from mindspeed.attention.planners.kv_cache import POLICIES
 from mindspeed.attention.sequence_sharding import SequenceSharding
 from mindspeed.errors import ConfigError
+from mindspeed.ops._host_tensors import with_values
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class HeadAllToAll:
 
 
 @functools.lru_cache(maxsize=64)  # the same for every layer and step
+@with_values
 def _order(sharding: SequenceSharding) -> torch.Tensor:
     return torch.cat([sharding.positions(rank) for rank in range(sharding.ranks)]).argsort()
 

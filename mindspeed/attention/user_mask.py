@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from mindspeed.attention.mask import INF, Mask, Region
 from mindspeed.errors import ConfigError
+from mindspeed.ops._host_tensors import with_values
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 UserMask = Mask | Sequence[Region] | torch.Tensor | Rule
@@ -32,6 +33,7 @@ _STRIP, _TILE = 1 << 24, 4096
 """Pairs converted at a time, and keys in one call of a rule."""
 
 
+@with_values
 def as_mask(given: UserMask, size: int, sample: int = 0) -> Mask:
     """Convert the mask of one sample.
 

@@ -22,6 +22,7 @@ import torch
 
 from mindspeed.attention.mask import INF, Region
 from mindspeed.attention.sequence_sharding import Ranges, length
+from mindspeed.ops._host_tensors import with_values
 
 MAX_SEQUENCES = 1000
 """Sequences of one call; npu_fusion_attention accepts at most 1024."""
@@ -77,6 +78,7 @@ class VarlenBatch:
         return sum((s.q1 - s.q0) * length(s.keys) for s in self.sequences)
 
     @functools.cached_property
+    @with_values
     def cu_seqlens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cumulative lengths of queries and keys: ``[sequences + 1]`` int64 each, on the host."""
         queries = [0, *itertools.accumulate(s.q1 - s.q0 for s in self.sequences)]

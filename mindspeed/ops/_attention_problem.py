@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mindspeed.ops import _visibility as seen
+from mindspeed.ops._host_tensors import numbers
 from mindspeed.ops._layout import axis, bnsd
 from mindspeed.ops._visibility import EVERYTHING, Sight
 
@@ -98,7 +99,7 @@ class Problem:
         """The rows of queries and of keys of every sequence of a pack."""
         assert self.cu_q is not None and self.cu_k is not None
         queries, keys = (
-            [slice(*ends) for ends in itertools.pairwise(x.tolist())]
+            [slice(*ends) for ends in itertools.pairwise(numbers(x))]
             for x in (self.cu_q, self.cu_k)
         )
         return list(zip(queries, keys, strict=True))

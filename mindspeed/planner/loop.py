@@ -15,6 +15,7 @@ import torch
 
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
+from mindspeed.planner.invented_batches import readers_of
 
 Step = Callable[[], None]
 
@@ -56,8 +57,7 @@ class TrainerLoop:
         from mindspeed.training.step import Trainer
 
         trainer = Trainer(args, model, checked(forward_step, args, ()))
-        length = args.seq_length // args.context_parallel_size
-        readers = [batches(args.micro_batch_size, length) for _ in model.chunks]
+        readers = readers_of(args, model.config)
 
         def step() -> None:
             trainer.step(readers, 1)
