@@ -46,6 +46,7 @@ COMMANDS: dict[str, str] = {
     "attention": "compare and draw context-parallel algorithms on an attention mask",
     "pipeline": "compare and draw pipeline schedules: bubble, memory, messages",
     "moe": "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory",
+    "plan": "plan a job without a device: memory of every rank, FLOPs, messages, the best layout",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: implementation on this device, why not others",
     "patches": "list the patches of Megatron, and check them against a Megatron version",
@@ -60,7 +61,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
-    "inspect": ("profile", "attention", "pipeline", "moe", "features", "ops", "patches"),
+    "inspect": ("profile", "attention", "pipeline", "moe", "plan", "features", "ops", "patches"),
 }
 
 _format_for_developers = warnings.formatwarning
@@ -70,6 +71,7 @@ _READ_ONLY = (
     "attention",
     "pipeline",
     "moe",
+    "plan",
     "features",
     "ops",
     "patches",

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed.cli.dry_run import settings_of
 from mindspeed.errors import ConfigError
 from mindspeed.ranges import (
     ABOVE_ZERO,
@@ -30,7 +31,6 @@ from mindspeed.ranges import (
 
 if TYPE_CHECKING:
     from mindspeed.training.modelled_step import Cluster, ModelledStep
-    from mindspeed.training.resolve import Settings
 
 HELP = "model a training step: bytes, calls, FLOPs and exposed communication by layer"
 PASS_THROUGH = True
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
             "`mindspeed pretrain --profile`"
         )
     _check(own)
-    settings = _prepare(flags)
+    settings = settings_of(flags, "profile")
     stages = settings.args.pipeline_model_parallel_size
     if own.stage >= stages:
         raise ConfigError(f"--stage {own.stage}: there are stages 0 to {stages - 1}")
@@ -121,22 +121,6 @@ def _check(own: argparse.Namespace) -> None:
         figure_class()
     if own.trace is not None and own.trace.suffix != ".json":
         raise ConfigError(f"--trace {own.trace}: the file must end in .json")
-
-
-def _prepare(flags: Sequence[str]) -> Settings:
-    from mindspeed.training.warning_filters import filter_warnings
-
-    filter_warnings()
-    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.training.arguments import build_parser
-    from mindspeed.training.initialize import prepare
-
-    parser = build_parser(with_help=False)
-    parser.prog = "mindspeed profile"
-    parser.set_defaults(lr=1e-4)  # figures of shapes do not depend on it, nor on the duration
-    if not {"--train-samples", "--config"} & set(flags):
-        parser.set_defaults(train_iters=1)
-    return prepare(["--dry-run", *flags], None, parser=parser)
 
 
 def _cluster(own: argparse.Namespace) -> Cluster:

@@ -1,0 +1,100 @@
+"""Plan a training job without a device: will it fit, what does it send, which layout is best.
+
+    mindspeed plan --check --memory-limit 60GiB --config my.yaml --nproc 64
+    mindspeed plan --check --cluster h100 -- --model llama3-70b --tensor-model-parallel-size 8
+
+Takes all flags of ``mindspeed pretrain``, or behind ``--``. The real program of a rank runs on
+FakeTensors: bytes, FLOPs and messages are counted, not estimated. Data need not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed.errors import ConfigError
+from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
+
+HELP = "plan a job without a device: memory of every rank, FLOPs, messages, the best layout"
+PASS_THROUGH = True
+
+_UNITS = {"": 2**30, "GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; flags that are not its own are those of ``mindspeed pretrain``."""
+    own, flags = read(_parser(), argv)
+    if own.plot is not None:
+        from mindspeed.cli.training_plot import check_format, figure_class
+
+        check_format("--plot", own.plot)
+        figure_class()
+    if not own.check:
+        raise ConfigError("give --check: one configuration is counted")
+    from mindspeed.cli.plan_check import run_check
+
+    return run_check(own, flags)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "mindspeed plan",
+        description=__doc__,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+        epilog="All other flags are those of mindspeed pretrain.",
+    )
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command alone."""
+    add = parser.add_argument
+    add("--check", action="store_true", help="count one configuration, the one of the flags")
+    add_job_arguments(parser)
+    add("--plot", type=Path, metavar="FILE", help="draw memory by rank: .png, .svg or .pdf")
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every command that plans."""
+    add = parser.add_argument
+    add("--cluster", metavar="NAME", help="devices and links: a preset, or FILE.json")
+    add("--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)")
+    add(
+        "--memory-limit",
+        type=memory_size,
+        metavar="SIZE",
+        help="for the tensors of a rank, such as 60GiB (default: that of --cluster)",
+    )
+    add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes (default: 1)")
+    add("--json", action="store_true", help="print JSON")
+
+
+def read(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of a command and those of the job, which may stand behind ``--``.
+
+    Raises:
+        ConfigError: flags of the job are on both sides.
+    """
+    argv = list(argv)
+    if "--" not in argv:
+        return parser.parse_known_args(argv)
+    middle = argv.index("--")
+    own, rest = parser.parse_known_args(argv[:middle])
+    if rest:
+        raise ConfigError(
+            f"{parser.prog}: {rest[0]} is no flag of this command; flags of the job stand behind --"
+        )
+    return own, argv[middle + 1 :]
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size such as ``60GiB``, ``64GB`` or ``60``, which is in GiB."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?) ?([GM]i?B)?", text.strip())
+    found = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 60GiB or 64GB")
+    return found

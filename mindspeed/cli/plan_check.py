@@ -1,0 +1,184 @@
+"""``mindspeed plan --check``: the counted figures of one configuration, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed.cli.dry_run import settings_of
+from mindspeed.cli.plan_progress import progress
+from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole, ranges
+
+if TYPE_CHECKING:
+    from mindspeed.planner.check import Check
+
+DOES_NOT_FIT = 3
+"""Exit status."""
+
+
+def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Count the job and print what was found.
+
+    Args:
+        own: flags of the command.
+        flags: of the job.
+    """
+    limit, origin = memory_limit(own)
+    args = settings_of(flags, "plan", own.devices).args
+    from mindspeed.planner.check import check
+
+    with progress("counting ranks of the pipeline") as tell:
+        found = check(args, limit, jobs=own.jobs, progress=tell)
+    others = other_figures(args, found)
+    if own.json:
+        print(json.dumps(as_data(args, found, others), indent=2))
+    else:
+        print_check(args, found, others, origin)
+    if own.plot is not None:
+        from mindspeed.cli.plan_picture import draw_memory
+
+        draw_memory(found, own.plot, layout_of(args))
+    return DOES_NOT_FIT if found.fits is False else 0
+
+
+def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:
+    """Bytes for the tensors of a rank, and where the number is from."""
+    if own.memory_limit is not None:
+        return own.memory_limit, "--memory-limit"
+    if own.cluster is None:
+        return None, ""
+    from mindspeed.planner.cluster import load_cluster
+
+    cluster = load_cluster(own.cluster)
+    device = cluster.device
+    return cluster.memory_limit, (
+        f"{cluster.name}: {device.memory_gib:g} GiB without {device.reserved_gib:g} GiB reserved"
+    )
+
+
+def other_figures(args: argparse.Namespace, found: Check) -> dict[str, float | None]:
+    """Bytes of the fullest rank by closed formulas."""
+    from mindspeed.planner.formulas import megatron_formula
+    from mindspeed.training.estimate import estimate
+
+    return {
+        "Megatron-LM's formula": megatron_formula(args, found.micro_batches),
+        "estimate of --dry-run": estimate(args).memory,
+    }
+
+
+def as_data(
+    args: argparse.Namespace, found: Check, others: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """Everything as plain data; bytes."""
+    return {
+        "layout": layout_of(args),
+        "micro_batches": found.micro_batches,
+        "memory_limit": found.memory_limit,
+        "fits": found.fits,
+        "ranks": [asdict(rank) for rank in found.ranks],
+        "formulas": dict(others),
+    }
+
+
+def layout_of(args: Any) -> str:
+    """The sizes of the job in one line."""
+    parts = {
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "virtual": args.virtual_pipeline_model_parallel_size or 1,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
+        "data": args.data_parallel_size,
+    }
+    shown = (f"{name} {size}" for name, size in parts.items() if size > 1 or name == "data")
+    return f"{args.world_size} ranks: {', '.join(shown)}"
+
+
+def print_check(
+    args: argparse.Namespace, found: Check, others: Mapping[str, float | None], origin: str
+) -> None:
+    """Print tables and the verdict."""
+    console = Console(soft_wrap=True)
+
+    def line(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    line(f"{layout_of(args)}; {found.micro_batches} micro-batches of {args.micro_batch_size}")
+    print_whole(_memory_table(found))
+    print_whole(_traffic_table(found))
+    peak = found.fullest.peak
+    unit = bytes_unit([peak])
+    for name, value in others.items():
+        text = "none for this model"
+        if value is not None:
+            percent = 100 * (value / peak - 1)
+            text = f"{unit(value)} {unit.name}, {percent:+.0f} % of what is counted"
+        line(f"{name}: {text}")
+    line(verdict(found, origin))
+
+
+def verdict(found: Check, origin: str) -> str:
+    """Fits or not, by how much."""
+    fullest = found.fullest
+    unit = bytes_unit([fullest.peak])
+    where = f"pipeline rank {ranges(fullest.pipeline_ranks)}"
+    need = f"{where} needs {unit(fullest.peak)} {unit.name}"
+    if found.memory_limit is None:
+        return f"{need}; give --memory-limit or --cluster for a verdict"
+    left = found.memory_limit - fullest.peak
+    need += f" of {unit(found.memory_limit)} ({origin})"
+    if found.fits:
+        return f"fits: {need}, {unit(left)} are left"
+    return f"does not fit: {need}, {unit(-left)} too much"
+
+
+def _memory_table(found: Check) -> Table:
+    kinds = list(dict.fromkeys(kind for rank in found.ranks for kind in rank.at_peak))
+    size = bytes_unit([found.fullest.peak])
+    flops = flops_unit(rank.flops for rank in found.ranks)
+    table = new_table(
+        f"{size.name} of tensors at the peak of a step, by kind; static: between steps;\n"
+        f"{flops.name} of a step, again: those of recomputation",
+        ["pipeline rank"],
+        ["parameters", *kinds, "peak", "static", flops.name, "again"],
+    )
+    for rank in found.ranks:
+        table.add_row(
+            ranges(rank.pipeline_ranks),
+            f"{rank.parameters:,}",
+            *(size(rank.at_peak.get(kind, 0)) for kind in kinds),
+            size(rank.peak),
+            size(sum(rank.static.values())),
+            flops(rank.flops),
+            flops(rank.recomputed),
+            style="bold" if rank is found.fullest else "",
+        )
+    return table
+
+
+def _traffic_table(found: Check) -> Table:
+    unit = bytes_unit(row.payload for rank in found.ranks for row in rank.traffic)
+    table = new_table(
+        f"{unit.name} of a rank's messages in a step; payload: the tensors, sent: by this rank",
+        ["pipeline rank", "group", "operation"],
+        ["ranks", "calls", "payload", "sent"],
+    )
+    for rank in found.ranks:
+        name = ranges(rank.pipeline_ranks)
+        for row in rank.traffic:
+            figures = (f"{row.size}", f"{row.calls:,}", unit(row.payload), unit(row.wire))
+            table.add_row(name, group_name(row.group), row.op, *figures)
+            name = ""
+    return table
+
+
+def group_name(description: str) -> str:
+    """Megatron's name of a process group in short."""
+    return description.lower().removesuffix("_group").replace("_", " ")

@@ -1,0 +1,21 @@
+"""The progress bar of planning commands, on standard error; nothing where that is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function that is told how many parts are done, and how many there are."""
+    console = Console(stderr=True)
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)

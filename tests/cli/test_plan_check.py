@@ -1,0 +1,78 @@
+"""``mindspeed plan --check``: figures of every pipeline rank, verdict, JSON, picture, errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support import commands_job
+from tests.support.lazy import needs
+from tests.support.trainer_job import TINY
+
+needs("megatron.core", "matplotlib")
+
+JOB = [*TINY, "--tensor-model-parallel-size", "2", "--sequence-parallel",
+       "--pipeline-model-parallel-size", "2", "--bf16"]  # fmt: skip
+
+
+@pytest.fixture
+def plan(ranks, tmp_path):
+    def run(*words, flags=JOB):
+        command = ["plan", *map(str, words), *flags]
+        (answer,) = ranks(
+            1, commands_job.run, command, str(tmp_path), setup=commands_job.SETUP, backend=None,
+            env={"COLUMNS": "60"}, timeout=120,
+        )  # fmt: skip
+        return answer
+
+    return run
+
+
+def test_bytes_and_messages_of_both_ranks(plan, tmp_path):
+    status, text, errors = plan("--check", "--json", "--plot", "memory.svg", "--memory-limit", 1)
+    assert status == 0, errors
+    found = json.loads(text)
+    assert found["layout"] == "4 ranks: tensor 2, pipeline 2, data 1"
+    assert (found["micro_batches"], found["fits"]) == (4, True)
+    assert found["memory_limit"] == 2**30
+    first, last = found["ranks"]
+    # 2 of 4 layers and an end: query, key, value, projection, MLP; two norms; embedding or head.
+    layers = 2 * (64 * (64 + 2 * 16 + 64 + 3 * 176) // 2 + 2 * 64)
+    vocabulary = -(-1000 // 256) * 256 * 64 // 2
+    assert first["parameters"] == layers + vocabulary
+    assert last["parameters"] == first["parameters"] + 64
+    for rank in (first, last):
+        assert sum(rank["at_peak"].values()) == rank["peak"] > sum(rank["static"].values())
+    sent = [row for row in first["traffic"] if row["op"] == "send"]
+    assert [(row["calls"], row["wire"]) for row in sent] == [(4, 4 * 32 * 2 * 64 * 2)]
+    gathers = {row["op"]: row["calls"] for row in last["traffic"] if "TENSOR" in row["group"]}
+    assert gathers["all_gather"] > gathers["reduce_scatter"]
+    assert set(found["formulas"]) == {"Megatron-LM's formula", "estimate of --dry-run"}
+    assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
+
+
+def test_the_verdict_is_the_status(plan):
+    status, text, errors = plan("--check", "--memory-limit", "1MB", "--", flags=JOB)
+    assert status == 3, errors
+    assert "does not fit: pipeline rank 0 needs " in text
+    assert " of 0.954 (--memory-limit), " in text
+    assert "4 ranks: tensor 2, pipeline 2, data 1; 4 micro-batches of 2" in text
+    assert "tensor model parallel " in text and "pipeline model parallel " in text
+    assert " % of what is counted" in text
+
+
+WRONG = {
+    "no-size": (["--check", "--memory-limit", "much"], "not a size such as 60GiB"),
+    "unknown-cluster": (["--check", "--cluster", "h10"], "closest: h100"),
+    "both-sides": (["--check", "--bf16", "--"], "--bf16 is no flag of this command"),
+    "picture": (["--check", "--plot", "memory.txt"], "must end in"),
+    "flag-of-the-job": (["--check", "--num-layer", "3"], "--num-layers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_flags_are_named(case, plan):
+    words, message = WRONG[case]
+    status, _, errors = plan(*words)
+    assert status in (1, 2) and message in " ".join(errors.split())
