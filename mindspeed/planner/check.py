@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mindspeed.planner import isolated
 from mindspeed.planner.counted_step import CountedStep, count_step
 from mindspeed.testing.ledger import Communication
 from mindspeed.training.fake_job import rank_in_stage
@@ -127,8 +128,7 @@ def check(
 def _count(
     args: argparse.Namespace, stages: Iterable[int], jobs: int
 ) -> Iterator[CountedStep | Exception]:
-    for stage in stages:
-        yield count_step(args, rank_in_stage(args, stage))
+    return isolated.map(count_step, [(args, rank_in_stage(args, stage)) for stage in stages], jobs)
 
 
 def _alike(steps: list[CountedStep]) -> Iterator[RankCheck]:
