@@ -20,6 +20,8 @@ equal on every machine and in every run:
 
 A receive is timed like a send, as if its sender called at the same moment; waiting for a slower
 rank is not modelled. Calls from other Python threads are not seen.
+
+``VirtualClock.of(rates)`` takes another model of time: :mod:`mindspeed.testing.clock_rates`.
 """
 
 from __future__ import annotations
@@ -40,24 +42,10 @@ from mindspeed.ops import _registry
 from mindspeed.profiling.flop_formulas import formula_of
 from mindspeed.profiling.instrument import Instrument
 from mindspeed.profiling.phase import PhaseTracker
+from mindspeed.testing.clock_rates import Call, Link, Rates, SimpleRates
 from mindspeed.testing.ledger import NAMESPACES, Communication, CommunicationMode
 
-
-@dataclass(frozen=True)
-class Link:
-    """Link model of a process group.
-
-    Attributes:
-        bytes_per_second: that one rank sends.
-        latency: seconds added to every call.
-    """
-
-    bytes_per_second: float
-    latency: float = 0.0
-
-    def seconds(self, nbytes: float) -> float:
-        """Time of one communication that puts ``nbytes`` on the wire."""
-        return self.latency + nbytes / self.bytes_per_second
+__all__ = ["Call", "Interval", "Link", "Rates", "VirtualClock"]
 
 
 @dataclass(frozen=True)
@@ -103,13 +91,20 @@ class VirtualClock(Instrument):
         self.now = 0.0
         self.scope = ""
         self.intervals: list[Interval] = []
-        self._flops_per_second = flops_per_second
-        self._memory = memory_bytes_per_second
-        self._link_of = link if callable(link) else lambda communication: link
-        self._free_at: dict[str, float] = {}  # process group -> end of its last communication
+        link_of = link if callable(link) else lambda communication: link
+        self._rates: Rates = SimpleRates(flops_per_second, link_of, memory_bytes_per_second)
+        self._counts_bytes = memory_bytes_per_second is not None
+        self._free_at: dict[str, float] = {}  # stream -> end of its last communication
         self._pending: dict[int, tuple[Any, Interval]] = {}  # by id; holds the object alive
         super().__init__()
         self.mode = _Mode(self, self.phase)
+
+    @classmethod
+    def of(cls, rates: Rates) -> VirtualClock:
+        """A clock with another model of time."""
+        clock = cls(1.0, Link(1.0))
+        clock._rates, clock._counts_bytes = rates, True
+        return clock
 
     def enter_contexts(self, stack: ExitStack) -> None:
         """Watch ``wait`` of all kinds of handles too."""
@@ -148,25 +143,33 @@ class VirtualClock(Instrument):
             if op is None or (found is not None and found.op == op):
                 yield interval
 
-    def _compute(self, name: str, flops: int) -> None:
-        start = self.now
-        self.now += flops / self._flops_per_second
-        if flops:
-            self._note("compute", name, start, self.now, flops=flops)
-
-    def _move(self, func: Any, inputs: Any, result: Any) -> None:
-        if self._memory is None or func.namespace in NAMESPACES:
+    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, formula: Any) -> None:
+        flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        wanted = self._counts_bytes and func.namespace not in NAMESPACES
+        nbytes = _moved(func, (args, kwargs), result) if wanted else 0
+        if not flops and not nbytes:
             return
-        nbytes = _moved(func, inputs, result)
         start = self.now
-        self.now += nbytes / self._memory
-        if nbytes:
-            self._note("compute", func._schema.name, start, self.now, memory_bytes=nbytes)
+        self.now = self._end(self._rates.operator(Call(func, args, kwargs, result, flops, nbytes)))
+        if self.now > start:
+            moved = 0 if flops else nbytes
+            self._note(
+                "compute", func._schema.name, start, self.now, flops=flops, memory_bytes=moved
+            )
+
+    def _end(self, seconds: float) -> float:
+        """When a computation ends that starts now; slower while communication runs."""
+        slowdown = self._rates.slowdown
+        if slowdown == 1.0:
+            return self.now + seconds
+        busy = max(0.0, max(self._free_at.values(), default=0.0) - self.now)
+        return self.now + min(seconds * slowdown, seconds + busy * (1 - 1 / slowdown))
 
     def _communicate(self, name: str, communication: Communication) -> Interval:
-        start = max(self.now, self._free_at.get(communication.group, 0.0))
-        end = start + self._link_of(communication).seconds(communication.wire)
-        self._free_at[communication.group] = end
+        stream = self._rates.stream(communication)
+        start = max(self.now, self._free_at.get(stream, 0.0))
+        end = start + self._rates.communication(communication)
+        self._free_at[stream] = end
         return self._note("communication", name, start, end, communication)
 
     def _expect(self, waitable: Any, interval: Interval) -> None:
@@ -217,11 +220,9 @@ class _Mode(CommunicationMode):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         operator = _registry.find(func)
         formula = formula_of(func._overloadpacket)
-        if formula is not None and not (operator is not None and operator.communicates):
+        if formula is None or operator is None or not operator.communicates:
             # The kernel of an operator that communicates ran in this mode, so it is timed already.
-            self._clock._compute(name, formula(*args, **kwargs, out_val=result))
-        elif formula is None:
-            self._clock._move(func, (args, kwargs), result)
+            self._clock._compute(func, args, kwargs, result, formula)
         self._started(name, self.communications(func, args, kwargs), result)
         return result
 

@@ -69,7 +69,7 @@ def _watched(layer: Any, tokens: int) -> Watched:
     hook.remove()
     log, layer.forward.log = layer.forward.log, None
     with VirtualClock(link=link, **SLOW) as slow:
-        slow._move = _without_copies(slow._move)
+        slow._compute = _without_copies(slow._compute)
         layer_ranks.run(layer, tokens=tokens)
     own = [row.nonzero().flatten().tolist() for row in routed[0]]
     choices: list[Any] = [None] * dist.get_world_size()
@@ -77,11 +77,11 @@ def _watched(layer: Any, tokens: int) -> Watched:
     return Watched(log, clock.intervals, clock.now, slow.intervals, choices, dist.get_rank())
 
 
-def _without_copies(move: Any) -> Any:
+def _without_copies(compute: Any) -> Any:
     """Copies in place belong to a collective: they bring its result where it was asked for."""
 
-    def chosen(func: Any, inputs: Any, result: Any) -> None:
+    def chosen(func: Any, *call: Any) -> None:
         if func._schema.name != "aten::copy_":
-            move(func, inputs, result)
+            compute(func, *call)
 
     return chosen

@@ -1,0 +1,209 @@
+"""How long operators and communications take on a cluster: a roofline with tiles.
+
+    rates = DeviceRates(load_cluster("h100"))
+    rates.product_seconds(4096, 4096, 4096, "bf16")
+    with VirtualClock.of(rates) as clock: ...
+
+An operator takes ``launch + max(computation, bytes / memory bandwidth)``.
+
+* **Matrix products** ``[m, k] @ [k, n]`` are computed in tiles, one per core at a time. The last
+  wave of tiles takes as long as a full one, so with t tiles on c cores
+
+      computation = ceil(t / c) * (FLOPs of a tile) / (peak * gemm_efficiency / c)
+
+  and tiles that reach over an edge of the result count whole. The fastest of some tile sizes and
+  divisions of k counts, as libraries choose; smaller tiles load more, so they attain less
+  (:data:`TILES`), and parts of k are added in fp32 in the memory.
+* **Measured products** of the cluster correct this formula: a product is scaled by the ratios of
+  measured to computed time, weighted by the distance of its sizes on a logarithmic scale.
+* **Attention** takes FLOPs / (peak * attention_efficiency); FLOPs of masked pairs do not count.
+* **All others** are bound by the bytes that they read and write once; views take no time.
+
+Sources: Williams, Waterman, Patterson, "Roofline" (2009); NVIDIA, "Matrix Multiplication Background
+User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301.03598).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil, log2, prod
+from typing import Any
+
+import torch
+
+from mindspeed.planner.cluster import Cluster, Measured
+from mindspeed.testing.clock import Call
+from mindspeed.testing.ledger import Communication
+
+TILES = ((1, 1, 1.0), (1, 2, 0.9), (2, 2, 0.75))
+"""Parts of a tile's rows and columns, and what they attain of the efficiency of whole tiles."""
+SPLITS = (1, 2, 4, 8)
+"""Parts that the summed dimension may be divided into."""
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+Product = tuple[int, int, int, str]
+"""Rows, columns, summed entries, dtype of a matrix product."""
+
+
+class DeviceRates:
+    """Rates of one device and its links, for :class:`~mindspeed.testing.clock.VirtualClock`.
+
+    Args:
+        cluster: the machine.
+
+    Attributes:
+        products: how often each matrix product was timed.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._device = cluster, cluster.device
+        self.products: Counter[Product] = Counter()
+        self._known: dict[tuple[Product, int], float] = {}
+        self._corrections: dict[str, list[tuple[Measured, float]]] = {}
+        for measured in self._device.products:
+            ratio = measured.seconds / self._formula(
+                (measured.m, measured.n, measured.k, measured.dtype), 1
+            )
+            self._corrections.setdefault(measured.dtype, []).append((measured, ratio))
+
+    @property
+    def slowdown(self) -> float:
+        """Of computation while communication runs."""
+        return self._cluster.overlap_slowdown
+
+    def communication(self, communication: Communication) -> float:
+        """Seconds of a communication over the cluster's links."""
+        return self._cluster.communication_seconds(communication)
+
+    def stream(self, communication: Communication) -> str:
+        """One per process group; links carry both directions at once."""
+        if communication.op in ("send", "recv"):
+            return f"{communication.group} {communication.op}"
+        return communication.group
+
+    def operator(self, call: Call) -> float:
+        """Seconds of an operator."""
+        if not call.flops:
+            return self.moving_seconds(call.nbytes)
+        if (found := _product_of(call)) is not None:
+            product, batch = found
+            self.products[product] += batch
+            return self._product(product, batch)
+        dtype, name = _dtype_of(call), call.func._schema.name
+        peak = self._device.peak(dtype)
+        if "attention" in name:
+            unmasked = _causal_part(call)
+            computing = call.flops * unmasked / (peak * self._device.attention_efficiency)
+        else:
+            computing = call.flops / (peak * self._device.gemm_efficiency)
+        return self._launch + max(computing, self._moving(call.nbytes))
+
+    def product_seconds(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
+        """Seconds of ``batch`` products ``[m, k] @ [k, n]`` in one operator."""
+        return self._product((m, n, k, dtype), batch)
+
+    def moving_seconds(self, nbytes: float) -> float:
+        """Seconds of an operator that reads and writes ``nbytes`` and computes little."""
+        return self._launch + self._moving(nbytes)
+
+    @property
+    def _launch(self) -> float:
+        return self._device.launch_us * 1e-6
+
+    def _moving(self, nbytes: float) -> float:
+        return nbytes / (self._device.memory_gbs * 1e9 * self._device.memory_efficiency)
+
+    def _product(self, product: Product, batch: int) -> float:
+        key = product, batch
+        if key not in self._known:
+            self._known[key] = self._formula(product, batch) * self._correction(product)
+        return self._known[key]
+
+    def _formula(self, product: Product, batch: int) -> float:
+        m, n, k, dtype = product
+        itemsize = {"fp8": 1, "int8": 1, "fp32": 4, "fp64": 8}.get(dtype, 2)
+        moving = self._moving(batch * itemsize * (m * k + k * n + m * n))
+        return self._launch + max(self._computing(product, batch), moving)
+
+    def _computing(self, product: Product, batch: int) -> float:
+        m, n, k, dtype = product
+        rate = self._device.peak(dtype) * self._device.gemm_efficiency / self._device.cores
+        rows, columns = self._device.tile
+        fastest = float("inf")
+        for high, wide, attained in TILES:
+            height, width = max(1, rows // high), max(1, columns // wide)
+            tiles = batch * ceil(m / height) * ceil(n / width)
+            for split in SPLITS:
+                waves = ceil(tiles * split / self._device.cores)
+                seconds = waves * 2 * height * width * ceil(k / split) / (rate * attained)
+                if split > 1:
+                    seconds += self._moving(2 * 4 * split * batch * m * n)
+                fastest = min(fastest, seconds)
+        return fastest
+
+    def _correction(self, product: Product) -> float:
+        """Mean ratio of measured to computed time, by inverse squared distance."""
+        m, n, k, dtype = product
+        weighted = total = 0.0
+        for measured, ratio in self._corrections.get(dtype, ()):
+            sizes = (m / measured.m, n / measured.n, k / measured.k)
+            distance = sum(log2(size) ** 2 for size in sizes)
+            if distance == 0:
+                return ratio
+            weighted += ratio / distance
+            total += 1 / distance
+        return weighted / total if total else 1.0
+
+
+def _product_of(call: Call) -> tuple[Product, int] | None:
+    """The matrix product that an operator computes, and how many of them; None: no plain one."""
+    position = _LEFT.get(call.func._schema.name)
+    if position is None:
+        return None
+    left, right = call.args[position : position + 2]
+    dtype = DTYPES.get(left.dtype, "fp32")
+    if left.dim() == 2 and right.dim() == 2:
+        return (left.shape[0], right.shape[1], left.shape[1], dtype), 1
+    if left.dim() == 3 and right.dim() == 3:
+        return (left.shape[1], right.shape[2], left.shape[2], dtype), left.shape[0]
+    return None
+
+
+_LEFT = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::baddbmm": 1,
+    "aten::baddbmm_": 1,
+    "aten::_scaled_mm": 0,
+}
+"""Operators of matrix products -> position of their left factor."""
+
+
+def _dtype_of(call: Call) -> str:
+    """Name of the dtype of its first tensor with floating-point numbers."""
+    for value in call.args:
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES:
+                return DTYPES[tensor.dtype]
+    return "fp32"
+
+
+def _causal_part(call: Call) -> float:
+    """The part of the counted score matrix that a causal kernel of torch computes."""
+    given: dict[str, Any] = dict(call.kwargs)
+    names = [argument.name for argument in call.func._schema.arguments]
+    given.update(zip(names, call.args, strict=False))
+    if not given.get("is_causal", given.get("causal")) or call.func.namespace != "aten":
+        return 1.0
+    query, key = given["query"].shape[-2], given["key"].shape[-2]
+    seen = prod((min(query, key), min(query, key) + 1)) / 2 + max(0, query - key) * key
+    return seen / (query * key)
