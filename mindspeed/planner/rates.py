@@ -29,9 +29,8 @@ from collections import Counter
 from math import ceil, log2, prod
 from typing import Any
 
-import torch
-
 from mindspeed.planner.cluster import Cluster, Measured
+from mindspeed.planner.products import Product, dtype_of, product_of
 from mindspeed.testing.clock import Call
 from mindspeed.testing.ledger import Communication
 
@@ -39,17 +38,6 @@ TILES = ((1, 1, 1.0), (1, 2, 0.9), (2, 2, 0.75))
 """Parts of a tile's rows and columns, and what they attain of the efficiency of whole tiles."""
 SPLITS = (1, 2, 4, 8)
 """Parts that the summed dimension may be divided into."""
-DTYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
-}
-Product = tuple[int, int, int, str]
-"""Rows, columns, summed entries, dtype of a matrix product."""
 
 
 class DeviceRates:
@@ -92,12 +80,11 @@ class DeviceRates:
         """Seconds of an operator."""
         if not call.flops:
             return self.moving_seconds(call.nbytes)
-        if (found := _product_of(call)) is not None:
+        if (found := product_of(call)) is not None:
             product, batch = found
             self.products[product] += batch
-            return self._product(product, batch)
-        dtype, name = _dtype_of(call), call.func._schema.name
-        peak = self._device.peak(dtype)
+            return max(self._product(product, batch), self.moving_seconds(call.nbytes))
+        peak, name = self._device.peak(dtype_of(call)), call.func._schema.name
         if "attention" in name:
             unmasked = _causal_part(call)
             computing = call.flops * unmasked / (peak * self._device.attention_efficiency)
@@ -160,41 +147,6 @@ class DeviceRates:
             weighted += ratio / distance
             total += 1 / distance
         return weighted / total if total else 1.0
-
-
-def _product_of(call: Call) -> tuple[Product, int] | None:
-    """The matrix product that an operator computes, and how many of them; None: no plain one."""
-    position = _LEFT.get(call.func._schema.name)
-    if position is None:
-        return None
-    left, right = call.args[position : position + 2]
-    dtype = DTYPES.get(left.dtype, "fp32")
-    if left.dim() == 2 and right.dim() == 2:
-        return (left.shape[0], right.shape[1], left.shape[1], dtype), 1
-    if left.dim() == 3 and right.dim() == 3:
-        return (left.shape[1], right.shape[2], left.shape[2], dtype), left.shape[0]
-    return None
-
-
-_LEFT = {
-    "aten::mm": 0,
-    "aten::bmm": 0,
-    "aten::addmm": 1,
-    "aten::addmm_": 1,
-    "aten::baddbmm": 1,
-    "aten::baddbmm_": 1,
-    "aten::_scaled_mm": 0,
-}
-"""Operators of matrix products -> position of their left factor."""
-
-
-def _dtype_of(call: Call) -> str:
-    """Name of the dtype of its first tensor with floating-point numbers."""
-    for value in call.args:
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES:
-                return DTYPES[tensor.dtype]
-    return "fp32"
 
 
 def _causal_part(call: Call) -> float:

@@ -213,6 +213,8 @@ class _Mode(CommunicationMode):
         if AsyncCollectiveTensor in types:
             return NotImplemented  # it unwraps itself: wait_tensor and func are dispatched again
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # a FakeTensor is asked for its device
+            return func(*args, **kwargs)
         name = func._schema.name
         if name == "_c10d_functional::wait_tensor":
             self._clock._wait_for(_storage(args[0]))
@@ -255,7 +257,7 @@ def _moved(func: Any, inputs: Any, result: Any) -> int:
     if func._schema.is_mutable:
         return sum(map(_extent, given)) + sum(_extent(x) for x in made if _storage(x) in known)
     name = func._schema.name.split("::")[1]
-    if any(_storage(x) in known for x in made) or "empty" in name:
+    if not made or any(_storage(x) in known for x in made) or "empty" in name:
         return 0
     if name.startswith("new_") or name.endswith("_like"):
         given = []  # it gives shape and dtype only
