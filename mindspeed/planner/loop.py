@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -78,13 +79,16 @@ def batches(micro_batch_size: int, length: int) -> Iterator[dict[str, Any]]:
         micro_batch_size: samples.
         length: tokens of each on this rank.
     """
+    return iter(partial(_batch, micro_batch_size, length), None)  # keeps none of them alive
+
+
+def _batch(micro_batch_size: int, length: int) -> dict[str, Any]:
     shape, where = (micro_batch_size, length), device.current().torch_device()
-    while True:
-        tokens = torch.zeros(shape, dtype=torch.int64, device=where)
-        yield {
-            "tokens": tokens,
-            "labels": tokens.clone(),
-            "position_ids": torch.arange(length, device=where).expand(shape),
-            "loss_mask": torch.ones(shape, device=where),
-            "attention_mask": None,
-        }
+    tokens = torch.zeros(shape, dtype=torch.int64, device=where)
+    return {
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "position_ids": torch.arange(length, device=where).expand(shape),
+        "loss_mask": torch.ones(shape, device=where),
+        "attention_mask": None,
+    }

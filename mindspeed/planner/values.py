@@ -17,6 +17,9 @@ from mindspeed.errors import ConfigError
 
 READERS: dict[tuple[str, str], float] = {
     ("clip_grads.py", "get_grad_norm_fp32"): 0.0,
+    ("utils.py", "logical_and_across_model_parallel_group"): 1,
+    ("utils.py", "reduce_max_stat_across_model_parallel_group"): 0.0,
+    ("utils.py", "_broadcast_cu_seqlens"): 0,
 }
 """(file, function) -> what it reads."""
 _INSIDE = ("/torch/", "/mindspeed/planner/", "/mindspeed/testing/", "/mindspeed/profiling/")

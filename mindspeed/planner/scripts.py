@@ -1,0 +1,150 @@
+"""A job that is a Megatron-LM script: its own model, forward step, arguments and training step.
+
+    settings = settings_of_script("pretrain_gpt.py", ["--num-layers", "2", ...], world_size=64)
+    step = count_step(settings.args, rank=0)
+
+or both at once with :func:`count_script`. The script is not changed: it runs up to its call of
+``pretrain`` (:mod:`mindspeed.adaptor.script_job`), then Megatron-LM's own code builds what it asks
+for and runs one step of it. Batches are invented, as Megatron-LM's data loader would yield them:
+whole sequences, on the first tensor-parallel rank.
+
+A script and what it imports stay loaded, so planners call these functions in a process of their
+own (:mod:`mindspeed.planner.isolated`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed import device
+from mindspeed.adaptor.script_job import ScriptJob
+from mindspeed.built_model import TrainedModel
+from mindspeed.errors import ConfigError
+from mindspeed.planner.counted_step import CountedStep, count_step
+from mindspeed.planner.loop import Step, batches
+from mindspeed.training.resolve import Settings
+
+# Options whose batches depend on the data.
+_UNKNOWN_BATCHES = {
+    "sft": "the lengths of its packed conversations",
+    "hybrid_context_parallel": "the lengths of its samples",
+    "reset_attention_mask": "the ends of its documents",
+}
+
+
+class ScriptLoop:
+    """The training program of a script.
+
+    Args:
+        job: the captured script; captured again in a process that got only its name.
+    """
+
+    def __init__(self, job: ScriptJob) -> None:
+        self._job: ScriptJob | None = job
+        self._name = job.path, job.argv
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_job": None}  # functions of a script cannot be pickled
+
+    @property
+    def job(self) -> ScriptJob:
+        """The script's arguments of ``pretrain``."""
+        if self._job is None:
+            self._job = ScriptJob.of(*self._name)
+        return self._job
+
+    @contextlib.contextmanager
+    def started(self, args: argparse.Namespace) -> Iterator[None]:
+        """Megatron-LM's global values, groups and seeds."""
+        with self.job.ready(args):
+            self.job.parallel_groups()
+            yield
+
+    def build(self, args: argparse.Namespace) -> TrainedModel:
+        """What Megatron-LM builds of the script's model provider."""
+        chunks, optimizer, schedule = self.job.build()
+        self.job.prepare_training(chunks, optimizer)
+        return TrainedModel(chunks[0].config, chunks, optimizer, schedule)
+
+    def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
+        """Megatron-LM's step with the script's forward step."""
+        readers = [_batches(args) for _ in model.chunks]
+
+        def step() -> None:
+            self.job.step(model.chunks, model.optimizer, model.schedule, readers)
+
+        return step
+
+
+def settings_of_script(
+    path: str | Path,
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+) -> Settings:
+    """Final values of a script's command line.
+
+    Args:
+        path: the script.
+        argv: its flags; those of features, too.
+        world_size: size of the job; default: the smallest that the flags allow.
+
+    Raises:
+        ConfigError: the script, Megatron-LM or a feature refuses them.
+    """
+    job = ScriptJob.of(path, argv)
+    args = job.final_args(world_size)
+    for name, what in _UNKNOWN_BATCHES.items():
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: {what} are not known before the data are read, so "
+                "this script cannot be planned with it; plan without it, as an upper bound"
+            )
+    args.planned_loop = ScriptLoop(job)
+    return Settings(args, "")
+
+
+def count_script(
+    path: str | Path,
+    argv: Sequence[str],
+    rank: int = 0,
+    *,
+    world_size: int | None = None,
+    micro_batches: int | None = None,
+) -> CountedStep:
+    """Count one step of a rank of a script's job, on FakeTensors.
+
+    Args:
+        path: the script.
+        argv: its flags.
+        rank: global rank.
+        world_size: size of the job; default: the smallest that the flags allow.
+        micro_batches: default: those of the job.
+
+    Raises:
+        ConfigError: the script, Megatron-LM or a feature refuses the flags, or the model reads
+            values of tensors.
+    """
+    settings = settings_of_script(path, argv, world_size=world_size)
+    return count_step(settings.args, rank, micro_batches=micro_batches)
+
+
+def _batches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Batches of Megatron-LM's data loader: the whole sequence, and the mask if it makes one."""
+    return map(partial(_as_loaded, args), batches(args.micro_batch_size, args.seq_length))
+
+
+def _as_loaded(args: argparse.Namespace, batch: dict[str, Any]) -> dict[str, Any]:
+    del batch["attention_mask"]
+    if args.create_attention_mask_in_dataloader:
+        shape = (args.micro_batch_size, 1, args.seq_length, args.seq_length)
+        where = device.current().torch_device()
+        batch["attention_mask"] = torch.zeros(shape, dtype=torch.bool, device=where)
+    return batch
