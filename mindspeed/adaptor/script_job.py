@@ -17,12 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import math
 import os
-import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from mindspeed.errors import ConfigError
@@ -58,11 +60,13 @@ class ScriptJob:
         path: the script.
         argv: its flags.
         given: arguments of ``pretrain`` by name.
+        module: the script, as it was at this call.
     """
 
     path: Path
     argv: tuple[str, ...]
     given: Mapping[str, Any] = field(repr=False)
+    module: ModuleType = field(repr=False)
 
     @classmethod
     def of(cls, path: str | Path, argv: Sequence[str]) -> ScriptJob:
@@ -75,9 +79,11 @@ class ScriptJob:
         if not path.is_file():
             raise ConfigError(f"script {path} does not exist")
         found: list[Mapping[str, Any]] = []
-        with _environment(path, argv, 1, 0), _capture(path, found):
+        module = ModuleType("__main__")
+        module.__file__ = str(path)
+        with _environment(module, argv, 1, 0), _capture(path, found):
             try:
-                runpy.run_path(str(path), run_name="__main__")
+                exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
             except _Captured:
                 pass
             except SystemExit as error:
@@ -88,7 +94,16 @@ class ScriptJob:
                 f"{path} does not call megatron.training.pretrain: planning needs its model "
                 "provider and forward step"
             )
-        return cls(path, tuple(argv), found[0])
+        return cls(path, tuple(argv), found[0], module)
+
+    def parser(self) -> argparse.ArgumentParser:
+        """All flags of the script: Megatron-LM's, those of features, and its own."""
+        from megatron.training import arguments
+
+        parser = argparse.ArgumentParser(self.path.name, allow_abbrev=False)
+        parser = arguments.add_megatron_arguments(parser)
+        provider = self.given.get("extra_args_provider")
+        return parser if provider is None else provider(parser)
 
     def final_args(self, world_size: int | None = None, rank: int = 0) -> argparse.Namespace:
         """Megatron-LM's own values of the script's flags, checked; features are attached.
@@ -103,7 +118,7 @@ class ScriptJob:
         from megatron.training import arguments
 
         provider = self.given.get("extra_args_provider")
-        with _environment(self.path, self.argv, world_size or 1, rank), _refusals(self.path):
+        with _environment(self.module, self.argv, world_size or 1, rank), _refusals(self.path):
             args = arguments.parse_args(provider, False)
             args.world_size = world_size or _smallest(args)
             arguments.validate_args(args, self.given.get("args_defaults") or {})
@@ -235,21 +250,25 @@ def _capture(path: Path, found: list[Mapping[str, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(path: Path, argv: Sequence[str], world_size: int, rank: int) -> Iterator[None]:
-    """The command line, import path and variables that a launcher gives a script."""
-    directory = str(path.resolve().parent)
-    names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    before, command = {name: os.environ.get(name) for name in names}, sys.argv
-    os.environ.update({name: str(value) for name, value in names.items()})
-    sys.argv = [str(path), *argv]
+def _environment(
+    module: ModuleType, argv: Sequence[str], world_size: int, rank: int
+) -> Iterator[None]:
+    """What a launcher gives a script: command line, import path, variables; it is ``__main__``."""
+    path = str(module.__file__)
+    directory = str(Path(path).resolve().parent)
     if directory not in sys.path:  # it stays: the script's functions import later, too
         sys.path.insert(0, directory)
+    names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    variables, command, main = dict(os.environ), sys.argv, sys.modules["__main__"]
+    os.environ.update({name: str(value) for name, value in names.items()})
+    sys.argv, sys.modules["__main__"] = [path, *argv], module
     try:
         yield
     finally:
-        sys.argv = command
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        sys.argv, sys.modules["__main__"] = command, main
+        for name in names:
+            os.environ.pop(name)
+        os.environ.update({name: variables[name] for name in names if name in variables})
 
 
 @contextlib.contextmanager
@@ -277,8 +296,6 @@ def _refusals(path: Path) -> Iterator[None]:
 
 def _source_line(error: BaseException) -> str:
     """The line that failed: many assertions of Megatron-LM have no message."""
-    import traceback
-
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{last.line} ({last.filename}:{last.lineno})"
 
@@ -289,8 +306,6 @@ def _smallest(args: argparse.Namespace) -> int:
     experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * (
         args.expert_model_parallel_size
     )
-    import math
-
     return math.lcm(inner, experts) * int(args.pipeline_model_parallel_size)
 
 
@@ -299,6 +314,3 @@ def _quiet() -> Iterator[None]:
     """Without Megatron-LM's report of its arguments and sizes."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
-
-
-Step = Callable[[], None]

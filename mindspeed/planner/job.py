@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed.planner.command_words import flags_of
 from mindspeed.training import recipe
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.resolve import Settings
@@ -89,7 +90,7 @@ class Job:
     def _changed(self, overrides: Overrides) -> list[str]:
         kept = [
             word
-            for dest, words in _flags_of(self._words, self._parser)
+            for dest, words in flags_of(self._words, self._parser)
             if dest not in overrides
             for word in words
         ]
@@ -99,7 +100,7 @@ class Job:
 
 def _expanded(argv: Sequence[str], parser: Parser) -> list[str]:
     """The command line with the words of its recipe in the recipe's place."""
-    flags = list(_flags_of(argv, parser))
+    flags = list(flags_of(argv, parser))
     words = [word for dest, part in flags if dest != "config" for word in part]
     name = next((_value(part) for dest, part in reversed(flags) if dest == "config"), None)
     if name is None:
@@ -110,15 +111,3 @@ def _expanded(argv: Sequence[str], parser: Parser) -> list[str]:
 def _value(words: Sequence[str]) -> str:
     _, equals, value = words[0].partition("=")
     return value if equals else " ".join(words[1:])
-
-
-def _flags_of(words: Sequence[str], parser: Parser) -> Iterator[tuple[str, list[str]]]:
-    """Each flag of a command line: its name in the namespace and its words."""
-    known = parser._option_string_actions
-    part: list[str] = []
-    for word in [*words, "--"]:
-        if word.startswith("--") and part:
-            action = known.get(part[0].partition("=")[0])
-            yield (action.dest if action is not None else part[0]), part
-            part = []
-        part.append(word)

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ from mindspeed import device
 from mindspeed.adaptor.script_job import ScriptJob
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import ConfigError
+from mindspeed.planner.command_words import changed_words
 from mindspeed.planner.counted_step import CountedStep, count_step
+from mindspeed.planner.job import NOT_PLANNED, Job, Overrides
 from mindspeed.planner.loop import Step, batches
 from mindspeed.training.resolve import Settings
 
@@ -83,32 +87,60 @@ class ScriptLoop:
         return step
 
 
-def settings_of_script(
-    path: str | Path,
-    argv: Sequence[str],
-    *,
-    world_size: int | None = None,
-) -> Settings:
-    """Final values of a script's command line.
+class ScriptedJob(Job):
+    """A job whose program is a Megatron-LM script; otherwise as any other.
 
     Args:
         path: the script.
         argv: its flags; those of features, too.
-        world_size: size of the job; default: the smallest that the flags allow.
 
     Raises:
-        ConfigError: the script, Megatron-LM or a feature refuses them.
+        ConfigError: the script does not call Megatron-LM's ``pretrain``.
     """
-    job = ScriptJob.of(path, argv)
-    args = job.final_args(world_size)
-    for name, what in _UNKNOWN_BATCHES.items():
-        if getattr(args, name, None):
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: {what} are not known before the data are read, so "
-                "this script cannot be planned with it; plan without it, as an upper bound"
-            )
-    args.planned_loop = ScriptLoop(job)
-    return Settings(args, "")
+
+    _script: ScriptJob
+
+    def __init__(self, path: str | Path, argv: Sequence[str]) -> None:
+        object.__setattr__(self, "argv", tuple(argv))
+        object.__setattr__(self, "_words", tuple(argv))
+        object.__setattr__(self, "_script", ScriptJob.of(path, argv))
+        object.__setattr__(self, "_parser", self._script.parser())
+
+    def settings(self, overrides: Overrides | None = None, devices: int | None = None) -> Settings:
+        """Final values of the script with some flags changed, as a start would find them.
+
+        Args:
+            overrides: values by their names in the namespace.
+            devices: ranks; default: as few as the flags allow.
+
+        Raises:
+            ConfigError: Megatron-LM or a feature refuses the flags.
+        """
+        words = self._changed({**NOT_PLANNED, **(overrides or {})})
+        script = replace(self._script, argv=tuple(words))
+        args = script.final_args(devices)
+        for name, what in _UNKNOWN_BATCHES.items():
+            if getattr(args, name, None):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: {what} are not known before the data are read, "
+                    "so the script cannot be planned with it; plan without it, an upper bound"
+                )
+        args.planned_loop = ScriptLoop(script)
+        return Settings(args, "")
+
+    def command(self, overrides: Overrides | None = None) -> str:
+        """The script and its flags as text of a shell."""
+        return shlex.join([str(self._script.path), *self.flags(overrides)])
+
+    def _changed(self, overrides: Overrides) -> list[str]:
+        return changed_words(self._words, self._parser, overrides)
+
+
+def settings_of_script(
+    path: str | Path, argv: Sequence[str], *, world_size: int | None = None
+) -> Settings:
+    """Final values of a script's command line (:meth:`ScriptedJob.settings`)."""
+    return ScriptedJob(path, argv).settings({}, world_size)
 
 
 def count_script(

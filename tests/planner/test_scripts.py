@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from mindspeed.adaptor.script_job import ScriptJob
 from mindspeed.errors import ConfigError
+from mindspeed.planner.command_words import changed_words
 from tests.megatron_lm.launch import megatron_checkout
 from tests.megatron_lm.test_matrix import MODEL, TRAINING
 
@@ -88,6 +90,24 @@ def test_a_script_needs_megatron_lm(tmp_path, megatron_training, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     with pytest.raises(ConfigError, match="needs a checkout of Megatron-LM"):
         ScriptJob.of(script(tmp_path, SCRIPT), [])
+
+
+def test_flags_of_a_script_are_changed_as_those_of_a_recipe():
+    parser = argparse.ArgumentParser()
+    for flag in ("--size", "--tensor-model-parallel-size"):
+        parser.add_argument(flag, type=int, default=1)
+    parser.add_argument("--swiglu", action="store_true")
+    parser.add_argument("--no-bias", action="store_false", dest="bias")
+    parser.add_argument("--modules", nargs="*")
+    words = ["--size", "3"]
+    changed = {"size": 4, "swiglu": True, "bias": False, "modules": ["a", "b"]}
+    assert changed_words(words, parser, changed) == (
+        ["--size", "4", "--swiglu", "--no-bias", "--modules", "a", "b"]
+    )
+    assert changed_words(words, parser, {"size": None}) == []
+    assert changed_words(words, parser, {"swiglu": False, "bias": True}) == words
+    with pytest.raises(ConfigError, match="no flag of the script sets zero_stage to 2"):
+        changed_words(words, parser, {"zero_stage": 2})
 
 
 # Megatron-LM sends the batch to other tensor-parallel ranks and the results of the step around.
