@@ -136,6 +136,17 @@ class ScriptedJob(Job):
         return changed_words(self._words, self._parser, overrides)
 
 
+def job_of(words: Sequence[str]) -> Job:
+    """The job of a command line: ``SCRIPT.py FLAGS``, or flags of our trainer.
+
+    Raises:
+        ConfigError: the script does not call Megatron-LM's ``pretrain``.
+    """
+    if words and not words[0].startswith("-"):
+        return ScriptedJob(words[0], words[1:])
+    return Job(words)
+
+
 def settings_of_script(
     path: str | Path, argv: Sequence[str], *, world_size: int | None = None
 ) -> Settings:
