@@ -1,0 +1,334 @@
+"""The candidates of a search: values of every dimension, and which combinations can exist.
+
+    space = Space.of(shape, node_size=8)
+    removed = Counter()
+    for layout in space.layouts(shape, removed): ...
+
+All combinations are counted. One that a start would refuse for its sizes is taken out here, and
+counted by its reason; what only a start knows is asked of the start (:mod:`.search`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from typing import Any
+
+from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
+
+SAME = "the same as another combination"
+Split = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a job that its layout must divide.
+
+    Attributes:
+        devices: ranks.
+        global_batch_size: samples of a step.
+        num_layers: transformer layers.
+        heads: attention heads.
+        query_groups: of grouped-query attention; else as many as heads.
+        seq_length: tokens of a sample.
+        experts: of a layer; 0 without.
+        aligned: sizes must be divisible by ``tp``.
+    """
+
+    devices: int
+    global_batch_size: int
+    num_layers: int
+    heads: int
+    query_groups: int
+    seq_length: int
+    experts: int = 0
+    aligned: bool = True
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, devices: int) -> Shape:
+        """That of a job on some devices.
+
+        Args:
+            args: final values of the job in any layout.
+            devices: ranks.
+        """
+        heads = args.num_attention_heads
+        return cls(
+            devices,
+            args.global_batch_size,
+            args.num_layers,
+            heads,
+            args.num_query_groups if args.group_query_attention else heads,
+            args.seq_length,
+            args.num_experts or 0,
+            not args.unaligned_linear,
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """Values of each dimension, which are fields of :class:`Layout`.
+
+    Attributes:
+        recompute: what is computed again; a fraction is that part of the layers of a chunk.
+        split: how layers are divided among stages: ``even``; ``ends``: not evenly, the last stage
+            and the first ones have one layer less; or the layers of each stage.
+    """
+
+    tp: tuple[int, ...] = (1,)
+    cp: tuple[int, ...] = (1,)
+    cp_algorithm: tuple[str | None, ...] = (None,)
+    ep: tuple[int, ...] = (1,)
+    etp: tuple[int | None, ...] = (None,)
+    pp: tuple[int, ...] = (1,)
+    mbs: tuple[int, ...] = (1,)
+    vpp: tuple[int, ...] = (1,)
+    schedule: tuple[str | None, ...] = (None,)
+    split: tuple[Split, ...] = ("even",)
+    recompute: tuple[Recompute | Fraction | None, ...] = (None,)
+    optimizer: tuple[str | None, ...] = (None,)
+    expert_program: tuple[str | None, ...] = (None,)
+    memory: tuple[tuple[str, ...] | None, ...] = (None,)
+
+    @classmethod
+    def of(cls, shape: Shape, node_size: int = 8) -> Space:
+        """What is searched unless the user says otherwise.
+
+        Tensor parallelism stays within a node; a rank keeps at least 2,048 tokens of a sequence,
+        and at most 32,768 tokens of a micro-batch.
+        """
+        powers = [2**n for n in range(21)]
+        layers, longest = shape.num_layers, max(1, 32768 // shape.seq_length)
+        experts = [n for n in powers if n <= shape.experts and shape.experts % n == 0]
+        modules = ("moe",) if shape.experts else ("mlp",)
+        return cls(
+            tp=tuple(n for n in powers if n <= node_size),
+            cp=tuple(n for n in powers if n == 1 or shape.seq_length // n >= 2048),
+            cp_algorithm=("ulysses", "ring"),
+            ep=tuple(experts) or (1,),
+            etp=(1, None) if shape.experts else (None,),
+            pp=tuple(n for n in _divisors(shape.devices) if n <= layers),
+            mbs=tuple(n for n in (1, 2, 4, 8) if n <= longest),
+            vpp=tuple(n for n in range(1, 13) if n == 1 or layers % n == 0),
+            schedule=(None, "zb-h1", "zb-v", "dualpipev"),
+            split=("even", "ends"),
+            recompute=(Recompute(), Recompute(modules), *(Fraction(n, 8) for n in range(1, 9))),
+            optimizer=("distributed",),
+        )
+
+    @property
+    def total(self) -> int:
+        """Number of combinations."""
+        return math.prod(len(getattr(self, item.name)) for item in fields(self))
+
+    def only(self, names: Sequence[str], otherwise: Layout) -> Space:
+        """This space in some dimensions; the others as in a layout.
+
+        Args:
+            names: dimensions that are searched.
+            otherwise: the layout of the job.
+        """
+        layout_fields = {item.name for item in fields(Layout)}
+        fixed: dict[str, Any] = {
+            item.name: (getattr(otherwise, item.name),)
+            for item in fields(self)
+            if item.name not in names and item.name in layout_fields
+        }
+        if "split" not in names:
+            fixed["split"] = (otherwise.stage_layers or "even",)
+        return replace(self, **fixed)
+
+    def with_values(self, values: Mapping[str, Sequence[Any]]) -> Space:
+        """This space with other values of some dimensions."""
+        return replace(self, **{name: tuple(chosen) for name, chosen in values.items()})
+
+    def layouts(self, shape: Shape, removed: Counter[str]) -> Iterator[Layout]:
+        """All combinations that can exist, each once.
+
+        Args:
+            shape: of the job.
+            removed: gets the number of the others, by reason.
+        """
+        names = [item.name for item in fields(self)]
+        behind = [
+            math.prod(len(getattr(self, name)) for name in names[position + 1 :])
+            for position in range(len(names))
+        ]
+        point: dict[str, Any] = {}
+        seen: set[Layout] = set()
+
+        def extend(position: int) -> Iterator[Layout]:
+            if position == len(names):
+                layout = _layout(shape, point)
+                if layout in seen:
+                    removed[SAME] += 1
+                    return
+                seen.add(layout)
+                yield layout
+                return
+            name = names[position]
+            for value in getattr(self, name):
+                point[name] = value
+                if reason := _reason(name, shape, point):
+                    removed[reason] += behind[position]
+                else:
+                    yield from extend(position + 1)
+
+        return extend(0)
+
+
+def stage_layers(num_layers: int, stages: int, split: Split) -> tuple[int, ...] | None:
+    """Layers of each stage; None if the model cannot be divided so.
+
+    Args:
+        num_layers: of the model.
+        stages: of the pipeline, chunks counted.
+        split: ``even``, ``ends`` or the layers themselves. With ``ends`` the stages that have one
+            layer less than the others are the last one, with the output layer, then the first ones,
+            which hold most micro-batches.
+    """
+    if isinstance(split, tuple):
+        return split if len(split) == stages and sum(split) == num_layers else None
+    if split == "even":
+        return None if num_layers % stages else (num_layers // stages,) * stages
+    if stages < 2:
+        return None
+    longest = -(-num_layers // stages)
+    fewer = stages * longest - num_layers
+    lighter = [stages - 1, *range(stages - 1)][:fewer]
+    return tuple(longest - (stage in lighter) for stage in range(stages)) if fewer else None
+
+
+def _layout(shape: Shape, point: Mapping[str, Any]) -> Layout:
+    values = dict(point)
+    stages = values["pp"] * values["vpp"]
+    split, layers = values.pop("split"), None
+    counts = stage_layers(shape.num_layers, stages, split) or (0,)
+    if split != "even" and len(set(counts)) > 1:
+        layers = counts
+    share = values["recompute"]
+    if isinstance(share, Fraction):
+        most = max(counts)
+        number = math.ceil(share * most)
+        values["recompute"] = Recompute(layers=-1 if number == most else number)
+    if values["cp"] == 1:
+        values["cp_algorithm"] = None
+    if values["etp"] == values["tp"]:
+        values["etp"] = None
+    return Layout(shape.devices, shape.global_batch_size, stage_layers=layers, **values)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+Point = Mapping[str, Any]
+
+
+def _reason(name: str, shape: Shape, point: Point) -> str | None:
+    """Why no layout with these values exists; ``name`` was chosen last."""
+    checks = _CHECKS.get(name, ())
+    return next((reason for check in checks if (reason := check(shape, point))), None)
+
+
+def _tensor(shape: Shape, point: Point) -> str | None:
+    tp, groups = point["tp"], shape.query_groups
+    if shape.devices % tp:
+        return "devices are not divisible by tp"
+    if shape.aligned and shape.heads % tp:
+        return "attention heads are not divisible by tp"
+    if shape.aligned and groups % tp and tp % groups:
+        return "neither query groups nor tp divide the other"
+    if shape.aligned and tp > 1 and shape.seq_length % tp:
+        return "the sequence is not divisible by tp"
+    return None
+
+
+def _context(shape: Shape, point: Point) -> str | None:
+    if shape.devices % (point["tp"] * point["cp"]):
+        return "devices are not divisible by tp x cp"
+    if point["cp"] > 1 and shape.seq_length % (2 * point["cp"]):
+        return "the sequence is not divisible by 2 cp"
+    return None
+
+
+def _experts(shape: Shape, point: Point) -> str | None:
+    if point["ep"] > 1 and (not shape.experts or shape.experts % point["ep"]):
+        return "experts are not divisible by ep"
+    return None
+
+
+def _pipeline(shape: Shape, point: Point) -> str | None:
+    pp = point["pp"]
+    if shape.devices % (point["tp"] * point["cp"] * pp):
+        return "devices are not divisible by tp x cp x pp"
+    etp = point["tp"] if point["etp"] is None else point["etp"]
+    if shape.experts and shape.devices % (etp * point["ep"] * pp):
+        return "devices are not divisible by etp x ep x pp"
+    return None
+
+
+def _micro_batch(shape: Shape, point: Point) -> str | None:
+    dp = shape.devices // (point["tp"] * point["cp"] * point["pp"])
+    if shape.global_batch_size % (point["mbs"] * dp):
+        return "the global batch is not divisible by mbs x dp"
+    return None
+
+
+def _chunks(shape: Shape, point: Point) -> str | None:
+    if point["vpp"] > 1 and point["pp"] == 1:
+        return "vpp needs pp of at least 2"
+    if point["vpp"] * point["pp"] > shape.num_layers:
+        return "more stages than layers"
+    return None
+
+
+def _schedule(shape: Shape, point: Point) -> str | None:
+    schedule = point["schedule"]
+    if schedule is None:
+        return None
+    if point["pp"] == 1:
+        return "schedules need pp of at least 2"
+    if schedule in V_SHAPES and point["vpp"] != 2:
+        return "schedules in a V-shape have vpp 2"
+    dp = shape.devices // (point["tp"] * point["cp"] * point["pp"])
+    micro_batches = shape.global_batch_size // (point["mbs"] * dp)
+    if schedule == "dualpipev" and micro_batches < 2 * point["pp"]:
+        return "dualpipev needs 2 pp micro-batches"
+    return None
+
+
+def _split(shape: Shape, point: Point) -> str | None:
+    stages, split = point["pp"] * point["vpp"], point["split"]
+    if split != "even" and point["schedule"] in V_SHAPES:
+        return "schedules in a V-shape divide layers evenly"
+    if stage_layers(shape.num_layers, stages, split) is not None:
+        return None
+    if isinstance(split, tuple):
+        return "the layers of stages are those of another pp x vpp"
+    return "layers are not divisible by pp x vpp" if split == "even" else _UNEVEN
+
+
+def _sharding(shape: Shape, point: Point) -> str | None:
+    if point["optimizer"] in ("zero2", "zero3") and point["pp"] > 1:
+        return "ZeRO 2 and 3 have no pipeline"
+    return None
+
+
+_UNEVEN = "layers are divisible by pp x vpp, so no stage has fewer"
+_CHECKS: Mapping[str, Sequence[Callable[[Shape, Point], str | None]]] = {
+    "tp": (_tensor,),
+    "cp": (_context,),
+    "ep": (_experts,),
+    "pp": (_pipeline,),
+    "mbs": (_micro_batch,),
+    "vpp": (_chunks,),
+    "schedule": (_schedule,),
+    "split": (_split,),
+    "optimizer": (_sharding,),
+}
