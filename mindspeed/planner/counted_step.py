@@ -16,7 +16,7 @@ import argparse
 import copy
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ def count_step(
     *,
     micro_batches: int | None = None,
     watch: Watch = nullcontext,
+    imbalance: float = 1.0,
 ) -> CountedStep:
     """Count one step of a rank of the job, on FakeTensors.
 
@@ -73,12 +74,18 @@ def count_step(
         rank: global rank.
         micro_batches: default: those of the job.
         watch: is around the step that is counted.
+        imbalance: load of the first expert-parallel rank over the mean.
     """
+    from mindspeed.planner.balanced_routing import assumed_routing
     from mindspeed.planner.fake_world import fake_world
     from mindspeed.planner.values import ConstantValues
 
     args = copy.copy(args)
-    with fake_world(args, rank), FakeTensorMode(allow_non_fake_inputs=True), ConstantValues():
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(args, rank))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(ConstantValues())
+        stack.enter_context(assumed_routing(args, imbalance))
         return count_here(args, rank, micro_batches, watch)
 
 
