@@ -196,3 +196,4 @@ def _patch(balance: Balance, journal: Journal) -> None:
     journal.set(RouterForward, "_scores", scores, owner=owner)
     # What they collect over micro-batches and layers would outlive the tensors of this block.
     journal.set(moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None, owner=owner)
+    journal.set(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}, owner=owner)

@@ -18,6 +18,7 @@ It costs no bytes and no FLOPs that any instrument sees.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -188,9 +189,15 @@ class KnownValues(TorchDispatchMode):
             if values is None:  # a reader, which is named
                 return [one.item() for one in tensor.flatten()]
             with no_dispatch():
-                return otherwise(values, **options)
+                array = otherwise(values, **options)
+            weakref.finalize(array, _keeps, tensor).atexit = False
+            return array
 
         return numpy
+
+
+def _keeps(tensor: torch.Tensor) -> None:
+    """An array shares the memory of its tensor."""
 
 
 def _storage(values: torch.Tensor) -> int:
