@@ -192,7 +192,9 @@ def _patch(balance: Balance, journal: Journal) -> None:
 
     owner = "planner"
     journal.set(TopKRouter, "routing", routing, owner=owner)
-    journal.set(RouterForward, "_logits", lambda *given: set_logits(gate_logits(*given)), owner=owner)
+    journal.set(
+        RouterForward, "_logits", lambda *given: set_logits(gate_logits(*given)), owner=owner
+    )
     journal.set(RouterForward, "_scores", scores, owner=owner)
     # What they collect over micro-batches and layers would outlive the tensors of this block.
     journal.set(moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None, owner=owner)

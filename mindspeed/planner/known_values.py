@@ -90,7 +90,8 @@ class KnownValues(TorchDispatchMode):
         if known < len(tensors) or (not tensors and func.overloadpacket not in _FACTORIES):
             return self._without_values(func, args, kwargs, known)
         if func is _aten._local_scalar_dense.default:
-            return values[0].item()  # type: ignore[union-attr]
+            with no_dispatch():
+                return values[0].item()  # type: ignore[union-attr]
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._without_values(func, args, kwargs, known)
         if torch.Tag.dynamic_output_shape in func.tags:
