@@ -16,9 +16,10 @@ CPU's path: operators that a device fuses and the CPU does not are timed one by 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -84,12 +85,17 @@ class TimedStep:
     products: Counter[Product]
 
 
+Watch = Callable[[VirtualClock], contextlib.AbstractContextManager[None]]
+"""Made with the clock; it is around the step that is timed."""
+
+
 def time_step(
     args: argparse.Namespace,
     cluster: Cluster,
     rank: int = 0,
     *,
     micro_batches: int | None = None,
+    watch: Watch = contextlib.nullcontext,
 ) -> TimedStep:
     """Time one step of a rank of the job, on FakeTensors.
 
@@ -98,17 +104,22 @@ def time_step(
         cluster: rates of devices and links.
         rank: global rank.
         micro_batches: default: those of the job.
+        watch: is around the step that is timed.
     """
     from mindspeed.planner.fake_world import fake_world
     from mindspeed.planner.values import ConstantValues
 
     args = copy.copy(args)
     with fake_world(args, rank), FakeTensorMode(allow_non_fake_inputs=True), ConstantValues():
-        return time_here(args, cluster, rank, micro_batches)
+        return time_here(args, cluster, rank, micro_batches, watch)
 
 
 def time_here(
-    args: argparse.Namespace, cluster: Cluster, rank: int, micro_batches: int | None = None
+    args: argparse.Namespace,
+    cluster: Cluster,
+    rank: int,
+    micro_batches: int | None = None,
+    watch: Watch = contextlib.nullcontext,
 ) -> TimedStep:
     """Time one step of this process, whose process groups exist.
 
@@ -117,6 +128,7 @@ def time_here(
         cluster: rates of devices and links.
         rank: global rank of this process.
         micro_batches: default: those of the job.
+        watch: is around the step that is timed.
     """
     from mindspeed.planner.scopes import GRADIENTS, OPTIMIZER, parts_named
     from mindspeed.planner.step_of_rank import StepOfRank
@@ -125,7 +137,7 @@ def time_here(
     step.run()  # a second step is like all later ones: optimizer states exist
     rates = DeviceRates(cluster)
     clock = VirtualClock.of(rates)
-    with parts_named(clock, step.model), clock:
+    with parts_named(clock, step.model), clock, watch(clock):
         step.run()
     layers = _by_scope(clock.intervals, step.micro_batches)
     return TimedStep(

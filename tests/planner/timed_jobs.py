@@ -1,0 +1,40 @@
+"""Steps of tiny jobs, counted and timed on FakeTensors; run in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from tests.planner.real_and_fake import SMALL
+from tests.support.trainer_job import command
+
+
+def arguments(flags: str, world: int) -> Any:
+    """Final values of a tiny job."""
+    from mindspeed.training.initialize import prepare
+
+    return prepare(command(["--dry-run", *SMALL.split(), *flags.split()]), world).args
+
+
+def counted(jobs: list[tuple[str, int]]) -> list[tuple[int, Counter[Any]]]:
+    """Parameters and payload by operation, group and phase of each job's first rank."""
+    from mindspeed.planner.counted_step import count_step
+
+    found = []
+    for flags, world in jobs:
+        step = count_step(arguments(flags, world))
+        sent: Counter[Any] = Counter()
+        for one in step.communications:
+            sent[one.op, one.description, one.phase] += one.payload
+        found.append((step.parameters, sent))
+    return found
+
+
+def timed(jobs: list[tuple[str, int]], **changes: Any) -> list[Any]:
+    """Timed first rank of each job on the generic cluster with some fields changed."""
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.timed_step import time_step
+
+    cluster = dataclasses.replace(load_cluster("generic"), **changes)
+    return [time_step(arguments(flags, world), cluster) for flags, world in jobs]
