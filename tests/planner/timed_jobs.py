@@ -38,3 +38,24 @@ def timed(jobs: list[tuple[str, int]], **changes: Any) -> list[Any]:
 
     cluster = dataclasses.replace(load_cluster("generic"), **changes)
     return [time_step(arguments(flags, world), cluster) for flags, world in jobs]
+
+
+def overlapped(slowdown: float, nbytes: int) -> list[float]:
+    """Seconds of a product alone, beside an all-reduce of ``nbytes``, and of that all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.rates import DeviceRates
+    from mindspeed.testing.clock import VirtualClock
+
+    cluster = dataclasses.replace(load_cluster("generic"), overlap_slowdown=slowdown)
+    a = torch.ones(256, 256)
+    with VirtualClock.of(DeviceRates(cluster)) as clock:
+        a @ a
+        work = dist.all_reduce(torch.ones(nbytes // 4), async_op=True)
+        a @ a
+        work.wait()
+    alone, beside = (one for one in clock.select("compute") if one.name == "aten::mm")
+    (sent,) = clock.select("communication")
+    return [alone.seconds, beside.seconds, sent.seconds]
