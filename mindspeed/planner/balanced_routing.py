@@ -27,7 +27,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
-from mindspeed.planner.known_values import KnownValues, assume
+from mindspeed.planner.known_values import KnownValues, assume, share_bytes
 
 MARGIN = 64.0
 """Logit of chosen experts; that of others is 0. Noise of gates does not change the choice."""
@@ -165,6 +165,7 @@ def _patch(balance: Balance, journal: Journal) -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     from mindspeed.moe.deepspeed.megatron import RouterForward
+    from mindspeed.moe.dispatch.window import WindowDispatcher
 
     def set_logits(logits: torch.Tensor) -> torch.Tensor:
         with no_dispatch():
@@ -180,7 +181,9 @@ def _patch(balance: Balance, journal: Journal) -> None:
 
     def routing(router: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(router.expert_bias, FakeTensor):  # updates of a step are far below the margin
-            assume(router.expert_bias, torch.zeros(balance.experts))
+            with no_dispatch():
+                zero = torch.zeros(balance.experts)
+            assume(router.expert_bias, zero)
         return route(router, set_logits(logits), *args, **kwargs)
 
     def scores(gate: Any, logits: torch.Tensor, gates: torch.Tensor) -> list[torch.Tensor]:
@@ -190,12 +193,28 @@ def _patch(balance: Balance, journal: Journal) -> None:
                 set_logits(score)
         return found
 
+    measure, headers = WindowDispatcher.measure, WindowDispatcher._headers
+    loads: list[torch.Tensor] = []
+
+    def measured(dispatcher: Any, chunk: Any) -> None:
+        loads[:] = [chunk.values["load"]]
+        measure(dispatcher, chunk)
+        loads.clear()
+
+    def headers_of(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
+        found = headers(dispatcher, rows)
+        if loads and isinstance(found, FakeTensor):  # in rows, whose values are not known
+            share_bytes(loads[0], found)
+        return found
+
     owner = "planner"
     journal.set(TopKRouter, "routing", routing, owner=owner)
     journal.set(
         RouterForward, "_logits", lambda *given: set_logits(gate_logits(*given)), owner=owner
     )
     journal.set(RouterForward, "_scores", scores, owner=owner)
+    journal.set(WindowDispatcher, "measure", measured, owner=owner)
+    journal.set(WindowDispatcher, "_headers", headers_of, owner=owner)
     # What they collect over micro-batches and layers would outlive the tensors of this block.
     journal.set(moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None, owner=owner)
     journal.set(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}, owner=owner)

@@ -64,6 +64,10 @@ def _apply(module: torch.nn.Module, change: Callable[[Any], Any], recurse: bool 
     """``Module._apply``, which cannot exchange parameters that are FakeTensors."""
     for each in module.modules() if recurse else [module]:
         for tensor in [*each._parameters.values(), *each._buffers.values()]:
-            if tensor is not None:
-                tensor.data = change(tensor.data)
+            if tensor is None:
+                continue
+            before = tensor.data
+            after = change(before)
+            if after is not before:  # also tensors on the meta device, which stay there
+                tensor.data = after
     return module

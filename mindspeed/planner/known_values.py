@@ -53,6 +53,19 @@ def assume(tensor: torch.Tensor, values: torch.Tensor) -> None:
             tensor.data.copy_(values.reshape(tensor.shape))
 
 
+def share_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Each row of ``target`` (FakeTensor, uint8 ``[n, bytes]``) is the value of ``source`` (fake).
+
+    Args:
+        source: a scalar with values.
+        target: its bytes, n times.
+    """
+    values = source.__dict__.get(_NAME)
+    if values is not None:
+        with no_dispatch():
+            assume(target, values.view(1).view(torch.uint8).expand(target.shape))
+
+
 class KnownValues(TorchDispatchMode):
     """Propagates values inside its block, which is one of a ``FakeTensorMode``."""
 
