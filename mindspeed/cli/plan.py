@@ -1,10 +1,14 @@
 """Plan a training job without a device: will it fit, what does it send, which layout is best.
 
-    mindspeed plan --check --memory-limit 60GiB --config my.yaml --nproc 64
-    mindspeed plan --check --cluster h100 -- --model llama3-70b --tensor-model-parallel-size 8
+    mindspeed plan --cluster h100 --devices 64 --model llama3-8b --bf16 --seq-length 8192 \\
+        --global-batch-size 256 --out plan
+    mindspeed plan --check --cluster ascend-910b --config my.yaml --nproc 64
+    mindspeed plan --check --memory-limit 60GiB -- --model llama3-8b --bf16 --nproc 8
 
-Takes all flags of ``mindspeed pretrain``, or behind ``--``. The real program of a rank runs on
-FakeTensors: bytes, FLOPs and messages are counted, not estimated. Data need not exist.
+The first searches the best layouts, the others count one configuration. Takes all flags of
+``mindspeed pretrain``, or behind ``--``. The real program of a rank runs on FakeTensors: bytes,
+FLOPs and messages are counted, not estimated; times are a model of the cluster. Data need not
+exist.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindspeed.cli.plan_values import DIMENSIONS, dimensions, fixed
 from mindspeed.errors import ConfigError
 from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
 
@@ -31,11 +36,23 @@ def run(argv: Sequence[str]) -> int:
 
         check_format("--plot", own.plot)
         figure_class()
-    if not own.check:
-        raise ConfigError("give --check: one configuration is counted")
-    from mindspeed.cli.plan_check import run_check
+    if own.check:
+        from mindspeed.cli.plan_check import run_check
 
-    return run_check(own, flags)
+        _refuse_with_check(own)
+        own.devices = own.devices[0] if own.devices else None
+        return run_check(own, flags)
+    from mindspeed.cli.plan_search import run_search
+
+    return run_search(own, flags)
+
+
+def _refuse_with_check(own: argparse.Namespace) -> None:
+    for name in ("fix", "search", "out", "top", "cache"):
+        if getattr(own, name):
+            raise ConfigError(f"--{name} belongs to a search; --check counts one configuration")
+    if own.devices and len(own.devices) > 1:
+        raise ConfigError("--check counts one configuration: give one number of --devices")
 
 
 def _parser() -> Parser:
@@ -55,14 +72,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--check", action="store_true", help="count one configuration, the one of the flags")
     add_job_arguments(parser)
-    add("--plot", type=Path, metavar="FILE", help="draw memory by rank: .png, .svg or .pdf")
+    add(
+        "--devices",
+        type=device_counts,
+        metavar="N,..",
+        help="ranks to plan for; several numbers are planned in turn (default: --nproc)",
+    )
+    add("--top", type=whole(1, 1000), metavar="N", help="candidates (default: 5)")
+    add(
+        "--fix",
+        type=fixed,
+        metavar="NAME=VALUE,..",
+        help=f"search with this value only; names: {', '.join(DIMENSIONS)}",
+    )
+    add(
+        "--search",
+        type=dimensions,
+        metavar="NAME,..",
+        help="search these only; the others are as the flags of the job say (default: all)",
+    )
+    add("--cache", type=Path, metavar="DIR", help="of measured signatures (default: the user's)")
+    add("--out", type=Path, metavar="DIR", help="write the plan, flags and recipes here")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw memory by rank, and the front of time and memory: .png, .svg or .pdf",
+    )
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every command that plans."""
     add = parser.add_argument
     add("--cluster", metavar="NAME", help="devices and links: a preset, or FILE.json")
-    add("--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)")
     add(
         "--memory-limit",
         type=memory_size,
@@ -89,6 +131,11 @@ def read(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[
             f"{parser.prog}: {rest[0]} is no flag of this command; flags of the job stand behind --"
         )
     return own, argv[middle + 1 :]
+
+
+def device_counts(text: str) -> tuple[int, ...]:
+    """Numbers of ranks, such as ``256,512``."""
+    return tuple(whole(1, MAX_RANKS)(part) for part in text.split(","))
 
 
 def memory_size(text: str) -> int:

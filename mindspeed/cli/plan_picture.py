@@ -1,7 +1,9 @@
-"""Pictures of plans: the memory of every pipeline rank, stacked by kind. Drawn without pyplot."""
+"""Pictures of plans: memory of pipeline ranks by kind, front of time and memory. No pyplot."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ from mindspeed.cli.training_plot import COLORS, GREY, figure_class, write_figure
 
 if TYPE_CHECKING:
     from mindspeed.planner.check import Check
+    from mindspeed.planner.result import Plan
 
 GIB = 2**30
 _LIMIT = "#dc2626"
@@ -25,30 +28,68 @@ def draw_memory(found: Check, output: Path, title: str) -> None:
     Raises:
         ConfigError: unknown format, or matplotlib is missing.
     """
-    ranks = {place: rank for rank in found.ranks for place in rank.pipeline_ranks}
-    kinds = list(dict.fromkeys(kind for rank in found.ranks for kind in rank.at_peak))
+    ranks = {place: rank.at_peak for rank in found.ranks for place in rank.pipeline_ranks}
     figure = figure_class()(figsize=(max(6.0, 2.2 + 0.6 * len(ranks)), 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    base = dict.fromkeys(ranks, 0.0)
-    for color, kind in zip(COLORS, kinds, strict=False):
-        heights = {place: rank.at_peak.get(kind, 0) / GIB for place, rank in ranks.items()}
-        axes.bar(
-            list(heights),
-            list(heights.values()),
-            bottom=[base[place] for place in heights],
-            color=color,
-            label=kind,
-            width=0.8,
-        )
-        base = {place: base[place] + height for place, height in heights.items()}
-    if found.memory_limit is not None:
-        axes.axhline(found.memory_limit / GIB, color=_LIMIT, linestyle="--", label="limit")
-    axes.set_xticks(sorted(ranks))
-    axes.set_xlabel("pipeline rank", fontsize=9, color=GREY)
-    _plain(axes, "GiB of tensors at the peak of a step")
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    _stack(figure.add_subplot(), ranks, found.memory_limit)
     figure.suptitle(title, fontsize=11, color="#0f172a")
     write_figure(figure, output)
+
+
+def draw_plans(plans: Sequence[Plan], output: Path) -> None:
+    """Draw for each plan the front of time and memory, and the memory of the best layout's ranks.
+
+    Args:
+        plans: of one or more numbers of devices.
+        output: file to write; its ending chooses the format.
+
+    Raises:
+        ConfigError: unknown format, or matplotlib is missing.
+    """
+    figure = figure_class()(figsize=(12, 4.2 * len(plans)), layout="constrained")
+    for row, plan in enumerate(plans):
+        _front(figure.add_subplot(len(plans), 2, 2 * row + 1), plan)
+        axes = figure.add_subplot(len(plans), 2, 2 * row + 2)
+        if plan.candidates:
+            found = dict(enumerate(plan.best.prediction.ranks))
+            ranks = {r: {**one.static, "activations": one.activations} for r, one in found.items()}
+            _stack(axes, ranks, plan.memory_limit)
+            axes.set_title(f"the best: {plan.best.layout} [GiB]", loc="left", fontsize=9)
+        else:
+            axes.set_axis_off()
+    write_figure(figure, output)
+
+
+def _front(axes: Any, plan: Plan) -> None:
+    front = [(one.prediction.peak_bytes / GIB, one.prediction.seconds) for one in plan.pareto()]
+    front.sort()
+    if front:
+        axes.step(*zip(*front, strict=True), where="post", color=COLORS[0], linewidth=1.4)
+        axes.plot(*zip(*front, strict=True), "o", color=COLORS[0], label="front")
+    for number, one in enumerate(plan.candidates, start=1):
+        place = one.prediction.peak_bytes / GIB, one.prediction.seconds
+        axes.plot(*place, "s", color=COLORS[2], label="candidates" if number == 1 else None)
+        axes.annotate(f"{number}", place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    axes.axvline(plan.memory_limit / GIB, color=_LIMIT, linestyle="--", label="limit")
+    axes.set_xlabel("GiB on the fullest rank", fontsize=9, color=GREY)
+    axes.legend(frameon=False, fontsize=9)
+    _plain(axes, f"{plan.devices} devices of {plan.cluster}: modelled seconds of a step")
+
+
+def _stack(axes: Any, ranks: Mapping[int, Mapping[str, float]], limit: int | None) -> None:
+    """A bar for each pipeline rank, its kinds of bytes one above the other."""
+    kinds = list(dict.fromkeys(kind for found in ranks.values() for kind in found))
+    base = dict.fromkeys(ranks, 0.0)
+    for color, kind in zip(itertools.cycle(COLORS), kinds, strict=False):
+        heights = {place: found.get(kind, 0) / GIB for place, found in ranks.items()}
+        bars = list(heights), list(heights.values())
+        axes.bar(*bars, bottom=list(base.values()), color=color, label=kind, width=0.8)
+        base = {place: base[place] + height for place, height in heights.items()}
+    if limit is not None:
+        axes.axhline(limit / GIB, color=_LIMIT, linestyle="--", label="limit")
+    axes.set_xticks(sorted(ranks))
+    axes.set_xlabel("pipeline rank", fontsize=9, color=GREY)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
+    _plain(axes, "GiB of tensors at the peak of a step")
 
 
 def _plain(axes: Any, title: str) -> None:

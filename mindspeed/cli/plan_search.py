@@ -1,0 +1,185 @@
+"""``mindspeed plan``: the best layouts of a job on a cluster, as tables, JSON, pictures, flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mindspeed.cli.plan_progress import progress
+from mindspeed.cli.plan_units import bytes_unit, new_table, print_whole
+from mindspeed.errors import ConfigError
+from mindspeed.files import atomic_write_text, make_dirs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mindspeed.planner.result import Candidate, Closest, Plan
+
+NOTHING_FITS, INTERRUPTED = 3, 130
+"""Exit statuses."""
+
+_GIB = bytes_unit([2**30])
+
+
+def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Search, once for each number of devices, and print what was found.
+
+    Args:
+        own: flags of the command.
+        flags: of the job.
+    """
+    if own.cluster is None:
+        raise ConfigError(
+            "--cluster is missing: a preset (generic, a100, h100, ...) or FILE.json; "
+            "--check needs none"
+        )
+    plans = [_search(own, flags, devices) for devices in own.devices or (None,)]
+    if own.json:
+        found = [plan.to_json() for plan in plans]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+    else:
+        for plan in plans:
+            print_plan(plan)
+    if own.out is not None:
+        write_plans(plans, own.out, flags)
+    if own.plot is not None:
+        from mindspeed.cli.plan_picture import draw_plans
+
+        draw_plans(plans, own.plot)
+    if any(plan.interrupted for plan in plans):
+        return INTERRUPTED
+    return 0 if all(plan.candidates for plan in plans) else NOTHING_FITS
+
+
+def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> Plan:
+    from mindspeed.planner.search import plan
+
+    with progress("measuring signatures") as tell:
+        return plan(
+            flags,
+            own.cluster,
+            devices=devices,
+            top=own.top or 5,
+            fix=own.fix or {},
+            search=own.search,
+            memory_limit=own.memory_limit,
+            jobs=own.jobs,
+            cache=own.cache,
+            progress=tell,
+        )
+
+
+def print_plan(plan: Plan) -> None:
+    """Print the candidates, what removed the others, and the flags to copy."""
+    console = Console(soft_wrap=True)
+
+    def line(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    line(
+        f"{plan.devices} devices of {plan.cluster}, {_GIB(plan.memory_limit)} GiB for tensors; "
+        f"{plan.wall_seconds:,.0f} s, {plan.measured} signatures measured"
+    )
+    if plan.candidates:
+        print_whole(_candidates(plan))
+        if plan.ties > 1:
+            line(
+                f"=: {plan.ties} are within {100 * plan.tolerance:g} % of the fastest, a tie for "
+                "this model; less memory comes first"
+            )
+        print_whole(_front(plan))
+    elif plan.closest is not None:
+        line(f"nothing fits; closest: {plan.closest.layout}")
+        line(
+            f"it needs {_GIB(plan.closest.prediction.peak_bytes)} GiB, "
+            f"{_GIB(plan.closest.deficit)} GiB too much"
+        )
+        print_whole(_help(plan.closest))
+    for text in (*plan.counts(), *plan.notes):
+        line(text)
+    if plan.candidates:
+        line(f"\nmindspeed pretrain {shlex.join(plan.best.flags)}")
+
+
+def _candidates(plan: Plan) -> Table:
+    table = new_table(
+        "modelled seconds of a step, GiB at the peak of the fullest rank",
+        ["", "layout"],
+        ["seconds", "tokens/s/device", "MFU", "bubble", "GiB", "counted"],
+    )
+    table.add_column("limited by")
+    for number, one in enumerate(plan.candidates, start=1):
+        found = one.prediction
+        table.add_row(
+            f"{number}{' =' if number <= plan.ties > 1 else ''}",
+            str(one.layout),
+            f"{found.seconds:,.3f}",
+            _optional(found, "tokens_per_second_per_device", "{:,.0f}"),
+            _optional(found, "mfu", "{:.1%}"),
+            _optional(found, "bubble", "{:.1%}"),
+            _GIB(found.peak_bytes),
+            "" if one.counted is None else _GIB(one.counted),
+            _optional(found, "limit", "{}"),
+        )
+    return table
+
+
+def _front(plan: Plan) -> Table:
+    table = new_table(
+        "front of time and memory: nothing is both faster and smaller",
+        ["layout"],
+        ["seconds", "GiB"],
+    )
+    for one in plan.pareto():
+        seconds, size = f"{one.prediction.seconds:,.3f}", _GIB(one.prediction.peak_bytes)
+        table.add_row(str(one.layout), seconds, size)
+    return table
+
+
+def _help(closest: Closest) -> Table:
+    table = new_table("with a further change", ["change"], ["GiB", "fits"])
+    for one in closest.help:
+        table.add_row(one.what, _GIB(one.peak_bytes), "yes" if one.fits else "no")
+    return table
+
+
+def _optional(found: Any, name: str, form: str) -> str:
+    value = getattr(found, name, None)
+    return "" if value is None else form.format(value)
+
+
+def write_plans(plans: Sequence[Plan], out: Path, flags: Sequence[str]) -> None:
+    """Write the result, and the flags and recipe of every candidate, each file in one step.
+
+    Args:
+        plans: of one or more numbers of devices.
+        out: directory; is created.
+        flags: of the job as the user gave them.
+    """
+    make_dirs(out)
+    for plan in plans:
+        where = out / f"{plan.devices}-devices" if len(plans) > 1 else out
+        make_dirs(where)
+        atomic_write_text(where / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        for number, one in enumerate(plan.candidates, start=1):
+            command = f"mindspeed pretrain {shlex.join(one.flags)}\n"
+            atomic_write_text(where / f"candidate-{number}.sh", command)
+            atomic_write_text(where / f"candidate-{number}.yaml", _recipe(one, flags))
+    print(f"wrote {out}", file=sys.stderr)
+
+
+def _recipe(one: Candidate, flags: Sequence[str]) -> str:
+    """The YAML for ``--config``."""
+    from mindspeed.training.arguments import build_parser
+    from mindspeed.training.recipe import dump, parse_with_recipe
+
+    parser = build_parser(with_help=False)
+    head = f"# {one.layout}\n# {shlex.join(flags)}\n"
+    return head + dump(parse_with_recipe(one.flags, parser), parser)

@@ -1,0 +1,139 @@
+"""``mindspeed plan``: what is printed, drawn and written of a search's result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.support.lazy import needs
+
+needs("megatron.core", "matplotlib")
+
+from mindspeed.cli import plan as command
+from mindspeed.cli.main import main
+from mindspeed.cli.plan_values import dimensions, fixed
+from mindspeed.planner.layout import Recompute
+from mindspeed.planner.result import Closest, Help
+from tests.cli import plan_search_job
+from tests.cli.plan_search_job import BEST, FLAGS, FOUND, GIB, SLOW, Priced, invented
+from tests.support import commands_job
+
+
+@pytest.fixture
+def plan(monkeypatch, capsys):
+    def run(*words, found=FOUND):
+        module, calls = invented(found)
+        monkeypatch.setitem(sys.modules, "mindspeed.planner.search", module)
+        status = main(["plan", *map(str, words), *FLAGS])
+        return status, capsys.readouterr(), calls
+
+    return run
+
+
+def test_candidates_ties_and_flags(plan):
+    status, printed, [(flags, cluster, options)] = plan(
+        "--cluster", "h100", "--fix", "tp=2,recompute=full:3", "--search", "tp,pp", "--top", 3
+    )
+    assert status == 0, printed.err
+    assert (flags, cluster, options["top"]) == (list(FLAGS), "h100", 3)
+    assert options["fix"] == {"tp": 2, "recompute": Recompute(layers=3)}
+    assert options["search"] == ("tp", "pp")
+    rows = [line.split() for line in printed.out.splitlines()]
+    best = next(row for row in rows if row[:2] == ["1", "="])
+    assert best[2:4] == ["tp=2", "pp=2"]
+    assert best[-8:] == ["1.500", "1,234", "43.2%", "12.5%", "30.000", "30.000", "matrix",
+                         "products"]  # fmt: skip
+    assert ["2", "="] in [row[:2] for row in rows] and ["3", "="] not in [row[:2] for row in rows]
+    assert "2 are within 5 % of the fastest" in printed.out
+    assert "600  need more" in printed.out and "100  fit" in printed.out
+    assert printed.out.endswith(f"\nmindspeed pretrain {' '.join(FLAGS)}\n")
+
+
+def test_json_files_and_picture(ranks, tmp_path):
+    words = [
+        "--json",
+        "--out",
+        "plan",
+        "--plot",
+        "plan.svg",
+        "--cluster",
+        "h100",
+        "--devices",
+        "16,32",
+    ]
+    [(status, text, errors)] = ranks(
+        1, plan_search_job.run, words.split(), str(tmp_path), setup=commands_job.SETUP, backend=None
+    )
+    assert status == 0, errors
+    assert [one["devices"] for one in json.loads(text)] == [16, 32]
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    assert "wrote plan" in errors
+    for devices in (16, 32):
+        where = tmp_path / f"plan/{devices}-devices"
+        assert json.loads((where / "plan.json").read_text())["ties"] == 2
+        assert (where / "candidate-1.sh").read_text() == f"mindspeed pretrain {' '.join(FLAGS)}\n"
+        recipe = (where / "candidate-3.yaml").read_text()
+        assert recipe.startswith("# tp=2 pp=4 ") and "tensor_model_parallel_size: 2" in recipe
+    files = {path.name for path in (tmp_path / "plan").rglob("*") if path.is_file()}
+    assert files == {
+        "plan.json",
+        *(f"candidate-{n}.{s}" for n in (1, 2, 3) for s in ("sh", "yaml")),
+    }
+
+
+def test_nothing_fits(plan):
+    help_ = Help("full recomputation", SLOW, 70 * GIB, True)
+    closest = Closest(BEST, Priced(1.5, 80 * GIB), 3 * GIB, (help_,))
+    found = replace(FOUND, candidates=(), front=(), closest=closest, fitting=0)
+    status, printed, _ = plan("--cluster", "h100", found=found)
+    assert status == 3, printed.err
+    assert "nothing fits; closest: tp=2 pp=2 " in printed.out
+    assert "it needs 80.000 GiB, 3.000 GiB too much" in printed.out
+    row = next(line for line in printed.out.splitlines() if "full recomputation" in line)
+    assert row.split() == ["full", "recomputation", "70.000", "yes"]
+
+
+def test_interrupted(plan):
+    status, printed, _ = plan("--cluster", "h100", found=replace(FOUND, interrupted=True))
+    assert status == 130
+    assert "interrupted: the best until then" in printed.out
+    assert printed.out.endswith(f"mindspeed pretrain {' '.join(FLAGS)}\n")
+
+
+WRONG = {
+    "no-cluster": ([], "--cluster is missing"),
+    "unknown-dimension": (["--fix", "tpp=2"], "closest: tp"),
+    "no-value": (["--fix", "tp"], "NAME=VALUE"),
+    "no-number": (["--fix", "tp=many"], "number of at least 1"),
+    "no-such-feature": (["--fix", "memory=swap"], "swap-attention"),
+    "dimension": (["--search", "tp,layers"], "no dimension of the search"),
+    "with-check": (["--check", "--top", "2"], "--top belongs to a search"),
+    "devices": (["--check", "--devices", "2,4"], "one number of --devices"),
+    "zero": (["--devices", "0"], "must be from 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_flags_are_named(case, capsys):
+    words, message = WRONG[case]
+    try:
+        status = main(["plan", *words])
+    except SystemExit as stop:
+        status = stop.code
+    assert status in (1, 2)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_values():
+    assert fixed("recompute=core_attn+mlp,memory=none,schedule=none") == {
+        "recompute": Recompute(modules=("core_attn", "mlp")), "memory": (), "schedule": None,
+    }  # fmt: skip
+    assert fixed("split=2+1+1,cp_algorithm=hybrid:4") == {
+        "split": (2, 1, 1), "cp_algorithm": "hybrid:4",
+    }  # fmt: skip
+    assert dimensions("tp, mbs") == ("tp", "mbs")
+    assert command.memory_size("1.5GiB") == 3 * 2**29
+    assert command.memory_size("2") == 2**31
