@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from mindspeed import device
+
 ALIGNMENT = 512
 SLAB = 1 << 26
 """Bytes of a slab; one block may need a larger one."""
@@ -82,7 +84,7 @@ class HostPool:
         return memory
 
     def _add_slab(self, size: int) -> None:
-        self._rest = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self._rest = device.host_tensor(size, torch.uint8, pinned=self._pinned)
         self.slabs += 1
         self.reserved += size
 

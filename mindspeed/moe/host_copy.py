@@ -91,5 +91,4 @@ def _on_host(x: torch.Tensor) -> bool:
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:
-    pinned = device.current().has("pinned_memory")
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned)
+    return device.host_tensor(x.shape, x.dtype)

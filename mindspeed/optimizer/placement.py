@@ -108,8 +108,7 @@ class HostSwap(Placement):
         self, shape: Sequence[int], dtype: torch.dtype, place: torch.device
     ) -> torch.Tensor:
         """Uninitialised host memory, any shape and dtype, pinned where the device uses that."""
-        pinned = device.current().has("pinned_memory")
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+        return device.host_tensor(shape, dtype)
 
     def read(self, stored: torch.Tensor) -> torch.Tensor:
         """The host tensor itself, any shape and dtype, once the last step has written it."""

@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from mindspeed.profiling.flops import FlopCount, FlopCounter
-from mindspeed.testing import CommLedger, Communication
+from mindspeed.planner.products import Product
+from mindspeed.profiling.flops import FlopCount
+from mindspeed.testing import Communication
 from mindspeed.testing.live_memory import LiveMemory
-
-KINDS = ("weights", "gradients", "optimizer", "activations", "step")
-"""Kinds of bytes; ``step``: made by the optimizer's step."""
-
 
 Watch = Callable[[LiveMemory], AbstractContextManager[Any]]
 """Something that looks on while a step is counted."""
@@ -42,11 +38,16 @@ class CountedStep:
         rank: global rank.
         micro_batches: of the step.
         parameters: entries on this rank.
-        static: bytes between steps, by kind.
+        static: bytes between steps, by kind (:mod:`mindspeed.planner.kinds`).
         peak: most bytes alive at once during a step.
         at_peak: these bytes by kind.
         flops: of the step.
         communications: of the step in their order.
+        products: how often each matrix product ``(m, n, k, dtype)`` ran.
+        other_flops: of operators that are no plain product (attention), by operator.
+        moved: bytes read and written by operators without FLOPs, by operator.
+        calls: how often each operator that computes or moves bytes ran.
+        host: most bytes of host memory, for copies that are swapped out.
     """
 
     rank: int
@@ -57,6 +58,11 @@ class CountedStep:
     at_peak: Counter[str]
     flops: FlopCount
     communications: tuple[Communication, ...]
+    products: Counter[Product] = field(default_factory=Counter)
+    other_flops: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    host: int = 0
 
 
 def count_step(
@@ -78,14 +84,10 @@ def count_step(
     """
     from mindspeed.planner.balanced_routing import assumed_routing
     from mindspeed.planner.fake_world import fake_world
-    from mindspeed.planner.values import ConstantValues
+    from mindspeed.planner.values import PlannedTensors
 
     args = copy.copy(args)
-    with ExitStack() as stack:
-        stack.enter_context(fake_world(args, rank))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(ConstantValues())
-        stack.enter_context(assumed_routing(args, imbalance))
+    with fake_world(args, rank), PlannedTensors(), assumed_routing(args, imbalance):
         return count_here(args, rank, micro_batches, watch)
 
 
@@ -103,23 +105,52 @@ def count_here(
         micro_batches: default: those of the job.
         watch: is around the step that is counted.
     """
+    from mindspeed.planner.kinds import claim
+    from mindspeed.planner.step_counter import StepCounter
     from mindspeed.planner.step_of_rank import StepOfRank
 
-    memory, ledger = LiveMemory(), CommLedger()
-    with memory:
-        step = StepOfRank(args, memory, micro_batches)
+    with _no_collections(), StepCounter() as counter:
+        step = StepOfRank(args, counter, micro_batches)
+        claim(counter, step.model)
         step.run()  # a second step is like all later ones: optimizer states exist
-        static = Counter({kind: n for kind, n in memory.now.items() if n})
-        memory.restart()
-        with ledger, FlopCounter() as flops, watch(memory):
+        claim(counter, step.model)
+        gc.collect()
+        static = _found(counter.now)
+        counter.restart()
+        with counter.counting(), watch(counter):
             step.run()
         return CountedStep(
             rank,
             step.micro_batches,
             step.parameters,
             static,
-            memory.peak,
-            Counter({kind: n for kind, n in memory.at_peak.items() if n}),
-            flops.count,
-            tuple(ledger.events),
+            counter.peak,
+            _found(counter.at_peak),
+            counter.flops,
+            tuple(counter.communications),
+            counter.products,
+            counter.other_flops,
+            counter.moved,
+            counter.calls,
+            counter.host_peak,
         )
+
+
+def _found(counts: Counter[str]) -> Counter[str]:
+    """Kinds of the device that there are."""
+    return Counter({kind: n for kind, n in counts.items() if n and kind != "host"})
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """When cycles of objects are collected must not decide what lives at the peak."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    gc.freeze()  # what exists is not looked at by the collection between the steps
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()

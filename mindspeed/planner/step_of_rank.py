@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
@@ -39,8 +40,25 @@ class StepOfRank:
         self.model: TrainedModel = loop.build(args)
         self.parameters = sum(p.numel() for chunk in self.model.chunks for p in chunk.parameters())
         self._step = loop.step_of(args, self.model)
+        self._temporary_inside(self.model.chunks[0].config, "finalize_model_grads_func")
+        self._temporary_inside(self.model.optimizer, "step")
 
     def run(self) -> None:
         """One step."""
         self._memory.kind = "activations"
         self._step()
+
+    def _temporary_inside(self, holder: Any, name: str) -> None:
+        """What a function makes is neither activation nor state, unless it is claimed."""
+        function = getattr(holder, name, None)
+        if function is None:
+            return
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            before, self._memory.kind = self._memory.kind, "temporary"
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._memory.kind = before
+
+        setattr(holder, name, inside)

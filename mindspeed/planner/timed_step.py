@@ -22,8 +22,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.products import Product
 from mindspeed.planner.rates import DeviceRates
@@ -107,10 +105,10 @@ def time_step(
         watch: is around the step that is timed.
     """
     from mindspeed.planner.fake_world import fake_world
-    from mindspeed.planner.values import ConstantValues
+    from mindspeed.planner.values import PlannedTensors
 
     args = copy.copy(args)
-    with fake_world(args, rank), FakeTensorMode(allow_non_fake_inputs=True), ConstantValues():
+    with fake_world(args, rank), PlannedTensors():
         return time_here(args, cluster, rank, micro_batches, watch)
 
 

@@ -11,12 +11,19 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._mode_utils import no_dispatch
 
 from mindspeed.errors import ConfigError
 
 READERS: dict[tuple[str, str], float] = {
     ("clip_grads.py", "get_grad_norm_fp32"): 0.0,
+    ("optimizer.py", "_unscale_main_grads_and_check_for_nan"): 0.0,
     ("utils.py", "logical_and_across_model_parallel_group"): 1,
     ("utils.py", "reduce_max_stat_across_model_parallel_group"): 0.0,
     ("utils.py", "_broadcast_cu_seqlens"): 0,
@@ -29,25 +36,60 @@ class ReadsValue(ConfigError):
     """Code of the model depends on the value of a tensor."""
 
 
-class ConstantValues(TorchDispatchMode):
-    """Answers reads of values inside its block."""
+class NoFakeKernel(ConfigError):
+    """An operator cannot say the shapes of its results without computing them."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+
+class PlannedTensors(FakeTensorMode):
+    """FakeTensors of planning, whose values are constants; real tensors may be mixed in."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on FakeTensors.
+
+        Raises:
+            ReadsValue: it needs the value of a tensor; names file and line.
+            NoFakeKernel: it has none; names operator, file and line.
+        """
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(args[0])
-        return func(*args, **(kwargs or {}))
+        try:
+            return super().dispatch(func, types, args, kwargs or {})
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ReadsValue(
+                f"{_place()} calls {func}, whose result depends on values of tensors, which do not "
+                f"exist in planning{_ADVICE}"
+            ) from error
+        except UnsupportedOperatorException as error:
+            raise NoFakeKernel(
+                f"{_place()} calls {func}, which has no fake kernel: register one with "
+                "torch.library.register_fake"
+            ) from error
+
+
+_ADVICE = "; compute it from shapes or arguments instead"
 
 
 def _answer(tensor: torch.Tensor) -> float | int | bool:
-    frame = _reader()
-    name = frame.f_code.co_filename.rpartition("/")[2]
-    value = READERS.get((name, frame.f_code.co_name))
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        with no_dispatch():
+            return constant.item()  # type: ignore[no-any-return]
+    code = _reader().f_code
+    value = READERS.get((code.co_filename.rpartition("/")[2], code.co_name))
     if value is None:
         raise ReadsValue(
-            f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name}) reads the value "
-            f"of a tensor {list(tensor.shape)} {tensor.dtype}, which does not exist in planning"
+            f"{_place()} reads the value of a tensor {list(tensor.shape)} {tensor.dtype}, which "
+            f"does not exist in planning{_ADVICE}"
         )
     return bool(value) if tensor.dtype == torch.bool else value
+
+
+def _place() -> str:
+    frame = _reader()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def _reader() -> FrameType:

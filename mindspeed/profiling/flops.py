@@ -16,8 +16,8 @@ Not seen: kernels launched without an operator (they call :func:`add`), and repl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,7 @@ class FlopCounter(Instrument):
     def enter_contexts(self, stack: ExitStack) -> None:
         """Receive what :func:`add` reports too."""
         super().enter_contexts(stack)
-        _active.append(self)
-        stack.callback(_active.remove, self)
+        stack.enter_context(received_by(lambda flops: self._add(flops, 0)))
 
     def _add(self, flops: int, repeated: int) -> None:
         if self.phase.current() == "recompute":
@@ -66,11 +65,21 @@ class FlopCounter(Instrument):
 
 def add(flops: int) -> None:
     """Add FLOPs of work without an operator, such as a raw Triton launch, to all counters."""
-    for counter in _active:
-        counter._add(flops, 0)
+    for receive in _receivers:
+        receive(flops)
 
 
-_active: list[FlopCounter] = []
+@contextmanager
+def received_by(receive: Callable[[int], None]) -> Iterator[None]:
+    """Call ``receive`` with what :func:`add` is told inside the block."""
+    _receivers.append(receive)
+    try:
+        yield
+    finally:
+        _receivers.remove(receive)
+
+
+_receivers: list[Callable[[int], None]] = []
 
 
 class _Mode(TorchDispatchMode):

@@ -61,7 +61,7 @@ class _Offload:
         if self.layer >= self.num_layers or not worth_moving(x):
             return x
         pinned = device.current().has("pinned_memory")
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned)
+        host = device.host_tensor(x.shape, x.dtype, pinned=pinned)
         host.copy_(x, non_blocking=pinned)
         return x.device, host
 

@@ -146,7 +146,7 @@ class VirtualClock(Instrument):
     def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, formula: Any) -> None:
         flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
         wanted = self._counts_bytes and func.namespace not in NAMESPACES
-        nbytes = _moved(func, (args, kwargs), result) if wanted else 0
+        nbytes = moved_bytes(func, (args, kwargs), result) if wanted else 0
         if not flops and not nbytes:
             return
         start = self.now
@@ -249,7 +249,7 @@ def _kinds_of(work: Any) -> Iterator[Any]:
         yield from _kinds_of(kind)
 
 
-def _moved(func: Any, inputs: Any, result: Any) -> int:
+def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
     """Bytes that an operator reads and writes; views and allocations move none."""
     given = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]

@@ -11,6 +11,8 @@ It watches results of operators through a ``TorchDispatchMode``, so storages tha
 block do not count, nor those that no operator returns (workspaces inside a kernel). A storage
 counts with its live size: one that is resized to nothing counts nothing. Real tensors and
 FakeTensors give the same figures.
+
+Memory that :func:`mindspeed.device.host_tensor` makes is the host's: it counts apart.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from mindspeed.device import host_tensors
 from mindspeed.journal import Journal
 from mindspeed.profiling.instrument import Instrument
+
+HOST = "host"
+"""Kind of memory that is not the device's."""
 
 
 class LiveMemory(Instrument):
@@ -33,9 +38,11 @@ class LiveMemory(Instrument):
 
     Attributes:
         kind: set by the caller: what the storages are that are made from now on.
-        now: bytes alive, by kind.
-        peak: the most bytes alive at once since the last :meth:`restart`.
+        now: bytes alive, by kind; those of kind "host" are not the device's.
+        peak: the most bytes of the device alive at once since the last :meth:`restart`.
         at_peak: these bytes by kind.
+        host: bytes of host memory alive.
+        host_peak: the most of them.
     """
 
     def __init__(self) -> None:
@@ -44,51 +51,72 @@ class LiveMemory(Instrument):
         self.now: Counter[str] = Counter()
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
+        self.host = self.host_peak = 0
         self._storages: dict[int, tuple[int, str]] = {}  # key -> bytes, kind
+        self._references: dict[int, Any] = {}
         self._total = 0
-        self.mode = _Mode(self)
+        self._on_host = False
+        self.mode: TorchDispatchMode = _Mode(self)
 
     def enter_contexts(self, stack: ExitStack) -> None:
-        """Notice storages that are resized, too."""
-        resize, journal = torch.UntypedStorage.resize_, Journal()
+        """Notice storages that are resized, and memory of the host, too."""
+        resize, empty, journal = torch.UntypedStorage.resize_, host_tensors.empty, Journal()
 
         def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             result = resize(storage, nbytes)
             self._resized(storage)
             return result
 
+        def host_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self._on_host = True
+            try:
+                return empty(*args, **kwargs)
+            finally:
+                self._on_host = False
+
         journal.set(torch.UntypedStorage, "resize_", resize_, owner="live memory")
+        journal.set(host_tensors, "empty", host_tensor, owner="live memory")
         stack.callback(journal.undo)
         super().enter_contexts(stack)
 
     @property
     def total(self) -> int:
-        """Bytes alive now."""
+        """Bytes alive now on the device."""
         return self._total
 
     def restart(self) -> None:
         """The peak is what is alive now."""
-        self.peak, self.at_peak = self._total, Counter(self.now)
+        self._note_peak()
+
+    def kind_of_new(self) -> str:
+        """What a storage is that is made now."""
+        return self.kind
 
     def claim(self, tensor: torch.Tensor, kind: str) -> None:
-        """The storage of a tensor (any shape and dtype) is of this kind."""
+        """The storage of a tensor (any shape and dtype) is of this kind; host memory stays it."""
         key = tensor.untyped_storage()._cdata
-        if key in self._storages:
-            nbytes, before = self._storages[key]
+        nbytes, before = self._storages.get(key, (0, HOST))
+        if before != HOST:
             self._storages[key] = nbytes, kind
             self.now[before] -= nbytes
             self.now[kind] += nbytes
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def see(self, tensor: torch.Tensor) -> None:
+        """A tensor of any shape and dtype that exists; its storage may be new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._storages:
-            if self._storages[key][0] != storage.nbytes():
+        known = self._storages.get(key)
+        if known is not None:
+            if known[0] != storage.nbytes():
                 self._resized(storage)
             return
-        self._storages[key] = 0, self.kind
-        weakref.finalize(storage, self._freed, key).atexit = False
+        self._storages[key] = 0, HOST if self._on_host else self.kind_of_new()
+        self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
         self._change(key, storage.nbytes())
+
+    def _note_peak(self) -> None:
+        self.peak, self.at_peak = self._total, Counter(self.now)
+        self.at_peak.pop(HOST, None)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._storages:
@@ -98,14 +126,22 @@ class LiveMemory(Instrument):
         before, kind = self._storages[key]
         self._storages[key] = nbytes, kind
         self.now[kind] += nbytes - before
+        if kind == HOST:
+            self.host += nbytes - before
+            self.host_peak = max(self.host_peak, self.host)
+            return
         self._total += nbytes - before
         if self._total > self.peak:
-            self.restart()
+            self._note_peak()
 
     def _freed(self, key: int) -> None:
         nbytes, kind = self._storages.pop(key)
+        del self._references[key]
         self.now[kind] -= nbytes
-        self._total -= nbytes
+        if kind == HOST:
+            self.host -= nbytes
+        else:
+            self._total -= nbytes
 
 
 class _Mode(TorchDispatchMode):
@@ -115,7 +151,15 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._memory._see(leaf)
+        for tensor in tensors_of(result):
+            self._memory.see(tensor)
         return result
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """Tensors that an operator returned: one, or those in lists and tuples of it."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, list | tuple):
+        return [tensor for item in result for tensor in tensors_of(item)]
+    return []

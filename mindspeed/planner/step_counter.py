@@ -1,0 +1,160 @@
+"""Everything that is counted in a step, by one ``TorchDispatchMode``.
+
+Nested instruments (:class:`~mindspeed.testing.live_memory.LiveMemory`,
+:class:`~mindspeed.profiling.flops.FlopCounter`, :class:`~mindspeed.testing.ledger.CommLedger`) give
+the same figures; one mode costs a fraction of their time, because most of it is Python per operator
+and mode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed.ops import _registry
+from mindspeed.planner.products import Product, product_of
+from mindspeed.profiling import flops as flop_reports
+from mindspeed.profiling.flop_formulas import formula_of, repeated_in
+from mindspeed.profiling.flops import FlopCount
+from mindspeed.testing.clock import Call, moved_bytes
+from mindspeed.testing.ledger import NAMESPACES, Communication, CommunicationMode
+from mindspeed.testing.live_memory import LiveMemory, tensors_of
+
+_DEVICE = torch.ops.prim.device.default
+ACTIVATIONS, TEMPORARY = "activations", "temporary"
+
+
+class StepCounter(LiveMemory):
+    """Live bytes always; the rest inside :meth:`counting`.
+
+    While :attr:`kind` is "activations", storages that a backward pass makes are "temporary".
+
+    Attributes:
+        flops: of forward, backward and recomputation.
+        products: how often each matrix product ran.
+        other_flops: of operators that are no plain product (attention), by name.
+        moved: bytes read and written by operators without FLOPs, by name.
+        calls: of operators that compute or move, by name.
+        communications: in their order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = FlopCount()
+        self.products: Counter[Product] = Counter()
+        self.other_flops: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.communications: list[Communication] = []
+        self._counts = False
+        self.mode: TorchDispatchMode = _Mode(self)
+
+    def enter_contexts(self, stack: ExitStack) -> None:
+        """Receive FLOPs of work without an operator, too."""
+        super().enter_contexts(stack)
+        stack.enter_context(flop_reports.received_by(self._reported))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """The block whose operators count."""
+        self._counts = True
+        try:
+            yield
+        finally:
+            self._counts = False
+
+    def kind_of_new(self) -> str:
+        """By the phase while the step runs."""
+        if self.kind == ACTIVATIONS and self.phase.current() != "forward":
+            return TEMPORARY
+        return self.kind
+
+    def _reported(self, flops: int) -> None:
+        if self._counts:
+            self._add("reported", flops, 0)
+            self.other_flops["reported"] += flops
+
+    def _add(self, name: str, flops: int, repeated: int) -> None:
+        recomputed = self.phase.current() == "recompute"
+        self.flops += FlopCount(flops, flops if recomputed else repeated)
+        self.calls[name] += 1
+
+    def _count(self, rule: _Rule, call: Call) -> None:
+        if rule.formula is not None:
+            flops = rule.formula(*call.args, **call.kwargs, out_val=call.result)
+            self._add(rule.name, flops, repeated_in(rule.packet, call.args, flops))
+            found = product_of(call)
+            if found is None:
+                self.other_flops[rule.name] += flops
+            else:
+                self.products[found[0]] += found[1]
+        elif rule.moves:
+            nbytes = moved_bytes(call.func, (call.args, call.kwargs), call.result)
+            if nbytes:
+                self.moved[rule.name] += nbytes
+                self.calls[rule.name] += 1
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What an operator can do."""
+
+    name: str
+    packet: Any
+    formula: Callable[..., int] | None
+    communicates: bool  # a collective, or one of ours with collectives in its kernel
+    inside: bool  # the latter
+    moves: bool
+
+
+class _Mode(CommunicationMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, counter: StepCounter) -> None:
+        super().__init__(counter.phase, counter.communications.append)
+        self._counter = counter
+        self._rules: dict[Any, _Rule] = {}
+        self._depth = 0  # of operators of ours that communicate
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # two of three calls ask for it
+        kwargs = kwargs or {}
+        counter = self._counter
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = _rule(func)
+        if not counter._counts:
+            result = func(*args, **kwargs)
+        elif rule.communicates:
+            self._depth += rule.inside
+            try:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._depth -= rule.inside
+        else:
+            result = func(*args, **kwargs)
+        if counter._counts and not self._depth:
+            counter._count(rule, Call(func, args, kwargs, result, 0, 0))
+        for tensor in tensors_of(result):
+            counter.see(tensor)
+        return result
+
+
+def _rule(func: Any) -> _Rule:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # an operator of higher order
+        return _Rule(str(func), func, formula_of(func), False, False, False)
+    packet = func._overloadpacket
+    collective = func.namespace in NAMESPACES
+    operator = _registry.find(func)
+    inside = operator is not None and operator.communicates
+    moves = not collective and func.namespace != "prim" and not func.is_view
+    return _Rule(schema.name, packet, formula_of(packet), collective or inside, inside, moves)
