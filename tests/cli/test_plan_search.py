@@ -53,17 +53,7 @@ def test_candidates_ties_and_flags(plan):
 
 
 def test_json_files_and_picture(ranks, tmp_path):
-    words = [
-        "--json",
-        "--out",
-        "plan",
-        "--plot",
-        "plan.svg",
-        "--cluster",
-        "h100",
-        "--devices",
-        "16,32",
-    ]
+    words = "--json --out plan --plot plan.svg --cluster h100 --devices 16,32"
     [(status, text, errors)] = ranks(
         1, plan_search_job.run, words.split(), str(tmp_path), setup=commands_job.SETUP, backend=None
     )
