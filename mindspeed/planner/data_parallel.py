@@ -1,0 +1,81 @@
+"""The end of a step: gradients reduced, the optimizer, parameters gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.shape import Shape
+
+EXPERTS = "expert"
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Seconds at the end of a step.
+
+    Attributes:
+        exposed: waiting for collectives of data-parallel groups.
+        optimizer: everything else.
+    """
+
+    exposed: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Both, one after the other."""
+        return self.exposed + self.optimizer
+
+
+def data_parallel(
+    chunks: Sequence[Mapping[str, float]], shape: Shape, cluster: Cluster, optimizer: float
+) -> DataParallel:
+    """What the chunks of a rank communicate between steps, less what hides it.
+
+    A reduction that overlaps hides behind the last backward of its chunk, a gather behind the next
+    forwards of the rank.
+
+    Args:
+        chunks: figures of the chunks: ``dp <op>`` and ``edp <op>`` have the whole bytes of the
+            collectives of dense parameters and of experts.
+        shape: of the job.
+        cluster: to run on.
+        optimizer: its seconds.
+    """
+    exposed = 0.0
+    for chunk in chunks:
+        reduce = _seconds(chunk, ("reduce_scatter", "all_reduce"), shape, cluster)
+        gather = _seconds(chunk, ("all_gather",), shape, cluster)
+        if shape.overlap_gradients:
+            reduce = max(0.0, reduce - chunk.get("seconds B", 0.0))
+        if shape.overlap_parameters:
+            gather = max(0.0, gather - chunk.get("seconds F", 0.0))
+        exposed += reduce + gather
+    return DataParallel(exposed, optimizer)
+
+
+def _seconds(
+    chunk: Mapping[str, float], ops: Sequence[str], shape: Shape, cluster: Cluster
+) -> float:
+    total = 0.0
+    for prefix, ranks in (("dp", dense_ranks(shape)), ("edp", expert_ranks(shape))):
+        for op in ops:
+            nbytes = chunk.get(f"{prefix} {op}", 0.0)
+            if nbytes > 0 and len(ranks) > 1:
+                payload = nbytes / len(ranks) if op == "all_gather" else nbytes
+                total += cluster.collective_seconds(op, payload, ranks)
+    return total
+
+
+def dense_ranks(shape: Shape) -> tuple[int, ...]:
+    """Ranks that hold the same dense parameters as rank 0."""
+    count = shape.data_parallel * shape.context
+    return tuple(range(0, count * shape.tensor, shape.tensor))
+
+
+def expert_ranks(shape: Shape) -> tuple[int, ...]:
+    """Ranks that hold the same experts as rank 0."""
+    step = shape.expert * shape.expert_tensor
+    return tuple(range(0, shape.data_parallel * shape.context * shape.tensor, step))

@@ -1,0 +1,308 @@
+"""The price of a layout: memory of every pipeline rank and seconds of a step, from its signature.
+
+    prediction = predict(signature, shape, cluster)
+
+Memory is composed: bytes between steps of a rank's chunks, and along its row of the schedule what
+micro-batches in flight keep and what the running action needs. Time is simulated: the actions of
+all ranks with the seconds of their chunks, then data-parallel communication and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.schedules import build_plan
+from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.data_parallel import DataParallel, data_parallel
+from mindspeed.planner.shape import Shape
+from mindspeed.planner.signature import Signature, released
+
+MOST_ACTIONS = 6_000
+"""Longer steps repeat the middle of a shorter one."""
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """Memory of a pipeline rank, in bytes of tensors.
+
+    Attributes:
+        rank: of the pipeline.
+        static: between steps, by kind.
+        activations: at the fullest moment, everything that is not there between steps.
+        peak: most bytes alive.
+        fits: the cluster's devices have as much.
+    """
+
+    rank: int
+    static: Mapping[str, float]
+    activations: float
+    peak: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The price of a layout.
+
+    Attributes:
+        layout: that is priced.
+        seconds: of a step.
+        peak_bytes: of the fullest rank.
+        ranks: memory of each pipeline rank.
+        bubble: part of the pipeline's time in which the mean rank computes nothing useful.
+        exposed: seconds of a step in which the busiest rank waits, by what for.
+        optimizer_seconds: from the end of the pipeline to the next step, without waiting.
+        flops_per_device: executed in a step by the mean device, recomputation included.
+        mfu: model FLOPs, without recomputation, as a part of what the devices could do.
+        tokens_per_second_per_device: throughput.
+        limit: what takes most of the step: ``compute``, ``bubble`` or the name of a wait.
+    """
+
+    layout: Any
+    seconds: float
+    peak_bytes: float
+    ranks: tuple[RankFigures, ...]
+    bubble: float
+    exposed: Mapping[str, float]
+    optimizer_seconds: float
+    flops_per_device: float
+    mfu: float
+    tokens_per_second_per_device: float
+    limit: str
+
+    @property
+    def fits(self) -> bool:
+        """On every rank."""
+        return all(rank.fits for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class StageCosts(Costs):
+    """Costs of actions whose stages differ in more than size.
+
+    Attributes:
+        of_stages: for each stage the seconds of each op.
+    """
+
+    of_stages: tuple[Mapping[str, float], ...] = ()
+
+    def seconds(self, plan: Plan, action: Action) -> float:
+        """How long ``action`` occupies its rank."""
+        if action.microbatch is None:
+            return 0.0
+        return self.of_stages[action.stage].get(action.op, 0.0) * plan.size(action.microbatch)
+
+
+def predict(
+    signature: Signature,
+    shape: Shape,
+    cluster: Cluster,
+    layout: Any = None,
+    dtype: str = "bf16",
+) -> Prediction:
+    """The price of a shape.
+
+    Args:
+        signature: of the shape's layers, measured with times of the cluster.
+        shape: of the job.
+        cluster: to run on.
+        layout: is handed on.
+        dtype: of most matrix products, for the MFU.
+
+    Raises:
+        ConfigError: the schedule does not exist for this shape.
+    """
+    plans = _plans(shape, _costs(signature, shape, cluster))
+    ranks = tuple(memory(signature, shape, cluster.memory_limit, plans.short))
+    pipeline = plans.seconds
+    ends = [_end_of_step(signature, shape, cluster, rank) for rank in range(shape.ranks)]
+    slowest = max(ends, key=lambda end: end.seconds)
+    seconds = pipeline + slowest.seconds
+    waits = _waits(signature, shape)
+    busiest = max(range(shape.ranks), key=lambda rank: sum(waits[rank].values()))
+    messages = _message_seconds(shape, cluster) * 2 * shape.micro_batches * shape.chunks
+    exposed = {**waits[busiest], "data parallel": slowest.exposed}
+    if shape.ranks > 1 and not shape.overlap_messages:
+        exposed["messages"] = messages
+    idle = plans.bubble * pipeline
+    devices, peak = shape.devices, cluster.device.peak(dtype)
+    rate = seconds * devices
+    share = {**exposed, "bubble": idle}
+    share["compute"] = seconds - sum(share.values())
+    return Prediction(
+        layout=layout,
+        seconds=seconds,
+        peak_bytes=max(rank.peak for rank in ranks),
+        ranks=ranks,
+        bubble=plans.bubble,
+        exposed=exposed,
+        optimizer_seconds=slowest.optimizer,
+        flops_per_device=_flops(signature, shape),
+        mfu=shape.model_flops / (rate * peak) if rate else 0.0,
+        tokens_per_second_per_device=shape.tokens / rate if rate else 0.0,
+        limit=max(share, key=lambda name: share[name]),
+    )
+
+
+def memory(
+    signature: Signature, shape: Shape, limit: float = float("inf"), plan: Plan | None = None
+) -> Iterator[RankFigures]:
+    """Bytes of each pipeline rank.
+
+    Args:
+        signature: of the shape's layers.
+        shape: of the job.
+        limit: bytes of a device.
+        plan: of the schedule; made here by default.
+    """
+    if plan is None:
+        plan = _plans(shape, Costs()).short
+    for rank in range(shape.ranks):
+        stages = shape.placement.stages[rank]
+        static: dict[str, float] = defaultdict(float)
+        tail = 0.0
+        for stage in stages:
+            chunk = signature.chunk(shape.role(stage), shape.stages[stage])
+            figures = signature.at(chunk, shape.data_parallel)
+            tail += figures["tail"]
+            for name, value in figures.items():
+                if name.startswith("static "):
+                    static[name.removeprefix("static ")] += value
+        most = max(tail, _activations(signature, shape, plan.rows[rank]))
+        total = sum(static.values())
+        yield RankFigures(rank, dict(static), most, total + most, total + most <= limit)
+
+
+def _activations(signature: Signature, shape: Shape, row: tuple[Action, ...]) -> float:
+    """Most bytes beyond those between steps, along the actions of a rank."""
+    kept, stash, needs = {}, {}, dict[tuple[int, str, str], float]()
+    held, before, most = 0.0, "", 0.0
+    for action in row:
+        op, stage = action.op, action.stage
+        if action.microbatch is None:
+            continue
+        role, kinds = shape.role(stage), shape.stages[stage]
+        if stage not in kept:
+            figures = signature.chunk(role, kinds)
+            kept[stage], stash[stage] = figures["kept"], figures["stash"]
+        key = stage, before, op
+        if key not in needs:
+            needs[key] = signature.need(role, kinds, before, op)
+        most = max(most, held + needs[key])
+        held += released(op, kept[stage], stash[stage])
+        before = op
+    return most
+
+
+@dataclass(frozen=True)
+class _Plans:
+    """A step of the pipeline.
+
+    Attributes:
+        short: plan of the step or of a shorter one with the same fullest moments.
+        seconds: of the whole step.
+        bubble: part of them.
+    """
+
+    short: Plan
+    seconds: float
+    bubble: float
+
+
+def _plans(shape: Shape, costs: Costs) -> _Plans:
+    """The plan, simulated; long steps are continued from two shorter ones."""
+    count, ranks, chunks = shape.micro_batches, shape.ranks, shape.chunks
+    if ranks == 1:
+        rows = tuple(Action(op, 0, i) for i in range(min(count, 2)) for op in "FB")
+        plan = Plan(shape.placement, (rows,), min(count, 2))
+        one = sum(costs.seconds(plan, Action(op, 0, 0)) for op in "FB")
+        return _Plans(plan, count * one, 0.0)
+    request = replace(shape.request, costs=costs)
+    group = (request.group_size or ranks) if chunks > 1 else 1
+    enough = 2 * ranks + 2 * group
+    long = 2 * ranks * chunks * count > MOST_ACTIONS and count > enough + group
+    if not long or request.sizes is not None or request.plan is not None:
+        plan = build_plan(request, ranks, chunks, count)
+        whole = simulate(plan, costs)
+        return _Plans(plan, whole.makespan, whole.bubble)
+    short = enough + (count - enough) % group
+    plans = [build_plan(request, ranks, chunks, n) for n in (short, short + group)]
+    first, second = (simulate(plan, costs) for plan in plans)
+    steps = (count - short) / group
+    seconds = first.makespan + steps * (second.makespan - first.makespan)
+    useful = first.useful + steps * (second.useful - first.useful)
+    return _Plans(plans[1], seconds, 1 - useful / seconds if seconds else 0.0)
+
+
+def _costs(signature: Signature, shape: Shape, cluster: Cluster) -> StageCosts:
+    message = _message_seconds(shape, cluster)
+    blocking = 0.0 if shape.overlap_messages else message
+    stages = []
+    for stage, kinds in enumerate(shape.stages):
+        figures = signature.chunk(shape.role(stage), kinds)
+        seconds = {
+            name.removeprefix("seconds "): value
+            for name, value in figures.items()
+            if name.startswith("seconds ")
+        }
+        seconds["F"] = seconds.get("F", 0.0) + (blocking if stage + 1 < len(shape.stages) else 0)
+        for op in ("B", "I"):
+            if op in seconds:
+                seconds[op] += blocking if stage else 0
+        if "I" not in seconds:  # the tiny run had no such action
+            seconds["I"] = seconds["W"] = seconds.get("B", 0.0) / 2
+        elif "B" not in seconds:
+            seconds["B"] = seconds["I"] + seconds.get("W", 0.0)
+        stages.append(seconds)
+    mean = [sum(one.get(op, 0.0) for one in stages) / shape.ranks for op in ("F", "I", "W")]
+    return StageCosts(
+        forward=mean[0],
+        input_gradient=mean[1],
+        weight_gradient=mean[2],
+        latency=message if shape.overlap_messages else 0.0,
+        of_stages=tuple(stages),
+    )
+
+
+def _message_seconds(shape: Shape, cluster: Cluster) -> float:
+    """Of a message to the next pipeline rank."""
+    if shape.ranks == 1:
+        return 0.0
+    return cluster.collective_seconds("send", shape.message, (0, shape.devices // shape.ranks))
+
+
+def _end_of_step(signature: Signature, shape: Shape, cluster: Cluster, rank: int) -> DataParallel:
+    chunks = [
+        signature.chunk(shape.role(stage), shape.stages[stage])
+        for stage in shape.placement.stages[rank]
+    ]
+    optimizer = sum(signature.at(c, shape.data_parallel)["seconds tail"] for c in chunks)
+    return data_parallel(chunks, shape, cluster, optimizer)
+
+
+def _waits(signature: Signature, shape: Shape) -> list[dict[str, float]]:
+    """Seconds that each pipeline rank waits within its actions, by process group."""
+    found = []
+    for stages in shape.placement.stages:
+        total: dict[str, float] = defaultdict(float)
+        for stage in stages:
+            chunk = signature.chunk(shape.role(stage), shape.stages[stage])
+            for name, value in chunk.items():
+                if name.startswith("wait "):
+                    total[name.removeprefix("wait ")] += value
+        found.append({name: value * shape.micro_batches for name, value in total.items()})
+    return found
+
+
+def _flops(signature: Signature, shape: Shape) -> float:
+    """Of the mean device."""
+    stages = enumerate(shape.stages)
+    total = sum(signature.chunk(shape.role(s), kinds)["flops"] for s, kinds in stages)
+    return total * shape.micro_batches / shape.ranks

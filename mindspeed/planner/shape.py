@@ -1,0 +1,142 @@
+"""How a job is spread over its pipeline: which layers each stage has, in which schedule.
+
+A layer has a kind: layers of one kind have equal shapes and keep equal activations.
+
+| kind           | layer                                          |
+|---             |---                                             |
+| dense          | attention and an MLP                           |
+| expert         | attention and a mixture of experts             |
+| noop           | passes its input on                            |
+| ...+recomputed | one that keeps its input only, in a stage where others keep all |
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from mindspeed.pipeline.schedule.placement import Placement
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+DENSE, EXPERT, NOOP = "dense", "expert", "noop"
+RECOMPUTED = "+recomputed"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What composition needs to know of a job.
+
+    Attributes:
+        request: schedule of the pipeline.
+        ranks: pipeline parallel size.
+        chunks: model chunks of a rank.
+        stages: kinds of the layers of each stage, in the order in which a micro-batch passes them.
+        micro_batches: of a step, on one data-parallel rank.
+        data_parallel: size, without context parallelism.
+        devices: ranks of the job.
+        tensor: tensor parallel size.
+        context: context parallel size.
+        expert: expert parallel size.
+        expert_tensor: expert tensor parallel size.
+        message: bytes of a micro-batch between two stages.
+        overlap_messages: they are sent while the next action runs.
+        overlap_gradients: gradients are reduced while backward runs.
+        overlap_parameters: parameters are gathered while forward runs.
+        distributed_optimizer: data-parallel ranks share the optimizer.
+        model_flops: of a step on all devices, without recomputation.
+        tokens: of a step on all devices.
+    """
+
+    request: ScheduleRequest
+    ranks: int
+    chunks: int
+    stages: tuple[tuple[str, ...], ...]
+    micro_batches: int
+    data_parallel: int
+    devices: int
+    tensor: int
+    context: int
+    expert: int
+    expert_tensor: int
+    message: int
+    overlap_messages: bool
+    overlap_gradients: bool
+    overlap_parameters: bool
+    distributed_optimizer: bool
+    model_flops: float
+    tokens: int
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank has which stages."""
+        if self.ranks == 1:
+            return Placement.loop(1, self.chunks)
+        return self.request.placement(self.ranks, self.chunks)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds that occur, in the order of their first layer."""
+        found = dict.fromkeys(kind for stage in self.stages for kind in stage)
+        return tuple(kind for kind in found if kind != NOOP)
+
+    def role(self, stage: int) -> str:
+        """``first``, ``middle`` or ``last``; ``only`` without a pipeline."""
+        if len(self.stages) == 1:
+            return "only"
+        return "first" if stage == 0 else "last" if stage == len(self.stages) - 1 else "middle"
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """The shape of a job whose features are those of this process.
+
+    Args:
+        args: final values.
+    """
+    from mindspeed.training.flops import training_flops
+    from mindspeed.training.pipeline_figures import layers_of_stages, micro_batches, request_of
+
+    pp = args.pipeline_model_parallel_size
+    length = args.seq_length // args.context_parallel_size
+    if args.sequence_parallel:
+        length //= args.tensor_model_parallel_size
+    width = 2 if args.bf16 or args.fp16 else 4
+    counts = layers_of_stages(args) if pp > 1 else (args.num_layers,)
+    return Shape(
+        request=request_of(args) if pp > 1 else ScheduleRequest(),
+        ranks=pp,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        stages=_stages(args, counts),
+        micro_batches=micro_batches(args),
+        data_parallel=args.data_parallel_size,
+        devices=args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        message=args.micro_batch_size * length * args.hidden_size * width,
+        overlap_messages=bool(args.overlap_p2p_comm) and pp > 1,
+        overlap_gradients=bool(args.overlap_grad_reduce),
+        overlap_parameters=bool(args.overlap_param_gather),
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+        model_flops=training_flops(args, args.global_batch_size),
+        tokens=args.global_batch_size * args.seq_length,
+    )
+
+
+def _stages(args: argparse.Namespace, counts: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+    """Kinds of the layers of each stage."""
+    from mindspeed.profiling.model_flops import moe_pattern
+
+    noop = set(getattr(args, "noop_layers", None) or ())
+    kinds = [EXPERT if expert else DENSE for expert in moe_pattern(vars(args))]
+    kinds = [NOOP if i in noop else kind for i, kind in enumerate(kinds)]
+    block = args.recompute_granularity == "full" and args.recompute_method == "block"
+    stages, start = [], 0
+    for count in counts:
+        stage = kinds[start : start + count]
+        if block:
+            again = args.recompute_num_layers
+            stage = [k + RECOMPUTED if k != NOOP and i < again else k for i, k in enumerate(stage)]
+        stages.append(tuple(stage))
+        start += count
+    return tuple(stages)

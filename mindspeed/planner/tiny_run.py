@@ -1,0 +1,233 @@
+"""One rank of a small pipeline, counted: what its chunks keep, need and compute.
+
+The pipeline has the schedule of the job, and one or two layers in each chunk. Its actions carry the
+chunk that they are of, taken from the plan of the schedule; that the plan is what was executed is
+checked on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed.errors import PlanError
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.job import Job, Overrides
+from mindspeed.planner.rates import DeviceRates
+from mindspeed.planner.segments import BETWEEN, Segment, Segments
+from mindspeed.planner.timed_step import between_chunks
+from mindspeed.testing.clock import VirtualClock
+from mindspeed.testing.ledger import Communication
+
+
+@dataclass(frozen=True)
+class Point:
+    """Which run.
+
+    Attributes:
+        overrides: flags of the tiny job.
+        devices: its ranks.
+        stage: pipeline rank that is counted.
+    """
+
+    overrides: Overrides
+    devices: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class ActionRun:
+    """An action of the counted step.
+
+    Attributes:
+        op: as in a pipeline schedule.
+        stage: of the pipeline, of which the rank has several with several chunks.
+        level: bytes alive at its start beyond those between steps.
+        peak: most bytes alive until the next action, beyond those between steps.
+        dropped: bytes that were alive at its start and not at its end.
+        seconds: by the clock; 0 without one.
+    """
+
+    op: str
+    stage: int
+    level: int
+    peak: int
+    dropped: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """Figures of one rank.
+
+    Attributes:
+        static: bytes between steps, by kind.
+        parameters: entries on the rank.
+        micro_batches: of the step.
+        data_parallel: size.
+        actions: in their order.
+        tail: most bytes alive after the last action, beyond those between steps.
+        tail_seconds: from the end of the last action to the end of the step.
+        tail_exposed: part of them in which the rank waits for communication.
+        flops: of the step.
+        recomputed: part of them that is computed a second time.
+        collectives: whole bytes of those of data-parallel groups, as ``dp all_gather``; those of
+            experts as ``edp all_gather``.
+        exposed: seconds of waiting within actions, by description of the process group.
+    """
+
+    static: Counter[str]
+    parameters: int
+    micro_batches: int
+    data_parallel: int
+    actions: tuple[ActionRun, ...]
+    tail: int
+    tail_seconds: float
+    tail_exposed: float
+    flops: int
+    recomputed: int
+    collectives: Counter[str]
+    exposed: Counter[str]
+
+
+def run(job: Job, point: Point, cluster: Cluster | None) -> TinyRun:
+    """Count one rank of the tiny pipeline; changes the state of this process.
+
+    Args:
+        job: whose flags these are.
+        point: which run.
+        cluster: rates of a clock; None: no times.
+
+    Raises:
+        MindSpeedError: the job cannot start, or cannot be counted.
+    """
+    from mindspeed.planner.counted_step import count_step
+    from mindspeed.training.fake_job import rank_in_stage
+
+    args = job.settings(point.overrides, point.devices).args
+    stages = _stages(args, point.stage)
+    timing = _timing(cluster)
+    step = count_step(args, rank_in_stage(args, point.stage), watch=timing.watch)
+    found = timing.segments.found
+    base = found[0].before
+    actions = _actions(found, stages, base)
+    last = max(i for i, one in enumerate(found) if one.op != BETWEEN)
+    tail = found[last + 1 :]
+    return TinyRun(
+        static=step.static,
+        parameters=step.parameters,
+        micro_batches=step.micro_batches,
+        data_parallel=args.data_parallel_size,
+        actions=actions,
+        tail=max(one.peak for one in tail) - base,
+        tail_seconds=tail[-1].end - tail[0].start,
+        tail_exposed=timing.waited(tail[0].start),
+        flops=step.flops.total,
+        recomputed=step.flops.recompute,
+        collectives=_collectives(step.communications),
+        exposed=timing.waits(tail[0].start),
+    )
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """What watches the step: its segments, and the clock if there is one."""
+
+    segments: Segments
+    clock: Any
+
+    def watch(self, memory: Any) -> Any:
+        """Context manager around the step."""
+        stack = contextlib.ExitStack()
+        if self.clock is not None:
+            stack.enter_context(self.clock)
+        stack.enter_context(self.segments.watching(memory))
+        return stack
+
+    def waits(self, end: float) -> Counter[str]:
+        """Seconds in which chunks waited until ``end``, by description of the group."""
+        found: Counter[str] = Counter()
+        for one in self._select(0.0, end):
+            if not between_chunks(one):
+                found[one.communication.description] += one.seconds
+        return found
+
+    def waited(self, start: float) -> float:
+        """Seconds of all waiting from ``start`` on."""
+        return sum(one.seconds for one in self._select(start, float("inf")))
+
+    def _select(self, start: float, end: float) -> list[Any]:
+        if self.clock is None:
+            return []
+        return [
+            one
+            for one in self.clock.select("wait")
+            if start <= one.start < end and one.communication is not None
+        ]
+
+
+def _timing(cluster: Cluster | None) -> _Timing:
+    if cluster is None:
+        return _Timing(Segments(), None)
+    clock = VirtualClock.of(DeviceRates(cluster))
+    return _Timing(Segments(clock), clock)
+
+
+def _collectives(communications: tuple[Communication, ...]) -> Counter[str]:
+    """Whole bytes of data-parallel collectives."""
+    found: Counter[str] = Counter()
+    for one in communications:
+        if "DATA_PARALLEL" in one.description:
+            group = "edp" if "EXPERT" in one.description else "dp"
+            size = len(one.ranks) if one.op == "all_gather" else 1
+            found[f"{group} {one.op}"] += one.payload * size
+    return found
+
+
+def _stages(args: argparse.Namespace, rank: int) -> tuple[tuple[str, int], ...] | None:
+    """Op and stage of each action of the rank; None without a pipeline."""
+    from mindspeed.pipeline.schedule.schedules import build_plan
+    from mindspeed.training.pipeline_figures import micro_batches, request_of
+
+    ranks = args.pipeline_model_parallel_size
+    if ranks == 1:
+        return None
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    plan = build_plan(request_of(args), ranks, chunks, micro_batches(args))
+    return tuple((a.op, a.stage) for a in plan.rows[rank] if a.op not in "GOL")
+
+
+def _actions(
+    found: list[Segment], stages: tuple[tuple[str, int], ...] | None, base: int
+) -> tuple[ActionRun, ...]:
+    """The segments of actions; what comes between two of them belongs to the earlier one."""
+    runs: list[ActionRun] = []
+    head = 0
+    ops = [one.op for one in found if one.op != BETWEEN]
+    if stages is not None and [op for op, _ in stages] != ops:
+        raise PlanError(
+            f"the schedule's plan has {' '.join(op for op, _ in stages)}, executed was "
+            f"{' '.join(ops)}"
+        )
+    order = iter(stages or [(op, 0) for op in ops])
+    for index, one in enumerate(found):
+        if one.op == BETWEEN:
+            head = one.peak if not runs else 0
+            continue
+        op, stage = next(order)
+        after = found[index + 1] if len(runs) + 1 < len(ops) else one
+        runs.append(
+            ActionRun(
+                op,
+                stage,
+                one.before - base,
+                max(one.peak, after.peak, head) - base,
+                one.before - one.after,
+                one.end - one.start,
+            )
+        )
+        head = 0
+    return tuple(runs)
