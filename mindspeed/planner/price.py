@@ -21,8 +21,9 @@ from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.data_parallel import DataParallel, data_parallel
+from mindspeed.planner.pieces import released
 from mindspeed.planner.shape import Shape
-from mindspeed.planner.signature import Signature, released
+from mindspeed.planner.signature import Signature
 
 MOST_ACTIONS = 6_000
 """Longer steps repeat the middle of a shorter one."""
@@ -169,8 +170,7 @@ def memory(
         static: dict[str, float] = defaultdict(float)
         tail = 0.0
         for stage in stages:
-            chunk = signature.chunk(shape.role(stage), shape.stages[stage])
-            figures = signature.at(chunk, shape.data_parallel)
+            figures = signature.chunk(shape.role(stage), shape.stages[stage], shape.data_parallel)
             tail += figures["tail"]
             for name, value in figures.items():
                 if name.startswith("static "):
@@ -280,10 +280,10 @@ def _message_seconds(shape: Shape, cluster: Cluster) -> float:
 
 def _end_of_step(signature: Signature, shape: Shape, cluster: Cluster, rank: int) -> DataParallel:
     chunks = [
-        signature.chunk(shape.role(stage), shape.stages[stage])
+        signature.chunk(shape.role(stage), shape.stages[stage], shape.data_parallel)
         for stage in shape.placement.stages[rank]
     ]
-    optimizer = sum(signature.at(c, shape.data_parallel)["seconds tail"] for c in chunks)
+    optimizer = sum(chunk["seconds tail"] for chunk in chunks)
     return data_parallel(chunks, shape, cluster, optimizer)
 
 

@@ -13,8 +13,8 @@ the embedding and the head are the differences of two more:
 | first stage, 1 layer             | less the first run: the embedding                  |
 | last stage, 1 layer              | less the first run: final norm, head and loss      |
 
-Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each. A
-further run on twice as many data-parallel ranks tells what those ranks share, and one with three
+Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each. Two
+further runs on twice as many data-parallel ranks tell what those ranks share, and one with three
 layers is compared with its composition. Without a pipeline the only stage takes the place of the
 middle one.
 
@@ -25,10 +25,9 @@ it is measured for each action and the one before it (:attr:`Signature.needs`).
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from mindspeed.errors import MindSpeedError
@@ -36,14 +35,24 @@ from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.pieces import (
+    Figures,
+    Need,
+    Runs,
+    figures_of,
+    halved,
+    inner_of,
+    kept,
+    less,
+    needs_of,
+    note,
+    note_chunks,
+    released,
+    weighted,
+    with_role,
+)
 from mindspeed.planner.shape import DENSE, NOOP, RECOMPUTED, Shape, shape_of
 from mindspeed.planner.tiny_run import Point, TinyRun, run
-
-Figures = Mapping[str, float]
-"""Figures by name; see :func:`figures_of`."""
-
-Need = tuple[str, str, str, str]
-"""Role, kind of the only layer, op before, op."""
 
 TOLERANCE = 0.001
 """Of the composition of the run that is compared."""
@@ -59,7 +68,10 @@ class Signature:
             ``only``.
         needs: bytes that an action needs at its peak beyond those kept by all micro-batches in
             flight, its own among them in backward; of a chunk with one layer.
-        shared: for names of figures the part that data-parallel ranks share.
+        inner: by kind and op what a layer needs more if the chunk has others before it: its input
+            is no message, which the chunk has anyway.
+        shared: for each kind of layer and each role the part of its figures that data-parallel
+            ranks share.
         data_parallel: size in the runs.
         error: largest relative error of the run that was compared with its composition: of its
             static bytes and of its peak.
@@ -68,7 +80,8 @@ class Signature:
     layers: Mapping[str, Figures]
     roles: Mapping[str, Figures]
     needs: Mapping[Need, float]
-    shared: Figures
+    inner: Mapping[tuple[str, str], float]
+    shared: Mapping[str, Figures]
     data_parallel: int
     error: float
 
@@ -77,17 +90,27 @@ class Signature:
         """Whether composition is as exact as is promised; otherwise count whole jobs."""
         return self.error <= TOLERANCE
 
-    def chunk(self, role: str, kinds: Iterable[str]) -> dict[str, float]:
-        """Figures of a chunk, of data-parallel ranks as in the runs."""
-        return _sum([self.roles[role], *(self.layers[kind] for kind in kinds if kind != NOOP)])
+    def chunk(
+        self, role: str, kinds: Iterable[str], data_parallel: int | None = None
+    ) -> dict[str, float]:
+        """Figures of a chunk.
 
-    def at(self, figures: Figures, data_parallel: int) -> dict[str, float]:
-        """Figures with another number of data-parallel ranks."""
-        ratio = self.data_parallel / data_parallel
-        return {
-            name: value * (1 + self.shared.get(name, 0.0) * (ratio - 1))
-            for name, value in figures.items()
-        }
+        Args:
+            role: of the chunk.
+            kinds: of its layers.
+            data_parallel: size; that of the runs by default.
+        """
+        counts = Counter(kind for kind in kinds if kind != NOOP)
+        ratio = self.data_parallel / (data_parallel or self.data_parallel) - 1
+        total: dict[str, float] = defaultdict(float)
+        for name, figures, count in [
+            (role, self.roles[role], 1),
+            *((kind, self.layers[kind], count) for kind, count in counts.items()),
+        ]:
+            shared = self.shared.get(name, {})
+            for figure, value in figures.items():
+                total[figure] += count * value * (1 + shared.get(figure, 0.0) * ratio)
+        return dict(total)
 
     def need(self, role: str, kinds: tuple[str, ...], before: str, op: str) -> float:
         """Bytes at the peak of an action of a chunk, beyond those kept.
@@ -97,17 +120,19 @@ class Signature:
         real = [kind for kind in kinds if kind != NOOP]
         if not real:
             return self._need(role, next(iter(self.layers)), before, op)
-        kept = [self.layers[kind]["kept"] for kind in real]
+        sizes = [self.layers[kind]["kept"] for kind in real]
         best = -math.inf
         for kind in dict.fromkeys(real):
             if op in ("F", "Fc"):
                 last = len(real) - 1 - real[::-1].index(kind)
-                around = sum(kept[:last])
+                around = sum(sizes[:last])
             elif op in ("B", "I"):
                 last = len(real) - 1 - real[::-1].index(kind)
-                around = -sum(kept[last + 1 :])
+                around = -sum(sizes[last + 1 :])
             else:
                 around = 0.0
+            if len(real) > 1 and role != "first":  # the first stage has no message
+                around += self.inner.get((kind, op), 0.0)
             best = max(best, self._need(role, kind, before, op) + around)
         return best
 
@@ -169,7 +194,8 @@ class _Measurement:
         first, last = kinds[0], kinds[-1]
         points = {("middle", kind, n): self._point(1, kind, n) for kind in kinds for n in (1, 2)}
         points["middle", first, 3] = self._point(1, first, 3)
-        points["middle", first, 0] = self._point(1, first, 1, data_parallel=2)
+        points["wide", first, 1] = self._point(1, first, 1, data_parallel=2)
+        points["wide", first, 2] = self._point(1, first, 2, data_parallel=2)
         if self._pipeline:
             points["first", first, 1] = self._point(0, first, 1)
             points["last", last, 1] = self._point(3, last, 1)
@@ -179,35 +205,75 @@ class _Measurement:
         runs = dict(zip(points, self._run(points.values()), strict=True))
         return self._signature(kinds, runs)
 
-    def _signature(
-        self, kinds: tuple[str, ...], runs: Mapping[tuple[str, str, int], TinyRun]
-    ) -> Signature:
+    def _signature(self, kinds: tuple[str, ...], runs: Runs) -> Signature:
         first, last = kinds[0], kinds[-1]
         one = {kind: figures_of(runs["middle", kind, 1]) for kind in kinds}
-        layers = {k: _less(figures_of(runs["middle", k, 2]), one[k]) for k in kinds}
-        roles = {"middle": _less(one[first], layers[first])}
+        layers = {k: less(figures_of(runs["middle", k, 2]), one[k]) for k in kinds}
+        roles = {"middle": less(one[first], layers[first])}
         if self._pipeline:
-            roles["first"] = _less(figures_of(runs["first", first, 1]), layers[first])
-            roles["last"] = _less(figures_of(runs["last", last, 1]), layers[last])
+            roles["first"] = less(figures_of(runs["first", first, 1]), layers[first])
+            roles["last"] = less(figures_of(runs["last", last, 1]), layers[last])
         needs: dict[Need, float] = {}
         for (role, kind, n), found in runs.items():
             if role == "chunks":
                 self._chunk_needs(found, n, kind, roles, layers, needs)
-            elif n == 1 and not self._several:
-                _note(needs, role, kind, found, _kept(found))
+            elif n == 1 and role != "wide" and not self._several:
+                note(needs, role, kind, found, kept(found))
+        plain = needs_of(runs, [("middle", first, 1)])
+        inner = {
+            (kind, op): value
+            for kind in kinds
+            for op, value in inner_of(
+                needs_of(runs, [("middle", kind, 1)]),
+                needs_of(runs, [("middle", kind, 2)]),
+                layers[kind]["kept"],
+            ).items()
+        }
+        shared = self._shared(kinds, layers, roles, runs)
         if not self._pipeline:
             roles = {"only": roles["middle"]}
-            needs = {("only", *key[1:]): value for key, value in needs.items()}
-        halved = figures_of(runs["middle", first, 0])
+            shared["only"] = shared["middle"]
+            needs = with_role(needs, "only")
         signature = Signature(
             layers=layers,
             roles=roles,
             needs=needs,
-            shared=_shared(one[first], halved),
+            inner=inner,
+            shared=shared,
             data_parallel=runs["middle", first, 1].data_parallel,
             error=0.0,
         )
-        return replace(signature, error=_error(signature, runs["middle", first, 3], first))
+        three = runs["middle", first, 3]
+        role = "middle" if self._pipeline else "only"
+        one_chunk = {role: less(one[first], layers[first])}
+        checked = replace(signature, roles=one_chunk, needs=with_role(plain, role))
+        return replace(signature, error=_error(checked, three, role, first))
+
+    def _shared(
+        self,
+        kinds: tuple[str, ...],
+        layers: Mapping[str, Figures],
+        roles: Mapping[str, Figures],
+        runs: Runs,
+    ) -> dict[str, Figures]:
+        """What of layers and roles halves on twice as many data-parallel ranks.
+
+        The ends are shared as layers are: what they add are parameters.
+        """
+        first = kinds[0]
+        one = figures_of(runs["wide", first, 1])
+        layer = less(figures_of(runs["wide", first, 2]), one)
+        of_layer = halved(layers[first], layer)
+        middle = roles["middle"]
+        of_middle = halved(middle, less(one, layer))
+        found: dict[str, Figures] = {**dict.fromkeys(kinds, of_layer), "middle": of_middle}
+        for role in {*roles} - {"middle"}:
+            found[role] = {
+                name: weighted(middle[name], of_middle[name], value - middle[name], part)
+                for name, part in of_layer.items()
+                if (value := roles[role].get(name, 0.0)) and name in of_middle
+            }
+        return found
 
     def _chunk_needs(
         self,
@@ -220,13 +286,13 @@ class _Measurement:
     ) -> None:
         """What the chunks of a rank with two of them keep and need."""
         roles_of = {0: "first", 3: "last"}
-        kept = {
-            stage: _kept(found, stage) for stage in dict.fromkeys(a.stage for a in found.actions)
+        kept_by = {
+            stage: kept(found, stage) for stage in dict.fromkeys(a.stage for a in found.actions)
         }
-        for stage, nbytes in kept.items():
+        for stage, nbytes in kept_by.items():
             role = roles_of.get(stage, "middle")
             roles[role] = {**roles[role], "kept": nbytes - layers[kind]["kept"]}
-        _note_chunks(needs, kind, found, kept, lambda stage: roles_of.get(stage, "middle"))
+        note_chunks(needs, kind, found, kept_by, lambda stage: roles_of.get(stage, "middle"))
 
     @property
     def _pipeline(self) -> bool:
@@ -291,86 +357,8 @@ class _Measurement:
         return flags
 
 
-def figures_of(found: TinyRun) -> dict[str, float]:
-    """Figures of a rank with one chunk that are linear in its layers.
-
-    Bytes: ``weights``, ``gradients``, ``optimizer`` ... between steps; ``tail`` alive after the
-    last action; ``kept`` by a micro-batch in flight, ``stash`` by a pending weight gradient.
-    ``flops``, ``recomputed`` of a micro-batch, ``parameters``. Seconds of an action ``seconds F``
-    ..., after the last one ``seconds tail`` without waiting; ``wait`` within a micro-batch, by
-    process group. Whole bytes of collectives of data-parallel groups, as ``dp all_gather``.
-    """
-    batches = found.micro_batches
-    figures: dict[str, float] = {f"static {kind}": n for kind, n in found.static.items()}
-    figures |= {
-        "parameters": found.parameters,
-        "tail": found.tail,
-        "kept": _kept(found),
-        "stash": _stash(found),
-        "flops": found.flops / batches,
-        "recomputed": found.recomputed / batches,
-        "seconds tail": found.tail_seconds - found.tail_exposed,
-    }
-    for op in dict.fromkeys(action.op for action in found.actions):
-        seconds = [action.seconds for action in found.actions if action.op == op]
-        figures[f"seconds {op}"] = median(seconds)
-    figures |= found.collectives
-    for group, waited in found.exposed.items():
-        figures[f"wait {group}"] = waited / batches
-    return figures
-
-
-def _kept(found: TinyRun, stage: int | None = None) -> float:
-    """Bytes of one more micro-batch in flight: between two forwards of the same chunk.
-
-    The last such pair counts: the first forward of a step has no message left over from before.
-    """
-    pairs = list(zip(found.actions, found.actions[1:], strict=False))
-    forwards = [(a, b) for a, b in pairs if a.op == "F" and stage in (None, a.stage)]
-    again = [b.level - a.level for a, b in forwards if b.op == "F" and b.stage == a.stage]
-    return (again or [b.level - a.level for a, b in forwards])[-1]
-
-
-def _stash(found: TinyRun) -> float:
-    return max((action.dropped for action in found.actions if action.op == "W"), default=0)
-
-
-def _note(needs: dict[Need, float], role: str, kind: str, found: TinyRun, kept: float) -> None:
-    """What each action of a rank with one chunk needs."""
-    stages = dict.fromkeys(action.stage for action in found.actions)
-    _note_chunks(needs, kind, found, dict.fromkeys(stages, kept), lambda stage: role)
-
-
-def _note_chunks(
-    needs: dict[Need, float], kind: str, found: TinyRun, kept: Mapping[int, float], role_of: Any
-) -> None:
-    stash, held, before = _stash(found), 0.0, ""
-    for action in found.actions:
-        key = role_of(action.stage), kind, before, action.op
-        needs[key] = max(needs.get(key, -math.inf), action.peak - held)
-        held += released(action.op, kept[action.stage], stash)
-        before = action.op
-
-
-def released(op: str, kept: float, stash: float) -> float:
-    """What an action adds to the bytes that micro-batches in flight keep."""
-    return {"F": kept, "B": -kept, "I": stash - kept, "W": -stash}.get(op, 0.0)
-
-
-def _shared(one: Figures, more: Figures) -> dict[str, float]:
-    """The part of each figure that halves on twice as many ranks."""
-    parts = {}
-    for name, value in one.items():
-        if not value or not (name.startswith("static") or name in ("tail", "seconds tail")):
-            continue
-        part = 2 * (value - more.get(name, 0.0)) / value
-        parts[name] = min(max(part, 0.0), 1.0)
-    return parts
-
-
-def _error(signature: Signature, found: TinyRun, kind: str) -> float:
+def _error(signature: Signature, found: TinyRun, role: str, kind: str) -> float:
     """Of static bytes and peak of a run with three layers."""
-    role = "middle" if "middle" in signature.roles else "only"
     composed = signature.chunk(role, [kind] * 3)
     real = figures_of(found)
     names = [name for name in real if name.startswith("static")]
@@ -382,15 +370,3 @@ def _error(signature: Signature, found: TinyRun, kind: str) -> float:
         held += released(action.op, composed["kept"], composed["stash"])
         before = action.op
     return max(abs(static / truth - 1), abs((static + most) / peak - 1))
-
-
-def _sum(parts: Iterable[Figures]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for part in parts:
-        for name, value in part.items():
-            total[name] += value  # type: ignore[assignment]
-    return dict(total)
-
-
-def _less(one: Figures, other: Figures) -> dict[str, float]:
-    return {name: one.get(name, 0.0) - other.get(name, 0.0) for name in {**one, **other}}

@@ -1,0 +1,124 @@
+"""Figures of a tiny run that compose: linear in layers, or needs of single actions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from mindspeed.planner.tiny_run import TinyRun
+
+Figures = Mapping[str, float]
+"""Figures by name; see :func:`figures_of`."""
+
+Need = tuple[str, str, str, str]
+"""Role, kind of the only layer, op before, op."""
+
+Runs = Mapping[tuple[str, str, int], TinyRun]
+"""Tiny runs by role, kind and number of layers."""
+
+
+def figures_of(found: TinyRun) -> dict[str, float]:
+    """Figures of a rank with one chunk that are linear in its layers.
+
+    Bytes: ``weights``, ``gradients``, ``optimizer`` ... between steps; ``tail`` alive after the
+    last action; ``kept`` by a micro-batch in flight, ``stash`` by a pending weight gradient.
+    ``flops``, ``recomputed`` of a micro-batch, ``parameters``. Seconds of an action ``seconds F``
+    ..., after the last one ``seconds tail`` without waiting; ``wait`` within a micro-batch, by
+    process group. Whole bytes of collectives of data-parallel groups, as ``dp all_gather``.
+    """
+    batches = found.micro_batches
+    figures: dict[str, float] = {f"static {kind}": n for kind, n in found.static.items()}
+    figures |= {
+        "parameters": found.parameters,
+        "tail": found.tail,
+        "kept": kept(found),
+        "stash": _stash(found),
+        "flops": found.flops / batches,
+        "recomputed": found.recomputed / batches,
+        "seconds tail": found.tail_seconds - found.tail_exposed,
+    }
+    for op in dict.fromkeys(action.op for action in found.actions):
+        seconds = [action.seconds for action in found.actions if action.op == op]
+        figures[f"seconds {op}"] = median(seconds)
+    figures |= found.collectives
+    for group, waited in found.exposed.items():
+        figures[f"wait {group}"] = waited / batches
+    return figures
+
+
+def kept(found: TinyRun, stage: int | None = None) -> float:
+    """Bytes of one more micro-batch in flight: between two forwards of the same chunk.
+
+    The last such pair counts: the first forward of a step has no message left over from before.
+    """
+    pairs = list(zip(found.actions, found.actions[1:], strict=False))
+    forwards = [(a, b) for a, b in pairs if a.op == "F" and stage in (None, a.stage)]
+    again = [b.level - a.level for a, b in forwards if b.op == "F" and b.stage == a.stage]
+    return (again or [b.level - a.level for a, b in forwards])[-1]
+
+
+def _stash(found: TinyRun) -> float:
+    return max((action.dropped for action in found.actions if action.op == "W"), default=0)
+
+
+def note(needs: dict[Need, float], role: str, kind: str, found: TinyRun, kept: float) -> None:
+    """What each action of a rank with one chunk needs."""
+    stages = dict.fromkeys(action.stage for action in found.actions)
+    note_chunks(needs, kind, found, dict.fromkeys(stages, kept), lambda stage: role)
+
+
+def note_chunks(
+    needs: dict[Need, float], kind: str, found: TinyRun, kept: Mapping[int, float], role_of: Any
+) -> None:
+    stash, held, before = _stash(found), 0.0, ""
+    for action in found.actions:
+        key = role_of(action.stage), kind, before, action.op
+        needs[key] = max(needs.get(key, -math.inf), action.peak - held)
+        held += released(action.op, kept[action.stage], stash)
+        before = action.op
+
+
+def released(op: str, kept: float, stash: float) -> float:
+    """What an action adds to the bytes that micro-batches in flight keep."""
+    return {"F": kept, "B": -kept, "I": stash - kept, "W": -stash}.get(op, 0.0)
+
+
+def halved(one: Figures, wide: Figures) -> dict[str, float]:
+    """The part of each figure that halves on twice as many data-parallel ranks."""
+    names = [n for n in one if n.startswith("static") or n in ("tail", "seconds tail")]
+    return {n: 2 * (one[n] - wide.get(n, 0.0)) / one[n] if one[n] else 0.0 for n in names}
+
+
+def weighted(one: float, part: float, other: float, other_part: float) -> float:
+    """The part of a sum of which two parts are known."""
+    total = one + other
+    return (one * part + other * other_part) / total if total else 0.0
+
+
+def with_role(needs: Mapping[Need, float], role: str) -> dict[Need, float]:
+    """The same of a chunk with another role."""
+    return {(role, *key[1:]): value for key, value in needs.items()}
+
+
+def needs_of(runs: Runs, names: Iterable[tuple[str, str, int]]) -> dict[Need, float]:
+    """Those of some runs with one chunk."""
+    needs: dict[Need, float] = {}
+    for name in names:
+        note(needs, name[0], name[1], runs[name], kept(runs[name]))
+    return needs
+
+
+def inner_of(one: Mapping[Need, float], two: Mapping[Need, float], kept: float) -> dict[str, float]:
+    """By op what the need of two layers exceeds that of one, less what the first has kept."""
+    found: dict[str, float] = {}
+    for key, value in one.items():
+        op = key[3]
+        growth = two[key] - value - (kept if op in ("F", "Fc") else 0.0)
+        found[op] = max(found.get(op, -math.inf), growth)
+    return found
+
+
+def less(one: Figures, other: Figures) -> dict[str, float]:
+    return {name: one.get(name, 0.0) - other.get(name, 0.0) for name in {**one, **other}}

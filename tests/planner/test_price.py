@@ -1,0 +1,200 @@
+"""Composition of memory and time from pieces whose sums are known in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+from mindspeed.planner.cluster import load_cluster
+from tests.support.lazy import Lazy
+
+groups = Lazy("mindspeed.planner.data_parallel")
+layouts = Lazy("mindspeed.planner.layout")
+memory = Lazy("mindspeed.planner.price", "memory")
+predict = Lazy("mindspeed.planner.price", "predict")
+Shape = Lazy("mindspeed.planner.shape", "Shape")
+Signature = Lazy("mindspeed.planner.signature", "Signature")
+
+KEPT, STATIC, FORWARD, BACKWARD = 100.0, 1000.0, 40.0, 70.0
+LAYER = {"static weights": STATIC, "static optimizer": 800.0, "kept": KEPT, "stash": 0.0}
+LAYER |= {"tail": 0.0, "flops": 6.0, "seconds F": 1.0, "seconds B": 2.0, "seconds tail": 0.0}
+NOTHING = dict.fromkeys(LAYER, 0.0)
+FIRST = NOTHING | {"static weights": 300.0}
+LAST = NOTHING | {"static weights": 500.0, "seconds F": 0.5, "seconds B": 1.0}
+
+
+def signature(**roles: dict[str, float]) -> Any:
+    """Dense layers; the first and the last stage have something more."""
+    needs = {
+        (role, "dense", before, op): {"F": FORWARD, "B": BACKWARD}[op]
+        for role in ("first", "middle", "last", "only")
+        for before in ("", "F", "B")
+        for op in "FB"
+    }
+    known = {"first": FIRST, "middle": NOTHING, "last": LAST, "only": NOTHING} | roles
+    return Signature(
+        {"dense": LAYER}, known, needs, {}, {"dense": {"static optimizer": 1.0}}, 2, 0.0
+    )
+
+
+def shape(ranks: int, layers: int, batches: int, chunks: int = 1, **changes: object) -> Any:
+    """Layers spread evenly, one device a rank."""
+    stages = ranks * chunks
+    kind = "interleaved" if chunks > 1 else "1f1b"
+    found = Shape(
+        request=ScheduleRequest(kind),
+        ranks=ranks,
+        chunks=chunks,
+        stages=(("dense",) * (layers // stages),) * stages,
+        micro_batch=1,
+        micro_batches=batches,
+        data_parallel=2,
+        devices=2 * ranks,
+        tensor=1,
+        context=1,
+        expert=1,
+        expert_tensor=1,
+        message=0,
+        overlap_messages=chunks > 1,
+        overlap_gradients=False,
+        overlap_parameters=False,
+        distributed_optimizer=True,
+        model_flops=1e12,
+        tokens=1024,
+    )
+    return replace(found, **changes)
+
+
+@pytest.fixture(scope="module")
+def free_messages():
+    """A cluster whose messages take no time."""
+    cluster = load_cluster("h100")
+    levels = tuple(replace(level, latency_us=0.0) for level in cluster.levels)
+    return replace(cluster, levels=levels, collective_us=0.0)
+
+
+def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_behind():
+    ranks = list(memory(signature(), shape(4, 8, 12)))
+    for index, rank in enumerate(ranks):
+        in_flight, layers = 4 - index, 2
+        # Backward begins with all of them; forward of the last has kept one layer of its own.
+        expected = max(
+            in_flight * layers * KEPT + BACKWARD,
+            (in_flight - 1) * layers * KEPT + KEPT + FORWARD,
+        )
+        assert rank.activations == expected
+    assert ranks[0].static["weights"] == 2 * STATIC + 300.0
+    assert ranks[1].static["weights"] == 2 * STATIC
+    assert ranks[3].static["weights"] == 2 * STATIC + 500.0
+
+
+def test_interleaved_keeps_p_plus_p_minus_1_over_v():
+    ranks, chunks = 4, 2
+    found = next(memory(signature(), shape(ranks, 16, 16, chunks)))
+    kept = (ranks + (ranks - 1) / chunks) * 4 * KEPT  # four layers on a rank
+    assert found.activations == kept + BACKWARD
+
+
+def test_data_parallel_ranks_share_the_optimizer():
+    two = next(memory(signature(), shape(2, 4, 4)))
+    eight = next(memory(signature(), shape(2, 4, 4, data_parallel=8)))
+    assert eight.static["optimizer"] == two.static["optimizer"] / 4
+    assert eight.static["weights"] == two.static["weights"]
+
+
+def test_uneven_layers_and_no_op_layers():
+    stages = (("dense",), ("dense",) * 3, ("dense", "noop"))
+    ranks = list(memory(signature(), shape(3, 6, 6, stages=stages)))
+    assert [rank.static["weights"] for rank in ranks] == [1300.0, 3000.0, 1500.0]
+    assert ranks[1].activations == 2 * 3 * KEPT + BACKWARD
+
+
+def test_recomputed_layers_come_first_and_keep_their_input():
+    light = LAYER | {"kept": 10.0}
+    one = replace(
+        signature(),
+        layers={"dense+recomputed": light, "dense": LAYER},
+        needs={
+            **signature().needs,
+            ("middle", "dense+recomputed", "F", "B"): 200.0,
+            ("middle", "dense+recomputed", "B", "B"): 200.0,
+        },
+    )
+    kinds = ("dense+recomputed", "dense+recomputed", "dense")
+    # The recomputed layer that runs first in backward: the stored one after it is released.
+    assert one.need("middle", kinds, "F", "B") == max(BACKWARD, 200.0 - KEPT)
+
+
+@pytest.mark.parametrize("batches", [4, 12, 4001])
+def test_seconds_of_1f1b_are_those_of_the_formula(batches, free_messages):
+    """(m + p - 1) (tF + tB), with equal stages; long steps are continued from short ones."""
+    one = signature(first=NOTHING, last=NOTHING)
+    found = predict(one, shape(4, 8, batches), free_messages)
+    assert found.seconds == pytest.approx((batches + 3) * 2 * (1.0 + 2.0))
+    assert found.bubble == pytest.approx(3 / (batches + 3))
+
+
+def test_seconds_of_the_interleaved_schedule(free_messages):
+    one = signature(first=NOTHING, last=NOTHING)
+    found = predict(one, shape(4, 16, 16, 2), free_messages)
+    assert found.seconds == pytest.approx((16 + 3 / 2) * 4 * 3.0)
+
+
+def test_a_heavy_head_slows_every_micro_batch(free_messages):
+    found = predict(signature(), shape(4, 8, 100), free_messages)
+    light = predict(signature(last=NOTHING), shape(4, 8, 100), free_messages)
+    # The last stage takes 7.5 instead of 6 seconds; the others wait for it.
+    assert found.seconds - light.seconds == pytest.approx(100 * 1.5)
+    assert found.limit == "compute"
+
+
+def test_messages_that_block_lengthen_the_stages_between(free_messages):
+    slow = load_cluster("h100")
+    message = slow.collective_seconds("send", 1 << 30, (0, 2))
+    found = predict(signature(first=NOTHING, last=NOTHING), shape(4, 8, 64, message=1 << 30), slow)
+    assert found.seconds == pytest.approx((64 + 3) * 6 + 2 * message * (64 + 2), rel=0.01)
+    assert found.exposed["messages"] == pytest.approx(2 * 64 * message)
+
+
+def test_data_parallel_reduction_hides_behind_the_last_backward():
+    cluster = load_cluster("h100")
+    heavy = {"dense": LAYER | {"dp reduce_scatter": 400e9, "dp all_gather": 200e9}}
+    one = replace(signature(first=NOTHING, last=NOTHING), layers=heavy)
+    shown = predict(one, shape(2, 4, 4), cluster).exposed["data parallel"]
+    hidden = predict(one, shape(2, 4, 4, overlap_gradients=True), cluster)
+    expected = cluster.collective_seconds("reduce_scatter", 800e9, (0, 1))
+    expected += cluster.collective_seconds("all_gather", 200e9, (0, 1))
+    assert shown == pytest.approx(expected)
+    gather = cluster.collective_seconds("all_gather", 200e9, (0, 1))
+    backward = 2 * 2.0
+    left = max(0.0, expected - gather - backward) + gather
+    assert hidden.exposed["data parallel"] == pytest.approx(left)
+
+
+def test_what_fits():
+    cluster = load_cluster("h100")
+    big = replace(signature(), layers={"dense": LAYER | {"static weights": 60e9}})
+    found = predict(big, shape(2, 4, 4), cluster)
+    assert not found.fits and not found.ranks[0].fits
+    assert found.peak_bytes == max(rank.peak for rank in found.ranks)
+    assert predict(signature(), shape(2, 4, 4), cluster).fits
+
+
+def test_groups_of_ranks():
+    wide = shape(2, 4, 4, data_parallel=4, tensor=2, expert=4, context=1, devices=16)
+    assert groups.dense_ranks(wide) == (0, 2, 4, 6)
+    assert groups.expert_ranks(wide) == (0, 4)
+
+
+def test_a_shape_under_another_layout():
+    base = shape(1, 24, 8, message=1024)
+    base = replace(base, stages=(("dense",) * 24,))
+    again = layouts.Recompute(layers=1)
+    layout = layouts.Layout(64, 64, tp=2, pp=4, vpp=2, mbs=2, recompute=again)
+    found = base.laid_out(layout)
+    assert found.stages == (("dense+recomputed", "dense", "dense"),) * 8
+    assert (found.data_parallel, found.micro_batches, found.message) == (8, 4, 1024)
+    assert found.request.kind == "interleaved"
