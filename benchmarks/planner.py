@@ -32,24 +32,22 @@ RESULTS = Path(__file__).parent / "results" / "planner-published.json"
 COMMON = (
     "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--use-flash-attn"
-).split()
+)
 EXPERTS = (
-    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-force-load-balancing "
+    " --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-force-load-balancing "
     "--moe-permute-fusion"
-).split()
-MODELS: dict[str, tuple[list[str], int]] = {
-    "llama3-8b": (["--model", "llama3-8b"], 32),
-    "llama3-70b": (["--model", "llama3-70b"], 80),
+)
+MODELS = {
+    "llama3-8b": ("--model llama3-8b", 32),
+    "llama3-70b": ("--model llama3-70b", 80),
     "llama3.1-405b": (
-        (
-            "--model llama3.1-70b --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 "
-            "--num-attention-heads 128"
-        ).split(),
+        "--model llama3.1-70b --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 "
+        "--num-attention-heads 128",
         126,
     ),
-    "qwen3-30b-a3b": (["--model", "qwen3-30b-a3b", *EXPERTS], 48),
-    "qwen3-235b-a22b": (["--model", "qwen3-235b-a22b", *EXPERTS], 94),
-    "deepseek-v3": (["--model", "deepseek-v3", *EXPERTS], 61),
+    "qwen3-30b-a3b": ("--model qwen3-30b-a3b" + EXPERTS, 48),
+    "qwen3-235b-a22b": ("--model qwen3-235b-a22b" + EXPERTS, 94),
+    "deepseek-v3": ("--model deepseek-v3" + EXPERTS, 61),
 }
 """Flags and number of layers of the models that the trainer has."""
 CLUSTERS = {"h100": "h100"}
@@ -160,7 +158,7 @@ def predict_all(rows: Iterable[dict[str, str]], jobs: int) -> list[Row]:
     signatures: dict[Any, Any] = {}
     found = []
     for row in rows:
-        job = Job([*MODELS[row["model"]][0], *COMMON, "--seq-length", row["seq_length"]])
+        job = Job(f"{MODELS[row['model']][0]} {COMMON} --seq-length {row['seq_length']}".split())
         layout, cluster = layout_of(row), cluster_of(row)
         several = layout.vpp > 1
         key = (job.argv, layout.signature(), layout.pp > 1, several, row["precision"])

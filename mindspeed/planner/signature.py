@@ -13,8 +13,8 @@ the embedding and the head are the differences of two more:
 | first stage, 1 layer             | less the first run: the embedding                  |
 | last stage, 1 layer              | less the first run: final norm, head and loss      |
 
-Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each. Two
-further runs on twice as many data-parallel ranks tell what those ranks share, and one with three
+Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each.
+Two further runs on twice as many data-parallel ranks tell what those ranks share, and one with three
 layers is compared with its composition. Without a pipeline the only stage takes the place of the
 middle one.
 
@@ -28,7 +28,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.planner import isolated
@@ -148,7 +148,23 @@ class Signature:
         return 0.0
 
 
-def measure(job: Job, layout: Layout, cluster: Cluster | None = None, jobs: int = 1) -> Signature:
+class KnownRuns(Protocol):
+    """Runs of the job and the cluster that were made before."""
+
+    def get(self, point: Point) -> TinyRun | None:
+        """The run of a point; None if it was not made."""
+
+    def put(self, point: Point, run: TinyRun) -> None:
+        """Keep a run."""
+
+
+def measure(
+    job: Job,
+    layout: Layout,
+    cluster: Cluster | None = None,
+    jobs: int = 1,
+    runs: KnownRuns | None = None,
+) -> Signature:
     """Count the tiny runs of a layout.
 
     Args:
@@ -157,13 +173,14 @@ def measure(job: Job, layout: Layout, cluster: Cluster | None = None, jobs: int 
             is a pipeline, its schedule, and whether ranks have several chunks.
         cluster: rates of the clock; None: no times.
         jobs: runs at a time.
+        runs: those made before, and where new ones are kept.
 
     Raises:
         MindSpeedError: the layout cannot start, or cannot be counted.
     """
     _import_ahead()
     shape: Shape = isolated.call(_shape, job, layout)
-    return _Measurement(job, layout, shape, cluster, jobs).signature()
+    return _Measurement(job, layout, shape, cluster, jobs, runs).signature()
 
 
 def _import_ahead() -> None:
@@ -188,6 +205,7 @@ class _Measurement:
     shape: Shape
     cluster: Cluster | None
     jobs: int
+    known: KnownRuns | None = None
 
     def signature(self) -> Signature:
         kinds = self.shape.kinds or (DENSE,)
@@ -304,13 +322,17 @@ class _Measurement:
         return self._pipeline and (self.layout.vpp > 1 or self.layout.schedule in V_SHAPES)
 
     def _run(self, points: Iterable[Point]) -> list[TinyRun]:
-        found = []
-        arguments = [(self.job, point, self.cluster) for point in points]
-        for result in isolated.map(run, arguments, self.jobs):
+        points = list(points)
+        found = [None if self.known is None else self.known.get(point) for point in points]
+        missing = [index for index, one in enumerate(found) if one is None]
+        arguments = [(self.job, points[index], self.cluster) for index in missing]
+        for index, result in zip(missing, isolated.map(run, arguments, self.jobs), strict=True):
             if isinstance(result, MindSpeedError):
                 raise result
-            found.append(result)
-        return found
+            found[index] = result
+            if self.known is not None:
+                self.known.put(points[index], result)
+        return [one for one in found if one is not None]
 
     def _point(self, stage: int, kind: str, layers: int, data_parallel: int = 1) -> Point:
         """A stage of four, or the only one, with so many layers."""
