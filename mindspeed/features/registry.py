@@ -19,12 +19,11 @@ from typing import Any
 
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
-from mindspeed.features import planned_flags
 from mindspeed.features.feature import Feature, Problem
 from mindspeed.features.flags import add_flags, check_value, default_of, flags_of
 from mindspeed.features.level import LevelOptions
 
-_SUPPORT_MODULES = {"feature", "flags", "level", "registry", "planned_flags"}
+_SUPPORT_MODULES = {"feature", "flags", "level", "registry"}
 
 
 @lru_cache(maxsize=1)
@@ -95,7 +94,6 @@ def add_arguments(
     for feature in all_features():
         _refuse_flags_of_the_parser(parser, feature)
         add_flags(parser, feature.options, f"mindspeed: {feature.name}", file_values)
-    planned_flags.add_flags(parser)
     return parser
 
 
@@ -223,7 +221,6 @@ def refuse_unknown(
     known |= {item.name for item in flags_of(LevelOptions)}
     for name in names:
         if name not in known:
-            planned_flags.refuse([name])
             near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.4)
             hint = f"; closest: {', '.join(near)}" if near else ""
             raise ConfigError(f"{where}unknown option {name!r}{hint}")

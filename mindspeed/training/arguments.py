@@ -27,7 +27,6 @@ from mindspeed import ranges
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.flags import flags_of
-from mindspeed.features.planned_flags import PlannedFlag
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole
 from mindspeed.training.flag_types import (
     Ignored,
@@ -352,7 +351,7 @@ def _unknown_flags(parser: Parser, unknown: Sequence[str]) -> str:
     known = [
         name
         for name, action in parser._option_string_actions.items()
-        if name.startswith("--") and not isinstance(action, Ignored | PlannedFlag)
+        if name.startswith("--") and not isinstance(action, Ignored)
     ]
     lines = []
     for token in unknown:

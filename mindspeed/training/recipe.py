@@ -27,7 +27,6 @@ import yaml
 
 from mindspeed import recipes
 from mindspeed.errors import ConfigError
-from mindspeed.features import planned_flags
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
 from mindspeed.parsing import read_yaml
@@ -139,9 +138,7 @@ def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe"
             continue
         for key, value in (values or {}).items():
             expected_section, action = table.get(key, (None, None))
-            if reason := planned_flags.problem(str(key)):
-                problems.append(f"{section}.{key}: {reason}")
-            elif action is None:
+            if action is None:
                 problems.append(f"{section}.{key}: unknown key{_closest(key, table)}")
             elif expected_section != section:
                 problems.append(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.trainer_job import SETUP, TINY
+from tests.training.command_line import parse_all
 from tests.training.fb_overlap_job import exposed, traced
 from tests.training.one_rank import assert_same_training, column
 from tests.training.test_layouts import MOE, TP
-from tests.training.test_planned_flags import SETUP, TINY, parse_all
 
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 128"
 EXPERTS = f"{TP} --sequence-parallel --expert-model-parallel-size"

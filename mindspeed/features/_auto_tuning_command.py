@@ -1,0 +1,156 @@
+"""The process that ``--auto-tuning`` and its relatives start, and the end of the job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspeed import device
+from mindspeed.errors import DEBUG
+from mindspeed.features.flags import flags_of
+
+if TYPE_CHECKING:
+    from mindspeed.features.auto_tuning import AutoTuningOptions
+
+WORDS = "command_words"
+"""Name in the arguments: the command line, where it is not that of the process."""
+
+DEVICES = 16
+SEARCHED = "tp,cp,cp_algorithm,pp,mbs"
+"""Dimensions of ``--auto-parallel``."""
+
+_PRESETS = {
+    "910_93": "ascend-910-93",
+    "910B": "ascend-910b",
+    "H200": "h200",
+    "H100": "h100",
+    "A100": "a100",
+}
+"""Part of a device's name -> preset."""
+
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_A_LAUNCHER = ("TORCHELASTIC_", "MASTER_", "GROUP_WORLD_SIZE", "ROLE_")
+_PLANNING = "MINDSPEED_PLANNING"
+"""Set in the process that plans, which reads the same flags again."""
+
+
+def devices(options: AutoTuningOptions) -> int:
+    """Devices to plan for."""
+    if options.simulated_nnodes and options.simulated_nproc_per_node:
+        return options.simulated_nnodes * options.simulated_nproc_per_node
+    if options.target_nnodes:
+        return options.target_nnodes * (options.nproc_per_node or 1)
+    given = options.auto_tuning_ranks or options.auto_settings_ranks
+    if given is None and options.nproc_per_node is not None:
+        return (options.nnodes or 1) * options.nproc_per_node
+    return given or DEVICES
+
+
+def plan_and_end(options: AutoTuningOptions, megatron: Mapping[str, Any]) -> None:
+    """Plan on rank 0 of node 0, and end this process; in the process that plans do nothing.
+
+    Raises:
+        SystemExit: with the status of the plan on the rank that plans, else 0.
+    """
+    if os.environ.get(_PLANNING):
+        return
+    if int(os.environ.get("RANK", "0")) > 0 or (options.node_rank or 0) > 0:
+        raise SystemExit(0)
+    for name in ("load", "save"):
+        if megatron.get(name):
+            print(f"--{name} is ignored: nothing is trained while planning", file=sys.stderr)
+    words = plan_command(options, _words_of_job(megatron), _device_name())
+    level = options.auto_tuning_log_level or options.auto_settings_log_level or "info"
+    environment = _environment(level)
+    quiet = subprocess.PIPE if level == "warning" else None
+    done = subprocess.run(words, env=environment, stderr=quiet, check=False)
+    if done.returncode and done.stderr:
+        sys.stderr.buffer.write(done.stderr)
+    sys.stderr.flush()
+    raise SystemExit(done.returncode)
+
+
+def plan_command(options: AutoTuningOptions, job: Sequence[str], device_name: str) -> list[str]:
+    """The command line of the plan.
+
+    Args:
+        options: what is asked for.
+        job: ``SCRIPT FLAGS`` of Megatron-LM, or flags of our trainer.
+        device_name: of this machine's devices.
+    """
+    preset = next((p for part, p in _PRESETS.items() if part in device_name), "generic")
+    words = [sys.executable, "-m", "mindspeed", "plan"]
+    words += ["--cluster", options.prof_file or preset, "--devices", str(devices(options))]
+    words += ["--out", _work_dir(options)]
+    if options.auto_parallel:
+        words += ["--search", SEARCHED]
+    if options.auto_settings_type in ("mixed", "black"):
+        words += ["--measure", str(options.auto_settings_type)]
+    if options.nproc_per_node is not None:
+        words += ["--launch", _launcher(options)]
+    return [*words, "--", *without_options(job, type(options))]
+
+
+def _launcher(options: AutoTuningOptions) -> str:
+    """The words of torchrun in the commands that the plan prints."""
+    node = options.simulated_nproc_per_node or options.nproc_per_node or 1
+    nodes = -(-devices(options) // node)
+    words = [f"--nnodes={nodes}", f"--nproc-per-node={min(node, devices(options))}"]
+    for name in ("node_rank", "master_addr", "master_port"):
+        if getattr(options, name) is not None:
+            words.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
+    return " ".join(words)
+
+
+def _work_dir(options: AutoTuningOptions) -> str:
+    if options.auto_tuning:
+        return options.auto_tuning_work_dir or "auto_tuning_dir"
+    return options.auto_settings_work_dir or "."
+
+
+def without_options(words: Sequence[str], options: type) -> list[str]:
+    """A command line without the flags of ``options`` and their values."""
+    switches: set[str] = set()
+    valued: set[str] = set()
+    for item in flags_of(options):
+        kinds = switches if item.type in (bool, "bool") else valued
+        kinds.update((item.option, *item.aliases))
+    kept = []
+    skip = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if skip and not word.startswith("--"):
+            skip = False
+            continue
+        skip = name in valued and not equals
+        if name not in valued and name not in switches:
+            kept.append(word)
+    return kept
+
+
+def _words_of_job(megatron: Mapping[str, Any]) -> list[str]:
+    """The command line of this job: that of our trainer, or of a script of Megatron-LM."""
+    given = megatron.get(WORDS)
+    if given is not None:
+        return list(given)
+    if sys.argv[0].endswith(("/mindspeed", "mindspeed/__main__.py")):
+        return sys.argv[2:]  # behind the name of a command
+    return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+
+
+def _device_name() -> str:
+    here = device.current()
+    return "" if here.on_host else here.properties().name
+
+
+def _environment(level: str) -> dict[str, str]:
+    """That of a process outside of the job."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_A_RANK and not name.startswith(_OF_A_LAUNCHER)
+    }
+    return {**kept, _PLANNING: "1", **({DEBUG: "1"} if level == "debug" else {})}
