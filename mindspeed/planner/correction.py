@@ -1,0 +1,143 @@
+"""Predicted seconds corrected by measured ones: three factors for a whole cluster.
+
+The model of time is wrong in ways that all candidates share: devices compute slower than their
+rates say, links within a node and between nodes are slower than their figures. So the seconds of
+any step are
+
+    f_compute * compute + f_intra * intra + f_inter * inter
+
+with the model's own parts of that step. The first measured step sets the scale of all factors;
+around it they are independent normal variables of :data:`SPREAD`, and each measured step, of
+:data:`NOISE`, updates them (Bayesian linear regression; Bishop, Pattern Recognition and Machine
+Learning, 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+SPREAD = 0.3
+"""Standard deviation of a factor, as a part of the common scale."""
+NOISE = 0.05
+"""Standard deviation of a measured step that the factors do not explain, as a part of it."""
+_DEVIATIONS = 2.0
+
+
+class Extents(Protocol):
+    """What a layout says of its process groups."""
+
+    tp: int
+    cp: int
+    ep: int
+    etp: int | None
+    pp: int
+    devices: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Predicted seconds of a step by what they depend on.
+
+    Attributes:
+        compute: computation, bubbles, everything that is no exposed communication.
+        intra: exposed communication within a node.
+        inter: exposed communication between nodes.
+    """
+
+    compute: float
+    intra: float = 0.0
+    inter: float = 0.0
+
+    @classmethod
+    def of(cls, prediction: Any, layout: Extents, node_size: int) -> Parts:
+        """Those of a prediction.
+
+        Args:
+            prediction: with ``seconds`` and ``exposed`` seconds by process group.
+            layout: that it is of.
+            node_size: devices of a node.
+        """
+        found = {True: 0.0, False: 0.0}
+        for name, seconds in prediction.exposed.items():
+            found[extent(name, layout) <= node_size] += seconds
+        compute = prediction.seconds - found[True] - found[False]
+        return cls(max(0.0, compute), found[True], found[False])
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.compute + self.intra + self.inter
+
+    def vector(self) -> Any:
+        """The three."""
+        return np.array([self.compute, self.intra, self.inter])
+
+
+def extent(name: str, layout: Extents) -> int:
+    """Consecutive ranks among which a process group communicates, in Megatron's order of ranks.
+
+    Args:
+        name: description of the group, ``data parallel``, or ``messages`` of the pipeline.
+        layout: with the sizes.
+    """
+    name = name.upper()
+    replica = layout.devices // layout.pp
+    if "EXPERT" in name and "DATA" not in name:
+        return min(replica, (layout.etp or layout.tp) * layout.ep)
+    if "MESSAGES" in name or name.startswith("PIPELINE"):
+        return min(layout.devices, 2 * replica)
+    if "DATA" in name:
+        return replica
+    if "CONTEXT" in name:
+        return layout.tp * layout.cp
+    return layout.tp if "TENSOR" in name else layout.devices
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What is known of the three factors.
+
+    Attributes:
+        mean: of each.
+        covariance: [3, 3].
+    """
+
+    mean: tuple[float, float, float]
+    covariance: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def first(cls, parts: Parts, seconds: float) -> Factors:
+        """After the first measured step: all three are as wrong as its prediction."""
+        scale = seconds / parts.seconds
+        covariance = np.eye(3) * (SPREAD * scale) ** 2
+        return cls._of(np.full(3, scale), covariance).updated(parts, seconds)
+
+    @classmethod
+    def _of(cls, mean: Any, covariance: Any) -> Factors:
+        first, second, third = (float(value) for value in mean)
+        return cls((first, second, third), tuple(tuple(map(float, row)) for row in covariance))
+
+    def updated(self, parts: Parts, seconds: float) -> Factors:
+        """After another measured step."""
+        x, mean, covariance = parts.vector(), np.array(self.mean), np.array(self.covariance)
+        along = covariance @ x
+        gain = along / (x @ along + (NOISE * seconds) ** 2)
+        return self._of(mean + gain * (seconds - x @ mean), covariance - np.outer(gain, along))
+
+    def seconds(self, parts: Parts) -> float:
+        """The corrected prediction."""
+        return float(parts.vector() @ np.array(self.mean))
+
+    def optimistic(self, parts: Parts) -> float:
+        """Seconds that a step is not expected to be below: two standard deviations less."""
+        x = parts.vector()
+        deviation = float(np.sqrt(max(0.0, x @ np.array(self.covariance) @ x)))
+        return max(0.0, self.seconds(parts) - _DEVIATIONS * deviation)
+
+    def to_json(self) -> Mapping[str, float]:
+        """The means by name."""
+        return dict(zip(("compute", "intra", "inter"), self.mean, strict=True))
