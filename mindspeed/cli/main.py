@@ -47,6 +47,7 @@ COMMANDS: dict[str, str] = {
     "pipeline": "compare and draw pipeline schedules: bubble, memory, messages",
     "moe": "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory",
     "plan": "plan a job without a device: memory of every rank, FLOPs, messages, the best layout",
+    "calibrate": "measure devices and links of this machine for plan --cluster",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: implementation on this device, why not others",
     "patches": "list the patches of Megatron, and check them against a Megatron version",
@@ -61,7 +62,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
-    "inspect": ("profile", "attention", "pipeline", "moe", "plan", "features", "ops", "patches"),
+    "inspect": (
+        "profile",
+        "attention",
+        "pipeline",
+        "moe",
+        "plan",
+        "calibrate",
+        "features",
+        "ops",
+        "patches",
+    ),
 }
 
 _format_for_developers = warnings.formatwarning

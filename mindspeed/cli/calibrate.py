@@ -1,0 +1,163 @@
+"""Measure this machine for the planner: matrix products, copies, attention, collectives.
+
+    mindspeed calibrate --out machine.json                             one device, no links
+    torchrun --nproc-per-node 8 -m mindspeed calibrate --base h100 --out machine.json
+    mindspeed plan --cluster machine.json -- ...
+
+Runs alone or on all ranks of a job, which a launcher starts. Collectives are timed at five sizes
+inside nodes and between them. Every figure is a median with its spread; what could not be measured
+stays that of --base, and the file says so. `mindspeed plan --cluster` reads the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed.errors import ConfigError
+from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, number, whole
+
+if TYPE_CHECKING:
+    from mindspeed.planner.calibrate import Settings
+    from mindspeed.planner.cluster import Cluster
+
+HELP = "measure devices and links of this machine for mindspeed plan --cluster"
+
+SMALL, LARGE = 512, 8192  # matrices on the host's cores, on an accelerator
+FIELDS = (
+    "memory_gib",
+    "memory_gbs",
+    "launch_us",
+    "cores",
+    "gemm_efficiency",
+    "attention_efficiency",
+    "memory_efficiency",
+    "host_gbs",
+)
+SMALL_MESSAGE, LARGE_MESSAGE = 1 << 20, 1 << 28
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``mindspeed calibrate``."""
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE", help="cluster file to write, .json")
+    add("--name", metavar="NAME", help="of the cluster (default: that of the file)")
+    add(
+        "--base",
+        metavar="NAME",
+        help="preset or file of this hardware: its peaks stay and efficiencies are measured "
+        "(default: peaks are the fastest products; what is not measured is that of generic)",
+    )
+    add(
+        "--dtypes",
+        default="bf16,fp32",
+        metavar="NAMES",
+        help="of products, separated by commas; attention has the first (default: bf16,fp32)",
+    )
+    add(
+        "--largest",
+        type=whole(8, 1 << 16),
+        metavar="N",
+        help=f"rows of the largest matrix, tokens of attention (default: {LARGE}, on the CPU "
+        f"{SMALL})",
+    )
+    add(
+        "--largest-message",
+        type=whole(4096, MAX_SIZE),
+        metavar="BYTES",
+        help=f"of collectives (default: {LARGE_MESSAGE}, on the CPU {SMALL_MESSAGE})",
+    )
+    add(
+        "--node-size",
+        type=whole(1),
+        metavar="N",
+        help="ranks of a node (default: those that the launcher started on this host)",
+    )
+    add("--samples", type=whole(3, 1000), default=7, metavar="N", help="per figure (default: 7)")
+    add(
+        "--sample-seconds",
+        type=number(ABOVE_ZERO),
+        default=0.01,
+        metavar="S",
+        help="that a sample lasts at least (default: 0.01)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and write the cluster file on rank 0."""
+    if args.out.suffix != ".json":
+        raise ConfigError(f"--out {args.out}: the file must end in .json")
+    from mindspeed import device
+    from mindspeed.files import check_path
+    from mindspeed.planner.calibrate import Settings
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.measured_device import NAMES
+
+    check_path(args.out, "output")
+    base = load_cluster(args.base or "generic")
+    dtypes = tuple(args.dtypes.split(","))
+    for name in dtypes:
+        if name not in NAMES:
+            raise ConfigError(f"--dtypes {name}: measured are {', '.join(sorted(NAMES))}")
+    host = device.current().on_host
+    settings = Settings(
+        name=args.name or args.out.stem,
+        dtypes=dtypes,
+        largest=args.largest or (SMALL if host else LARGE),
+        largest_message=args.largest_message or (SMALL_MESSAGE if host else LARGE_MESSAGE),
+        node_size=args.node_size,
+        samples=args.samples,
+        seconds=args.sample_seconds,
+    )
+    _measure(settings, base, args)
+    return 0
+
+
+def _measure(settings: Settings, base: Cluster, args: argparse.Namespace) -> None:
+    from mindspeed.training.warning_filters import filter_warnings
+
+    filter_warnings()
+    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    from mindspeed.files import atomic_write_text
+    from mindspeed.planner.calibrate import calibrate
+    from mindspeed.training.fail_together import stop_together
+    from mindspeed.training.setup import join_job, leave_job
+
+    with stop_together("calibrate"):
+        join_job()
+        cluster = calibrate(settings, base, keep_peak=args.base is not None)
+        if int(os.environ["RANK"]) == 0:
+            atomic_write_text(args.out, json.dumps(cluster.to_json(), indent=2) + "\n")
+            _print(cluster, args.out)
+        leave_job()
+
+
+def _print(cluster: Cluster, out: Path) -> None:
+    """The figures with their sources."""
+    found, console = cluster.device, Console(highlight=False)
+    table = Table(title=f"{cluster.name}: {found.name}", title_justify="left")
+    for heading in ("figure", "value", "source"):
+        table.add_column(heading, justify="right" if heading == "value" else "left")
+    peaks = ", ".join(f"{name} {value:.4g}" for name, value in sorted(found.peak_tflops.items()))
+    rows: list[tuple[str, str, str]] = [("peak, TFLOP/s", peaks, "peak_tflops")]
+    for field in FIELDS:
+        rows.append((field, f"{getattr(found, field):.4g}", field))
+    for name, value, field in rows:
+        table.add_row(name, value, found.source.get(field, ""))
+    for level in cluster.levels:
+        name = f"{level.name}, {level.size or 'all'} devices"
+        value = f"{level.bytes_per_second / 1e9:.4g} GB/s, {level.latency_us:.3g} us"
+        table.add_row(name, value, level.source)
+    for name in ("collective_us", "overlap_slowdown"):
+        value = f"{getattr(cluster, name):.4g}"
+        table.add_row(name, value, cluster.source.get(name, ""))
+    console.print(table)
+    if cluster.note:
+        console.print(cluster.note)
+    console.print(f"written: {out}")
