@@ -15,6 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from mindspeed.attention.packed_batch import PackedBatch
+from mindspeed.ops._host_tensors import with_values
 
 
 @dataclass
@@ -35,10 +36,7 @@ class PlanPackedSeqParams(PackedSeqParams):
             packed: The micro-batch.
             cp_group: The ranks it is sharded over, if not the context-parallel group.
         """
-        device = packed.positions.device
-        cu_seqlens = torch.tensor(packed.cu_seqlens, dtype=torch.int32).to(
-            device, non_blocking=True
-        )
+        cu_seqlens = _on_device(packed)
         return cls(
             qkv_format="sbhd",
             cu_seqlens_q=cu_seqlens,
@@ -48,3 +46,10 @@ class PlanPackedSeqParams(PackedSeqParams):
             cp_group=cp_group,
             packed=packed,
         )
+
+
+@with_values
+def _on_device(packed: PackedBatch) -> torch.Tensor:
+    """``cu_seqlens [n]`` int32 where the positions are."""
+    cu_seqlens = torch.tensor(packed.cu_seqlens, dtype=torch.int32)
+    return cu_seqlens.to(packed.positions.device, non_blocking=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class InventedBatches(Iterator[Batch]):
         return [self._args.seq_length] * count
 
     def __next__(self) -> Batch:
-        args, samples = self._args, next(self._sizes)
+        samples = next(self._sizes)
         positions, packing = self._positions(samples)
         shape, where = (samples, positions.shape[1]), device.current().torch_device()
         batch: Batch = dict.fromkeys(("tokens", "labels", "loss_mask", "attention_mask"))
@@ -102,7 +103,9 @@ class InventedBatches(Iterator[Batch]):
             reset_mask=args.reset_attention_mask or args.pack_sequences,
             reset_positions=args.reset_position_ids or args.pack_sequences,
         )
-        return part["position_ids"], {"packed_seq_params": packed_seq_params}
+        positions = part["position_ids"].clone()  # on the device, where it counts
+        packed_seq_params.packed = replace(packed_seq_params.packed, positions=positions)
+        return positions, {"packed_seq_params": packed_seq_params}
 
 
 def documents_of(args: argparse.Namespace, samples: int) -> CuSeqlens:

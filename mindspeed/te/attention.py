@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mindspeed.ops._host_tensors import with_values
 from mindspeed.te.masks import Visibility, Window, visibility
 
 
@@ -149,6 +150,7 @@ class Documents:
     cu_seqlens_q_padded: torch.Tensor | None = None
     cu_seqlens_kv_padded: torch.Tensor | None = None
 
+    @with_values
     def ranges(self) -> list[tuple[int, int, int, int]]:
         """Return ``(first query, first key, queries, keys)`` of each document."""
         at_q = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.attention.alibi import alibi_bias
 from mindspeed.ops._attention_problem import ALIBI, BIAS_AFTER_SCALE
+from mindspeed.ops._host_tensors import numbers, with_values
 from mindspeed.ops._visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT
 from mindspeed.ops.attention import attention
 from mindspeed.te.attention import Documents, inside_document
@@ -78,7 +79,7 @@ def attend_packed(
     host = _on_host(documents)
     cu_q, cu_k = host.cu_seqlens_q, host.cu_seqlens_kv
     padded = documents.cu_seqlens_q_padded is not None
-    if padded or (int(cu_q[-1]), int(cu_k[-1])) != (query.shape[0], key.shape[0]):
+    if padded or (numbers(cu_q)[-1], numbers(cu_k)[-1]) != (query.shape[0], key.shape[0]):
         tokens, keys = (at.to(query.device) for at in _real_tokens(host))
         q = query.index_select(0, tokens)
         k, v = (x.index_select(0, keys) for x in (key, value))
@@ -139,6 +140,7 @@ def _on_host(documents: Documents) -> Documents:
     return replace(documents, **of_host)  # type: ignore[arg-type]
 
 
+@with_values
 def copied(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
     """``cu_seqlens [n]`` as int64 on the host, cached while the tensor lives unchanged."""
     if cu_seqlens is None or cu_seqlens.is_inference():
@@ -154,6 +156,7 @@ def copied(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
 _copies = WeakTensorKeyDictionary()
 
 
+@with_values
 def _real_tokens(documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of the queries and keys that are not padding, int64."""
     ranges = documents.ranges()

@@ -44,6 +44,7 @@ from mindspeed.profiling.instrument import Instrument
 from mindspeed.profiling.phase import PhaseTracker
 from mindspeed.testing.clock_rates import Call, Link, Rates, SimpleRates
 from mindspeed.testing.ledger import NAMESPACES, Communication, CommunicationMode
+from mindspeed.testing.live_memory import kinds_of
 
 __all__ = ["Call", "Interval", "Link", "Rates", "VirtualClock"]
 
@@ -111,7 +112,7 @@ class VirtualClock(Instrument):
         journal = Journal()
         stack.callback(self._pending.clear)
         stack.callback(journal.undo)
-        for kind in _kinds_of(Work):
+        for kind in kinds_of(Work):
             journal.set(kind, "wait", self._observed(kind.wait), owner="clock")
         super().enter_contexts(stack)
 
@@ -239,14 +240,6 @@ class _Mode(CommunicationMode):
                     self._clock._pending[_storage(tensor)] = (tensor, interval)
             else:
                 self._clock._wait(interval)
-
-
-def _kinds_of(work: Any) -> Iterator[Any]:
-    """``Work`` and the classes derived from it that wait in a way of their own (``fake``)."""
-    if "wait" in vars(work):
-        yield work
-    for kind in work.__subclasses__():
-        yield from _kinds_of(kind)
 
 
 def moved_bytes(func: Any, inputs: Any, result: Any) -> int:

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mindspeed.device import host_tensors
 from mindspeed.journal import Journal
@@ -76,6 +78,8 @@ class LiveMemory(Instrument):
 
         journal.set(torch.UntypedStorage, "resize_", resize_, owner="live memory")
         journal.set(host_tensors, "empty", host_tensor, owner="live memory")
+        for kind in kinds_of(Work):
+            journal.set(kind, "wait", _unseen(kind.wait), owner="live memory")
         stack.callback(journal.undo)
         super().enter_contexts(stack)
 
@@ -142,6 +146,24 @@ class LiveMemory(Instrument):
             self.host -= nbytes
         else:
             self._total -= nbytes
+
+
+def kinds_of(work: Any) -> Iterator[Any]:
+    """``Work`` and the classes derived from it that wait in a way of their own (``fake``)."""
+    if "wait" in vars(work):
+        yield work
+    for kind in work.__subclasses__():
+        yield from kinds_of(kind)
+
+
+def _unseen(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo copies results while it is waited for; that is no memory of a device's program."""
+
+    def run(work: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return wait(work, *args, **kwargs)
+
+    return run
 
 
 class _Mode(TorchDispatchMode):

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
 from mindspeed.errors import ConfigError
+from mindspeed.ops._host_tensors import with_values
 from mindspeed.tensor_parallel.two_dimensional import grid as ranks_of_grid
 from mindspeed.tensor_parallel.two_dimensional.exchange import from_grid, to_grid
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid, token_order
@@ -243,6 +244,7 @@ def _orders(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.lru_cache(maxsize=8)
+@with_values
 def _orders_of(
     tokens: int, x: int, y: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
