@@ -12,7 +12,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
 from mindspeed.memory.adaptive.profile import Kind
 from mindspeed.memory.candidates import KEEP_ALL
-from mindspeed.memory.estimate import device_clock
+from mindspeed.memory.estimate import Clock, device_clock
 from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
 from mindspeed.pipeline.automated.profile import MODULES, Layer, Part, Profile, Recompute
 from mindspeed.pipeline.automated.task import Task, report
@@ -46,12 +46,70 @@ class _Figures:
     outside: dict[int, int] = field(default_factory=dict)  # chunk -> bytes
 
 
-class Profiler:
-    """One process's part."""
+@dataclass(frozen=True)
+class Instruments:
+    """What measures instead of the device, and who gets the figures.
 
-    def __init__(self, task: Task) -> None:
-        self._task, self._here, self._journal = task, device.current(), Journal()
-        self._clock = device_clock(self._here)
+    Attributes:
+        now: seconds.
+        clock: seconds of a function.
+        latency: seconds of a small message from the first rank of a pipeline to the second.
+        deliver: gets :class:`RankPart` after the last step.
+    """
+
+    now: Callable[[], float]
+    clock: Clock
+    latency: float
+    deliver: Callable[[RankPart], None]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank of a pipeline measured.
+
+    Attributes:
+        layers: by their number in the model.
+        end: what it computes outside of layers; at both ends of the pipeline it counts.
+        latency: seconds of a small message.
+        chunks: of the rank.
+        num_microbatches: of a step.
+    """
+
+    layers: Mapping[int, Layer]
+    end: Part
+    latency: float
+    chunks: int
+    num_microbatches: int
+
+
+def profile_of(parts: Sequence[RankPart], task: Task) -> Profile:
+    """The profile of a job from all ranks of a pipeline, in their order."""
+    layers = {number: layer for part in parts for number, layer in part.layers.items()}
+    return Profile(
+        layers=tuple(layers[number] for number in sorted(layers)),
+        first=parts[0].end,
+        last=parts[-1].end,
+        ranks=len(parts),
+        num_microbatches=parts[0].num_microbatches,
+        chunks=parts[0].chunks,
+        micro_batch_size=task.megatron.get("micro_batch_size") or 1,
+        latency=max(part.latency for part in parts),
+        job=task.job,
+    )
+
+
+class Profiler:
+    """One process's part.
+
+    Args:
+        task: what is measured for.
+        instruments: default: those of the device.
+    """
+
+    def __init__(self, task: Task, instruments: Instruments | None = None) -> None:
+        self.task, self._here, self._journal = task, device.current(), Journal()
+        self._instruments = instruments
+        self._clock = instruments.clock if instruments else device_clock(self._here)
         self._step, self._micro_batches = 0, 1
         self._layers: dict[int, tuple[Kind, torch.nn.Module]] = {}
         self._chunks: list[Any] = []
@@ -208,6 +266,8 @@ class Profiler:
         return output
 
     def _now(self) -> float:
+        if self._instruments is not None:
+            return self._instruments.now()
         self._here.synchronize()
         return time.perf_counter()
 
@@ -216,24 +276,18 @@ class Profiler:
     def _finish(self) -> None:
         from megatron.core import parallel_state
 
-        group = parallel_state.get_pipeline_model_parallel_group()
-        own = (self._own_layers(), self._ends(), self._latency(group))
+        group, given = parallel_state.get_pipeline_model_parallel_group(), self._instruments
+        latency = given.latency if given else self._latency(group)
+        own = RankPart(
+            self._own_layers(), self._ends(), latency, len(self._chunks), self._micro_batches
+        )
+        if given is not None:
+            given.deliver(own)
+            return
         parts: list[Any] = [None] * group.size()
         dist.all_gather_object(parts, own, group=group)
         if dist.get_rank() == 0:
-            layers = {number: layer for found, _, _ in parts for number, layer in found.items()}
-            profile = Profile(
-                layers=tuple(layers[number] for number in sorted(layers)),
-                first=parts[0][1],
-                last=parts[-1][1],
-                ranks=group.size(),
-                num_microbatches=self._micro_batches,
-                chunks=len(self._chunks),
-                micro_batch_size=self._task.megatron.get("micro_batch_size") or 1,
-                latency=max(latency for _, _, latency in parts),
-                job=self._task.job,
-            )
-            print(report(self._task, profile), flush=True)
+            print(report(self.task, profile_of(parts, self.task)), flush=True)
 
     def _own_layers(self) -> dict[int, Layer]:
         found = {}
@@ -268,7 +322,7 @@ class Profiler:
 
     def _static(self, module: Any) -> float:
         """Bytes of weights, gradients and optimizer states."""
-        megatron = self._task.megatron
+        megatron = self.task.megatron
         shared = 1
         if megatron.get("use_distributed_optimizer"):
             shared = megatron.get("data_parallel_size") or 1

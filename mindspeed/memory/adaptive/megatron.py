@@ -27,7 +27,7 @@ from mindspeed.memory.adaptive.profile import Kind, agree
 from mindspeed.memory.adaptive.replay import Replay
 from mindspeed.memory.adaptive.settings import Settings
 from mindspeed.memory.candidates import ALL_ON_HOST, KEEP_ALL, LEAST, name_of, plans_for
-from mindspeed.memory.estimate import device_clock
+from mindspeed.memory.estimate import Clock, device_clock
 from mindspeed.memory.in_flight import most_held
 from mindspeed.memory.in_flight.megatron import held_by_stage
 from mindspeed.memory.megatron import install, layers_of, sites_of, stage_groups, wrap
@@ -57,13 +57,19 @@ class Controller:
         device: whose peaks are measured.
         journal: restores the layers.
         show: gets messages; called on every rank.
+        clock: times second runs; default: that of the device.
     """
 
     def __init__(
-        self, settings: Settings, device: Device, journal: Journal, show: Callable[[str], None]
+        self,
+        settings: Settings,
+        device: Device,
+        journal: Journal,
+        show: Callable[[str], None],
+        clock: Clock | None = None,
     ) -> None:
         self._settings, self._device, self._journal, self._show = settings, device, journal, show
-        self._clock = device_clock(device)
+        self._clock = clock or device_clock(device)
         self._chunks: list[Any] = []
         self._layers: list[_Layer] = []
         self._kinds: dict[Any, Kind] = {}
@@ -71,6 +77,7 @@ class Controller:
         self._in_force = LEAST
         self._steps, self._micro_batches = 0, 1
         self._adaptation: Adaptation | None = None
+        self._solution: Solution | None = None
 
     def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """For the seam ``schedule``: ``function`` runs the micro-batches of a step."""
@@ -87,6 +94,23 @@ class Controller:
             return result
 
         return run
+
+    @property
+    def profiled_steps(self) -> int:
+        """Steps before the first plan is chosen."""
+        return self._settings.profiled_steps
+
+    @property
+    def solution(self) -> Solution | None:
+        """The plan in force, as it was predicted; None before the first is chosen."""
+        return self._solution
+
+    def plans(self) -> list[dict[str, LayerPlan]]:
+        """Actions of the sites of all layers by path, of each chunk."""
+        found: list[dict[str, LayerPlan]] = [{} for _ in self._chunks]
+        for layer in self._layers:
+            found[layer.chunk][layer.name] = layer.runtime.plan.layers.get(layer.name, {})
+        return found
 
     # The first step
 
@@ -236,6 +260,7 @@ class Controller:
             plans[layer.chunk][layer.name] = {} if plan == KEEP_ALL else plan
         for layer in self._layers:
             layer.runtime.plan = Plan(plans[layer.chunk])
+        self._solution = solution
         rows = "".join(f"\n  {count:>4} x {plan}" for count, plan in solution.runs())
         self._show(
             f"activations: {reason}; next plan: {solution.peak / _MIB:,.1f} MiB, "

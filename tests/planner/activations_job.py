@@ -1,0 +1,68 @@
+"""Plans of activations, made on FakeTensors and by a job that runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.planner.real_and_fake import _args
+
+FLAGS = (
+    "--bf16 --num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 4 --seq-length 64 "
+    "--train-iters 30"
+)
+FEATURE = " --adaptive-recompute-device-size 8"
+CLUSTER = "h100"
+
+
+def planned(budgets: list[int], world: int, folder: str) -> list[Any]:
+    """For each budget the stages' plans, and bytes that each stage needs with the written file."""
+    from mindspeed.errors import TrainingError
+    from mindspeed.planner.activations import plan_activations
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.counted_step import count_step
+
+    args = _args(FLAGS + FEATURE, world, "--dry-run")
+    results: list[Any] = []
+    for budget in budgets:
+        try:
+            plan = plan_activations(args, budget, load_cluster(CLUSTER))
+        except TrainingError as error:
+            results.append(str(error))
+            continue
+        flags = plan.write(Path(folder) / f"{budget}.json")
+        results.append((plan, flags))
+    for at, found in enumerate(results):
+        if not isinstance(found, str):
+            plan, flags = found
+            own = _args(" ".join([FLAGS, *flags]), world, "--dry-run")
+            peaks = [count_step(own, stage.rank).peak for stage in plan.stages]
+            results[at] = plan, flags, peaks
+    return results
+
+
+def chosen_by_the_feature(budget: int) -> Any:
+    """The choice of this rank of a job whose tensors are real."""
+    from mindspeed.planner.activations import plan_here
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.training import setup
+
+    args = _args(FLAGS + FEATURE, int(os.environ["WORLD_SIZE"]))
+    args.check_for_nan_in_loss_and_grad = False
+    setup.initialize(args)
+    return plan_here(args, budget, load_cluster(CLUSTER), int(os.environ["RANK"]))
+
+
+def refused(flags: str) -> str:
+    """What is said of flags with which nothing can be planned."""
+    from mindspeed.errors import ConfigError
+    from mindspeed.planner.activations import plan_activations
+    from mindspeed.planner.cluster import load_cluster
+
+    args = _args(FLAGS + flags, 2, "--dry-run")
+    try:
+        plan_activations(args, 2**30, load_cluster(CLUSTER))
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,64 @@
+"""The plan of activations for a budget, made without a device, fits to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planner import activations_job as jobs
+
+SETUP = "tests.support.warm"
+SMALL, MIDDLE, LARGE = 3_500_000, 4_500_000, 8_000_000
+
+
+@pytest.fixture(scope="module")
+def plans(rank_pool, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("plans"))
+    budgets = [SMALL, MIDDLE, LARGE]
+    options = {"setup": SETUP, "backend": None, "timeout": 240}
+    (found,) = rank_pool.run(1, jobs.planned, budgets, 2, folder, **options)
+    return dict(zip(budgets, found, strict=True))
+
+
+@pytest.mark.slow
+def test_the_plan_fits_and_its_file_needs_the_same_bytes(plans):
+    plan, flags, peaks = plans[MIDDLE]
+    assert plan.fits
+    assert flags[0] == "--activation-plan"
+    assert peaks == [stage.peak for stage in plan.stages]
+    assert max(peaks) <= MIDDLE
+    assert any(sites for stage in plan.stages for _, sites in stage.layers)
+
+
+@pytest.mark.slow
+def test_everything_is_kept_where_it_fits(plans):
+    plan, flags, peaks = plans[LARGE]
+    assert (plan.rules(), flags) == ({}, [])
+    assert peaks == [stage.peak for stage in plan.stages]
+    assert max(peaks) > MIDDLE
+    assert [stage.seconds for stage in plan.stages] == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_nothing_fits_names_the_smallest_peak(plans):
+    assert "no plan fits into 3.3 MiB: the smallest peak is" in plans[SMALL]
+
+
+@pytest.mark.slow
+def test_the_choice_is_that_of_the_feature_in_a_job_with_the_same_figures(plans, ranks):
+    plan, *_ = plans[MIDDLE]
+    options = {"setup": SETUP, "backend": None, "timeout": 240}
+    assert tuple(ranks(2, jobs.chosen_by_the_feature, MIDDLE, **options)) == plan.stages
+
+
+@pytest.mark.slow
+def test_what_only_measurement_tells_is_refused(ranks):
+    (text,) = ranks(
+        1,
+        jobs.refused,
+        jobs.FEATURE + " --adaptive-recompute-device-swap",
+        setup=SETUP,
+        backend=None,
+    )
+    assert "speed of copies to the host" in text
+    (text,) = ranks(1, jobs.refused, "", setup=SETUP, backend=None)
+    assert "--adaptive-recompute-device-size" in text
