@@ -20,7 +20,7 @@ import csv
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -148,15 +148,14 @@ def cluster_of(row: dict[str, str]) -> Any:
     )
 
 
-def predict_all(rows: Iterable[dict[str, str]], jobs: int) -> list[Row]:
-    """Plan the rows; those of one signature share it."""
+def predict_all(rows: Iterable[dict[str, str]], jobs: int) -> Iterator[Row | str]:
+    """Plan the rows; those of one signature share it. Yields why a row could not be planned."""
     from mindspeed.planner import isolated
     from mindspeed.planner.job import Job
     from mindspeed.planner.price import predict
     from mindspeed.planner.signature import measure
 
     signatures: dict[Any, Any] = {}
-    found = []
     for row in rows:
         job = Job(f"{MODELS[row['model']][0]} {COMMON} --seq-length {row['seq_length']}".split())
         layout, cluster = layout_of(row), cluster_of(row)
@@ -165,34 +164,28 @@ def predict_all(rows: Iterable[dict[str, str]], jobs: int) -> list[Row]:
         try:
             if key not in signatures:
                 signatures[key] = measure(job, layout, cluster, jobs)
+            if isinstance(signatures[key], Exception):
+                raise signatures[key]
             shape = isolated.call(_shape, job, layout)
             price = predict(signatures[key], shape, cluster, layout)
         except Exception as error:
-            print(row["model"], layout, type(error).__name__, error, file=sys.stderr, flush=True)
+            signatures.setdefault(key, error)
+            yield f"{row['model']} {layout}: {error}".splitlines()[0]
             continue
-        found.append(
-            Row(
-                row["release"],
-                row["model"],
-                row["system"],
-                row["precision"],
-                layout.devices,
-                str(layout),
-                float(row["tokens_per_second_per_device"]),
-                price.tokens_per_second_per_device,
-                price.seconds,
-                price.bubble,
-                price.peak_bytes / 2**30,
-                price.limit,
-            )
+        yield Row(
+            row["release"],
+            row["model"],
+            row["system"],
+            row["precision"],
+            layout.devices,
+            str(layout),
+            float(row["tokens_per_second_per_device"]),
+            price.tokens_per_second_per_device,
+            price.seconds,
+            price.bubble,
+            price.peak_bytes / 2**30,
+            price.limit,
         )
-        one = found[-1]
-        print(
-            f"{one.model:16} {one.layout:44} {one.published:8.0f} {one.predicted:8.0f} "
-            f"{100 * one.error:+6.1f} % {one.limit}",
-            flush=True,
-        )
-    return found
 
 
 def _shape(job: Any, layout: Any) -> Any:
@@ -256,16 +249,28 @@ def main() -> None:
         and row["system"] in options.systems
         and row["model"] in options.models
     ]
-    found = predict_all(chosen, options.jobs)
-    result = {
-        "rows": len(rows),
-        "left_out": dict(reasons),
-        "failed": len(chosen) - len(found),
-        "summary": summary(found),
-        "predictions": [asdict(row) for row in found],
-    }
-    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result["summary"], indent=1))
+    found: list[Row] = []
+    refused: list[str] = []
+    for one in predict_all(chosen, options.jobs):
+        if isinstance(one, str):
+            refused.append(one)
+            print(one, file=sys.stderr, flush=True)
+            continue
+        found.append(one)
+        print(
+            f"{one.model:16} {one.layout:44} {one.published:8.0f} {one.predicted:8.0f} "
+            f"{100 * one.error:+6.1f} % {one.limit}",
+            flush=True,
+        )
+        result = {
+            "rows": len(rows),
+            "left_out": dict(reasons),
+            "refused": refused,
+            "summary": summary(found),
+            "predictions": [asdict(row) for row in found],
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(summary(found), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""Composed bytes are those of whole jobs, counted rank by rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.lazy import Lazy
+
+isolated = Lazy("mindspeed.planner.isolated")
+layouts = Lazy("mindspeed.planner.layout")
+price = Lazy("mindspeed.planner.price")
+shapes = Lazy("mindspeed.planner.shape")
+signatures = Lazy("mindspeed.planner.signature")
+clusters = Lazy("mindspeed.planner.cluster")
+
+MODEL = (
+    "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 "
+    "--num-query-groups 4 --group-query-attention --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear --vocab-size 8192 --seq-length 512 "
+    "--untie-embeddings-and-output-weights --max-position-embeddings 512 --bf16 "
+    "--use-distributed-optimizer"
+)
+LAYOUTS = {
+    "1f1b": {},
+    "uneven": {"stage_layers": (3, 1, 2, 2)},
+    "interleaved": {"vpp": 2},
+    "zero bubble": {"schedule": "zb-h1"},
+}
+
+
+class Known(dict[Any, Any]):
+    """Runs by their flags; layouts of one signature share them."""
+
+    def get(self, point: Any, default: Any = None) -> Any:
+        """The run of a point."""
+        return super().get(str(point), default)
+
+    def put(self, point: Any, run: Any) -> None:
+        """Keep a run."""
+        self[str(point)] = run
+
+
+@pytest.fixture(scope="module")
+def known():
+    """Runs of all layouts of this file."""
+    return Known()
+
+
+def count(job: Any, layout: Any, stage: int) -> Any:
+    """Static bytes and peak of a pipeline rank of the whole job."""
+    from mindspeed.planner.counted_step import count_step
+    from mindspeed.training.fake_job import rank_in_stage
+
+    args = job.settings(layout.overrides(), layout.devices).args
+    found = count_step(args, rank_in_stage(args, stage))
+    return found.static.total(), found.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_composed_bytes_are_those_of_the_whole_job(name, known):
+    from mindspeed.planner.job import Job
+    from mindspeed.planner.signature import measure
+
+    job = Job(MODEL.split())
+    layout = layouts.Layout(16, 32, tp=2, pp=4, mbs=1, **LAYOUTS[name])
+    signature = measure(job, layout, runs=known)
+    assert signature.fits
+    shape = isolated.call(signatures._shape, job, layout)
+    ranks = list(price.memory(signature, shape))
+    for stage in (0, 3):
+        static, peak = isolated.call(count, job, layout, stage)
+        assert sum(ranks[stage].static.values()) == pytest.approx(static, rel=1e-3)
+        assert ranks[stage].peak == pytest.approx(peak, rel=1e-3)
