@@ -174,6 +174,17 @@ def test_data_parallel_reduction_hides_behind_the_last_backward():
     assert hidden.exposed["data parallel"] == pytest.approx(left)
 
 
+def test_a_gather_hides_behind_the_next_forward():
+    cluster = load_cluster("h100")
+    heavy = {"dense": LAYER | {"dp all_gather": 800e9}}
+    one = replace(signature(first=NOTHING, last=NOTHING), layers=heavy)
+    seconds = cluster.collective_seconds("all_gather", 800e9, (0, 1))
+    hidden = predict(one, shape(2, 4, 4, overlap_parameters=True), cluster)
+    forward = 2 * 1.0
+    assert seconds > forward
+    assert hidden.exposed["data parallel"] == pytest.approx(seconds - forward)
+
+
 def test_what_fits():
     cluster = load_cluster("h100")
     big = replace(signature(), layers={"dense": LAYER | {"static weights": 60e9}})

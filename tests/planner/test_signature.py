@@ -58,6 +58,31 @@ def count(job: Any, layout: Any, stage: int) -> Any:
     return found.static.total(), found.peak
 
 
+def seconds(job: Any, layout: Any, stage: int) -> Any:
+    """Of a forward and a backward of a pipeline rank of the whole job."""
+    from mindspeed.planner.timed_step import time_step
+    from mindspeed.training.fake_job import rank_in_stage
+
+    args = job.settings(layout.overrides(), layout.devices).args
+    found = time_step(args, clusters.load_cluster("h100"), rank_in_stage(args, stage))
+    return found.chunks[0].forward, found.chunks[0].backward + found.chunks[0].recompute
+
+
+@pytest.mark.slow
+def test_composed_seconds_are_those_of_the_whole_job(known):
+    from mindspeed.planner.job import Job
+    from mindspeed.planner.signature import measure
+
+    job = Job(MODEL.split())
+    layout = layouts.Layout(16, 32, tp=2, pp=4, mbs=1, stage_layers=(1, 1, 2, 4))
+    signature = measure(job, layout, clusters.load_cluster("h100"), runs=known)
+    for stage, role, layers in ((0, "first", 1), (3, "last", 4)):
+        forward, backward = isolated.call(seconds, job, layout, stage)
+        composed = signature.chunk(role, ["dense"] * layers)
+        assert composed["seconds F"] == pytest.approx(forward, rel=0.01)
+        assert composed["seconds B"] == pytest.approx(backward, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_composed_bytes_are_those_of_the_whole_job(name, known):
@@ -66,7 +91,7 @@ def test_composed_bytes_are_those_of_the_whole_job(name, known):
 
     job = Job(MODEL.split())
     layout = layouts.Layout(16, 32, tp=2, pp=4, mbs=1, **LAYOUTS[name])
-    signature = measure(job, layout, runs=known)
+    signature = measure(job, layout, clusters.load_cluster("h100"), runs=known)
     assert signature.fits
     shape = isolated.call(signatures._shape, job, layout)
     ranks = list(price.memory(signature, shape))
