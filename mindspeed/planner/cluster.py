@@ -22,6 +22,7 @@ from typing import Any
 from mindspeed.errors import ConfigError
 from mindspeed.json_fields import (
     ANYTHING,
+    BOOL,
     TEXT,
     Allowed,
     Kind,
@@ -108,6 +109,8 @@ class Cluster:
         levels: links from inside out; consecutive ranks share a domain.
         overlap_slowdown: how much longer computation takes while communication runs.
         collective_us: microseconds of any communication besides its steps.
+        fused_chains: the program's memory-bound operators between two matrix products run as one
+            kernel, by a compiler or fused kernels.
         note: what else a reader should know.
     """
 
@@ -116,6 +119,7 @@ class Cluster:
     levels: tuple[Level, ...]
     overlap_slowdown: float = 1.0
     collective_us: float = 0.0
+    fused_chains: bool = False
     source: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
@@ -189,6 +193,7 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
         "levels": _LIST,
         "overlap_slowdown": Real(1, 10),
         "collective_us": _NOT_NEGATIVE,
+        "fused_chains": BOOL,
         "source": _SOURCES,
         "note": TEXT,
     },

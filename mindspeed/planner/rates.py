@@ -17,7 +17,8 @@ An operator takes ``launch + max(computation, bytes / memory bandwidth)``.
 * **Measured products** of the cluster correct this formula: a product is scaled by the ratios of
   measured to computed time, weighted by the distance of its sizes on a logarithmic scale.
 * **Attention** takes FLOPs / (peak * attention_efficiency); FLOPs of masked pairs do not count.
-* **All others** are bound by the bytes that they read and write once; views take no time.
+* **All others** are bound by the bytes that they read and write once; views take no time. With
+  ``fused_chains`` what one hands to the next stays in registers: :mod:`mindspeed.planner.chains`.
 
 Sources: Williams, Waterman, Patterson, "Roofline" (2009); NVIDIA, "Matrix Multiplication Background
 User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301.03598).
@@ -29,6 +30,7 @@ from collections import Counter
 from math import ceil, log2, prod
 from typing import Any
 
+from mindspeed.planner.chains import Chain
 from mindspeed.planner.cluster import Cluster, Measured
 from mindspeed.planner.products import Product, dtype_of, product_of
 from mindspeed.testing.clock import Call
@@ -53,6 +55,7 @@ class DeviceRates:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._device = cluster, cluster.device
         self.products: Counter[Product] = Counter()
+        self._chain = Chain()
         self._known: dict[tuple[Product, int], float] = {}
         self._corrections: dict[str, list[tuple[Measured, float]]] = {}
         for measured in self._device.products:
@@ -68,6 +71,7 @@ class DeviceRates:
 
     def communication(self, communication: Communication) -> float:
         """Seconds of a communication over the cluster's links."""
+        self._chain.end()
         return self._cluster.communication_seconds(communication)
 
     def stream(self, communication: Communication) -> str:
@@ -79,7 +83,8 @@ class DeviceRates:
     def operator(self, call: Call) -> float:
         """Seconds of an operator."""
         if not call.flops:
-            return self.moving_seconds(call.nbytes)
+            return self._memory_bound(call)
+        self._chain.end()
         if (found := product_of(call)) is not None:
             product, batch = found
             self.products[product] += batch
@@ -91,6 +96,12 @@ class DeviceRates:
         else:
             computing = call.flops / (peak * self._device.gemm_efficiency)
         return self._launch + max(computing, self._moving(call.nbytes))
+
+    def _memory_bound(self, call: Call) -> float:
+        if not self._cluster.fused_chains:
+            return self.moving_seconds(call.nbytes)
+        nbytes, first = self._chain.moved(call)
+        return self._moving(nbytes) + (self._launch if first else 0.0)
 
     def product_seconds(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Seconds of ``batch`` products ``[m, k] @ [k, n]`` in one operator."""

@@ -218,7 +218,7 @@ class _Mode(CommunicationMode):
             return func(*args, **kwargs)
         name = func._schema.name
         if name == "_c10d_functional::wait_tensor":
-            self._clock._wait_for(_storage(args[0]))
+            self._clock._wait_for(storage_of(args[0]))
             return func(*args, **kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         operator = _registry.find(func)
@@ -237,7 +237,7 @@ class _Mode(CommunicationMode):
                 self._clock._expect(Work.unbox(leaves[-1]), interval)
             elif name.startswith("_c10d_functional"):
                 for tensor in leaves:
-                    self._clock._pending[_storage(tensor)] = (tensor, interval)
+                    self._clock._pending[storage_of(tensor)] = (tensor, interval)
             else:
                 self._clock._wait(interval)
 
@@ -246,22 +246,23 @@ def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
     """Bytes that an operator reads and writes; views and allocations move none."""
     given = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-    known = set(map(_storage, given))
+    known = set(map(storage_of, given))
     if func._schema.is_mutable:
-        return sum(map(_extent, given)) + sum(_extent(x) for x in made if _storage(x) in known)
+        return sum(map(extent, given)) + sum(extent(x) for x in made if storage_of(x) in known)
     name = func._schema.name.split("::")[1]
-    if not made or any(_storage(x) in known for x in made) or "empty" in name:
+    if not made or any(storage_of(x) in known for x in made) or "empty" in name:
         return 0
     if name.startswith("new_") or name.endswith("_like"):
         given = []  # it gives shape and dtype only
-    return sum(map(_extent, [*given, *made]))
+    return sum(map(extent, [*given, *made]))
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes of its elements, those that an expanded tensor repeats once."""
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor of any shape; elements that an expanded tensor repeats count once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.element_size()
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Key of the storage of a tensor of any shape, as long as that lives."""
     return tensor.untyped_storage()._cdata

@@ -28,9 +28,10 @@ DEVICE = Device(
 )
 
 
-def rates(**changes: object) -> DeviceRates:
+def rates(fused: bool = False, **changes: object) -> DeviceRates:
     device = dataclasses.replace(DEVICE, **changes)
-    return DeviceRates(Cluster("test", device, (Level("node", None, 1, 0),)))
+    levels = (Level("node", None, 1, 0),)
+    return DeviceRates(Cluster("test", device, levels, fused_chains=fused))
 
 
 def test_whole_waves_attain_the_peak() -> None:
@@ -119,3 +120,24 @@ def test_causal_attention_computes_half_of_the_scores() -> None:
     flops = 4 * 2 * 64 * 64 * 32
     assert seconds[0] == pytest.approx(flops / 0.5e12)
     assert seconds[1] == pytest.approx(flops / 0.5e12 * 65 / 128)
+
+
+def test_a_fused_chain_moves_its_ends_alone() -> None:
+    """x -> a -> b -> c, and the product that reads c ends the chain."""
+    x = torch.ones(64, 64)
+    once = x.numel() * 4 / 1e9
+    found = {}
+    for fused in (False, True):
+        with VirtualClock.of(rates(fused, memory_gbs=1.0, launch_us=100.0)) as clock:
+            a = x.exp()
+            b = a * x  # x from the memory again: nothing but what the chain makes is remembered
+            c = b.sqrt().neg()
+            product = c @ c
+            product.exp()
+        times = [one.seconds for one in clock.select("compute") if one.name != "aten::mm"]
+        found[fused] = sum(times)
+    launch = 100e-6
+    # reads: exp 1, mul 2, sqrt 1, neg 1, exp 1; writes: one each
+    assert found[False] == pytest.approx(11 * once + 5 * launch)
+    # read x twice, write c; then read the product, write its exponential
+    assert found[True] == pytest.approx(5 * once + 2 * launch)
