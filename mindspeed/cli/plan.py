@@ -6,7 +6,8 @@
     mindspeed plan --check --memory-limit 60GiB -- --model llama3-8b --bf16 --nproc 8
 
 The first searches the best layouts, the others count one configuration. Takes all flags of
-``mindspeed pretrain``, or behind ``--``. The real program of a rank runs on FakeTensors: bytes,
+``mindspeed pretrain``, or behind ``--``; there may also stand an unmodified script of Megatron-LM
+and its flags (``-- pretrain_gpt.py FLAGS``). The real program of a rank runs on FakeTensors: bytes,
 FLOPs and messages are counted, not estimated; times are a model of the cluster. Data need not
 exist.
 """
@@ -48,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _refuse_with_check(own: argparse.Namespace) -> None:
-    for name in ("fix", "search", "out", "top", "cache"):
+    for name in ("fix", "search", "out", "top", "cache", "measure", "launch"):
         if getattr(own, name):
             raise ConfigError(f"--{name} belongs to a search; --check counts one configuration")
     if own.devices and len(own.devices) > 1:
@@ -91,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,..",
         help="search these only; the others are as the flags of the job say (default: all)",
     )
+    add(
+        "--measure",
+        choices=("mixed", "black"),
+        help="then start candidates here, a few steps each: mixed until the fastest is sure, black "
+        "all of them",
+    )
+    add("--launch", metavar="WORDS", help="of torchrun, for the commands that are printed")
     add("--cache", type=Path, metavar="DIR", help="of measured signatures (default: the user's)")
     add("--out", type=Path, metavar="DIR", help="write the plan, flags and recipes here")
     add(

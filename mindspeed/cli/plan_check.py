@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.cli.dry_run import settings_of
+from mindspeed.cli.plan_program import settings_of
 from mindspeed.cli.plan_progress import progress
 from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole, ranges
 
@@ -30,7 +30,7 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
         flags: of the job.
     """
     limit, origin = memory_limit(own)
-    args = settings_of(flags, "plan", own.devices).args
+    args = settings_of(flags, own.devices).args
     from mindspeed.planner.check import check
 
     with progress("counting ranks of the pipeline") as tell:
@@ -67,10 +67,10 @@ def other_figures(args: argparse.Namespace, found: Check) -> dict[str, float | N
     from mindspeed.planner.formulas import megatron_formula
     from mindspeed.training.estimate import estimate
 
-    return {
-        "Megatron-LM's formula": megatron_formula(args, found.micro_batches),
-        "estimate of --dry-run": estimate(args).memory,
-    }
+    formula = {"Megatron-LM's formula": megatron_formula(args, found.micro_batches)}
+    if "planned_loop" in args:  # a script's own arguments
+        return formula
+    return {**formula, "estimate of --dry-run": estimate(args).memory}
 
 
 def as_data(

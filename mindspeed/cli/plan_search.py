@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mindspeed.cli.plan_program import command, is_script, job_of
 from mindspeed.cli.plan_progress import progress
 from mindspeed.cli.plan_units import bytes_unit, new_table, print_whole
 from mindspeed.errors import ConfigError
@@ -20,8 +21,11 @@ from mindspeed.files import atomic_write_text, make_dirs
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mindspeed.planner.job import Job
     from mindspeed.planner.result import Candidate, Closest, Plan
 
+MANY = 1000
+"""Candidates that are measured at most."""
 NOTHING_FITS, INTERRUPTED = 3, 130
 """Exit statuses."""
 
@@ -40,33 +44,40 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
             "--cluster is missing: a preset (generic, a100, h100, ...) or FILE.json; "
             "--check needs none"
         )
-    plans = [_search(own, flags, devices) for devices in own.devices or (None,)]
+    if own.measure and len(own.devices or ()) > 1:
+        raise ConfigError("--measure starts what is planned for one number of --devices")
+    job = job_of(flags)
+    plans = [_search(own, job, devices) for devices in own.devices or (None,)]
     if own.json:
         found = [plan.to_json() for plan in plans]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
     else:
         for plan in plans:
-            print_plan(plan)
+            print_plan(plan, flags, own.launch)
     if own.out is not None:
-        write_plans(plans, own.out, flags)
+        write_plans(plans, own.out, flags, own.launch)
     if own.plot is not None:
         from mindspeed.cli.plan_picture import draw_plans
 
         draw_plans(plans, own.plot)
+    if own.measure and plans[0].candidates:
+        from mindspeed.cli.plan_measure import measure_plan
+
+        measure_plan(own, flags, job, plans[0])
     if any(plan.interrupted for plan in plans):
         return INTERRUPTED
     return 0 if all(plan.candidates for plan in plans) else NOTHING_FITS
 
 
-def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> Plan:
+def _search(own: argparse.Namespace, job: Job, devices: int | None) -> Plan:
     from mindspeed.planner.search import plan
 
     with progress("measuring signatures") as tell:
         return plan(
-            flags,
+            job,
             own.cluster,
             devices=devices,
-            top=own.top or 5,
+            top=own.top or (MANY if own.measure == "black" else 5),
             fix=own.fix or {},
             search=own.search,
             memory_limit=own.memory_limit,
@@ -76,8 +87,14 @@ def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) 
         )
 
 
-def print_plan(plan: Plan) -> None:
-    """Print the candidates, what removed the others, and the flags to copy."""
+def print_plan(plan: Plan, flags: Sequence[str] = (), launch: str | None = None) -> None:
+    """Print the candidates, what removed the others, and the flags to copy.
+
+    Args:
+        plan: the result.
+        flags: of the job as the user gave them.
+        launch: words of torchrun for the command.
+    """
     console = Console(soft_wrap=True)
 
     def line(text: str) -> None:
@@ -105,7 +122,7 @@ def print_plan(plan: Plan) -> None:
     for text in (*plan.counts(), *plan.notes):
         line(text)
     if plan.candidates:
-        line(f"\nmindspeed pretrain {shlex.join(plan.best.flags)}")
+        line(f"\n{command(flags, plan.best.flags, launch)}")
 
 
 def _candidates(plan: Plan) -> Table:
@@ -155,13 +172,16 @@ def _optional(found: Any, name: str, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def write_plans(plans: Sequence[Plan], out: Path, flags: Sequence[str]) -> None:
+def write_plans(
+    plans: Sequence[Plan], out: Path, flags: Sequence[str], launch: str | None = None
+) -> None:
     """Write the result, and the flags and recipe of every candidate, each file in one step.
 
     Args:
         plans: of one or more numbers of devices.
         out: directory; is created.
         flags: of the job as the user gave them.
+        launch: words of torchrun for the commands.
     """
     make_dirs(out)
     for plan in plans:
@@ -169,9 +189,10 @@ def write_plans(plans: Sequence[Plan], out: Path, flags: Sequence[str]) -> None:
         make_dirs(where)
         atomic_write_text(where / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
         for number, one in enumerate(plan.candidates, start=1):
-            command = f"mindspeed pretrain {shlex.join(one.flags)}\n"
-            atomic_write_text(where / f"candidate-{number}.sh", command)
-            atomic_write_text(where / f"candidate-{number}.yaml", _recipe(one, flags))
+            text = f"{command(flags, one.flags, launch)}\n"
+            atomic_write_text(where / f"candidate-{number}.sh", text)
+            if not is_script(flags):
+                atomic_write_text(where / f"candidate-{number}.yaml", _recipe(one, flags))
     print(f"wrote {out}", file=sys.stderr)
 
 

@@ -83,6 +83,10 @@ class Job:
         """The words of the command line with some flags changed, those of a recipe among them."""
         return self._changed(overrides or {})
 
+    def gives(self, name: str) -> bool:
+        """Whether its flags set a name of the namespace."""
+        return any(dest == name for dest, _ in flags_of(self._words, self._parser))
+
     def command(self, overrides: Overrides | None = None) -> str:
         """:meth:`flags` as text of a shell."""
         return shlex.join(self.flags(overrides))

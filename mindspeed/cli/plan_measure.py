@@ -1,0 +1,82 @@
+"""``mindspeed plan --measure``: candidates of a plan, started here for a few steps each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.cli.plan_program import program
+from mindspeed.errors import ConfigError
+from mindspeed.files import atomic_write_text, make_dirs
+
+if TYPE_CHECKING:
+    from mindspeed.planner.job import Job
+    from mindspeed.planner.measure import Measured, Measurements
+    from mindspeed.planner.result import Plan
+
+_DATA = ("data_path", "train_data_path", "data_args_path", "mock_data")
+
+
+def measure_plan(own: argparse.Namespace, flags: Sequence[str], job: Job, plan: Plan) -> None:
+    """Measure candidates of a plan and print them, the fastest one's command last.
+
+    Args:
+        own: flags of the command.
+        flags: of the job as the user gave them.
+        job: the same.
+        plan: its candidates.
+
+    Raises:
+        ConfigError: this machine has fewer devices than are planned for.
+        PlanError: none of the candidates ran.
+    """
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.measure import OF_A_MEASUREMENT, Launcher, measure
+
+    _check_devices(plan.devices)
+    out = own.out or Path()
+    launcher = Launcher(program(flags), plan.devices, out / "measured", {})
+    overrides: dict[str, Any] = dict(OF_A_MEASUREMENT)
+    if not any(map(job.gives, _DATA)):
+        overrides["mock_data"] = True
+
+    def run(number: int, candidate: Any) -> float:
+        words = job.flags({**candidate.layout.overrides(), **overrides})
+        return launcher.seconds(f"candidate-{number}", words)
+
+    def tell(one: Measured) -> None:
+        seconds = one.error if one.seconds is None else f"{one.seconds:.4g} s a step"
+        print(f"candidate {one.number}: {seconds}", file=sys.stderr, flush=True)
+
+    node = load_cluster(own.cluster).levels[0].size
+    found = measure(
+        plan.candidates, run, node_size=node, all_of_them=own.measure == "black", tell=tell
+    )
+    _write(found, out)
+    print(found.table())
+    best = found.best
+    print(f"\nmeasured best: candidate {best.number}, {best.candidate.layout}")
+
+
+def _write(found: Measurements, out: Path) -> None:
+    make_dirs(out)
+    text = json.dumps(found.to_json(), indent=2) + "\n"
+    atomic_write_text(out / "measured.json", text)
+
+
+def _check_devices(wanted: int) -> None:
+    from mindspeed import device
+    from mindspeed.training.resolve_parallel import check_fits_here
+
+    here = device.current()
+    if here.on_host:
+        check_fits_here(wanted)
+    elif here.count() < wanted:
+        raise ConfigError(
+            f"--measure starts {wanted} ranks and this machine has {here.count()} devices: plan "
+            f"with --devices {here.count()}, or without --measure"
+        )

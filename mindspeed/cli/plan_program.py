@@ -1,0 +1,68 @@
+"""What a planned job starts: our trainer or a script of Megatron-LM, and the words before its flags."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mindspeed.planner.job import Job
+    from mindspeed.training.resolve import Settings
+
+
+def is_script(flags: Sequence[str]) -> bool:
+    """Whether a job is ``SCRIPT FLAGS``."""
+    return bool(flags) and not flags[0].startswith("-")
+
+
+def job_of(flags: Sequence[str]) -> Job:
+    """The job of a command line, behind the adaptor.
+
+    Raises:
+        ConfigError: the script is none of Megatron-LM.
+    """
+    from mindspeed.training.warning_filters import filter_warnings
+
+    filter_warnings()
+    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    from mindspeed.planner.scripts import job_of
+
+    return job_of(flags)
+
+
+def settings_of(flags: Sequence[str], devices: int | None) -> Settings:
+    """Final values of one configuration.
+
+    Raises:
+        MindSpeedError: a flag is wrong.
+    """
+    if is_script(flags):
+        return job_of(flags).settings({}, devices)
+    from mindspeed.cli.dry_run import settings_of
+
+    return settings_of(flags, "plan", devices)
+
+
+def program(flags: Sequence[str]) -> tuple[str, ...]:
+    """Words between ``torch.distributed.run`` and the flags of a job."""
+    if is_script(flags):
+        return (str(Path(flags[0]).resolve()),)
+    return ("-m", "mindspeed", "pretrain")
+
+
+def command(flags: Sequence[str], candidate: Sequence[str], launch: str | None) -> str:
+    """A command line to copy.
+
+    Args:
+        flags: of the job as the user gave them.
+        candidate: flags of the candidate.
+        launch: words of torchrun; None: without it.
+    """
+    words = list(candidate)
+    if launch is not None:
+        return shlex.join(["torchrun", *launch.split(), *program(flags), *words])
+    if is_script(flags):
+        return shlex.join(["python", *program(flags), *words])
+    return shlex.join(["mindspeed", "pretrain", *words])
