@@ -115,13 +115,15 @@ class ScriptJob:
         Raises:
             ConfigError: Megatron-LM or a feature refuses the flags; says what they say.
         """
-        from megatron.training import arguments
+        from megatron.training import arguments, global_vars
 
         provider = self.given.get("extra_args_provider")
         with _environment(self.module, self.argv, world_size or 1, rank), _refusals(self.path):
             args = arguments.parse_args(provider, False)
             args.world_size = world_size or _smallest(args)
             arguments.validate_args(args, self.given.get("args_defaults") or {})
+            if getattr(args, "padded_vocab_size", None) is None:
+                global_vars.build_tokenizer(args)  # sets the size of the vocabulary
         return args
 
     @contextlib.contextmanager

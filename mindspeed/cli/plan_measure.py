@@ -52,7 +52,7 @@ def measure_plan(own: argparse.Namespace, flags: Sequence[str], job: Job, plan: 
         seconds = one.error if one.seconds is None else f"{one.seconds:.4g} s a step"
         print(f"candidate {one.number}: {seconds}", file=sys.stderr, flush=True)
 
-    node = load_cluster(own.cluster).levels[0].size
+    node = load_cluster(own.cluster).levels[0].size or plan.devices
     found = measure(
         plan.candidates, run, node_size=node, all_of_them=own.measure == "black", tell=tell
     )

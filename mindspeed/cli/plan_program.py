@@ -1,4 +1,4 @@
-"""What a planned job starts: our trainer or a script of Megatron-LM, and the words before its flags."""
+"""What a planned job starts: our trainer or a script of Megatron-LM, with which words."""
 
 from __future__ import annotations
 
