@@ -9,25 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.cli.plan_program import program
+from mindspeed.cli.plan_program import job_of, program
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, make_dirs
 
 if TYPE_CHECKING:
-    from mindspeed.planner.job import Job
     from mindspeed.planner.measure import Measured, Measurements
     from mindspeed.planner.result import Plan
 
 _DATA = ("data_path", "train_data_path", "data_args_path", "mock_data")
 
 
-def measure_plan(own: argparse.Namespace, flags: Sequence[str], job: Job, plan: Plan) -> None:
+def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> None:
     """Measure candidates of a plan and print them, the fastest one's command last.
 
     Args:
         own: flags of the command.
         flags: of the job as the user gave them.
-        job: the same.
         plan: its candidates.
 
     Raises:
@@ -38,6 +36,7 @@ def measure_plan(own: argparse.Namespace, flags: Sequence[str], job: Job, plan: 
     from mindspeed.planner.measure import OF_A_MEASUREMENT, Launcher, measure
 
     _check_devices(plan.devices)
+    job = job_of(flags)
     out = own.out or Path()
     launcher = Launcher(program(flags), plan.devices, out / "measured", {})
     overrides: dict[str, Any] = dict(OF_A_MEASUREMENT)

@@ -17,16 +17,21 @@ def is_script(flags: Sequence[str]) -> bool:
     return bool(flags) and not flags[0].startswith("-")
 
 
+def install_adaptor() -> None:
+    """Before anything of Megatron is imported."""
+    from mindspeed.training.warning_filters import filter_warnings
+
+    filter_warnings()
+    import mindspeed.megatron_adaptor  # noqa: F401
+
+
 def job_of(flags: Sequence[str]) -> Job:
-    """The job of a command line, behind the adaptor.
+    """The job of a command line.
 
     Raises:
         ConfigError: the script is none of Megatron-LM.
     """
-    from mindspeed.training.warning_filters import filter_warnings
-
-    filter_warnings()
-    import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    install_adaptor()
     from mindspeed.planner.scripts import job_of
 
     return job_of(flags)

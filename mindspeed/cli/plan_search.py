@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mindspeed.cli.plan_program import command, is_script, job_of
+from mindspeed.cli import plan_program
+from mindspeed.cli.plan_program import command, is_script
 from mindspeed.cli.plan_progress import progress
 from mindspeed.cli.plan_units import bytes_unit, new_table, print_whole
 from mindspeed.errors import ConfigError
@@ -21,7 +22,6 @@ from mindspeed.files import atomic_write_text, make_dirs
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mindspeed.planner.job import Job
     from mindspeed.planner.result import Candidate, Closest, Plan
 
 MANY = 1000
@@ -46,8 +46,7 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
         )
     if own.measure and len(own.devices or ()) > 1:
         raise ConfigError("--measure starts what is planned for one number of --devices")
-    job = job_of(flags)
-    plans = [_search(own, job, devices) for devices in own.devices or (None,)]
+    plans = [_search(own, flags, devices) for devices in own.devices or (None,)]
     if own.json:
         found = [plan.to_json() for plan in plans]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
@@ -63,18 +62,19 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
     if own.measure and plans[0].candidates:
         from mindspeed.cli.plan_measure import measure_plan
 
-        measure_plan(own, flags, job, plans[0])
+        measure_plan(own, flags, plans[0])
     if any(plan.interrupted for plan in plans):
         return INTERRUPTED
     return 0 if all(plan.candidates for plan in plans) else NOTHING_FITS
 
 
-def _search(own: argparse.Namespace, job: Job, devices: int | None) -> Plan:
+def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> Plan:
+    plan_program.install_adaptor()
     from mindspeed.planner.search import plan
 
     with progress("measuring signatures") as tell:
         return plan(
-            job,
+            flags,
             own.cluster,
             devices=devices,
             top=own.top or (MANY if own.measure == "black" else 5),

@@ -13,6 +13,7 @@ from tests.support.lazy import needs
 needs("megatron.core", "matplotlib")
 
 from mindspeed.cli import plan as command
+from mindspeed.cli import plan_program
 from mindspeed.cli.main import main
 from mindspeed.cli.plan_values import dimensions, fixed
 from mindspeed.planner.layout import Recompute
@@ -27,6 +28,7 @@ def plan(monkeypatch, capsys):
     def run(*words, found=FOUND):
         module, calls = invented(found)
         monkeypatch.setitem(sys.modules, "mindspeed.planner.search", module)
+        monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
         status = main(["plan", *map(str, words), *FLAGS])
         return status, capsys.readouterr(), calls
 
@@ -127,3 +129,17 @@ def test_values():
     assert dimensions("tp, mbs") == ("tp", "mbs")
     assert command.memory_size("1.5GiB") == 3 * 2**29
     assert command.memory_size("2") == 2**31
+
+
+def test_a_script_has_its_command_and_words_of_torchrun(plan):
+    script = ["pretrain_gpt.py", "--num-layers", "2"]
+    launch = "--nnodes=2 --nproc-per-node=8"
+    words = plan_program.command(script, ["--lr", "1"], launch).split()
+    assert words[:3] == ["torchrun", *launch.split()] and words[-2:] == ["--lr", "1"]
+    assert words[3].endswith("/pretrain_gpt.py")
+    words = plan_program.command(script, ["--lr", "1"], None).split()
+    assert words[0] == "python" and words[-2:] == ["--lr", "1"]
+    _, printed, _ = plan("--cluster", "h100", "--launch", launch)
+    assert f"torchrun {launch} -m mindspeed pretrain --model" in printed.out
+    status, printed, _ = plan("--cluster", "h100", "--measure", "mixed", "--devices", "8,16")
+    assert status and "one number of --devices" in printed.err
