@@ -178,7 +178,7 @@ def predict_all(rows: Iterable[dict[str, str]], jobs: int) -> Iterator[Row | str
             row["system"],
             row["precision"],
             layout.devices,
-            str(layout),
+            str(replace(layout, stage_layers=None)),
             float(row["tokens_per_second_per_device"]),
             price.tokens_per_second_per_device,
             price.seconds,

@@ -14,9 +14,9 @@ the embedding and the head are the differences of two more:
 | last stage, 1 layer              | less the first run: final norm, head and loss      |
 
 Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each.
-Two further runs on twice as many data-parallel ranks tell what those ranks share, and one with three
-layers is compared with its composition. Without a pipeline the only stage takes the place of the
-middle one.
+Two further runs on twice as many data-parallel ranks tell what those ranks share, and one with
+three layers is compared with its composition. Without a pipeline the only stage takes the place of
+the middle one.
 
 What an action needs beyond what micro-batches in flight keep depends on the messages around it:
 it is measured for each action and the one before it (:attr:`Signature.needs`).
@@ -68,8 +68,8 @@ class Signature:
             ``only``.
         needs: bytes that an action needs at its peak beyond those kept by all micro-batches in
             flight, its own among them in backward; of a chunk with one layer.
-        inner: by kind and op what a layer needs more if the chunk has others before it: its input
-            is no message, which the chunk has anyway.
+        inner: by kind and op what a layer needs more if the chunk has others before it: the
+            input of the chunk is there anyway.
         shared: for each kind of layer and each role the part of its figures that data-parallel
             ranks share.
         data_parallel: size in the runs.
@@ -131,7 +131,7 @@ class Signature:
                 around = -sum(sizes[last + 1 :])
             else:
                 around = 0.0
-            if len(real) > 1 and role != "first":  # the first stage has no message
+            if len(real) > 1:
                 around += self.inner.get((kind, op), 0.0)
             best = max(best, self._need(role, kind, before, op) + around)
         return best
