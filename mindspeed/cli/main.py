@@ -48,6 +48,7 @@ COMMANDS: dict[str, str] = {
     "moe": "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory",
     "plan": "plan a job without a device: memory of every rank, FLOPs, messages, the best layout",
     "calibrate": "measure devices and links of this machine for plan --cluster",
+    "explain": "explain a job: where bytes, FLOPs, messages and bubbles are, and what would help",
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: implementation on this device, why not others",
     "patches": "list the patches of Megatron, and check them against a Megatron version",
@@ -62,17 +63,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
-    "inspect": (
-        "profile",
-        "attention",
-        "pipeline",
-        "moe",
-        "plan",
-        "calibrate",
-        "features",
-        "ops",
-        "patches",
-    ),
+    "plan": ("plan", "explain", "calibrate", "profile", "attention", "pipeline", "moe"),
+    "inspect": ("features", "ops", "patches"),
 }
 
 _format_for_developers = warnings.formatwarning
@@ -83,6 +75,7 @@ _READ_ONLY = (
     "pipeline",
     "moe",
     "plan",
+    "explain",
     "features",
     "ops",
     "patches",

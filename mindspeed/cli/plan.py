@@ -74,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="count one configuration, the one of the flags")
     add_job_arguments(parser)
     add(
+        "--whole",
+        action="store_true",
+        help="with --check: count all layers and micro-batches of every pipeline rank, instead of "
+        "composing them from small runs",
+    )
+    add(
         "--devices",
         type=device_counts,
         metavar="N,..",

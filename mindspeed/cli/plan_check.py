@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.cli.plan_program import settings_of
+from mindspeed.cli.plan_program import job_of
 from mindspeed.cli.plan_progress import progress
 from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole, ranges
 
 if TYPE_CHECKING:
     from mindspeed.planner.check import Check
+    from mindspeed.planner.job import Job
+    from mindspeed.planner.price import Prediction
 
 DOES_NOT_FIT = 3
 """Exit status."""
@@ -30,21 +32,40 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
         flags: of the job.
     """
     limit, origin = memory_limit(own)
-    args = settings_of(flags, own.devices).args
-    from mindspeed.planner.check import check
-
-    with progress("counting ranks of the pipeline") as tell:
-        found = check(args, limit, jobs=own.jobs, progress=tell)
+    job = job_of(flags)
+    args = job.settings(None, own.devices).args
+    found, prediction = _counted(own, job, args, limit)
     others = other_figures(args, found)
     if own.json:
-        print(json.dumps(as_data(args, found, others), indent=2))
+        print(json.dumps(as_data(args, found, others, prediction), indent=2))
     else:
         print_check(args, found, others, origin)
+        if prediction is not None:
+            Console(soft_wrap=True).print(modelled(prediction, own.cluster), highlight=False)
     if own.plot is not None:
         from mindspeed.cli.plan_picture import draw_memory
 
         draw_memory(found, own.plot, layout_of(args))
     return DOES_NOT_FIT if found.fits is False else 0
+
+
+def _counted(
+    own: argparse.Namespace, job: Job, args: argparse.Namespace, limit: int | None
+) -> tuple[Check, Prediction | None]:
+    """Composed from small runs, or counted whole."""
+    from mindspeed.planner.check import check
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.composed import compose
+
+    cluster = None if own.cluster is None else load_cluster(own.cluster)
+    if not own.whole:
+        with progress("counting small runs") as tell:
+            tell(0, 1)
+            composed = compose(job, args, cluster, limit, own.jobs)
+        if composed is not None:
+            return composed.check, composed.prediction
+    with progress("counting ranks of the pipeline") as tell:
+        return check(args, limit, jobs=own.jobs, progress=tell), None
 
 
 def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:
@@ -74,10 +95,14 @@ def other_figures(args: argparse.Namespace, found: Check) -> dict[str, float | N
 
 
 def as_data(
-    args: argparse.Namespace, found: Check, others: Mapping[str, float | None]
+    args: argparse.Namespace,
+    found: Check,
+    others: Mapping[str, float | None],
+    prediction: Prediction | None,
 ) -> dict[str, Any]:
-    """Everything as plain data; bytes."""
+    """Everything as plain data; bytes, and modelled seconds of a step."""
     return {
+        "modelled_seconds": None if prediction is None else prediction.seconds,
         "layout": layout_of(args),
         "micro_batches": found.micro_batches,
         "memory_limit": found.memory_limit,
@@ -111,8 +136,8 @@ def print_check(
         console.print(text, highlight=False, markup=False)
 
     line(f"{layout_of(args)}; {found.micro_batches} micro-batches of {args.micro_batch_size}")
-    print_whole(_memory_table(found))
-    print_whole(_traffic_table(found))
+    print_whole(memory_table(found))
+    print_whole(traffic_table(found))
     peak = found.fullest.peak
     unit = bytes_unit([peak])
     for name, value in others.items():
@@ -122,6 +147,15 @@ def print_check(
             text = f"{unit(value)} {unit.name}, {percent:+.0f} % of what is counted"
         line(f"{name}: {text}")
     line(verdict(found, origin))
+
+
+def modelled(prediction: Prediction, cluster: str) -> str:
+    """The time of a step in one line."""
+    return (
+        f"modelled, not counted: a step takes {prediction.seconds:,.4g} s on {cluster}, "
+        f"{prediction.tokens_per_second_per_device:,.0f} tokens/s and device, MFU "
+        f"{prediction.mfu:.1%}, bubble {prediction.bubble:.1%}; most of it is {prediction.limit}"
+    )
 
 
 def verdict(found: Check, origin: str) -> str:
@@ -139,7 +173,8 @@ def verdict(found: Check, origin: str) -> str:
     return f"does not fit: {need}, {unit(-left)} too much"
 
 
-def _memory_table(found: Check) -> Table:
+def memory_table(found: Check) -> Table:
+    """Bytes and FLOPs of pipeline ranks."""
     kinds = list(dict.fromkeys(kind for rank in found.ranks for kind in rank.at_peak))
     size = bytes_unit([found.fullest.peak])
     flops = flops_unit(rank.flops for rank in found.ranks)
@@ -163,7 +198,8 @@ def _memory_table(found: Check) -> Table:
     return table
 
 
-def _traffic_table(found: Check) -> Table:
+def traffic_table(found: Check) -> Table:
+    """Messages of pipeline ranks."""
     unit = bytes_unit(row.payload for rank in found.ranks for row in rank.traffic)
     table = new_table(
         f"{unit.name} of a rank's messages in a step; payload: the tensors, sent: by this rank",
@@ -173,7 +209,8 @@ def _traffic_table(found: Check) -> Table:
     for rank in found.ranks:
         name = ranges(rank.pipeline_ranks)
         for row in rank.traffic:
-            figures = (f"{row.size}", f"{row.calls:,}", unit(row.payload), unit(row.wire))
+            calls = "" if row.calls is None else f"{row.calls:,}"
+            figures = (f"{row.size}", calls, unit(row.payload), unit(row.wire))
             table.add_row(name, group_name(row.group), row.op, *figures)
             name = ""
     return table

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mindspeed.planner.job import Job
-    from mindspeed.training.resolve import Settings
 
 
 def is_script(flags: Sequence[str]) -> bool:
@@ -35,19 +34,6 @@ def job_of(flags: Sequence[str]) -> Job:
     from mindspeed.planner.scripts import job_of
 
     return job_of(flags)
-
-
-def settings_of(flags: Sequence[str], devices: int | None) -> Settings:
-    """Final values of one configuration.
-
-    Raises:
-        MindSpeedError: a flag is wrong.
-    """
-    if is_script(flags):
-        return job_of(flags).settings({}, devices)
-    from mindspeed.cli.dry_run import settings_of
-
-    return settings_of(flags, "plan", devices)
 
 
 def program(flags: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed.planner import isolated
 from mindspeed.planner.counted_step import CountedStep, count_step
@@ -33,7 +33,7 @@ class Traffic:
         group: what its creator calls it.
         size: ranks of the group.
         op: such as ``all_gather``, see :mod:`mindspeed.testing.ledger`.
-        calls: number.
+        calls: number; None: not known.
         payload: bytes of the tensors.
         wire: bytes that this rank sends.
     """
@@ -41,7 +41,7 @@ class Traffic:
     group: str
     size: int
     op: str
-    calls: int
+    calls: int | None
     payload: int
     wire: int
 
@@ -122,7 +122,8 @@ def check(
             raise step
         steps.append(step)
         progress(len(steps), stages)
-    return Check(steps[0].micro_batches, tuple(_alike(steps)), memory_limit)
+    ranks = [_figures(stage, step) for stage, step in enumerate(steps)]
+    return Check(steps[0].micro_batches, tuple(alike(ranks)), memory_limit)
 
 
 def _count(
@@ -131,28 +132,29 @@ def _count(
     return isolated.map(count_step, [(args, rank_in_stage(args, stage)) for stage in stages], jobs)
 
 
-def _alike(steps: list[CountedStep]) -> Iterator[RankCheck]:
-    """Steps by pipeline rank, those with equal figures together."""
-    ranks: dict[int, list[int]] = defaultdict(list)
-    found = [_figures(step) for step in steps]
-    for stage, one in enumerate(found):
-        ranks[found.index(one)].append(stage)
-    for first, stages in ranks.items():
-        yield RankCheck(tuple(stages), *found[first])
+def alike(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:
+    """Single pipeline ranks, those with equal figures together."""
+    found: list[RankCheck] = []
+    for one in ranks:
+        for index, other in enumerate(found):
+            if replace(other, pipeline_ranks=one.pipeline_ranks) == one:
+                numbers = other.pipeline_ranks + one.pipeline_ranks
+                found[index] = replace(other, pipeline_ranks=numbers)
+                break
+        else:
+            found.append(one)
+    yield from found
 
 
-def _figures(
-    step: CountedStep,
-) -> tuple[int, Mapping[str, int], int, Mapping[str, int], int, int, tuple[Traffic, ...]]:
-    flops = step.flops
-    at_peak = dict(step.at_peak)
-    return (
+def _figures(stage: int, step: CountedStep) -> RankCheck:
+    return RankCheck(
+        (stage,),
         step.parameters,
         dict(step.static),
         step.peak,
-        at_peak,
-        flops.total,
-        flops.recompute,
+        dict(step.at_peak),
+        step.flops.total,
+        step.flops.recompute,
         traffic(step.communications),
     )
 

@@ -37,6 +37,14 @@ def layer_of(scope: str) -> str:
     return scope.partition(", ")[2]
 
 
+def named_layers(chunk: torch.nn.Module, index: int) -> Iterator[tuple[str, TransformerLayer]]:
+    """The transformer layers of the chunk with this index, and their scopes."""
+    for name, module in chunk.named_modules():
+        if isinstance(module, TransformerLayer):
+            kind = "prediction layer" if ".mtp." in name else "layer"
+            yield f"chunk {index}, {kind} {module.layer_number}", module
+
+
 @contextmanager
 def parts_named(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
     """Set ``clock.scope`` while steps of the model run."""
@@ -44,11 +52,8 @@ def parts_named(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
     try:
         for index, chunk in enumerate(model.chunks):
             handles += _chunk_hooks(clock, chunk, f"chunk {index}")
-            for name, module in chunk.named_modules():
-                if isinstance(module, TransformerLayer):
-                    kind = "prediction layer" if ".mtp." in name else "layer"
-                    scope = f"chunk {index}, {kind} {module.layer_number}"
-                    handles += _layer_hooks(clock, module, scope, f"chunk {index}")
+            for scope, module in named_layers(chunk, index):
+                handles += _layer_hooks(clock, module, scope, f"chunk {index}")
         config = model.chunks[0].config
         for holder, name, scope in (
             (config, "finalize_model_grads_func", GRADIENTS),
@@ -79,7 +84,8 @@ def _chunk_hooks(clock: VirtualClock, chunk: Any, scope: str) -> list[Any]:
 
     def leave(module: Any, args: Any, output: Any) -> None:
         clock.scope = scope
-        _when_gradient_is_known(clock, output, scope)
+        if not getattr(output, "_layer_output", False):  # a chunk that ends with a layer
+            _when_gradient_is_known(clock, output, scope)
 
     return [chunk.register_forward_pre_hook(enter), chunk.register_forward_hook(leave)]
 

@@ -66,7 +66,7 @@ def alike(layers: dict[str, dict[str, Costs]]) -> list[tuple[str, int, dict[str,
     for name, phases in layers.items():
         figures = tuple((phase, phases[phase].figures) for phase in PHASES if phase in phases)
         groups.setdefault((name.rpartition(" ")[0], figures), []).append(name)
-    return [(_joined(names), len(names), layers[names[0]]) for names in groups.values()]
+    return [(joined_names(names), len(names), layers[names[0]]) for names in groups.values()]
 
 
 def total(intervals: Iterable[Interval]) -> Costs:
@@ -122,7 +122,7 @@ def _plain(description: str) -> str:
     return description.removesuffix("_GROUP").replace("_", " ").lower()
 
 
-def _joined(names: list[str]) -> str:
+def joined_names(names: list[str]) -> str:
     """``layer 1``, ``layer 2``, ``layer 3``, ``layer 7`` -> ``layers 1-3, 7``."""
     kind, _, first = names[0].rpartition(" ")
     if len(names) == 1 or not first.isdigit():

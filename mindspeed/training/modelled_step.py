@@ -88,7 +88,7 @@ def run(
             that it would take minutes.
     """
     _refuse(args)
-    count = micro_batches or _fewest_micro_batches(args)
+    count = micro_batches or fewest_micro_batches(args)
     args = copy.copy(args)
     args.enable_gloo_process_groups = False
     args.check_for_nan_in_loss_and_grad = False  # the only value that a step without updates reads
@@ -107,7 +107,7 @@ def run(
     return ModelledStep(clock.intervals, clock.now, count)
 
 
-def _fewest_micro_batches(args: argparse.Namespace) -> int:
+def fewest_micro_batches(args: argparse.Namespace) -> int:
     """With which the schedule exists."""
     if flag_of(vars(args)) is not None:
         return 2 * int(args.pipeline_model_parallel_size)

@@ -1,0 +1,60 @@
+"""Explain a training job on one page: where its bytes, FLOPs, messages and seconds are.
+
+    mindspeed explain --cluster h100 -- --model llama3-8b --bf16 --nproc 8 --seq-length 8192
+
+For every pipeline rank the bytes by kind, the FLOPs and what it sends; for its layers the same of
+one micro-batch; where the time of a step goes; and the changes that would help most, each with the
+figures that are predicted for the changed job. Takes all flags of ``mindspeed pretrain``. No device
+is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from mindspeed.cli.plan import add_job_arguments, read
+from mindspeed.cli.plan_check import memory_limit
+from mindspeed.cli.plan_program import job_of
+from mindspeed.cli.plan_progress import named_progress
+from mindspeed.errors import ConfigError
+from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
+
+HELP = "explain a job: where bytes, FLOPs, messages and bubbles are, and what would help"
+PASS_THROUGH = True
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; flags that are not its own are those of ``mindspeed pretrain``."""
+    parser = Parser(
+        "mindspeed explain",
+        description=__doc__,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+        epilog="All other flags are those of mindspeed pretrain.",
+    )
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)"
+    )
+    own, flags = read(parser, argv)
+    if own.cluster is None:
+        raise ConfigError(
+            "--cluster is missing: times need a preset (generic, a100, h100, ...) or FILE.json"
+        )
+    limit, origin = memory_limit(own)
+    assert limit is not None
+    job = job_of(flags)
+    args = job.settings(None, own.devices).args
+    from mindspeed.cli.explain_text import as_data, print_page
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.explain import explain
+
+    cluster = load_cluster(own.cluster)
+    with named_progress() as tell:
+        found = explain(job, args, cluster, limit, jobs=own.jobs, progress=tell)
+    if own.json:
+        print(json.dumps(as_data(args, found), indent=2))
+    else:
+        print_page(args, found, cluster, origin)
+    return 0

@@ -1,0 +1,162 @@
+"""The page of ``mindspeed explain``, and the same as data."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed.cli.plan_check import layout_of, memory_table, modelled, traffic_table, verdict
+from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole
+from mindspeed.planner.changes import Effect
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.explain import Explanation
+from mindspeed.planner.layout import layout_of as planned_layout
+from mindspeed.planner.parts import Part
+
+_SECONDS_OF = {"forward": "forward", "backward": "backward", "recompute": "again"}
+
+
+def print_page(args: argparse.Namespace, found: Explanation, cluster: Cluster, origin: str) -> None:
+    """Print tables of ranks, of their layers, of the time of a step, and of changes."""
+    console = Console(soft_wrap=True)
+
+    def line(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    line(f"{layout_of(args)}; {found.check.micro_batches} micro-batches of {args.micro_batch_size}")
+    line(verdict(found.check, origin))
+    print_whole(memory_table(found.check))
+    print_whole(traffic_table(found.check))
+    print_whole(_parts_table(found.parts))
+    if found.prediction is None:
+        line("this job is counted whole: its time and changes are not predicted")
+        return
+    print_whole(_time_table(found.prediction))
+    line(modelled(found.prediction, cluster.name))
+    refused = sum(bool(one.refused) for one in found.tried)
+    line(f"{len(found.tried)} changes tried, {refused} of them a start would refuse")
+    if found.helpful:
+        print_whole(_changes_table(args, found))
+    else:
+        line("none of the others helps")
+
+
+def as_data(args: argparse.Namespace, found: Explanation) -> dict[str, Any]:
+    """Everything as plain data; bytes and seconds."""
+    prediction = found.prediction
+    time = None
+    if prediction is not None:
+        names = ("seconds", "bubble", "optimizer_seconds", "mfu", "limit", "flops_per_device")
+        time = {name: getattr(prediction, name) for name in names}
+        time |= {"exposed": dict(prediction.exposed), "peak_bytes": prediction.peak_bytes}
+    return {
+        "layout": layout_of(args),
+        "check": asdict(found.check),
+        "parts": {rank: [asdict(one) for one in rows] for rank, rows in found.parts.items()},
+        "time": time,
+        "helpful": [_effect(args, one) for one in found.helpful],
+        "tried": [_effect(args, one) for one in found.tried],
+    }
+
+
+def _effect(args: argparse.Namespace, one: Effect) -> dict[str, Any]:
+    return {
+        "what": one.change.what,
+        "flags": one.change.differences(planned_layout(args)),
+        "seconds": one.seconds,
+        "peak_bytes": one.peak_bytes,
+        "refused": one.refused,
+    }
+
+
+def _parts_table(parts: Mapping[int, tuple[Part, ...]]) -> Table:
+    every = [part for rows in parts.values() for part in rows]
+    size = bytes_unit([*(part.kept for part in every), *(_sent(part) for part in every)])
+    flops = flops_unit(value for part in every for _, value in part.flops)
+    phases = [name for name in _SECONDS_OF if any(name in dict(part.flops) for part in every)]
+    table = new_table(
+        f"one layer and one micro-batch; kept for backward and sent in {size.name}, computation in "
+        f"{flops.name}, times in ms",
+        ["pipeline rank", "part"],
+        ["parameters", "kept", *(_SECONDS_OF[name] for name in phases), "calls", "sent"],
+    )
+    for name in ("time", "exposed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, rows in parts.items():
+        label = str(rank)
+        for part in rows:
+            table.add_row(
+                label,
+                part.name,
+                f"{part.parameters:,}" if part.parameters else "",
+                size(part.kept),
+                *(flops(dict(part.flops).get(name, 0)) for name in phases),
+                f"{part.calls:g}",
+                size(_sent(part)),
+                f"{part.seconds * 1e3:,.3f}",
+                f"{part.exposed * 1e3:,.3f}",
+            )
+            label = ""
+    return table
+
+
+def _sent(part: Part) -> float:
+    return sum(value for _, value in part.sent)
+
+
+def _time_table(prediction: Any) -> Table:
+    table = new_table("where the time of a step goes", ["what"], ["ms", "part"])
+    pipeline = prediction.seconds - prediction.optimizer_seconds
+    waits = {name: value for name, value in prediction.exposed.items() if value}
+    bubble = prediction.bubble * (pipeline - prediction.exposed.get("data parallel", 0.0))
+    rows = {"bubble of the pipeline": bubble, "optimizer": prediction.optimizer_seconds}
+    rows |= {f"waiting: {name}": value for name, value in waits.items()}
+    rows = {"computation": prediction.seconds - sum(rows.values()), **rows}
+    for name, seconds in rows.items():
+        share = seconds / prediction.seconds if prediction.seconds else 0.0
+        table.add_row(name, f"{seconds * 1e3:,.3f}", f"{share:.1%}")
+    table.add_row("step", f"{prediction.seconds * 1e3:,.3f}", "100.0%", style="bold")
+    return table
+
+
+def _changes_table(args: argparse.Namespace, found: Explanation) -> Table:
+    now = found.prediction
+    assert now is not None
+    unit = bytes_unit([now.peak_bytes])
+    table = new_table(
+        f"what would help most; predicted for the changed job, memory in {unit.name}",
+        ["change"],
+        ["ms", "", "memory", " "],
+    )
+    table.add_column("flags")
+    before = planned_layout(args)
+    for one in found.helpful:
+        table.add_row(
+            one.change.what,
+            f"{one.seconds * 1e3:,.3f}",
+            f"{one.seconds / now.seconds - 1:+.1%}",
+            unit(one.peak_bytes),
+            f"{one.peak_bytes / now.peak_bytes - 1:+.1%}",
+            flag_text(one.change.differences(before)),
+        )
+    return table
+
+
+def flag_text(flags: Mapping[str, Any]) -> str:
+    """Flags to add, and those to take away, as text."""
+    words = []
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None:
+            words.append(f"(no {flag})")
+        elif value is True:
+            words.append(flag)
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+            words.append(" ".join([flag, *map(str, values)]))
+    return " ".join(words)

@@ -1,0 +1,136 @@
+"""A configuration of any size in seconds: its figures composed from small counted runs.
+
+    found = compose(job, settings.args, cluster, jobs=2)
+    found.prediction.seconds, found.ranks[0].peak
+
+:mod:`mindspeed.planner.signature` counts pipelines with one or two layers in a stage;
+:mod:`mindspeed.planner.price` composes memory and time of the whole job. Composition is for jobs
+that a :class:`~mindspeed.planner.layout.Layout` describes, and only as exact as
+:data:`~mindspeed.planner.signature.TOLERANCE` where the composition of a third run is; other jobs
+are counted whole (:mod:`mindspeed.planner.check`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed.planner import isolated
+from mindspeed.planner.check import Check, RankCheck, Traffic, alike
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.data_parallel import dense_ranks, expert_ranks
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import Layout, layout_of
+from mindspeed.planner.price import Prediction, memory, predict
+from mindspeed.planner.shape import Shape, shape_of
+from mindspeed.planner.signature import Signature, measure
+
+_OF_THE_LAUNCH = ("rank", "recipe")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed configuration.
+
+    Attributes:
+        check: figures of all pipeline ranks.
+        error: of the run that was compared with its composition, a part of its bytes.
+        prediction: seconds and what they are spent on; None without a cluster.
+    """
+
+    check: Check
+    error: float
+    prediction: Prediction | None = None
+
+
+def compose(
+    job: Job,
+    args: argparse.Namespace,
+    cluster: Cluster | None,
+    memory_limit: int | None = None,
+    jobs: int = 1,
+) -> Composed | None:
+    """The figures of a job; None where it has to be counted whole.
+
+    Args:
+        job: the job.
+        args: its final values.
+        cluster: rates of devices and links; None: no times.
+        memory_limit: bytes that the tensors of a rank may take.
+        jobs: runs at a time.
+
+    Raises:
+        MindSpeedError: the job cannot be counted; says what is in the way.
+    """
+    layout = layout_of(args)
+    if not isolated.call(_describes, job, layout, args):
+        return None
+    signature = measure(job, layout, cluster, jobs)
+    if not signature.fits:
+        return None
+    shape = shape_of(args)
+    ranks = [_figures(signature, shape, one) for one in memory(signature, shape)]
+    found = Check(shape.micro_batches, tuple(alike(ranks)), memory_limit)
+    prediction = None if cluster is None else predict(signature, shape, cluster, layout)
+    return Composed(found, signature.error, prediction)
+
+
+def _describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:
+    """Whether the layout's flags give the same job again."""
+    again = job.settings(layout.overrides(), layout.devices).args
+    names = vars(args).keys() | vars(again).keys()
+    return not [name for name in names if not _same(vars(args), vars(again), name)]
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    if name in _OF_THE_LAUNCH or name.startswith("_") or name == "planned_loop":
+        return True
+    a, b = one.get(name), other.get(name)
+    return bool(a == b) or (a is not None and b is not None and repr(a) == repr(b))
+
+
+def _figures(signature: Signature, shape: Shape, found: Any) -> RankCheck:
+    """Of one pipeline rank."""
+    stages = shape.placement.stages[found.rank]
+    total: Counter[str] = Counter()
+    for stage in stages:
+        chunk = signature.chunk(shape.role(stage), shape.stages[stage])
+        total.update(signature.at(chunk, shape.data_parallel))
+    static = {kind: round(value) for kind, value in found.static.items() if round(value)}
+    return RankCheck(
+        (found.rank,),
+        round(total["parameters"]),
+        static,
+        round(found.peak),
+        {**static, "activations": static.get("activations", 0) + round(found.activations)},
+        round(total["flops"] * shape.micro_batches),
+        round(total["recomputed"] * shape.micro_batches),
+        tuple(_traffic(total, shape)),
+    )
+
+
+def _traffic(total: Mapping[str, float], shape: Shape) -> Iterator[Traffic]:
+    """Messages within micro-batches, and collectives of data-parallel groups."""
+    replicas, experts = len(dense_ranks(shape)), len(expert_ranks(shape))
+    rows = []
+    for name, value in total.items():
+        kind, _, rest = name.partition(" ")
+        size = {"dp": replicas, "edp": experts}.get(kind, 0)
+        if kind == "payload":
+            group, group_size, op = rest.split("|")
+            ranks = shape.ranks if group.startswith("PIPELINE") else int(group_size)
+            calls, payload, wire = (
+                round(total[f"{what} {rest}"] * shape.micro_batches)
+                for what in ("calls", "payload", "wire")
+            )
+            if payload:
+                rows.append(Traffic(group, ranks, op, calls, payload, wire))
+        elif size > 1 and round(value):
+            each = value / size if rest == "all_gather" else value
+            part = (size - 1) / size * value * (2 if rest == "all_reduce" else 1)
+            group = "DATA_PARALLEL" if kind == "dp" else "EXPERT_DATA_PARALLEL"
+            rows.append(Traffic(group, size, rest, None, round(each), round(part)))
+    yield from sorted(rows, key=lambda row: (-row.wire, row.group, row.op))
