@@ -1,0 +1,60 @@
+"""Megatron-LM's closed formula of memory: by hand, and as Megatron-LM computes it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from mindspeed.planner.formulas import megatron_formula
+
+LLAMA = {
+    "num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64,
+    "kv_channels": 128, "group_query_attention": True, "num_query_groups": 8, "swiglu": True,
+    "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 128256, "multi_latent_attention": False, "num_experts": None,
+    "moe_layer_freq": 1, "moe_ffn_hidden_size": None, "mtp_num_layers": None,
+    "moe_shared_expert_intermediate_size": None, "seq_length": 8192, "micro_batch_size": 1,
+    "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 8, "data_parallel_size": 16,
+    "virtual_pipeline_model_parallel_size": None, "use_distributed_optimizer": True,
+    "sequence_parallel": True, "recompute_granularity": "selective", "is_hybrid_model": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 14336, "moe_layer_freq": 2}
+CASES = {
+    "stages": {},
+    "few micro-batches": {"micro_batches": 3},
+    "one stage": {"pipeline_model_parallel_size": 1},
+    "chunks": {"virtual_pipeline_model_parallel_size": 2},
+    "no sequence parallelism": {"sequence_parallel": False},
+    "one stage, all kept": {"pipeline_model_parallel_size": 1, "recompute_granularity": None},
+    "replicated optimizer": {"use_distributed_optimizer": False, "normalization": "LayerNorm"},
+    "experts": {**EXPERTS, "moe_shared_expert_intermediate_size": 4096},
+    "prediction layer of experts": {**EXPERTS, "mtp_num_layers": 1},
+    "plain heads": {"group_query_attention": False, "num_query_groups": 64, "swiglu": False},
+}
+
+
+def test_a_layer_of_the_example_has_256_mib():
+    """s b h (18 + 4 f/h) / t of the 70B model: 8192 x 8192 x 32 / 8 bytes."""
+    one, two = (megatron_formula(Namespace(**LLAMA | {"num_layers": n}), 8) for n in (80, 160))
+    layers = 80 * (8192 * (8192 * 2 + 2 * 1024 + 3 * 28672) + 2 * 8192) / 64  # 8 stages, TP 8
+    assert two - one == pytest.approx(80 * 256 * 2**20 + layers * (6 + 12 / 16), rel=1e-12)
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.parametrize("case", CASES)
+def test_equals_megatron_lm(case, monkeypatch):
+    import importlib.util
+    import os
+
+    name = Path(os.environ["MEGATRON_LM_PATH"]) / "megatron/training/theoretical_memory_usage.py"
+    source = name.read_text().replace("from .utils import print_rank_0", "print_rank_0 = print")
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("formula", None))
+    exec(compile(source, str(name), "exec"), vars(module))
+    values = {**LLAMA, **CASES[case]}
+    count = values.pop("micro_batches", 16)
+    args = Namespace(**values)
+    ours = megatron_formula(args, count)
+    *_, total = module.report_theoretical_memory(args, num_microbatches=count)
+    assert ours == pytest.approx(total * 2**20, rel=1e-12)
