@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "all of them",
     )
     add("--launch", metavar="WORDS", help="of torchrun, for the commands that are printed")
-    add("--cache", type=Path, metavar="DIR", help="of measured signatures (default: the user's)")
+    add("--cache", type=Path, metavar="DIR", help="of counts, for later searches")
     add("--out", type=Path, metavar="DIR", help="write the plan, flags and recipes here")
     add(
         "--plot",

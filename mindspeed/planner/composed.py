@@ -20,15 +20,15 @@ from typing import Any
 
 from mindspeed.planner import isolated
 from mindspeed.planner.check import Check, RankCheck, Traffic, alike
-from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.data_parallel import dense_ranks, expert_ranks
-from mindspeed.planner.job import Job
+from mindspeed.planner.job import NOT_PLANNED, Job
 from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.price import Prediction, memory, predict
 from mindspeed.planner.shape import Shape, shape_of
 from mindspeed.planner.signature import Signature, measure
 
-_OF_THE_LAUNCH = ("rank", "recipe")
+_OF_THE_LAUNCH = ("rank", "recipe", "planned_loop", *NOT_PLANNED)
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,10 @@ def compose(
         MindSpeedError: the job cannot be counted; says what is in the way.
     """
     layout = layout_of(args)
+    rates = cluster or load_cluster("generic")  # messages are counted by the clock
     if not isolated.call(_describes, job, layout, args):
         return None
-    signature = measure(job, layout, cluster, jobs)
+    signature = measure(job, layout, rates, jobs)
     if not signature.fits:
         return None
     shape = shape_of(args)
@@ -86,7 +87,7 @@ def _describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    if name in _OF_THE_LAUNCH or name.startswith("_") or name == "planned_loop":
+    if name in _OF_THE_LAUNCH or name.startswith("_"):
         return True
     a, b = one.get(name), other.get(name)
     return bool(a == b) or (a is not None and b is not None and repr(a) == repr(b))
@@ -97,8 +98,7 @@ def _figures(signature: Signature, shape: Shape, found: Any) -> RankCheck:
     stages = shape.placement.stages[found.rank]
     total: Counter[str] = Counter()
     for stage in stages:
-        chunk = signature.chunk(shape.role(stage), shape.stages[stage])
-        total.update(signature.at(chunk, shape.data_parallel))
+        total.update(signature.chunk(shape.role(stage), shape.stages[stage], shape.data_parallel))
     static = {kind: round(value) for kind, value in found.static.items() if round(value)}
     return RankCheck(
         (found.rank,),

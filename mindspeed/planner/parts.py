@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from mindspeed.built_model import TrainedModel
 from mindspeed.planner.cluster import Cluster
 from mindspeed.testing.live_memory import LiveMemory
@@ -62,11 +60,12 @@ def parts(args: argparse.Namespace, cluster: Cluster, rank: int = 0) -> tuple[Pa
         cluster: rates of devices and links.
         rank: global rank.
     """
+    from mindspeed.planner.balanced_routing import assumed_routing
     from mindspeed.planner.fake_world import fake_world
-    from mindspeed.planner.values import ConstantValues
+    from mindspeed.planner.values import PlannedTensors
 
     args = copy.copy(args)
-    with fake_world(args, rank), FakeTensorMode(allow_non_fake_inputs=True), ConstantValues():
+    with fake_world(args, rank), PlannedTensors(), assumed_routing(args, 1.0):
         return _parts_here(args, cluster)
 
 

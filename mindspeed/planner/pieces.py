@@ -26,7 +26,8 @@ def figures_of(found: TinyRun) -> dict[str, float]:
     last action; ``kept`` by a micro-batch in flight, ``stash`` by a pending weight gradient.
     ``flops``, ``recomputed`` of a micro-batch, ``parameters``. Seconds of an action ``seconds F``
     ..., after the last one ``seconds tail`` without waiting; ``wait`` within a micro-batch, by
-    process group. Whole bytes of collectives of data-parallel groups, as ``dp all_gather``.
+    process group. Whole bytes of collectives of data-parallel groups, as ``dp all_gather``; the
+    messages of a micro-batch within actions, as :attr:`TinyRun.messages`.
     """
     batches = found.micro_batches
     figures: dict[str, float] = {f"static {kind}": n for kind, n in found.static.items()}
@@ -43,6 +44,7 @@ def figures_of(found: TinyRun) -> dict[str, float]:
         seconds = [action.seconds for action in found.actions if action.op == op]
         figures[f"seconds {op}"] = median(seconds)
     figures |= found.collectives
+    figures |= {name: value / batches for name, value in found.messages.items()}
     for group, waited in found.exposed.items():
         figures[f"wait {group}"] = waited / batches
     return figures

@@ -76,6 +76,8 @@ class TinyRun:
         recomputed: part of them that is computed a second time.
         collectives: whole bytes of those of data-parallel groups, as ``dp all_gather``; those of
             experts as ``edp all_gather``.
+        messages: within actions, over other groups, if there is a clock: ``calls``, ``payload`` and
+            ``wire``, as ``wire TENSOR_MODEL_PARALLEL_GROUP|8|all_gather`` with the group's size.
         exposed: seconds of waiting within actions, by description of the process group.
     """
 
@@ -90,6 +92,7 @@ class TinyRun:
     flops: int
     recomputed: int
     collectives: Counter[str]
+    messages: Counter[str]
     exposed: Counter[str]
 
 
@@ -128,6 +131,7 @@ def run(job: Job, point: Point, cluster: Cluster | None) -> TinyRun:
         flops=step.flops.total,
         recomputed=step.flops.recompute,
         collectives=_collectives(step.communications),
+        messages=timing.messages(tail[0].start),
         exposed=timing.waits(tail[0].start),
     )
 
@@ -146,6 +150,22 @@ class _Timing:
             stack.enter_context(self.clock)
         stack.enter_context(self.segments.watching(memory))
         return stack
+
+    def messages(self, end: float) -> Counter[str]:
+        """Communication until ``end`` over groups that are not data-parallel."""
+        found: Counter[str] = Counter()
+        for interval in () if self.clock is None else self.clock.select("communication"):
+            one = interval.communication
+            if (
+                interval.start < end
+                and len(one.ranks) > 1
+                and "DATA_PARALLEL" not in one.description
+            ):
+                name = f"{one.description}|{len(one.ranks)}|{one.op}"
+                found[f"calls {name}"] += 1
+                found[f"payload {name}"] += one.payload
+                found[f"wire {name}"] += one.wire
+        return found
 
     def waits(self, end: float) -> Counter[str]:
         """Seconds in which chunks waited until ``end``, by description of the group."""
