@@ -92,10 +92,16 @@ def published() -> list[dict[str, str]]:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
+CHOSEN = ("llama3-8b", "llama3-70b", "llama3.1-405b")
+"""Models whose rows the committed figures have; those with experts take longer."""
+
+
 def left_out(row: dict[str, str]) -> str | None:
     """Why a row is not planned."""
     if row["model"] not in MODELS:
         return "a model that the trainer does not have"
+    if row["model"] not in CHOSEN:
+        return "a model with experts, not run"
     if row["system"] not in CLUSTERS:
         return "a system without a preset"
     if row["fsdp"] != "0":

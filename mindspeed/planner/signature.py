@@ -131,9 +131,11 @@ class Signature:
                 around = -sum(sizes[last + 1 :])
             else:
                 around = 0.0
-            if len(real) > 1:
-                around += self.inner.get((kind, op), 0.0)
-            best = max(best, self._need(role, kind, before, op) + around)
+            own, inner = self._need(role, kind, before, op), self.inner.get((kind, op), 0.0)
+            if len(real) > 1:  # on the last stage either the head needs most, or a layer
+                middle = self._need("middle", kind, before, op)
+                own = max(own, middle + inner) if role == "last" else own + inner
+            best = max(best, own + around)
         return best
 
     def _need(self, role: str, kind: str, before: str, op: str) -> float:
