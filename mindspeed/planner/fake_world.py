@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
 
 
@@ -31,6 +32,7 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
 
     from mindspeed.planner.loop import loop_of
 
+    _refuse(args)
     args.enable_gloo_process_groups = False
     args.check_for_nan_in_loss_and_grad = False
     args.rank = rank
@@ -47,6 +49,19 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
         vars(tracker).pop("fork", None)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """What Megatron itself does not run on FakeTensors.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if getattr(args, "fine_grained_activation_offloading", False):
+        raise ConfigError(
+            "--fine-grained-activation-offloading cannot be planned: Megatron refuses tensors "
+            "without values; --swap-attention moves the same activations, and can"
+        )
 
 
 def _answer_with_constants(journal: Journal) -> None:

@@ -24,6 +24,7 @@ from mindspeed.errors import ConfigError
 READERS: dict[tuple[str, str], float] = {
     ("clip_grads.py", "get_grad_norm_fp32"): 1e6,  # gradients are clipped
     ("finalize_model_grads.py", "finalize_model_grads"): 1,  # there are tokens
+    ("step.py", "_must_skip"): 0,
     ("optimizer.py", "_unscale_main_grads_and_check_for_nan"): 0.0,
     ("utils.py", "logical_and_across_model_parallel_group"): 1,
     ("utils.py", "reduce_max_stat_across_model_parallel_group"): 0.0,

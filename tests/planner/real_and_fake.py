@@ -10,13 +10,20 @@ from typing import Any
 from tests.support.trainer_job import command
 
 SETUP = "tests.support.warm"
+ATTEMPTS = 3
+"""A thread of gloo may hold a tensor of a collective a little longer than its ``wait``, on a busy
+machine until after the peak: real ranks are measured again where the peak alone is larger."""
 SMALL = "--num-layers 2 --seq-length 32 --train-iters 3"
 
 
-def _args(flags: str, world: int, *more: str) -> Any:
+def _args(given: str, world: int, *more: str) -> Any:
     from mindspeed.training.initialize import prepare
 
-    return prepare(command([*more, *SMALL.split(), *flags.split()]), world).args
+    flags = command([*more, *SMALL.split(), *given.split()])
+    if "--multi-latent-attention" in flags:  # it has no groups of queries
+        index = flags.index("--num-query-groups")
+        del flags[index : index + 2]
+    return prepare(flags, world).args
 
 
 def real(flags: str) -> dict[str, Any]:
@@ -91,10 +98,13 @@ def compare(pool: Any, world: int, flags: str, chosen: Sequence[int]) -> dict[st
         flags: added to the tiny model's.
         chosen: ranks that are counted.
     """
-    measured = pool(world, real, flags, setup=SETUP, backend=None, timeout=240)
     (counted,) = pool(1, fake, flags, world, list(chosen), setup=SETUP, backend=None, timeout=240)
-    assert any(value for key, value in measured[0]["communication"].items() if key[-1] == "payload")
-    found = {}
-    for rank, one in zip(chosen, counted, strict=True):
-        found |= {f"rank {rank}: {k}": v for k, v in differences(measured[rank], one).items()}
+    for _ in range(ATTEMPTS):
+        measured = pool(world, real, flags, setup=SETUP, backend=None, timeout=240)
+        assert any(n for key, n in measured[0]["communication"].items() if key[-1] == "payload")
+        found = {}
+        for rank, one in zip(chosen, counted, strict=True):
+            found |= {f"rank {rank}: {k}": v for k, v in differences(measured[rank], one).items()}
+        if not found or not all("peak" in name for name in found):
+            break
     return found

@@ -1,0 +1,81 @@
+"""Steps of jobs counted on FakeTensors, by one mode and by nested instruments; in own processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.planner.real_and_fake import _args
+
+JOB = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --bf16 --use-distributed-optimizer "
+    "--transformer-impl transformer_engine --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1"
+)
+
+
+def arguments(flags: str, world: int) -> Any:
+    """Final values of a tiny job."""
+    return _args(flags, world, "--dry-run")
+
+
+def twice() -> dict[str, tuple[Any, Any]]:
+    """Figures of one mode, and those of the instruments that it stands for."""
+    from mindspeed.planner.counted_step import count_step
+    from mindspeed.profiling.flops import FlopCounter
+    from mindspeed.testing import CommLedger
+    from mindspeed.testing.live_memory import LiveMemory
+
+    ledger, flops = CommLedger(), FlopCounter()
+
+    @contextmanager
+    def watch(memory: LiveMemory) -> Iterator[None]:
+        with ledger, flops:
+            yield
+
+    step = count_step(arguments(JOB, 4), watch=watch)
+    products = sum(2 * m * n * k * count for (m, n, k, _), count in step.products.items())
+    return {
+        "FLOPs": (step.flops, flops.count),
+        "FLOPs by operator": (products + step.other_flops.total(), flops.count.total),
+        "communications": (list(step.communications), ledger.events),
+        "bytes at the peak": (step.peak, step.at_peak.total()),
+    }
+
+
+def kinds(flags: str, world: int) -> tuple[int, Counter[str], int]:
+    """Parameters, bytes between steps by kind, bytes of the host."""
+    from mindspeed.planner.counted_step import count_step
+
+    step = count_step(arguments(flags, world))
+    return step.parameters, step.static, step.host
+
+
+def refusals() -> dict[str, str]:
+    """What is said about code that reads values and operators without a fake kernel."""
+    import torch
+
+    from mindspeed.errors import MindSpeedError
+    from mindspeed.planner.values import PlannedTensors
+
+    library = torch.library.Library("planner_test", "DEF")
+    library.define("opaque(Tensor x) -> Tensor")
+    library.impl("opaque", torch.clone, "CPU")
+    opaque = torch.ops.planner_test.opaque
+    found = {}
+    with PlannedTensors():
+        x = torch.ones(3)
+        for name, read in {
+            "item": lambda: x.sum().item(),
+            "branch": lambda: bool(x[0] > 0),
+            "nonzero": lambda: x.nonzero(),
+            "opaque": lambda: opaque(x),
+        }.items():
+            try:
+                read()
+            except MindSpeedError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+        found["constant"] = str(torch.tensor([3]).item())
+    return found
