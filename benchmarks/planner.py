@@ -96,11 +96,11 @@ CHOSEN = ("llama3-8b", "llama3-70b", "llama3.1-405b")
 """Models whose rows the committed figures have; those with experts take longer."""
 
 
-def left_out(row: dict[str, str]) -> str | None:
+def left_out(row: dict[str, str], models: Sequence[str] = CHOSEN) -> str | None:
     """Why a row is not planned."""
     if row["model"] not in MODELS:
         return "a model that the trainer does not have"
-    if row["model"] not in CHOSEN:
+    if row["model"] not in models:
         return "a model with experts, not run"
     if row["system"] not in CLUSTERS:
         return "a system without a preset"
@@ -238,7 +238,7 @@ def main() -> None:
     """Run and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", nargs="*", default=list(CLUSTERS))
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=list(CHOSEN))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -247,13 +247,13 @@ def main() -> None:
 
     filter_warnings()
     rows = published()
-    reasons = Counter(reason for row in rows if (reason := left_out(row)) is not None)
+    reasons = Counter(
+        reason for row in rows if (reason := left_out(row, options.models)) is not None
+    )
     chosen = [
         row
         for row in rows
-        if left_out(row) is None
-        and row["system"] in options.systems
-        and row["model"] in options.models
+        if left_out(row, options.models) is None and row["system"] in options.systems
     ]
     found: list[Row] = []
     refused: list[str] = []
