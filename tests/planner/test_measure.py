@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -154,3 +158,26 @@ def test_a_launcher_reads_the_log(tmp_path):
         launcher.seconds("two", ["--train-iters", "8", "--fail"])
     with pytest.raises(PlanError, match="it logged 3 steps"):
         launcher.seconds("three", ["--train-iters", "3"])
+
+
+@pytest.mark.slow
+def test_candidates_of_a_tiny_job_are_measured_on_two_ranks(tmp_path):
+    """The third cannot be started: 4 samples are no multiple of 3 x 2; the fourth need not be."""
+    words = f"mixed {tmp_path} --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
+    words += "--seq-length 32 --max-position-embeddings 32 --vocab-size 64 --lr 1e-3 "
+    words += "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 4"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.planner.measure_job", *words.split()],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MINDSPEED_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "measured.json").read_text())
+    runs = {run["number"]: run for run in found["runs"]}
+    assert runs[1]["seconds"] > 0 and (2 not in runs or runs[2]["seconds"] > 0)
+    assert 3 not in runs or "ended with status" in runs[3]["error"]
+    assert 4 in [one["number"] for one in found["not_started"]]
+    assert "measured best: candidate" in done.stdout
+    assert (tmp_path / "measured" / "candidate-1.log").exists()
