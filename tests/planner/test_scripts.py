@@ -157,9 +157,14 @@ def counted(jobs):
 @pytest.mark.megatron_lm
 def test_both_doors_count_the_same():
     script = str(megatron_checkout() / "pretrain_gpt.py")
-    jobs = [(door, flags, 4, rank) for flags, rank in LAYOUTS.values() for door in (script, None)]
+    jobs = [
+        (door, flags.split(), 4, rank)
+        for flags, rank in LAYOUTS.values()
+        for door in (script, None)
+    ]
     answers = counted(jobs)
     for name, ours, trainers in zip(LAYOUTS, answers[::2], answers[1::2], strict=True):
+        assert "error" not in ours and "error" not in trainers, (name, ours, trainers)
         for key in ("micro_batches", "parameters", "static", "flops"):
             assert ours[key] == trainers[key], (name, key)
         assert abs(ours["peak"] - trainers["peak"]) <= BYTES_OF_LOSSES * ours["micro_batches"], name
