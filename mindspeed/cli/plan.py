@@ -37,6 +37,11 @@ def run(argv: Sequence[str]) -> int:
 
         check_format("--plot", own.plot)
         figure_class()
+    if own.plan_activations is not None or own.plan_pipeline:
+        from mindspeed.cli.plan_features import run_activations, run_pipeline
+
+        _refuse_with_features(own)
+        return (run_pipeline if own.plan_pipeline else run_activations)(own, flags)
     if own.check:
         from mindspeed.cli.plan_check import run_check
 
@@ -56,6 +61,17 @@ def _refuse_with_check(own: argparse.Namespace) -> None:
         raise ConfigError("--check counts one configuration: give one number of --devices")
 
 
+def _refuse_with_features(own: argparse.Namespace) -> None:
+    name = "--plan-pipeline" if own.plan_pipeline else "--plan-activations"
+    others = ["check", "fix", "search", "top", "cache", "plot", "memory_limit"]
+    others += ["plan_activations", "out", "json"] if own.plan_pipeline else []
+    for other in others:
+        if getattr(own, other) not in (None, False):
+            raise ConfigError(f"--{other.replace('_', '-')} has no effect with {name}: remove it")
+    if own.devices and len(own.devices) > 1:
+        raise ConfigError(f"{name} plans one configuration: give one number of --devices")
+
+
 def _parser() -> Parser:
     parser = Parser(
         "mindspeed plan",
@@ -72,6 +88,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command alone."""
     add = parser.add_argument
     add("--check", action="store_true", help="count one configuration, the one of the flags")
+    add(
+        "--plan-activations",
+        type=memory_size,
+        metavar="SIZE",
+        help="choose what is kept and what is recomputed, as --adaptive-recompute-device-size does",
+    )
+    add(
+        "--plan-pipeline",
+        action="store_true",
+        help="write --automated-pipeline-file for a job with --automated-pipeline",
+    )
     add_job_arguments(parser)
     add(
         "--whole",

@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def with_values(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -104,6 +104,7 @@ class InventedBatches(Iterator[Batch]):
             reset_positions=args.reset_position_ids or args.pack_sequences,
         )
         positions = part["position_ids"].clone()  # on the device, where it counts
+        assert packed_seq_params.packed is not None
         packed_seq_params.packed = replace(packed_seq_params.packed, positions=positions)
         return positions, {"packed_seq_params": packed_seq_params}
 

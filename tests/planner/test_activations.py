@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.planner import activations_job as jobs
+from tests.planner.real_and_fake import SMALL as SMALL_MODEL
 
 SETUP = "tests.support.warm"
 SMALL, MIDDLE, LARGE = 3_500_000, 4_500_000, 8_000_000
@@ -62,3 +65,18 @@ def test_what_only_measurement_tells_is_refused(ranks):
     assert "speed of copies to the host" in text
     (text,) = ranks(1, jobs.refused, "", setup=SETUP, backend=None)
     assert "--adaptive-recompute-device-size" in text
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_file(ranks, tmp_path):
+    from tests.support import commands_job
+    from tests.support.trainer_job import command
+
+    own = ["plan", "--plan-activations", "4.29MiB", "--out", str(tmp_path), "--json", "--"]
+    words = [*own, *command([*SMALL_MODEL.split(), *jobs.FLAGS.split(), "--nproc", "2"])]
+    ((status, text, errors),) = ranks(1, commands_job.run, words, setup=SETUP, backend=None)
+    assert status == 0, errors
+    found = json.loads(text[text.index("{") :])
+    assert found["fits"]
+    assert json.loads((tmp_path / "activations.json").read_text()) == found["activation_plan"]
+    assert found["flags"] == ["--activation-plan", str(tmp_path / "activations.json")]
