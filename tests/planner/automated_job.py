@@ -15,11 +15,10 @@ FLAGS = (
 
 def planned(flags: str, folder: str) -> dict[str, Any]:
     """Plan; then resolve the same flags, which find the result."""
-    from mindspeed.planner.automated_pipeline import plan_pipeline
-
     from mindspeed.errors import ConfigError
     from mindspeed.pipeline.automated.profile import read_profile
     from mindspeed.pipeline.automated.result import read_result
+    from mindspeed.planner.automated_pipeline import plan_pipeline
     from mindspeed.planner.cluster import load_cluster
 
     path = Path(folder) / "plan.json"
