@@ -21,6 +21,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.products import Product
@@ -83,7 +84,7 @@ class TimedStep:
     products: Counter[Product]
 
 
-Watch = Callable[[VirtualClock], contextlib.AbstractContextManager[None]]
+Watch = Callable[[VirtualClock], contextlib.AbstractContextManager[Any]]
 """Made with the clock; it is around the step that is timed."""
 
 
