@@ -30,7 +30,6 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from mindspeed.planner.fsdp_world import shard_fake_tensors
     from mindspeed.planner.loop import loop_of
 
     _refuse(args)
@@ -44,8 +43,6 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
         with loop_of(args).started(args):
             tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no states
             _answer_with_constants(journal)
-            if args.use_megatron_fsdp:
-                shard_fake_tensors(journal)
             yield
     finally:
         journal.undo()

@@ -87,8 +87,7 @@ class KnownValues(TorchDispatchMode):
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of ``tensor`` (any shape and dtype), or None."""
         if not isinstance(tensor, FakeTensor):
-            real = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others hold tensors
-            return tensor if real and tensor.device.type != "meta" else None
+            return None if tensor.device.type == "meta" else tensor
         values: torch.Tensor | None = tensor.__dict__.get(_NAME)
         if values is None or values.shape != tensor.shape or values.dtype != tensor.dtype:
             return None
@@ -96,8 +95,6 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
-            return func(*args, **kwargs)  # real tensors for a while
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         values = [self.of(tensor) for tensor in tensors]
         known = sum(value is not None for value in values)

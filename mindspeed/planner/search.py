@@ -1,252 +1,190 @@
-"""The best layouts of a space, by lower bounds, signatures and prices: as an exhaustive search.
+"""Plan a job: the best layouts of its space on a cluster, within the memory of a device.
 
-Layouts with one key are priced from the same counts, which cost seconds; a price costs
-milliseconds, a bound microseconds. Keys are taken in the order of their fastest bound, and what
-cannot come among the best is skipped:
-
-    bytes    the bound needs more memory than there is
-    seconds  the bound is slower than the k-th best, and no tie of the best
-
-A layout is checked as a start would check it when it would come among the best, so that only
-those that a start accepts are proposed, and only those hold others back. It is not asked about
-layouts that share what those had that it refused (:mod:`.refusals`).
+found = plan(["--model", "llama3-70b", "--bf16", "--global-batch-size", "1024"], "h100",
+             devices=1024)
+found.best.layout, found.best.prediction.seconds, found.best.flags
 """
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
-from mindspeed.errors import MindSpeedError
-from mindspeed.planner.bounds import Bound
-from mindspeed.planner.layout import Layout
-from mindspeed.planner.refusals import Refusals
-from mindspeed.planner.result import GIB, TOLERANCE, preference
+from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.planner import isolated
+from mindspeed.planner.bounded_search import Found, Outcome, Progress, search
+from mindspeed.planner.closest import closest_of
+from mindspeed.planner.cluster import Cluster, load_cluster
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import Layout, layout_of
+from mindspeed.planner.result import TOLERANCE, Candidate, Closest, Plan, front_of
+from mindspeed.planner.space import Shape, Space
 
-Progress = Callable[[int, int], None]
-Found = tuple[Layout, Any]
+__all__ = ["DIMENSIONS", "plan", "search"]
 
-SLOWER = "cannot be faster than the best"
-
-
-class Evaluator(Protocol):
-    """What a search asks about layouts."""
-
-    def bound(self, layout: Layout) -> Bound:
-        """What its prediction cannot be below."""
-
-    def check(self, layout: Layout) -> None:
-        """Raises the MindSpeedError with which a start refuses it."""
-
-    def key(self, layout: Layout) -> Hashable:
-        """Equal for layouts that are priced from the same counts."""
-
-    def measure(self, layout: Layout) -> None:
-        """Count what a layout is priced from.
-
-        Raises:
-            MindSpeedError: it cannot be counted.
-        """
-
-    def price(self, layout: Layout) -> Any:
-        """The prediction of a layout with the key of one that was measured."""
+DIMENSIONS = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split", "recompute")
+"""What is searched by default; the schedule, the optimizer, the expert program and memory features
+are as the job has them, unless ``search`` names them."""
 
 
-@dataclass
-class Outcome:
-    """What a search has found so far.
-
-    Attributes:
-        best: the best, ties first.
-        priced: all that were priced and fit, and were not refused.
-        refused: those that a start refuses.
-        removed: how many were skipped, by reason.
-        measured: number of keys that were counted.
-        interrupted: by Ctrl-C.
-    """
-
-    best: list[Found] = field(default_factory=list)
-    priced: list[Found] = field(default_factory=list)
-    refused: set[Layout] = field(default_factory=set)
-    removed: Counter[str] = field(default_factory=Counter)
-    measured: int = 0
-    interrupted: bool = False
-
-
-def search(
-    layouts: Iterable[Layout],
-    evaluator: Evaluator,
-    memory_limit: float,
+def plan(
+    argv: Sequence[str] | Job,
+    cluster: Cluster | str | Path,
     *,
+    devices: int | None = None,
     top: int = 5,
-    tolerance: float = TOLERANCE,
+    fix: Mapping[str, Any] | None = None,
+    search: Sequence[str] | None = None,
+    memory_limit: float | None = None,
+    jobs: int = 1,
+    cache: str | Path | None = None,
     progress: Progress = lambda done, of: None,
-) -> Outcome:
-    """Find the best layouts.
+    prove: int = 1,
+) -> Plan:
+    """Find the best layouts of a job.
 
     Args:
-        layouts: the candidates.
-        evaluator: bounds, checks, counts and prices.
-        memory_limit: bytes of a rank.
-        top: how many are wanted.
-        tolerance: part of the fastest time within which others are a tie.
-        progress: is told how many keys are done, and how many there are.
+        argv: flags of ``mindspeed pretrain``, or a script and its flags; or the job.
+        cluster: to run on, by its name or file.
+        devices: ranks; default: those of the flags.
+        top: how many layouts are wanted.
+        fix: values of dimensions (fields of :class:`~mindspeed.planner.space.Space`); a list gives
+            several.
+        search: names of the dimensions that are searched; default :data:`DIMENSIONS`.
+        memory_limit: bytes that the tensors of a rank may take; default: the cluster's.
+        jobs: processes that count.
+        cache: directory for counts, so that the next search goes on from them.
+        progress: is told how far it is.
+        prove: how many of the best are counted again, in whole steps of the first and the last
+            pipeline stage.
+
+    Raises:
+        MindSpeedError: the job cannot start in any layout, or its flags are wrong.
     """
-    run = _Search(evaluator, memory_limit, top, tolerance)
-    groups = run.groups(layouts)
-    progress(0, len(groups))
+    from mindspeed.planner.evaluator import JobEvaluator
+    from mindspeed.planner.run_cache import RunCache
+
+    start = time.monotonic()
+    if not isinstance(argv, Job):
+        from mindspeed.planner.scripts import job_of
+
+        argv = job_of(argv)
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    limit = machine.memory_limit if memory_limit is None else memory_limit
+    names = DIMENSIONS if search is None else tuple(search)
+    _check_names([*names, *(fix or {})])
+    args, own = _own(argv, devices, names)
+    shape = Shape.of(args, own.devices)
+    space = Space.of(shape, machine.levels[0].size or 8).only(names, own)
+    space = space.with_values({name: _several(value) for name, value in (fix or {}).items()})
+    evaluator = JobEvaluator(argv, args, machine, RunCache(cache, argv, machine), jobs)
+    removed: Counter[str] = Counter()
+    outcome = _search(list(space.layouts(shape, removed)), evaluator, limit, top, progress)
+    closest = None
+    if not outcome.best and not outcome.interrupted:
+        closest = _closest(space.layouts(shape, Counter()), evaluator, limit)
+    best = [_candidate(argv, one, index < prove) for index, one in enumerate(outcome.best)]
+    return Plan(
+        cluster=machine.name,
+        devices=own.devices,
+        memory_limit=int(limit),
+        total=space.total,
+        removed=removed + outcome.removed,
+        fitting=len(outcome.priced),
+        measured=outcome.measured,
+        candidates=tuple(best),
+        front=tuple(_candidate(argv, one, False) for one in front_of(outcome.priced)),
+        closest=closest,
+        interrupted=outcome.interrupted,
+        wall_seconds=time.monotonic() - start,
+        tolerance=TOLERANCE,
+    )
+
+
+def _search(
+    layouts: list[Layout], evaluator: Any, limit: float, top: int, progress: Progress
+) -> Outcome:
+    return search(layouts, evaluator, limit, top=top, progress=progress)
+
+
+def _closest(layouts: Any, evaluator: Any, limit: float) -> Closest | None:
     try:
-        for position, group in enumerate(groups):
-            run.take(group)
-            progress(position + 1, len(groups))
-        run.finish()
+        return closest_of(layouts, evaluator, limit)
     except KeyboardInterrupt:
-        run.outcome.interrupted = True
-        run.finish(ask=False)
-    progress(len(groups), len(groups))
-    return run.outcome
-
-
-_Group = list[tuple[float, Layout]]
-"""Layouts with one key and their bounds of time, the fastest first."""
-
-
-class _Search:
-    def __init__(
-        self, evaluator: Evaluator, memory_limit: float, top: int, tolerance: float
-    ) -> None:
-        self._evaluator, self._limit = evaluator, memory_limit
-        self._top, self._tolerance = top, tolerance
-        self._times: list[float] = []  # of accepted layouts, sorted
-        self._accepted: set[Layout] = set()
-        self._refusals = Refusals()
-        self._waiting: set[Layout] = set()
-        self._need = f"need more than {memory_limit / GIB:.4g} GiB"
-        self.outcome = Outcome()
-
-    def groups(self, layouts: Iterable[Layout]) -> list[_Group]:
-        """Layouts by their keys, without those whose weights alone do not fit."""
-        found: dict[Hashable, _Group] = defaultdict(list)
-        for layout in layouts:
-            bound = self._evaluator.bound(layout)
-            if bound.nbytes > self._limit:
-                self.outcome.removed[f"{self._need} for weights and optimizer states alone"] += 1
-            else:
-                found[self._evaluator.key(layout)].append((bound.seconds, layout))
-                self._waiting.add(layout)
-        groups = [sorted(group, key=lambda one: (one[0], str(one[1]))) for group in found.values()]
-        return sorted(groups, key=lambda group: (group[0][0], str(group[0][1])))
-
-    @property
-    def threshold(self) -> float:
-        """Seconds above which a layout is neither among the best nor a tie."""
-        if len(self._times) < self._top:
-            return float("inf")
-        return max(self._times[self._top - 1], self._times[0] * (1 + self._tolerance))
-
-    def take(self, group: _Group) -> None:
-        """Count what the layouts of a group share, and price them, where they may matter."""
-        measured, error = False, None
-        for least, layout in group:
-            if layout not in self._waiting:
-                continue
-            if least > self.threshold:
-                self._skip(layout, SLOWER)
-            elif error is not None:
-                self._skip(layout, error)
-            elif measured or self._accepts(layout):
-                if not measured:
-                    error, measured = self._measure(layout), True
-                if error is None:
-                    self._price(layout)
-                else:
-                    self._skip(layout, error)
-
-    def _measure(self, layout: Layout) -> str | None:
-        try:
-            self._evaluator.measure(layout)
-        except MindSpeedError as error:
-            return f"cannot be counted: {_first_line(error)}"
-        self.outcome.measured += 1
         return None
 
-    def _price(self, layout: Layout) -> None:
+
+def _check_names(names: Sequence[str]) -> None:
+    known = [item.name for item in fields(Space)]
+    if wrong := [name for name in names if name not in known]:
+        raise ConfigError(f"{', '.join(wrong)}: no dimension; there are {', '.join(known)}")
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _own(job: Job, devices: int | None, names: Sequence[str]) -> tuple[Any, Layout]:
+    """Final values of the job, and its own layout on the devices.
+
+    The flags may name no layout that exists on the devices: then the values are those of one rank.
+
+    Raises:
+        ConfigError: neither can start, or there is no global batch size.
+    """
+    try:
+        settings = job.settings(None, devices)
+    except MindSpeedError:
+        one = Layout(1, 1).overrides()
+        del one["global_batch_size"]
+        settings = job.settings(one, 1)
+    args = settings.args
+    if settings.recipe and "global_batch_size:" not in settings.recipe:
+        raise ConfigError(
+            "--global-batch-size is missing: without it every layout would train on another batch"
+        )
+    own = layout_of(args)
+    if devices is not None:
+        from dataclasses import replace
+
+        own = replace(own, devices=devices)
+    return args, own
+
+
+def _candidate(job: Job, found: Found, prove: bool) -> Candidate:
+    layout, prediction = found
+    counted = None
+    if prove:
         try:
-            found = self._evaluator.price(layout)
-        except MindSpeedError as error:
-            self._skip(layout, f"cannot be priced: {_first_line(error)}")
-            return
-        if found.peak_bytes > self._limit:
-            self._skip(layout, self._need)
-            return
-        better = len(self._times) < self._top or found.seconds < self._times[self._top - 1]
-        if better and not self._accepts(layout):
-            return
-        self._waiting.discard(layout)
-        self.outcome.priced.append((layout, found))
-        if better:
-            bisect.insort(self._times, found.seconds)
-
-    def _accepts(self, layout: Layout) -> bool:
-        """Whether a start accepts it; asked once."""
-        if layout in self._accepted:
-            return True
-        if layout in self.outcome.refused:
-            return False
-        reason = self._refusals.predicted(layout)
-        if reason is None:
-            try:
-                self._evaluator.check(layout)
-            except MindSpeedError as error:
-                reason = f"refused: {_first_line(error)}"
-                self._refusals.add(layout, reason)
-            else:
-                self._refusals.accept(layout)
-                self._accepted.add(layout)
-                return True
-        self._skip(layout, reason)
-        self.outcome.refused.add(layout)
-        return False
-
-    def _skip(self, layout: Layout, reason: str) -> None:
-        if layout in self._waiting:
-            self._waiting.discard(layout)
-            self.outcome.removed[reason] += 1
-
-    def finish(self, ask: bool = True) -> None:
-        """Order what was found.
-
-        Args:
-            ask: check those that were not checked; else they are left out.
-        """
-        outcome = self.outcome
-        if self._waiting:
-            outcome.removed["not reached before the interruption"] += len(self._waiting)
-        known = [one for one in outcome.priced if one[0] in self._accepted]
-        fastest = min((found.seconds for _, found in known), default=float("inf"))
-        within = fastest * (1 + self._tolerance)
-        ties = sorted(
-            (one for one in outcome.priced if one[1].seconds <= within),
-            key=lambda one: preference(*one),
-        )
-        others = sorted(
-            (one for one in outcome.priced if one[1].seconds > within),
-            key=lambda one: (one[1].seconds, *preference(*one)),
-        )
-        for one in [*ties, *others]:
-            if len(outcome.best) == self._top:
-                break
-            if one[0] in self._accepted or (ask and self._late(one)):
-                outcome.best.append(one)
-        outcome.priced = [one for one in outcome.priced if one[0] not in outcome.refused]
-
-    def _late(self, one: Found) -> bool:
-        self._waiting.add(one[0])
-        return self._accepts(one[0])
+            counted = counted_peak(job, layout)
+        except (MindSpeedError, KeyboardInterrupt):
+            counted = None
+    return Candidate(layout, prediction, tuple(job.flags(layout.overrides())), counted)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def counted_peak(job: Job, layout: Layout) -> int:
+    """Bytes of the fuller of first and last pipeline rank, counted in a whole step of each.
+
+    The step has as many micro-batches as are in flight at once, and two more.
+
+    Raises:
+        MindSpeedError: it cannot be counted.
+    """
+    stages = sorted({0, layout.pp - 1})
+    return max(isolated.call(_peak, job, layout, stage) for stage in stages)
+
+
+def _peak(job: Job, layout: Layout, stage: int) -> int:
+    from mindspeed.planner.counted_step import count_step
+    from mindspeed.training.fake_job import rank_in_stage
+
+    args = job.settings(layout.overrides(), layout.devices).args
+    in_flight = layout.pp * (2 if layout.vpp > 1 else 1)
+    batches = min(layout.micro_batches, in_flight * layout.vpp)
+    if layout.vpp > 1:
+        batches = min(layout.micro_batches, 3 * layout.pp)
+    return count_step(args, rank_in_stage(args, stage), micro_batches=batches).peak

@@ -5,7 +5,7 @@
     for layout in space.layouts(shape, removed): ...
 
 All combinations are counted. One that a start would refuse for its sizes is taken out here, and
-counted by its reason; what only a start knows is asked of the start (:mod:`.search`).
+counted by its reason; what only a start knows is asked of the start (:mod:`.bounded_search`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class Space:
         powers = [2**n for n in range(21)]
         layers, longest = shape.num_layers, max(1, 32768 // shape.seq_length)
         experts = [n for n in powers if n <= shape.experts and shape.experts % n == 0]
-        modules = ("moe",) if shape.experts else ("mlp",)
         return cls(
             tp=tuple(n for n in powers if n <= node_size),
             cp=tuple(n for n in powers if n == 1 or shape.seq_length // n >= 2048),
@@ -116,7 +115,7 @@ class Space:
             vpp=tuple(n for n in range(1, 13) if n == 1 or layers % n == 0),
             schedule=(None, "zb-h1", "zb-v", "dualpipev"),
             split=("even", "ends"),
-            recompute=(Recompute(), Recompute(modules), *(Fraction(n, 8) for n in range(1, 9))),
+            recompute=(Recompute(), *(Fraction(n, 8) for n in range(1, 9))),
             optimizer=("distributed",),
         )
 

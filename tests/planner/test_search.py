@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed.errors import ConfigError
+from mindspeed.planner.bounded_search import Outcome, search
 from mindspeed.planner.bounds import Bound
 from mindspeed.planner.layout import Layout, Recompute
 from mindspeed.planner.result import TOLERANCE, front_of, preference
-from mindspeed.planner.search import Outcome, search
 from mindspeed.planner.space import Shape, Space, stage_layers
 
 SHAPE = Shape(16, 64, num_layers=8, heads=8, query_groups=8, seq_length=8192)
@@ -157,7 +157,7 @@ def test_refusals_with_the_same_words_are_generalised() -> None:
     outcome, accounted = run(toy, 5000)
     assert {layout.tp for layout, _ in outcome.best} == {1}
     refused = outcome.removed["refused: --sequence-parallel: no kernel"]
-    assert refused > 500
+    assert refused > 300
     assert toy.checked < 100
     assert accounted == SPACE.total
 

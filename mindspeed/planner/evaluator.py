@@ -1,0 +1,108 @@
+"""Bounds, checks, counts and prices of the layouts of one job, as a search asks for them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+from mindspeed.pipeline.layout import evenly
+from mindspeed.pipeline.layout import stage_layers as in_order
+from mindspeed.planner.bounds import Bound, Bounds
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.price import Prediction, predict
+from mindspeed.planner.run_cache import RunCache
+from mindspeed.planner.shape import NOOP, RECOMPUTED, Shape, shape_of
+from mindspeed.planner.signature import Signature, measure
+
+
+class JobEvaluator:
+    """The evaluator of a job on a cluster.
+
+    Args:
+        job: that is planned.
+        args: its final values, in any layout.
+        cluster: to run on.
+        cache: of tiny runs.
+        jobs: runs at a time.
+    """
+
+    def __init__(
+        self, job: Job, args: argparse.Namespace, cluster: Cluster, cache: RunCache, jobs: int = 1
+    ) -> None:
+        self._job, self._cluster, self._cache, self._jobs = job, cluster, cache, jobs
+        self._bounds = Bounds(args, cluster)
+        self._dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        self._measured: dict[Hashable, tuple[Signature, Shape]] = {}
+
+    def bound(self, layout: Layout) -> Bound:
+        """From the sizes of its matrices."""
+        return self._bounds.of(layout)
+
+    def key(self, layout: Layout) -> Hashable:
+        """What the tiny runs of a signature depend on."""
+        again = layout.recompute.layers if layout.recompute is not None else 0
+        several = layout.pp > 1 and (layout.vpp > 1 or layout.schedule in V_SHAPES)
+        return layout.signature(), layout.pp > 1, several, layout.schedule, again > 0
+
+    def check(self, layout: Layout) -> None:
+        """Start the job dry.
+
+        Raises:
+            MindSpeedError: a start is refused.
+        """
+        self._job.settings(layout.overrides(), layout.devices)
+
+    def measure(self, layout: Layout) -> None:
+        """Count the tiny runs of its signature that are not in the cache.
+
+        Raises:
+            MindSpeedError: it cannot be counted.
+        """
+        shape = shape_of(self._job.settings(layout.overrides(), layout.devices).args)
+        signature = measure(self._job, layout, self._cluster, self._jobs, runs=self._cache)
+        self._measured[self.key(layout)] = signature, shape
+
+    def price(self, layout: Layout) -> Prediction:
+        """From the signature of its key."""
+        signature, shape = self._measured[self.key(layout)]
+        shape = reshaped(shape, layout)
+        return predict(signature, shape, self._cluster, layout, self._dtype)
+
+
+def reshaped(shape: Shape, layout: Layout) -> Shape:
+    """The shape of a layout from that of another one with the same key.
+
+    Args:
+        shape: of the other one.
+        layout: differs from it in the pipeline, the division of layers and the layers that are
+            recomputed.
+    """
+    kinds = [kind.removesuffix(RECOMPUTED) for stage in shape.stages for kind in stage]
+    counts = layout.stage_layers or in_order(evenly(len(kinds), layout.pp, layout.vpp))
+    again = layout.recompute.layers if layout.recompute is not None else 0
+    stages, start = [], 0
+    for count in counts:
+        stage = kinds[start : start + count]
+        stages.append(
+            tuple(k + RECOMPUTED if k != NOOP and i < again else k for i, k in enumerate(stage))
+        )
+        start += count
+    changes: dict[str, Any] = {}
+    if layout.recompute is None:  # as the job has it
+        whole = any(kind.endswith(RECOMPUTED) for stage in shape.stages for kind in stage)
+        if whole:
+            raise ValueError("which layers the job recomputes is not known for another pipeline")
+    return replace(
+        shape,
+        ranks=layout.pp,
+        chunks=layout.vpp,
+        stages=tuple(stages),
+        micro_batches=layout.micro_batches,
+        data_parallel=layout.dp,
+        devices=layout.devices,
+        **changes,
+    )

@@ -1,0 +1,54 @@
+"""Tiny runs on disk: found again by what they depend on, and by nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from mindspeed.planner.cluster import load_cluster
+from tests.support.lazy import Lazy
+
+cache_module = Lazy("mindspeed.planner.run_cache")
+tiny = Lazy("mindspeed.planner.tiny_run")
+
+
+class FakeJob:
+    """What the cache reads of a job."""
+
+    argv = ("--bf16",)
+
+
+def some_run():
+    action = tiny.ActionRun("F", 0, 1, 2, -3, 0.1)
+    counters = Counter({"weights": 10}), Counter({"dp all_gather": 5}), Counter({"TP": 0.25})
+    return tiny.TinyRun(
+        counters[0], 7, 2, 2, (action, action), 11, 0.5, 0.25, 100, 0, counters[1], counters[2]
+    )
+
+
+def point(layers: int = 2):
+    return tiny.Point({"num_layers": layers, "recompute_granularity": None}, 2, 0)
+
+
+def test_a_later_search_finds_a_run(tmp_path) -> None:
+    cluster = load_cluster("h100")
+    cache_module.RunCache(tmp_path, FakeJob(), cluster).put(point(), some_run())
+    again = cache_module.RunCache(tmp_path, FakeJob(), cluster)
+    assert again.get(point()) == some_run()
+    assert isinstance(again.get(point()).static, Counter)
+    assert again.get(point(3)) is None
+    assert cache_module.RunCache(tmp_path, FakeJob(), load_cluster("a100")).get(point()) is None
+    other = FakeJob()
+    other.argv = ("--fp16",)
+    assert cache_module.RunCache(tmp_path, other, cluster).get(point()) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"static": 1}'])
+def test_a_broken_file_is_a_run_that_was_not_made(tmp_path, text) -> None:
+    cache = cache_module.RunCache(tmp_path, FakeJob(), None)
+    cache.put(point(), some_run())
+    (file,) = tmp_path.iterdir()
+    file.write_text(text)
+    assert cache_module.RunCache(tmp_path, FakeJob(), None).get(point()) is None
+    assert cache.get(point()) == some_run()  # still in memory
