@@ -102,6 +102,7 @@ def as_data(
 ) -> dict[str, Any]:
     """Everything as plain data; bytes, and modelled seconds of a step."""
     return {
+        "composed": found.composed,
         "modelled_seconds": None if prediction is None else prediction.seconds,
         "layout": layout_of(args),
         "micro_batches": found.micro_batches,

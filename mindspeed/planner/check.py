@@ -79,11 +79,13 @@ class Check:
         micro_batches: of a step, on one data-parallel rank.
         ranks: all pipeline ranks.
         memory_limit: bytes that the tensors of a rank may take; None: not known.
+        composed: of small runs (:mod:`mindspeed.planner.composed`); otherwise counted as a whole.
     """
 
     micro_batches: int
     ranks: tuple[RankCheck, ...]
     memory_limit: int | None = None
+    composed: bool = False
 
     @property
     def fullest(self) -> RankCheck:

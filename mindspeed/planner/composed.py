@@ -74,7 +74,7 @@ def compose(
         return None
     shape = shape_of(args)
     ranks = [_figures(signature, shape, one) for one in memory(signature, shape)]
-    found = Check(shape.micro_batches, tuple(alike(ranks)), memory_limit)
+    found = Check(shape.micro_batches, tuple(alike(ranks)), memory_limit, True)
     prediction = None if cluster is None else predict(signature, shape, cluster, layout)
     return Composed(found, signature.error, prediction)
 

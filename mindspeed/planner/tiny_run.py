@@ -156,11 +156,9 @@ class _Timing:
         found: Counter[str] = Counter()
         for interval in () if self.clock is None else self.clock.select("communication"):
             one = interval.communication
-            if (
-                interval.start < end
-                and len(one.ranks) > 1
-                and "DATA_PARALLEL" not in one.description
-            ):
+            if "DATA_PARALLEL" in one.description or len(one.ranks) < 2:
+                continue
+            if interval.start < end or one.op == "send":  # the last one follows the last action
                 name = f"{one.description}|{len(one.ranks)}|{one.op}"
                 found[f"calls {name}"] += 1
                 found[f"payload {name}"] += one.payload

@@ -30,7 +30,9 @@ def plan(ranks, tmp_path):
 
 
 def test_bytes_and_messages_of_both_ranks(plan, tmp_path):
-    status, text, errors = plan("--check", "--json", "--plot", "memory.svg", "--memory-limit", 1)
+    status, text, errors = plan(
+        "--check", "--whole", "--json", "--plot", "memory.svg", "--memory-limit", 1
+    )
     assert status == 0, errors
     found = json.loads(text)
     assert found["layout"] == "4 ranks: tensor 2, pipeline 2, data 1"
@@ -53,13 +55,39 @@ def test_bytes_and_messages_of_both_ranks(plan, tmp_path):
 
 
 def test_the_verdict_is_the_status(plan):
-    status, text, errors = plan("--check", "--memory-limit", "1MB", "--", flags=JOB)
+    status, text, errors = plan("--check", "--whole", "--memory-limit", "1MB", "--", flags=JOB)
     assert status == 3, errors
     assert "does not fit: pipeline rank 0 needs " in text
     assert " of 0.954 (--memory-limit), " in text
     assert "4 ranks: tensor 2, pipeline 2, data 1; 4 micro-batches of 2" in text
     assert "tensor model parallel " in text and "pipeline model parallel " in text
     assert " % of what is counted" in text
+
+
+@pytest.mark.slow
+def test_composed_figures_are_those_of_whole_ranks(plan):
+    """Of more layers and micro-batches than the small runs have."""
+    words = ["--check", "--json", "--"]
+    job = [*JOB, "--use-distributed-optimizer", "--nproc", "8", "--global-batch-size", "32",
+           "--num-layers", "8"]  # fmt: skip
+    (status, composed, errors), (_, whole, _) = (
+        plan(*more, *words, flags=job) for more in ([], ["--whole"])
+    )
+    assert status == 0, errors
+    composed, whole = json.loads(composed), json.loads(whole)
+    assert (composed["composed"], whole["composed"]) == (True, False)
+    assert len(composed["ranks"]) == len(whole["ranks"]) == 2
+    for ours, real in zip(composed["ranks"], whole["ranks"], strict=True):
+        same = ("parameters", "static", "flops", "recomputed")
+        assert [ours[name] for name in same] == [real[name] for name in same]
+        assert ours["peak"] == pytest.approx(real["peak"], rel=0.01)
+        for op, group in (("all_gather", "TENSOR"), ("reduce_scatter", "TENSOR"),
+                          ("send", "PIPELINE"), ("reduce_scatter", "DATA")):  # fmt: skip
+            sent = [
+                sum(r["wire"] for r in rank["traffic"] if r["op"] == op and group in r["group"])
+                for rank in (ours, real)
+            ]
+            assert sent[0] == sent[1] > 0
 
 
 WRONG = {
