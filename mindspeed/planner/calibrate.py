@@ -94,7 +94,7 @@ def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
     samples = _median_samples(samples)
     fitted = fit(samples)
     slowdown = _slowdown(hardware, watch, settings)
-    return dataclasses.replace(
+    cluster = dataclasses.replace(
         base,
         name=settings.name,
         device=found,
@@ -109,6 +109,8 @@ def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
         },
         note=f"Measured on {world} ranks, {node} in a node.",
     )
+    same: Cluster = _of_all_ranks(cluster)[0]  # the last bits of a fit may differ between ranks
+    return same
 
 
 def _node_size(given: int | None, world: int) -> int:
@@ -163,10 +165,7 @@ def _median_device(own: Device) -> Device:
     ]
     changes = {name: median(getattr(rank, name) for rank in ranks) for name in _MEDIANS}
     peaks = {dtype: median(rank.peak_tflops[dtype] for rank in ranks) for dtype in own.peak_tflops}
-    name, source = ranks[0].name, ranks[0].source
-    return dataclasses.replace(
-        own, name=name, source=source, peak_tflops=peaks, products=tuple(products), **changes
-    )
+    return dataclasses.replace(ranks[0], peak_tflops=peaks, products=tuple(products), **changes)
 
 
 def _median_samples(own: Sequence[Sample]) -> list[Sample]:
