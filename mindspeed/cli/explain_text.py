@@ -67,11 +67,17 @@ def as_data(args: argparse.Namespace, found: Explanation) -> dict[str, Any]:
 def _effect(args: argparse.Namespace, one: Effect) -> dict[str, Any]:
     return {
         "what": one.change.what,
-        "flags": one.change.differences(planned_layout(args)),
+        "flags": _differences(args, one),
         "seconds": one.seconds,
         "peak_bytes": one.peak_bytes,
         "refused": one.refused,
     }
+
+
+def _differences(args: argparse.Namespace, one: Effect) -> dict[str, Any]:
+    """Flags that change; those that the job does not have need not go away."""
+    found = one.change.differences(planned_layout(args))
+    return {name: new for name, new in found.items() if new is not None or vars(args).get(name)}
 
 
 def _parts_table(parts: Mapping[int, tuple[Part, ...]]) -> Table:
@@ -134,7 +140,6 @@ def _changes_table(args: argparse.Namespace, found: Explanation) -> Table:
         ["ms", "", "memory", " "],
     )
     table.add_column("flags")
-    before = planned_layout(args)
     for one in found.helpful:
         table.add_row(
             one.change.what,
@@ -142,7 +147,7 @@ def _changes_table(args: argparse.Namespace, found: Explanation) -> Table:
             f"{one.seconds / now.seconds - 1:+.1%}",
             unit(one.peak_bytes),
             f"{one.peak_bytes / now.peak_bytes - 1:+.1%}",
-            flag_text(one.change.differences(before)),
+            flag_text(_differences(args, one)),
         )
     return table
 
