@@ -1,4 +1,4 @@
-"""Composed bytes are those of whole jobs, counted rank by rank."""
+"""Composed bytes are those of whole jobs, counted rank by rank; ranks with one chunk."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ MODEL = (
 LAYOUTS = {
     "1f1b": {},
     "uneven": {"stage_layers": (3, 1, 2, 2)},
-    "interleaved": {"vpp": 2},
-    "zero bubble": {"schedule": "zb-h1"},
 }
 
 
