@@ -188,7 +188,7 @@ def measure(
 def _import_ahead() -> None:
     """What every run needs, once for all of its processes."""
 
-    import mindspeed.megatron_adaptor  # noqa: F401, I001 - before megatron.core
+    import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
 
     import mindspeed.pipeline.schedule.work.megatron
     import mindspeed.planner.fake_world
