@@ -43,6 +43,8 @@ class Known(dict[Any, Any]):
 @pytest.fixture(scope="module")
 def known():
     """Runs of all layouts of this file."""
+    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
+
     return Known()
 
 
