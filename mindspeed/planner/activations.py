@@ -132,8 +132,6 @@ def plan_stage(args: argparse.Namespace, budget: int, cluster: Cluster, stage: i
 
 def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int) -> StagePlan:
     """Choose for the stage of this process, whose process groups exist."""
-    from megatron.core.utils import unwrap_model
-
     from mindspeed.memory.adaptive.megatron import Controller
     from mindspeed.memory.megatron import chunk_layers
     from mindspeed.planner.step_of_rank import StepOfRank
@@ -148,7 +146,7 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
             for _ in range(PROFILED + len(SHARES)):
                 step.run()
                 peaks.append(memory.peak)
-        chunks = unwrap_model(step.model.chunks)
+        chunks = controller.chunks
         numbers = [
             chunk_layers(chunk, step.model.config, at if len(chunks) > 1 else None).numbers
             for at, chunk in enumerate(chunks)

@@ -101,6 +101,11 @@ class Controller:
         return self._settings.profiled_steps
 
     @property
+    def chunks(self) -> list[Any]:
+        """The model's, without wrappers; none before the first step."""
+        return self._chunks
+
+    @property
     def solution(self) -> Solution | None:
         """The plan in force, as it was predicted; None before the first is chosen."""
         return self._solution
