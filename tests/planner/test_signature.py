@@ -12,7 +12,6 @@ isolated = Lazy("mindspeed.planner.isolated")
 layouts = Lazy("mindspeed.planner.layout")
 price = Lazy("mindspeed.planner.price")
 shapes = Lazy("mindspeed.planner.shape")
-signatures = Lazy("mindspeed.planner.signature")
 clusters = Lazy("mindspeed.planner.cluster")
 
 MODEL = (
@@ -46,6 +45,11 @@ def known():
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
 
     return Known()
+
+
+def shape_of(job: Any, layout: Any) -> Any:
+    """The shape of the whole job."""
+    return shapes.shape_of(job.settings(layout.overrides(), layout.devices).args)
 
 
 def count(job: Any, layout: Any, stage: int) -> Any:
@@ -93,7 +97,7 @@ def test_composed_bytes_are_those_of_the_whole_job(name, known):
     layout = layouts.Layout(16, 32, tp=2, pp=4, mbs=1, **LAYOUTS[name])
     signature = measure(job, layout, clusters.load_cluster("h100"), runs=known)
     assert signature.fits
-    shape = isolated.call(signatures._shape, job, layout)
+    shape = isolated.call(shape_of, job, layout)
     ranks = list(price.memory(signature, shape))
     for stage in (0, 3):
         static, peak = isolated.call(count, job, layout, stage)
