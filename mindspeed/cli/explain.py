@@ -10,6 +10,7 @@ is needed.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 
@@ -33,10 +34,7 @@ def run(argv: Sequence[str]) -> int:
         allow_abbrev=False,
         epilog="All other flags are those of mindspeed pretrain.",
     )
-    add_job_arguments(parser)
-    parser.add_argument(
-        "--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)"
-    )
+    add_arguments(parser)
     own, flags = read(parser, argv)
     if own.cluster is None:
         raise ConfigError(
@@ -58,3 +56,11 @@ def run(argv: Sequence[str]) -> int:
     else:
         print_page(args, found, cluster, origin)
     return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command alone."""
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)"
+    )

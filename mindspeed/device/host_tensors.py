@@ -15,7 +15,7 @@ def empty(
     """An uninitialised tensor in host memory.
 
     Args:
-        shape: of the tensor.
+        shape: such as ``[s, h]``.
         dtype: of its elements.
         pinned: lock the memory, for copies that run next to computation; default: where the device
             can use that.
@@ -28,5 +28,5 @@ def empty(
 def host_tensor(
     shape: Sequence[int] | int, dtype: torch.dtype, *, pinned: bool | None = None
 ) -> torch.Tensor:
-    """:func:`empty`, as instruments see it."""
+    """:func:`empty` of any shape, as instruments see it."""
     return empty(shape, dtype, pinned=pinned)

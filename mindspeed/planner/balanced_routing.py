@@ -161,11 +161,11 @@ def assumed_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterato
 
 
 def _patch(balance: Balance, journal: Journal) -> None:
-    from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.moe.router import TopKRouter
-
+    from mindspeed.adaptor import watched_calls
     from mindspeed.moe.deepspeed.megatron import RouterForward
     from mindspeed.moe.dispatch.window import WindowDispatcher
+
+    router_class, moe_utils = watched_calls.routing()
 
     def set_logits(logits: torch.Tensor) -> torch.Tensor:
         with no_dispatch():
@@ -174,7 +174,7 @@ def _patch(balance: Balance, journal: Journal) -> None:
         return logits
 
     route, gate_logits, gate_scores = (
-        TopKRouter.routing,
+        router_class.routing,
         RouterForward._logits,
         RouterForward._scores,
     )
@@ -208,7 +208,7 @@ def _patch(balance: Balance, journal: Journal) -> None:
         return found
 
     owner = "planner"
-    journal.set(TopKRouter, "routing", routing, owner=owner)
+    journal.set(router_class, "routing", routing, owner=owner)
     journal.set(
         RouterForward, "_logits", lambda *given: set_logits(gate_logits(*given)), owner=owner
     )

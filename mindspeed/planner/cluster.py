@@ -34,6 +34,7 @@ from mindspeed.json_fields import (
     or_null,
     read_object,
 )
+from mindspeed.parsing import decode_json
 from mindspeed.planner import collectives
 from mindspeed.planner.collectives import Level
 from mindspeed.testing.ledger import Communication
@@ -149,7 +150,7 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """What :func:`load_cluster` reads."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return decode_json(json.dumps(dataclasses.asdict(self)))
 
 
 _POSITIVE, _NOT_NEGATIVE, _PART = Real(1e-12), Real(0), Real(0.001, 1)

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.files import atomic_write_text, make_dirs
+from mindspeed.parsing import decode_json
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.tiny_run import ActionRun, Point, TinyRun
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine", "triton", "torch-npu")
-_COUNTERS = ("static", "collectives", "exposed")
+_COUNTERS = ("static", "collectives", "messages", "exposed")
 
 
 class RunCache:
@@ -77,7 +78,7 @@ class RunCache:
         if self._directory is None:
             return None
         try:
-            return _run_of(json.loads((self._directory / f"{name}.json").read_text("utf-8")))
+            return _run_of(decode_json((self._directory / f"{name}.json").read_text("utf-8")))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

@@ -70,8 +70,7 @@ class Segments:
     @contextlib.contextmanager
     def watching(self, memory: LiveMemory) -> Iterator[None]:
         """Cut what runs inside; the peak of ``memory`` is then that of the whole block."""
-        from megatron.core.pipeline_parallel import schedules
-
+        from mindspeed.adaptor.watched_calls import schedule_steps
         from mindspeed.pipeline.schedule.work.megatron import MegatronWork
 
         journal = Journal()
@@ -79,8 +78,8 @@ class Segments:
         self._whole: tuple[int, Counter[str]] = 0, Counter()
         self._begin()
         try:
-            self._cut(journal, schedules, "forward_step", lambda args: "F")
-            self._cut(journal, schedules, "backward_step", lambda args: "B")
+            self._cut(journal, schedule_steps(), "forward_step", lambda args: "F")
+            self._cut(journal, schedule_steps(), "backward_step", lambda args: "B")
             for name in ("forward", "backward", "weight_gradients", "recompute"):
                 self._cut(journal, MegatronWork, name, lambda args: str(args[1].op))
             yield

@@ -179,7 +179,7 @@ class _Mode(TorchDispatchMode):
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """Tensors that an operator returned: one, or those in lists and tuples of it."""
+    """Tensors of any shape that an operator returned: one, or those in lists and tuples of it."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, list | tuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
 from mindspeed.planner.formulas import megatron_formula
+from tests.megatron_lm.launch import megatron_checkout
 
 LLAMA = {
     "num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64,
@@ -46,9 +46,8 @@ def test_a_layer_of_the_example_has_256_mib():
 @pytest.mark.parametrize("case", CASES)
 def test_equals_megatron_lm(case, monkeypatch):
     import importlib.util
-    import os
 
-    name = Path(os.environ["MEGATRON_LM_PATH"]) / "megatron/training/theoretical_memory_usage.py"
+    name = megatron_checkout() / "megatron/training/theoretical_memory_usage.py"
     source = name.read_text().replace("from .utils import print_rank_0", "print_rank_0 = print")
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("formula", None))
     exec(compile(source, str(name), "exec"), vars(module))

@@ -21,9 +21,10 @@ class FakeJob:
 
 def some_run():
     action = tiny.ActionRun("F", 0, 1, 2, -3, 0.1)
-    counters = Counter({"weights": 10}), Counter({"dp all_gather": 5}), Counter({"TP": 0.25})
+    names = ("weights", "dp all_gather", "wire TP|8|all_gather", "TP")
+    static, collectives, messages, exposed = (Counter({name: 10}) for name in names)
     return tiny.TinyRun(
-        counters[0], 7, 2, 2, (action, action), 11, 0.5, 0.25, 100, 0, counters[1], counters[2]
+        static, 7, 2, 2, (action, action), 11, 0.5, 0.25, 100, 0, collectives, messages, exposed
     )
 
 
