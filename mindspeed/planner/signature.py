@@ -190,8 +190,8 @@ def _import_ahead() -> None:
 
     import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
 
-    import megatron.core.tokenizers.text
-    import torch._dynamo
+    import megatron.core.tokenizers.text  # noqa: F401
+    import torch._dynamo  # noqa: F401
     import mindspeed.pipeline.schedule.work.megatron
     import mindspeed.planner.fake_world
     import mindspeed.planner.step_of_rank
