@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import types
 import typing
@@ -76,11 +77,18 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def flags_of(options: type) -> Iterator[Flag]:
+def flags_of(options: type) -> tuple[Flag, ...]:
     """The flags of an options dataclass, in order."""
+    return _declared(options)
+
+
+@functools.cache  # a command line is resolved with the flags of all features, several times
+def _declared(options: type) -> tuple[Flag, ...]:
     hints = typing.get_type_hints(options)
-    for field in dataclasses.fields(options):
-        yield Flag(field.name, hints[field.name], field.default, **field.metadata)
+    return tuple(
+        Flag(field.name, hints[field.name], field.default, **field.metadata)
+        for field in dataclasses.fields(options)
+    )
 
 
 def add_flags(

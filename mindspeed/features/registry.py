@@ -159,7 +159,7 @@ def resolve(
         ConfigError: all problems of all features at once, one a line.
     """
     features = list(all_features() if features is None else features)
-    level_flag = next(flags_of(LevelOptions))
+    level_flag = flags_of(LevelOptions)[0]
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
     options = {feature.name: _options_of(feature, values) for feature in features}
     wanted = [feature for feature in features if feature.enabled(options[feature.name], values)]
@@ -191,7 +191,7 @@ def derived(values: Mapping[str, Any], features: Iterable[Feature] | None = None
         for feature in (all_features() if features is None else features)
         if feature.derives is not Feature.derives  # values of others are checked by resolve
     ]
-    level_flag = next(flags_of(LevelOptions))
+    level_flag = flags_of(LevelOptions)[0]
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
     found: dict[str, Any] = {}
     problems = []

@@ -33,7 +33,7 @@ class SwapOptions:
 
 
 def make(name, *, level=2, options=SwapOptions, enabled=None, **kwargs):
-    enabled = enabled or (lambda o, m: getattr(o, next(flags_of(options)).name))
+    enabled = enabled or (lambda o, m: getattr(o, flags_of(options)[0].name))
     return Feature(name, name, level, options, enabled, lambda *a: None, **kwargs)
 
 
@@ -91,7 +91,7 @@ def test_values_of_a_wrong_type_are_refused_by_flag_name(name, value, message):
 def test_environment_text_of_a_list_parses_back(values):
     options = make_dataclass("O", [("ids", "tuple[int, ...]", flag((), "x"))])
     options.__module__ = __name__
-    item = next(flags_of(options))
+    (item,) = flags_of(options)
     assert parse_value(item, ",".join(map(str, values))) == tuple(values)
 
 
