@@ -8,7 +8,7 @@
 #   PYTHON=python3.11           interpreter for the environment (3.10 or newer)
 #   VENV=.venv                  where the environment lives
 #   TORCH_INDEX=https://...     where torch comes from; https://download.pytorch.org/whl/cpu is small
-#   WORKERS=auto                processes that share the tests; auto: one for each core, at most 8
+#   WORKERS=auto                processes that share the tests; auto: one more than cores, at most 8
 #   ARGS="-k ring"              further arguments for pytest or mindspeed quickstart
 
 PYTHON ?= python3

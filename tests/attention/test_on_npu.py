@@ -16,6 +16,7 @@ def test_all_ranks_of_a_plan_on_one_device(npu) -> None:
     assert max(found.values()) < CLOSE, found
 
 
+@pytest.mark.slow
 def test_two_ranks(npu_ranks) -> None:
     for found in npu_ranks(2, jobs.real_ranks):
         assert max(found.values()) < CLOSE, found

@@ -45,6 +45,7 @@ def test_quick_run_on_the_cpu(tmp_path):
             assert row["speed_over_eager"] == 1
 
 
+@pytest.mark.slow
 def test_reported_rates_follow_from_bytes_flops_and_times(tmp_path):
     done = run("--operator", "rms_norm", "matmul_add", "--dtype", "bf16", "--hidden", 32, 48,
                "--out", tmp_path / "figures")  # fmt: skip

@@ -38,6 +38,7 @@ CHAINS = {
 QUICK = ("experts 2 to tensor 2",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chain", [name if name in QUICK else pytest.param(name, marks=slow) for name in CHAINS]
 )

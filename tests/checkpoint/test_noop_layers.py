@@ -26,7 +26,7 @@ def losses(ranks, file: Path, flags: list[str]) -> list[str]:
     return [loss for loss, _, _ in printed(file)]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_continues_with_noop_layers_and_again_without(optimizer, ranks, tmp_path):
     """Iterations 4 to 6 lose what they lose without any interruption (test_resume)."""

@@ -51,7 +51,7 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(flags, ranks, t
     assert (part / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"]
 )
@@ -68,6 +68,7 @@ def test_a_checkpoint_continues_at_other_parallel_sizes(optimizer, ranks, tmp_pa
     ]
 
 
+@pytest.mark.slow
 def test_background_saves_and_a_full_disk_lose_nothing(ranks, tmp_path):
     """The second of three saves fails on one rank; the third succeeds; old ones are deleted."""
     save = tmp_path / "c"
@@ -180,7 +181,7 @@ WEIGHTS_ONLY = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WEIGHTS_ONLY)
 @pytest.mark.parametrize(
     "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"]

@@ -79,6 +79,7 @@ def stage_1(rank_pool, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, flags",
     [(2, ["--zero-stage", "2", *DROPOUT]), slow(2, ["--zero-stage", "3", *EXPERTS])],
@@ -148,6 +149,7 @@ def test_an_incompatible_optimizer_is_refused_naming_a_compatible_one(ranks):
         assert instead in message and "(--no-load-optim)" in message
 
 
+@pytest.mark.slow
 def test_loading_weights_only_updates_the_optimizer_master_weights(stage_3, ranks, tmp_path):
     """Steps that change nothing copy the fp32 weights to the bf16 ones."""
     frozen = ["--lr", "0", "--load", str(stage_3), "--finetune", "--seed", "7", "--no-save-optim"]
@@ -189,7 +191,7 @@ def test_adapters_train_as_without_zero_and_resume_exactly(flags, adapters, rank
     assert all(".lora_" in key for key in stored)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["in a file", slow("before the rename"), "before the tracker"])
 def test_adapters_survive_a_kill_in_the_middle_of_a_save(moment, adapters, ranks, tmp_path):
     plain, common = adapters

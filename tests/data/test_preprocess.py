@@ -444,6 +444,7 @@ def killed_at(options: PreprocessOptions, step: int) -> bool:
     return process.exitcode != 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_identical_output(conversations, monkeypatch):
     monkeypatch.setattr(file_formats, "BLOCK_RECORDS", 60)
     expected = files(preprocess(conversations))

@@ -78,6 +78,7 @@ class TestTorchExtensions:
         lock.unlink()
         assert FileBaton(str(lock)).try_acquire()
 
+    @pytest.mark.slow
     def test_neither_the_adaptor_nor_megatron_core_loads_an_extension(self, tmp_path: Path) -> None:
         """With every extension locked, the model of a training script still builds and runs."""
         program = """

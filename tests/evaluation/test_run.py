@@ -146,6 +146,7 @@ evaluated(planned, Killed(known, 2), Path({root!r}) / "out")
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_keeps_its_answers(tmp_path):
     code = KILLED.format(root=str(tmp_path))
     root = Path(__file__).parents[2]

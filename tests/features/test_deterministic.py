@@ -10,6 +10,7 @@ from tests.features.deterministic_ranks import train
 SETUP = "tests.support.warm"
 
 
+@pytest.mark.slow
 def test_two_runs_have_the_same_gradients_and_weights_and_another_seed_has_others(ranks):
     first, second, other = (ranks(4, train, seed, setup=SETUP, timeout=150) for seed in (7, 7, 8))
     assert first == second

@@ -18,6 +18,7 @@ SETUP = "tests.support.warm"
 SLICE = 1000
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_files_are_the_same_to_the_byte_and_each_loads_the_others(ranks, tmp_path, size):
     results = ranks(size, gloo_ranks.saved_and_loaded, str(tmp_path), SLICE, setup=SETUP)

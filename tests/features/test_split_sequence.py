@@ -7,6 +7,7 @@ import pytest
 from tests.features import context_ranks
 
 
+@pytest.mark.slow
 def test_output_and_gradients_are_those_of_one_rank(ranks):
     for found in ranks(4, context_ranks.every_strategy, timeout=240):
         for name, errors in found.items():

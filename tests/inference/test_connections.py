@@ -145,6 +145,7 @@ def test_a_request_under_way_has_no_such_deadline():
         assert answer(client) == (200, "hello")
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_cut_off():
     with serving(QUICK) as port, connected(port, f"GET /long {HEAD}\r\n".encode()) as client:
         deadline = time.monotonic() + 20

@@ -194,6 +194,7 @@ def test_bad_keywords_and_prompts_get_one_message_each(call):
         assert result.startswith(("ConfigError: ", "DataError: ")) and message in result
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others(ranks, tiny):
     with pytest.raises(RankError) as failure:
         ranks(2, gpt_model_ranks.one_rank_fails, str(tiny[0]), setup=SETUP, timeout=120)

@@ -98,6 +98,7 @@ def test_resumed_adapter_training_is_exact(trained, tmp_path, ranks):
     assert found == {iteration: known[iteration] for iteration in found} and set(found) == {3, 4}
 
 
+@pytest.mark.slow
 def test_an_adapter_loads_into_a_differently_padded_vocabulary(tmp_path, ranks):
     """99 rows of an output layer's adapter and one of padding, then 29."""
     base, saved = oracle.save_base(tmp_path / "base"), tmp_path / "saved"

@@ -45,6 +45,7 @@ def test_with_the_import_line_it_prints_the_losses_of_megatron_lm(layout, ranks,
     assert [f"{norm:.3f}" for _, norm in steps] == expected_norms.split()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which it just runs")
 def test_without_the_import_line_it_needs_a_gpu(ranks, tmp_path):
     with pytest.raises(RankError, match=r"torch\.cuda\.set_device"):

@@ -103,6 +103,7 @@ def test_out_of_memory_is_survived_by_swapping(train, plain):
     assert printed.count("is repeated: pretended") == 1
 
 
+@pytest.mark.slow
 def test_out_of_memory_after_the_choice_takes_a_smaller_budget(train, plain):
     results, printed = train(1, [SIZE, "7", *STEPS], jobs.out_of_memory, 4, 6)
     assert results == plain[0]

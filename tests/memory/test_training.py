@@ -60,6 +60,7 @@ CASES = {
 QUICK = ("experts", "layers of a rank")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )

@@ -148,6 +148,7 @@ def test_what_hides_the_levels(ranks):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "layout"),
     [("hierarchical", FOUR), pytest.param("dedup", EP, marks=pytest.mark.slow)],

@@ -76,6 +76,7 @@ def check(found):
         assert not one.different, (one.name, one.policy, one.different)
 
 
+@pytest.mark.slow
 def test_policies_are_bit_equal(ranks):
     for found in ranks(2, jobs.compare_policies, TWO_RANKS, REQUESTS, setup=ADAPTOR):
         check(found)

@@ -162,6 +162,7 @@ def test_a_frozen_weight_does_not_save_the_gathered_tokens(ranks):
         assert trained - frozen == E // 2 * 2 * C * H * FLOAT64
 
 
+@pytest.mark.slow
 def test_opcheck_and_compile(ranks):
     shapes = ((E, C, H), (E // 2, H, M), (E // 2, 2 * C, M), (E // 2, M, H))
     tensors = [draw(*shape, seed=i).detach() for i, shape in enumerate(shapes)]

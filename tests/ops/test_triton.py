@@ -22,7 +22,7 @@ WITH_KERNEL = [
 WITH_WORKLOAD = [one.name for one in WITH_KERNEL if one.workload is not None]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)
 def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):
     (worst,) = ranks(1, jobs.interpret, operator.name, env=triton, setup=INTERPRETER, timeout=240)
@@ -31,7 +31,7 @@ def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):
         assert error <= (2.0 if dtype == torch.bfloat16 else 1.0), dtype
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "hidden",
     [1024, pytest.param(4096, marks=pytest.mark.slow), pytest.param(16384, marks=pytest.mark.slow)],

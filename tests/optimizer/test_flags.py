@@ -112,6 +112,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_to_the_same_bits(rank_pool, tmp_path):
     digests = {}
     for name, flags in RUNS.items():
@@ -126,7 +127,7 @@ def test_the_trainer_trains_to_the_same_bits(rank_pool, tmp_path):
 LOW = "--bf16 --quant-states fp8 --quant-grads --reuse-fp32-param"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [LOW, f"{LOW} {SHARDED}"], ids=["plain", "sharded"])
 def test_low_precision_resumes_bit_for_bit(rank_pool, tmp_path, flags):
     given = {"setup": SETUP, "backend": None, "timeout": 240}

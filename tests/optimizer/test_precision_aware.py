@@ -48,7 +48,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("format_", "before", "after"), FORMATS)
 def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, before, after):
     """Whichever of the two wrote a checkpoint, both continue it with the same bits."""

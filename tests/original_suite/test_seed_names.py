@@ -102,6 +102,7 @@ def test_unsupported_options_are_refused_immediately(ranks):
     assert said[2] == "args_defaults: no flag sets no_such_flag"
 
 
+@pytest.mark.slow
 def test_the_inference_script_does_all_six_tasks(trained, tokenizer, ranks):
     flags = [*MODEL, *PARALLEL, "--load", str(trained[1]), "--tokenizer-name-or-path"]
     flags += [str(tokenizer), "--max-new-tokens", "4", "--prompt-type", "alpaca", "--task"]
@@ -120,6 +121,7 @@ def test_the_inference_script_does_all_six_tasks(trained, tokenizer, ranks):
     assert other == ""
 
 
+@pytest.mark.slow
 def test_the_evaluation_script_takes_the_documented_command_line(
     trained, tokenizer, ranks, tmp_path
 ):

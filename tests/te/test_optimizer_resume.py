@@ -30,7 +30,7 @@ def test_training_resumes_identically(ranks, tmp_path, name, sharding):
         assert all(result["equal"])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
 def test_a_custom_update_rule_resumes_identically(ranks, tmp_path, sharding):
     options = checkpoint_ranks.OPTIONS["bf16-precision-aware"]

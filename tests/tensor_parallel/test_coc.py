@@ -128,6 +128,7 @@ def assert_near(actual, expected, what) -> None:
         )
 
 
+@pytest.mark.slow
 def test_kept_gathers_send_8u_and_hold_the_gathered_inputs(ranks, tmp_path):
     kept = {"coc_parallel_num": 2, "coc_cfgs": _file(tmp_path, {"recompute_all_gather": False})}
     for spec in ("te", "local"):
@@ -183,7 +184,7 @@ OVERLAP = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_megatrons_vocabulary(ranks, spec):
     name, on = "rmsnorm-swiglu-gqa", {"tp_comm_overlap": True}

@@ -192,6 +192,7 @@ TRAININGS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

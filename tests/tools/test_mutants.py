@@ -92,6 +92,7 @@ def test_fates(repository):
         assert mutants.report(one[0] + killed[0], one[1] + killed[1])[1] is enough
 
 
+@pytest.mark.slow
 def test_a_mutant_that_never_ends_is_killed(repository):
     endless = mutant("max(a, b)", "a", "test_slow")
     with mutants.applied(endless, repository):

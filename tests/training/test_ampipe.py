@@ -55,7 +55,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):
     world_size, model, flags = LAYOUTS[layout]

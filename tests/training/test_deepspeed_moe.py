@@ -80,7 +80,7 @@ DROPS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DROPS)
 def test_losses_with_drops_do_not_depend_on_where_experts_are(name, one_rank):
     flags, more = DROPS[name]

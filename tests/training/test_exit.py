@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.trainer_job import SETUP, train
 
 
@@ -32,6 +34,7 @@ def leave(flags: list[str]) -> dict[str, float]:
     return seen
 
 
+@pytest.mark.slow
 def test_ranks_exit_in_reverse_order_after_their_data_workers(rank_pool):
     flags = "--train-iters 2 --global-batch-size 6 --num-workers 2 --eval-iters 1 --eval-interval 1"
     ranks = rank_pool.run(3, leave, flags.split(), setup=SETUP, backend=None)

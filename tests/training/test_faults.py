@@ -68,6 +68,7 @@ def test_the_batch_grows_with_the_samples_consumed(ranks, tmp_path):
     assert [r["global_batch_size"] for r in metrics(file)] == [2, 2, 4, 6, 8, 8, 8, 8]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("iterations", [2, 12])
 def test_fp16_with_a_loss_that_is_never_finite_fails(iterations, ranks):
     """Each step is skipped, which is how loss scaling works; but nothing is trained."""

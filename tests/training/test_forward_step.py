@@ -57,6 +57,7 @@ def test_a_user_step_equal_to_the_default_gives_equal_losses(run, model, flags):
         assert column(own, name) == column(default, name) != []
 
 
+@pytest.mark.slow
 def test_an_additional_loss_is_trained_and_reported_on_one_stage_and_on_two(run):
     plain, one, two = run(1, "sum"), run(1, "penalised"), run(2, "penalised", PP)
     for name in ("lm_loss", "squared loss", "validation_loss", "squared loss validation"):

@@ -218,6 +218,7 @@ def test_new_processes_have_as_many_threads_as_their_launcher_says(tmp_path):
     assert sorted(job.stdout.split("\n")[:-1]) == ["0 2", "1 2"]
 
 
+@pytest.mark.slow
 def test_a_single_process_leaves_the_number_of_threads_alone(tmp_path):
     """torch then uses the whole machine."""
     code = (

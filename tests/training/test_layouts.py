@@ -246,7 +246,7 @@ def test_bf16_follows_fp32(one_rank):
     assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", FP8_LAYOUTS)
 def test_fp8_trains_like_one_rank_and_close_to_fp32(layout, one_rank):
     world_size, model, flags = FP8_LAYOUTS[layout]

@@ -14,6 +14,7 @@ SHARED = f"{MOE} --moe-shared-expert-intermediate-size 128"
 EXPERTS = f"{TP} --sequence-parallel --expert-model-parallel-size"
 
 
+@pytest.mark.slow
 def test_extended_groups_and_shared_experts_by_number(one_rank):
     """Megatron's own flags by hand, then ours for the same layout and width."""
     reference = one_rank(SHARED)

@@ -62,7 +62,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_without_the_flag(layout, one_rank):
     size, model, flags = LAYOUTS[layout]

@@ -65,7 +65,7 @@ def losses(one_rank, row, program=""):
     return plain, reference.train(size, f"{layout} {program} {flags}")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_digits_are_those_without_the_flags(row, one_rank):
     plain, saving = losses(one_rank, row, OVERLAP)

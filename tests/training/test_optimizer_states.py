@@ -76,7 +76,7 @@ def test_training_resumes_bit_for_bit(run, tmp_path, optimizer, mode):
     assert whole[-1][0] < whole[0][0]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [CADAM, EMA], ids=["cadam", "ema"])
 @pytest.mark.parametrize("before, after", [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_continues(run, tmp_path, optimizer, before, after):
@@ -125,6 +125,7 @@ def test_swapped_states_train_and_resume_as_on_the_device(run, plain_run, tmp_pa
         same_weights(again, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", quick("bf16")[:3])
 def test_virtual_states_train_and_resume_as_on_the_device(run, plain_run, tmp_path, mode):
     flags = f"{MODES[mode]} --lr 1e-3 --train-iters 4"

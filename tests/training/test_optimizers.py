@@ -42,7 +42,7 @@ def curve(records):
     return [(record["lm_loss"], record["grad_norm"]) for record in records]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["blockwise", "distributed"])
 def test_muon_equals_megatrons_own_function(run, mode):
     flags = f"{TP} {MUON} --muon-tp-mode {mode} --train-iters 3"
@@ -73,7 +73,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_states_of_other_dtypes_resume_bit_for_bit(run, tmp_path, dtypes):
     flags = f"{SHARDED} {DTYPES[dtypes]} --train-iters 4"

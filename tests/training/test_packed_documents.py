@@ -58,7 +58,7 @@ def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, 
         )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags"),
     [

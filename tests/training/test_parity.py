@@ -33,6 +33,7 @@ def test_loss_gradient_norm_and_rate_equal_megatron_lm_digit_for_digit(layout, r
     assert_printed(file, losses.split(), norms.split(), RATES)
 
 
+@pytest.mark.slow
 def test_validation_and_test_losses_equal_megatron_lm(ranks, tmp_path):
     file = tmp_path / "metrics.jsonl"
     flags = ["--tensor-model-parallel-size", "2", "--eval-interval", "3", "--eval-iters", "2"]

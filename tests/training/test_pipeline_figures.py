@@ -92,6 +92,7 @@ def test_sizes_weigh_what_is_held():
     assert found.in_flight(0) == (2 + 3) / 2  # of mean size 2
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_figures_of_the_schedule_of_its_flags(ranks):
     pipeline = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size"
     virtual = "--num-layers-per-virtual-pipeline-stage 1"

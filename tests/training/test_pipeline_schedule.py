@@ -82,6 +82,7 @@ def test_experts_on_several_ranks_train_with_overlapping_reductions(ranks, tmp_p
     assert records(ranks, tmp_path, f"{flags} --pipeline-schedule nanopipe", 4) == expected
 
 
+@pytest.mark.slow
 def test_a_dumped_schedule_is_a_schedule(ranks, tmp_path):
     plan = tmp_path / "plan.csv"
     flags = f"{PP2} --pipeline-schedule zb-h1 --pipeline-schedule-dump {plan}"

@@ -19,7 +19,7 @@ MODELS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_same_weights_are_built_with_less_memory(ranks, stage, model):

@@ -201,6 +201,7 @@ class TestWeightsAndBiases:
         monkeypatch.setenv("WANDB_MODE", "disabled")
         assert sinks._wandb_mode("https://127.0.0.1:9") is None
 
+    @pytest.mark.slow
     def test_the_real_package_writes_a_run_without_a_network(self, monkeypatch, tmp_path):
         pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")

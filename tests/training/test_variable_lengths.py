@@ -41,7 +41,7 @@ def whole(run):
     return records
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags", "boundaries", "multiple"),
     [

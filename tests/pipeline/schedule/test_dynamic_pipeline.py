@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.pipeline.schedule.sized_ranks import MOE, Case, compare
 from tests.pipeline.schedule.step_ranks import Layout
 
@@ -10,6 +12,7 @@ PLAIN = {"dropout": 0.0}
 PER_TOKEN = {"calculate_per_token_loss": True}
 
 
+@pytest.mark.slow
 def test_gradients_and_losses_equal_those_of_equal_sizes_on_two_ranks(ranks):
     two = Layout(pipeline=2, **PLAIN)
     cases = {

@@ -129,6 +129,7 @@ def train(ranks: Any, world: int, flags: str) -> tuple[list[Any], int]:
     return [rank["digest"] for rank in found], found[0]["reruns"]
 
 
+@pytest.mark.slow
 def test_our_trainer_ends_with_the_same_parameters(ranks):
     parameters, _ = train(ranks, 2, "")
     assert train(ranks, 2, "--recompute-in-bubble") == (parameters, 3)

@@ -29,6 +29,7 @@ def check(results, cases):
             assert deferred[-1], name
 
 
+@pytest.mark.slow
 def test_two_ranks(ranks):
     cases = {
         "one chunk": Case(Layout(2), (ZB, NANO)),

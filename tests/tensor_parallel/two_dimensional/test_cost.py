@@ -45,6 +45,7 @@ def test_llama_405b_sends_what_the_formula_says(llama_405b):
         assert tuple(round(a / b, 3) for a, b in zip(found, plain, strict=True)) == ratios, x
 
 
+@pytest.mark.slow
 def test_overlap_hides_communication_and_sends_the_same_bytes(llama_405b):
     """Modelled: 300 TFLOP/s, 200 GB/s, 10 us; sequence parallelism exposes 5073 and 3012 us."""
     assert llama_405b[Layout(16)].exposed == (5073.2, 3011.6)
