@@ -26,29 +26,20 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
         args: final values; those that need values of tensors are changed in place.
         rank: global rank.
     """
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     from mindspeed.planner.loop import loop_of
+    from mindspeed.training.fake_job import fake_groups
 
     _refuse(args)
     args.enable_gloo_process_groups = False
     args.check_for_nan_in_loss_and_grad = False
     args.rank = rank
-    dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
-    tracker = get_cuda_rng_tracker()
     journal = Journal()
-    try:
-        with loop_of(args).started(args):
-            tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no states
+    with fake_groups(rank, args.world_size), loop_of(args).started(args):
+        try:
             _answer_with_constants(journal)
             yield
-    finally:
-        journal.undo()
-        vars(tracker).pop("fork", None)
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        finally:
+            journal.undo()
 
 
 def _refuse(args: argparse.Namespace) -> None:

@@ -32,11 +32,6 @@ def chunk_of(scope: str) -> int | None:
     return int(name.removeprefix("chunk ")) if name.startswith("chunk ") else None
 
 
-def layer_of(scope: str) -> str:
-    """The layer in a scope, such as ``layer 3``; an empty text outside of layers."""
-    return scope.partition(", ")[2]
-
-
 def named_layers(chunk: torch.nn.Module, index: int) -> Iterator[tuple[str, TransformerLayer]]:
     """The transformer layers of the chunk with this index, and their scopes."""
     for name, module in chunk.named_modules():

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mindspeed.training.fake_job import build_chunks, fake_job
+from mindspeed.training.fake_job import ROUTED, build_chunks, fake_job
 from mindspeed.training.pipeline_figures import (
     PipelineFigures,
     figures,
@@ -101,7 +101,7 @@ def trace(args: argparse.Namespace) -> list[Stage]:
     layers = args.num_layers // args.pipeline_model_parallel_size
     for refused, reason in (
         (dist.is_initialized(), "the process is part of a job"),
-        (args.num_experts, "shapes of routed experts depend on values"),
+        (args.num_experts, ROUTED),
         (layers > MOST_LAYERS, f"more than {MOST_LAYERS} layers on a stage"),
         (model_ranks > MOST_RANKS, f"a model on more than {MOST_RANKS} ranks"),
     ):

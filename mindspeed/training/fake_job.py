@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+ROUTED = "shapes of routed experts depend on values; mindspeed plan --check takes balanced ones"
+"""Why experts are refused, and what counts them."""
+
 
 def rank_in_stage(args: argparse.Namespace, stage: int) -> int:
     """The first rank of a pipeline stage."""
@@ -23,26 +26,35 @@ def rank_in_stage(args: argparse.Namespace, stage: int) -> int:
 
 
 @contextlib.contextmanager
-def fake_job(args: argparse.Namespace, stage: int) -> Iterator[None]:
-    """Process groups without communication, of a rank in ``stage``."""
+def fake_groups(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group without communication, and no random states in forks of them.
+
+    Megatron's groups, which the block may create, are destroyed with it.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from mindspeed.training import setup
-
-    rank = rank_in_stage(args, stage)
-    dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     tracker = get_cuda_rng_tracker()
     try:
-        setup.parallel_groups(args)
-        setup.seed_everything(args)
         tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no random state
         yield
     finally:
         vars(tracker).pop("fork", None)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_job(args: argparse.Namespace, stage: int) -> Iterator[None]:
+    """Process groups without communication, of a rank in ``stage``."""
+    from mindspeed.training import setup
+
+    with fake_groups(rank_in_stage(args, stage), args.world_size):
+        setup.parallel_groups(args)
+        setup.seed_everything(args)
+        yield
 
 
 def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:

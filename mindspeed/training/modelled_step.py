@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mindspeed.features._v_shape import flag_of
 from mindspeed.testing.clock import Interval, Link, VirtualClock
 from mindspeed.testing.ledger import Communication
-from mindspeed.training.fake_job import build_chunks, fake_job
+from mindspeed.training.fake_job import ROUTED, build_chunks, fake_job
 
 MOST_LAYERS, MOST_RANKS = 512, 4096
 OUTSIDE = "outside of layers"
@@ -117,7 +117,7 @@ def fewest_micro_batches(args: argparse.Namespace) -> int:
 def _refuse(args: argparse.Namespace) -> None:
     for refused, reason in (
         (dist.is_initialized(), "the process is part of a job"),
-        (args.num_experts, "shapes of routed experts depend on values"),
+        (args.num_experts, ROUTED),
         (args.use_megatron_fsdp, "--zero-stage 2 and 3 build their shards from values"),
         (args.num_layers > MOST_LAYERS, f"more than {MOST_LAYERS} layers"),
         (args.world_size > MOST_RANKS, f"more than {MOST_RANKS} ranks; give --nproc fewer"),

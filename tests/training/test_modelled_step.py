@@ -135,7 +135,8 @@ def test_a_rank_of_a_v_shape_has_layers_of_both_ways(ranks):
 
 
 def test_what_depends_on_values_is_refused(found):
-    assert found["experts"] == {"refused": "shapes of routed experts depend on values"}
+    reason = found["experts"]["refused"]
+    assert reason.startswith("shapes of routed experts depend on values; mindspeed plan --check")
 
 
 def _interval(kind, scope, start, end, phase="forward", op=None, **options):
