@@ -115,7 +115,10 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "model_parallel_cuda_manual_seed set_defaults_if_not_set_tensor_model_parallel_attributes",
         "linear layers of the local spec, random number generators, marks of parameters",
     ),
-    "megatron.core.tokenizers": ("MegatronTokenizer", "the tokenizer classes of data sets"),
+    "megatron.core.tokenizers": (
+        "MegatronTokenizer text",
+        "the tokenizer classes of data sets; a slow import, made once before processes are forked",
+    ),
     "megatron.core.transformer": (
         "MLATransformerConfig TransformerConfig TransformerLayer",
         "the configuration; layers, whose costs are counted one by one",
