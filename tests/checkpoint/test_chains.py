@@ -21,7 +21,6 @@ EP2 = "--expert-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 BF16 = "--bf16"
-slow = pytest.mark.slow
 
 # name: (model, flags of the run that saves, flags of the one that continues)
 CHAINS = {
@@ -35,13 +34,10 @@ CHAINS = {
     "bf16 experts 2 to tensor 2": (EXPERTS, f"{BF16} {EP2}", f"{BF16} {TP2}"),
     "bf16 tensor 2 to experts 2": (EXPERTS, f"{BF16} {TP2}", f"{BF16} {EP2}"),
 }
-QUICK = ("experts 2 to tensor 2",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "chain", [name if name in QUICK else pytest.param(name, marks=slow) for name in CHAINS]
-)
+@pytest.mark.parametrize("chain", CHAINS)
 def test_losses_continue_those_of_one_run(chain, ranks, tmp_path):
     model, saving, loading = CHAINS[chain]
     common = f"{model} --train-iters 4".split()
@@ -67,7 +63,7 @@ def _run(ranks, file, flags):
     return metrics(file)
 
 
-@slow
+@pytest.mark.slow
 def test_sixteen_bit_states_of_a_distributed_optimizer_are_refused_by_another(ranks, tmp_path):
     save = f"{BF16} {RESHARDABLE} --save {tmp_path / 'c'} --train-iters 1".split()
     _run(ranks, tmp_path / "metrics", save)

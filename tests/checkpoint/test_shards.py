@@ -82,7 +82,7 @@ def stage_1(rank_pool, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, flags",
-    [(2, ["--zero-stage", "2", *DROPOUT]), slow(2, ["--zero-stage", "3", *EXPERTS])],
+    [(2, ["--zero-stage", "2", *DROPOUT]), (2, ["--zero-stage", "3", *EXPERTS])],
     ids=["stage-2-dropout", "stage-3-experts-on-two-ranks"],
 )
 def test_resumed_training_is_bit_equal_to_uninterrupted_training(
@@ -192,7 +192,7 @@ def test_adapters_train_as_without_zero_and_resume_exactly(flags, adapters, rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["in a file", slow("before the rename"), "before the tracker"])
+@pytest.mark.parametrize("moment", ["in a file", "before the rename", "before the tracker"])
 def test_adapters_survive_a_kill_in_the_middle_of_a_save(moment, adapters, ranks, tmp_path):
     plain, common = adapters
     flags = [*common, "--zero-stage", "3", "--save", str(tmp_path)]

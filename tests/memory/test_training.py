@@ -57,13 +57,8 @@ CASES = {
 }
 
 
-QUICK = ("experts", "layers of a rank")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_parameters_after_training_are_those_without_a_plan(ranks, case):
     world, layout, flags = CASES[case]
     plain = ranks(

@@ -149,10 +149,7 @@ def test_what_hides_the_levels(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("exchange", "layout"),
-    [("hierarchical", FOUR), pytest.param("dedup", EP, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("exchange", "layout"), [("hierarchical", FOUR), ("dedup", EP)])
 def test_rows_come_again_in_backward(ranks, exchange, layout):
     """What the experts do not keep is dispatched again, level by level."""
     variants = [

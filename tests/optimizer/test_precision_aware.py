@@ -43,8 +43,8 @@ def test_exact_remainders_train_to_the_same_bits(rank_pool, distributed):
 FORMATS = [
     ("torch", 2, 2),
     ("fully_reshardable", 2, 1),
-    pytest.param("fully_reshardable", 1, 2, marks=pytest.mark.slow),
-    pytest.param("dp_reshardable", 2, 2, marks=pytest.mark.slow),
+    ("fully_reshardable", 1, 2),
+    ("dp_reshardable", 2, 2),
 ]
 
 

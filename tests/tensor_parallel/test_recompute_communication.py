@@ -193,13 +193,7 @@ TRAININGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case.startswith("SP") else pytest.mark.slow)
-        for case in TRAININGS
-    ],
-)
+@pytest.mark.parametrize("case", TRAININGS)
 def test_parameters_after_training_are_those_without_recomputation(ranks, case):
     layout, more = TRAININGS[case]
     plain, ours = (

@@ -64,17 +64,12 @@ def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, 
     [
         (2, f"{CP} {TE} --context-parallel-algo megatron_cp_algo"),
         (4, f"{CP} {PP} {RECOMPUTE} {TE} --context-parallel-algo kvallgather_cp_algo"),
-        *(
-            pytest.param(*given, marks=pytest.mark.slow)
-            for given in (
-                (1, TE),
-                (2, f"{TP} --sequence-parallel {TE}"),
-                (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {RECOMPUTE}"),
-                (2, f"{CP} --context-parallel-algo adaptive_cp_algo --adaptive-cp-granularity 4"),
-                (4, f"{CP} {TP} --sequence-parallel --context-parallel-algo ulysses_cp_algo"),
-                (4, "--pipeline-model-parallel-size 4"),
-            )
-        ),
+        (1, TE),
+        (2, f"{TP} --sequence-parallel {TE}"),
+        (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {RECOMPUTE}"),
+        (2, f"{CP} --context-parallel-algo adaptive_cp_algo --adaptive-cp-granularity 4"),
+        (4, f"{CP} {TP} --sequence-parallel --context-parallel-algo ulysses_cp_algo"),
+        (4, "--pipeline-model-parallel-size 4"),
     ],
     ids=str,
 )

@@ -47,13 +47,12 @@ def whole(run):
     [
         (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1", 3, 1),
         (2, "--context-parallel-size 2 --pad-to-multiple-of 1", 0, 4),
-        pytest.param(
+        (
             4,
             f"{PP} --tensor-model-parallel-size 2 --sequence-parallel --reset-attention-mask "
             "--transformer-impl transformer_engine --pad-to-multiple-of 1",
             1,
             2,
-            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
