@@ -59,7 +59,7 @@ class Bounds:
         self._tokens = args.seq_length
         device = cluster.device
         dtype = "fp8" if args.fp8 else "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-        part = max(device.gemm_efficiency, device.attention_efficiency)
+        part = max(device.efficiency(dtype), device.attention_efficiency)
         self._rate = device.peak(dtype) * (1.0 if device.products else part)
 
         narrow = args.fp16 or args.bf16

@@ -75,6 +75,7 @@ class Device:
         cores: units that compute a tile of a matrix product each.
         tile: rows and columns of a tile.
         gemm_efficiency: part of the peak that large matrix products attain.
+        gemm_efficiencies: the same of dtypes whose products attain another part.
         attention_efficiency: part of the peak that fused attention attains.
         memory_efficiency: part of ``memory_gbs`` that large copies attain.
         host_gbs: gigabytes per second of a copy to or from the host's memory.
@@ -94,8 +95,13 @@ class Device:
     attention_efficiency: float = 0.5
     memory_efficiency: float = 0.9
     host_gbs: float = 25.0
+    gemm_efficiencies: Mapping[str, float] = field(default_factory=dict)
     products: tuple[Measured, ...] = ()
     source: Mapping[str, str] = field(default_factory=dict)
+
+    def efficiency(self, dtype: str) -> float:
+        """Part of the peak that large products of a dtype attain."""
+        return self.gemm_efficiencies.get(dtype, self.gemm_efficiency)
 
     def peak(self, dtype: str) -> float:
         """FLOPs per second of dense products of a dtype; of fp32 where a dtype is not named."""
@@ -174,6 +180,7 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
         "cores": Whole(1),
         "tile": ListOf(Whole(1)),
         "gemm_efficiency": _PART,
+        "gemm_efficiencies": MapOf(_PART),
         "attention_efficiency": _PART,
         "memory_efficiency": _PART,
         "host_gbs": _POSITIVE,

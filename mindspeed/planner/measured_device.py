@@ -171,6 +171,11 @@ def measured_device(
         launch_us=launch.seconds * 1e6,
         cores=max(1, properties.cores),
         gemm_efficiency=_part(best[main] / peak),
+        gemm_efficiencies={
+            dtype: _part(rate / peaks[dtype])
+            for dtype, rate in best.items()
+            if dtype != main and dtype in peaks
+        },
         attention_efficiency=_part(flops / attention.seconds / (peak * 1e12)),
         memory_efficiency=_part(copied / memory_gbs),
         host_gbs=base.host_gbs if host is None else nbytes / host.seconds / 1e9,

@@ -27,12 +27,12 @@ User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301
 from __future__ import annotations
 
 from collections import Counter
-from math import ceil, log2, prod
-from typing import Any
+from math import ceil, log2
 
 from mindspeed.planner.chains import Chain
 from mindspeed.planner.cluster import Cluster, Measured
-from mindspeed.planner.products import Product, dtype_of, product_of
+from mindspeed.planner.operations import Operation, operation_of
+from mindspeed.planner.products import Product
 from mindspeed.testing.clock import Call
 from mindspeed.testing.ledger import Communication
 
@@ -82,26 +82,28 @@ class DeviceRates:
 
     def operator(self, call: Call) -> float:
         """Seconds of an operator."""
-        if not call.flops:
-            return self._memory_bound(call)
-        self._chain.end()
-        if (found := product_of(call)) is not None:
-            product, batch = found
-            self.products[product] += batch
-            return max(self._product(product, batch), self.moving_seconds(call.nbytes))
-        peak, name = self._device.peak(dtype_of(call)), call.func._schema.name
-        if "attention" in name:
-            unmasked = _causal_part(call)
-            computing = call.flops * unmasked / (peak * self._device.attention_efficiency)
-        else:
-            computing = call.flops / (peak * self._device.gemm_efficiency)
-        return self._launch + max(computing, self._moving(call.nbytes))
+        return self.seconds(operation_of(call, self._chain))
 
-    def _memory_bound(self, call: Call) -> float:
+    def seconds(self, operation: Operation) -> float:
+        """Seconds of an operator by its description."""
+        if not operation.flops:
+            return self._memory_bound(operation)
+        if operation.product is not None:
+            product, batch = operation.product, operation.batch
+            self.products[product] += batch
+            return max(self._product(product, batch), self.moving_seconds(operation.nbytes))
+        peak = self._device.peak(operation.dtype)
+        if operation.attention:
+            computing = operation.flops / (peak * self._device.attention_efficiency)
+        else:
+            computing = operation.flops / (peak * self._device.efficiency(operation.dtype))
+        return self._launch + max(computing, self._moving(operation.nbytes))
+
+    def _memory_bound(self, operation: Operation) -> float:
         if not self._cluster.fused_chains:
-            return self.moving_seconds(call.nbytes)
-        nbytes, first = self._chain.moved(call)
-        return self._moving(nbytes) + (self._launch if first else 0.0)
+            return self.moving_seconds(operation.nbytes)
+        starting = self._launch if operation.starts_chain else 0.0
+        return self._moving(operation.chain_bytes) + starting
 
     def product_seconds(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Seconds of ``batch`` products ``[m, k] @ [k, n]`` in one operator."""
@@ -132,7 +134,7 @@ class DeviceRates:
 
     def _computing(self, product: Product, batch: int) -> float:
         m, n, k, dtype = product
-        rate = self._device.peak(dtype) * self._device.gemm_efficiency / self._device.cores
+        rate = self._device.peak(dtype) * self._device.efficiency(dtype) / self._device.cores
         rows, columns = self._device.tile
         fastest = float("inf")
         for high, wide, attained in TILES:
@@ -158,15 +160,3 @@ class DeviceRates:
             weighted += ratio / distance
             total += 1 / distance
         return weighted / total if total else 1.0
-
-
-def _causal_part(call: Call) -> float:
-    """The part of the counted score matrix that a causal kernel of torch computes."""
-    given: dict[str, Any] = dict(call.kwargs)
-    names = [argument.name for argument in call.func._schema.arguments]
-    given.update(zip(names, call.args, strict=False))
-    if not given.get("is_causal", given.get("causal")) or call.func.namespace != "aten":
-        return 1.0
-    query, key = given["query"].shape[-2], given["key"].shape[-2]
-    seen = prod((min(query, key), min(query, key) + 1)) / 2 + max(0, query - key) * key
-    return seen / (query * key)

@@ -11,16 +11,19 @@ import argparse
 import contextlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import PlanError
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job, Overrides
 from mindspeed.planner.rates import DeviceRates
-from mindspeed.planner.segments import BETWEEN, Segment, Segments
+from mindspeed.planner.segments import BETWEEN, Clock, Segment, Segments
 from mindspeed.planner.timed_step import between_chunks
 from mindspeed.testing.clock import VirtualClock
 from mindspeed.testing.ledger import Communication
+
+if TYPE_CHECKING:
+    from mindspeed.planner.counted_step import CountedStep
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,23 @@ class TinyRun:
     exposed: Counter[str]
 
 
+@dataclass(frozen=True)
+class Observation:
+    """A step that was executed, before it is put into figures.
+
+    Attributes:
+        step: its counts.
+        stages: op and stage of each action by the plan; None without a pipeline.
+        data_parallel: size.
+        segments: of the step, without gaps.
+    """
+
+    step: CountedStep
+    stages: tuple[tuple[str, int], ...] | None
+    data_parallel: int
+    segments: tuple[Segment, ...]
+
+
 def run(job: Job, point: Point, cluster: Cluster | None) -> TinyRun:
     """Count one rank of the tiny pipeline; changes the state of this process.
 
@@ -107,23 +127,62 @@ def run(job: Job, point: Point, cluster: Cluster | None) -> TinyRun:
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.
     """
+    clock = None if cluster is None else VirtualClock.of(DeviceRates(cluster))
+    return figures(observe(job, point, clock), clock)
+
+
+def observe(
+    job: Job, point: Point, clock: VirtualClock | None, times: Clock | None = None
+) -> Observation:
+    """Execute the step of a run; changes the state of this process.
+
+    Args:
+        job: whose flags these are.
+        point: which run.
+        clock: watches the step.
+        times: of the segments' boundaries; those of the clock by default.
+
+    Raises:
+        MindSpeedError: the job cannot start, or cannot be counted.
+    """
     from mindspeed.planner.counted_step import count_step
     from mindspeed.training.fake_job import rank_in_stage
 
     args = job.settings(point.overrides, point.devices).args
+    segments = Segments(times or clock)
     stages = _stages(args, point.stage)
-    timing = _timing(cluster)
-    step = count_step(args, rank_in_stage(args, point.stage), watch=timing.watch)
-    found = timing.segments.found
+
+    def watch(memory: Any) -> Any:
+        stack = contextlib.ExitStack()
+        if clock is not None:
+            stack.enter_context(clock)
+        stack.enter_context(segments.watching(memory))
+        return stack
+
+    step = count_step(args, rank_in_stage(args, point.stage), watch=watch)
+    return Observation(step, stages, args.data_parallel_size, tuple(segments.found))
+
+
+def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:
+    """The figures of a step.
+
+    Args:
+        observed: the step.
+        clock: whose intervals are those of the step; None: no times.
+
+    Raises:
+        PlanError: the schedule executed something else than its plan.
+    """
+    step, found, timing = observed.step, list(observed.segments), _Timing(clock)
     base = found[0].before
-    actions = _actions(found, stages, base)
+    actions = _actions(found, observed.stages, base)
     last = max(i for i, one in enumerate(found) if one.op != BETWEEN)
     tail = found[last + 1 :]
     return TinyRun(
         static=step.static,
         parameters=step.parameters,
         micro_batches=step.micro_batches,
-        data_parallel=args.data_parallel_size,
+        data_parallel=observed.data_parallel,
         actions=actions,
         tail=max(one.peak for one in tail) - base,
         tail_seconds=tail[-1].end - tail[0].start,
@@ -138,18 +197,9 @@ def run(job: Job, point: Point, cluster: Cluster | None) -> TinyRun:
 
 @dataclass(frozen=True)
 class _Timing:
-    """What watches the step: its segments, and the clock if there is one."""
+    """Intervals of the clock, if there is one."""
 
-    segments: Segments
-    clock: Any
-
-    def watch(self, memory: Any) -> Any:
-        """Context manager around the step."""
-        stack = contextlib.ExitStack()
-        if self.clock is not None:
-            stack.enter_context(self.clock)
-        stack.enter_context(self.segments.watching(memory))
-        return stack
+    clock: VirtualClock | None
 
     def messages(self, end: float) -> Counter[str]:
         """Communication until ``end`` over groups that are not data-parallel."""
@@ -185,13 +235,6 @@ class _Timing:
             for one in self.clock.select("wait")
             if start <= one.start < end and one.communication is not None
         ]
-
-
-def _timing(cluster: Cluster | None) -> _Timing:
-    if cluster is None:
-        return _Timing(Segments(), None)
-    clock = VirtualClock.of(DeviceRates(cluster))
-    return _Timing(Segments(clock), clock)
 
 
 def _collectives(communications: tuple[Communication, ...]) -> Counter[str]:

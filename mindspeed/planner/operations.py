@@ -1,0 +1,78 @@
+"""What the time of an operator depends on, apart from the device that runs it.
+
+    operation = operation_of(call, Chain())
+    DeviceRates(load_cluster("h100")).seconds(operation)
+
+A step that was executed once can so be timed for any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mindspeed.planner.chains import Chain
+from mindspeed.planner.products import Product, dtype_of, product_of
+from mindspeed.testing.clock import Call
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an operator.
+
+    Attributes:
+        name: of the operator.
+        flops: computed; of attention without those of masked pairs.
+        nbytes: read and written once.
+        product: the matrix product that it computes, if any.
+        batch: how many of them.
+        dtype: that it multiplies; of operators with FLOPs.
+        attention: it is a fused attention.
+        chain_bytes: of a memory-bound operator those that move if its chain is one kernel
+            (:mod:`mindspeed.planner.chains`).
+        starts_chain: it is the first one of its chain.
+    """
+
+    name: str
+    flops: float
+    nbytes: int
+    product: Product | None = None
+    batch: int = 1
+    dtype: str = ""
+    attention: bool = False
+    chain_bytes: int = 0
+    starts_chain: bool = False
+
+
+def operation_of(call: Call, chain: Chain) -> Operation:
+    """The description of a call that has run.
+
+    Args:
+        call: the operator with its arguments and results.
+        chain: of the memory-bound operators before it; the call ends or continues it.
+    """
+    name = call.func._schema.name
+    if not call.flops:
+        moved, first = chain.moved(call)
+        return Operation(name, 0, call.nbytes, chain_bytes=moved, starts_chain=first)
+    chain.end()
+    dtype = dtype_of(call)
+    if (found := product_of(call)) is not None:
+        product, batch = found
+        return Operation(name, call.flops, call.nbytes, product, batch, dtype)
+    attention = "attention" in name
+    flops = call.flops * _causal_part(call) if attention else call.flops
+    return Operation(name, flops, call.nbytes, dtype=dtype, attention=attention)
+
+
+def _causal_part(call: Call) -> float:
+    """The part of the counted score matrix that a causal kernel of torch computes."""
+    given: dict[str, Any] = dict(call.kwargs)
+    names = [argument.name for argument in call.func._schema.arguments]
+    given.update(zip(names, call.args, strict=False))
+    if not given.get("is_causal", given.get("causal")) or call.func.namespace != "aten":
+        return 1.0
+    query, key = given["query"].shape[-2], given["key"].shape[-2]
+    seen = prod((min(query, key), min(query, key) + 1)) / 2 + max(0, query - key) * key
+    return seen / (query * key)
