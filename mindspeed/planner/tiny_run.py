@@ -199,7 +199,7 @@ def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:
 class _Timing:
     """Intervals of the clock, if there is one."""
 
-    clock: VirtualClock | None
+    clock: Any  # a VirtualClock or None
 
     def messages(self, end: float) -> Counter[str]:
         """Communication until ``end`` over groups that are not data-parallel."""
