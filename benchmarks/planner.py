@@ -165,7 +165,9 @@ def job_of(row: dict[str, str]) -> Any:
     return Job(words)
 
 
-def predict_all(rows: Iterable[dict[str, str]], recordings: Path) -> Iterator[Row | str]:
+def predict_all(
+    rows: Iterable[dict[str, str]], recordings: Path, only_recorded: bool = False
+) -> Iterator[Row | str]:
     """Plan the rows. Yields why a row could not be planned."""
     known: dict[Any, Any] = {}
     for row in rows:
@@ -173,7 +175,7 @@ def predict_all(rows: Iterable[dict[str, str]], recordings: Path) -> Iterator[Ro
         key = row["model"], row["seq_length"], layout, row["system"], row["precision"]
         if key not in known:
             try:
-                known[key] = price_of(row, recordings)
+                known[key] = price_of(row, recordings, only_recorded)
             except Exception as error:
                 known[key] = f"{row['model']} {layout}: {error}".splitlines()[0]
         found = known[key]
@@ -196,12 +198,13 @@ def predict_all(rows: Iterable[dict[str, str]], recordings: Path) -> Iterator[Ro
         )
 
 
-def price_of(row: dict[str, str], recordings: Path) -> Any:
+def price_of(row: dict[str, str], recordings: Path, only_recorded: bool = False) -> Any:
     """What the planner says about a row.
 
     Args:
         row: of :func:`published`.
         recordings: directory of tiny runs.
+        only_recorded: a tiny run that is not there is an error.
     """
     from planner_published_rates import Experts, PublishedRates, with_grouped_products
     from planner_recordings import RecordedRuns
@@ -220,7 +223,7 @@ def price_of(row: dict[str, str], recordings: Path) -> Any:
     def rates() -> PublishedRates:
         return PublishedRates(cluster, row["precision"], kept, experts)
 
-    runs = RecordedRuns(recordings, job, rates, with_grouped_products)
+    runs = RecordedRuns(recordings, job, rates, with_grouped_products, only_recorded)
     signature = measure(job, layout, cluster, runs=runs)
     return predict(signature, shape, cluster, layout)
 
@@ -328,6 +331,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=list(CLUSTERS))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--recordings", type=Path, default=Path("run/planner-recordings"))
+    parser.add_argument("--only-recorded", action="store_true", help="make no new tiny runs")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     import mindspeed.megatron_adaptor  # noqa: F401
@@ -343,7 +347,7 @@ def main() -> None:
     ]
     found: list[Row] = []
     refused: list[str] = []
-    for one in predict_all(chosen, options.recordings):
+    for one in predict_all(chosen, options.recordings, options.only_recorded):
         if isinstance(one, str):
             refused.append(one)
             print(one, file=sys.stderr, flush=True)

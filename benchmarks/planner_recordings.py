@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mindspeed.errors import PlanError
 from mindspeed.files import atomic_write_bytes
 from mindspeed.planner import isolated
 from mindspeed.planner.chains import Chain
@@ -152,6 +153,7 @@ class RecordedRuns:
         job: whose runs they are.
         rates: makes the rates of a replay.
         change: what is done to a recording before.
+        only_recorded: a run without a recording is an error.
     """
 
     def __init__(
@@ -160,9 +162,10 @@ class RecordedRuns:
         job: Job,
         rates: Callable[[], DeviceRates],
         change: Callable[[Recording], Recording] = lambda recording: recording,
+        only_recorded: bool = False,
     ) -> None:
         self._directory, self._job, self._rates = Path(directory), job, rates
-        self._change = change
+        self._change, self._only_recorded = change, only_recorded
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def get(self, point: Point) -> TinyRun:
@@ -170,6 +173,8 @@ class RecordedRuns:
         what = repr([self._job.argv, sorted(point.overrides.items()), point.devices, point.stage])
         path = self._directory / f"{hashlib.sha256(what.encode()).hexdigest()[:40]}.pickle"
         if not path.exists():
+            if self._only_recorded:
+                raise PlanError("not recorded")
             found = isolated.call(record, self._job, point)
             atomic_write_bytes(path, pickle.dumps(found))
         return replay(self._change(pickle.loads(path.read_bytes())), self._rates())
