@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 from mindspeed.planner.command_words import flags_of
 from mindspeed.training import recipe
 from mindspeed.training.arguments import Parser, build_parser

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 import torch
 from megatron.core.transformer import TransformerLayer
 

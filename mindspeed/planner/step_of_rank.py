@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     unset_num_microbatches_calculator,
