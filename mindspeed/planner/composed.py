@@ -13,7 +13,6 @@ are counted whole (:mod:`mindspeed.planner.check`).
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from mindspeed.planner import isolated
 from mindspeed.planner.check import Check, RankCheck, Traffic, alike
 from mindspeed.planner.cluster import Cluster, load_cluster
-from mindspeed.planner.data_parallel import dense_ranks, expert_ranks
+from mindspeed.planner.data_parallel import dense_ranks, expert_ranks, group_ranks
 from mindspeed.planner.job import NOT_PLANNED, Job
 from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.price import Prediction, memory, predict
@@ -95,10 +94,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
 
 def _figures(signature: Signature, shape: Shape, found: Any) -> RankCheck:
     """Of one pipeline rank."""
-    stages = shape.placement.stages[found.rank]
-    total: Counter[str] = Counter()
-    for stage in stages:
-        total.update(signature.chunk(shape.role(stage), shape.stages[stage], shape.data_parallel))
+    total = signature.rank(shape.chunks_of(found.rank), shape.data_parallel)
     static = {kind: round(value) for kind, value in found.static.items() if round(value)}
     return RankCheck(
         (found.rank,),
@@ -117,20 +113,28 @@ def _traffic(total: Mapping[str, float], shape: Shape) -> Iterator[Traffic]:
     replicas, experts = len(dense_ranks(shape)), len(expert_ranks(shape))
     rows = []
     for name, value in total.items():
-        kind, _, rest = name.partition(" ")
+        kind, _, rest = name.removeprefix("closing ").partition(" ")
         size = {"dp": replicas, "edp": experts}.get(kind, 0)
         if kind == "payload":
-            group, group_size, op = rest.split("|")
-            ranks = shape.ranks if group.startswith("PIPELINE") else int(group_size)
-            calls, payload, wire = (
-                round(total[f"{what} {rest}"] * shape.micro_batches)
-                for what in ("calls", "payload", "wire")
-            )
-            if payload:
-                rows.append(Traffic(group, ranks, op, calls, payload, wire))
+            rows += _messages(total, name, shape)
         elif size > 1 and round(value):
             each = value / size if rest == "all_gather" else value
             part = (size - 1) / size * value * (2 if rest == "all_reduce" else 1)
             group = "DATA_PARALLEL" if kind == "dp" else "EXPERT_DATA_PARALLEL"
             rows.append(Traffic(group, size, rest, None, round(each), round(part)))
     yield from sorted(rows, key=lambda row: (-row.wire, row.group, row.op))
+
+
+def _messages(total: Mapping[str, float], name: str, shape: Shape) -> Iterator[Traffic]:
+    """Those of all micro-batches, or of the end of the step."""
+    before, _, rest = name.partition("payload ")
+    group, size, op = rest.split("|")
+    times = 1 if before else shape.micro_batches
+    calls, payload, wire = (
+        round(total[f"{before}{what} {rest}"] * times) for what in ("calls", "payload", "wire")
+    )
+    ranks = len(group_ranks(group, int(size), shape))
+    if op == "all_reduce":
+        wire = round(2 * (ranks - 1) / ranks * payload)
+    if payload and ranks > 1:
+        yield Traffic(group, ranks, op, calls, payload, wire)

@@ -69,6 +69,44 @@ def _seconds(
     return total
 
 
+def group_ranks(group: str, size: int, shape: Shape) -> tuple[int, ...]:
+    """Ranks of rank 0's group in the job.
+
+    Args:
+        group: what Megatron calls it.
+        size: in a run on fewer devices, for groups that do not depend on their number.
+        shape: of the job.
+    """
+    stage = shape.devices // shape.ranks
+    firsts = range(0, shape.devices, stage)
+    if group.startswith("INTRA_DISTRIBUTED"):
+        return tuple(range(shape.devices))
+    if group.startswith("PIPELINE"):
+        return tuple(firsts)
+    if "EMBEDDING" in group:
+        return (firsts[0], firsts[-1])
+    if group.startswith("EXPERT_TENSOR_MODEL_PIPELINE"):
+        inner = shape.expert * shape.expert_tensor
+        return tuple(first + rank for first in firsts for rank in range(inner))
+    if group == "MODEL_PARALLEL_GROUP":
+        return tuple(first + rank for first in firsts for rank in range(shape.tensor))
+    return tuple(range(size))
+
+
+def closing_seconds(figures: Mapping[str, float], shape: Shape, cluster: Cluster) -> float:
+    """Of collectives of other groups after the last action: norms of gradients, tied weights."""
+    total = 0.0
+    for name, payload in figures.items():
+        if name.startswith("closing payload ") and round(payload) > 0:
+            rest = name.removeprefix("closing payload ")
+            calls = max(1, round(figures[f"closing calls {rest}"]))
+            group, size, op = rest.split("|")
+            ranks = group_ranks(group, int(size), shape)
+            if len(ranks) > 1:
+                total += calls * cluster.collective_seconds(op, payload / calls, ranks)
+    return total
+
+
 def dense_ranks(shape: Shape) -> tuple[int, ...]:
     """Ranks that hold the same dense parameters as rank 0."""
     count = shape.data_parallel * shape.context

@@ -27,7 +27,8 @@ def figures_of(found: TinyRun) -> dict[str, float]:
     ``flops``, ``recomputed`` of a micro-batch, ``parameters``. Seconds of an action ``seconds F``
     ..., after the last one ``seconds tail`` without waiting; ``wait`` within a micro-batch, by
     process group. Whole bytes of collectives of data-parallel groups, as ``dp all_gather``; the
-    messages of a micro-batch within actions, as :attr:`TinyRun.messages`.
+    messages of a micro-batch within actions, as :attr:`TinyRun.messages`, and those of a step after
+    the last one, as ``closing payload ...``.
     """
     batches = found.micro_batches
     figures: dict[str, float] = {f"static {kind}": n for kind, n in found.static.items()}
@@ -45,6 +46,7 @@ def figures_of(found: TinyRun) -> dict[str, float]:
         figures[f"seconds {op}"] = median(seconds)
     figures |= found.collectives
     figures |= {name: value / batches for name, value in found.messages.items()}
+    figures |= {f"closing {name}": value for name, value in found.closing.items()}
     for group, waited in found.exposed.items():
         figures[f"wait {group}"] = waited / batches
     return figures
@@ -85,6 +87,13 @@ def note_chunks(
 def released(op: str, kept: float, stash: float) -> float:
     """What an action adds to the bytes that micro-batches in flight keep."""
     return {"F": kept, "B": -kept, "I": stash - kept, "W": -stash}.get(op, 0.0)
+
+
+def of_steps(figures: Figures) -> dict[str, float]:
+    """Those of a step or between steps, not of an action or a micro-batch."""
+    prefixes = ("static ", "dp ", "edp ", "closing ")
+    names = ("tail", "seconds tail")
+    return {n: v for n, v in figures.items() if n in names or n.startswith(prefixes)}
 
 
 def halved(one: Figures, wide: Figures) -> dict[str, float]:

@@ -20,7 +20,7 @@ from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.data_parallel import DataParallel, data_parallel
+from mindspeed.planner.data_parallel import DataParallel, closing_seconds, data_parallel
 from mindspeed.planner.pieces import released
 from mindspeed.planner.shape import Shape
 from mindspeed.planner.signature import Signature
@@ -166,18 +166,15 @@ def memory(
     if plan is None:
         plan = _plans(shape, Costs()).short
     for rank in range(shape.ranks):
-        stages = shape.placement.stages[rank]
-        static: dict[str, float] = defaultdict(float)
-        tail = 0.0
-        for stage in stages:
-            figures = signature.chunk(shape.role(stage), shape.stages[stage], shape.data_parallel)
-            tail += figures["tail"]
-            for name, value in figures.items():
-                if name.startswith("static "):
-                    static[name.removeprefix("static ")] += value
-        most = max(tail, _activations(signature, shape, plan.rows[rank]))
+        figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
+        static = {
+            name.removeprefix("static "): value
+            for name, value in figures.items()
+            if name.startswith("static ")
+        }
+        most = max(figures["tail"], _activations(signature, shape, plan.rows[rank]))
         total = sum(static.values())
-        yield RankFigures(rank, dict(static), most, total + most, total + most <= limit)
+        yield RankFigures(rank, static, most, total + most, total + most <= limit)
 
 
 def _activations(signature: Signature, shape: Shape, row: tuple[Action, ...]) -> float:
@@ -283,7 +280,8 @@ def _end_of_step(signature: Signature, shape: Shape, cluster: Cluster, rank: int
         signature.chunk(shape.role(stage), shape.stages[stage], shape.data_parallel)
         for stage in shape.placement.stages[rank]
     ]
-    optimizer = sum(chunk["seconds tail"] for chunk in chunks)
+    figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
+    optimizer = figures["seconds tail"] + closing_seconds(figures, shape, cluster)
     return data_parallel(chunks, shape, cluster, optimizer)
 
 

@@ -29,7 +29,7 @@ from mindspeed.planner.job import Job
 from mindspeed.planner.tiny_run import ActionRun, Point, TinyRun
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine", "triton", "torch-npu")
-_COUNTERS = ("static", "collectives", "messages", "exposed")
+_COUNTERS = ("static", "collectives", "messages", "closing", "exposed")
 
 
 class RunCache:

@@ -89,6 +89,10 @@ class Shape:
             return "only"
         return "first" if stage == 0 else "last" if stage == len(self.stages) - 1 else "middle"
 
+    def chunks_of(self, rank: int) -> list[tuple[str, tuple[str, ...]]]:
+        """Role and layers of the chunks of a pipeline rank."""
+        return [(self.role(stage), self.stages[stage]) for stage in self.placement.stages[rank]]
+
     def laid_out(self, layout: Layout) -> Shape:
         """The same job under another layout, with the same global batch and sequence length.
 

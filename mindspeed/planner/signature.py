@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ from mindspeed.planner.pieces import (
     needs_of,
     note,
     note_chunks,
+    of_steps,
     released,
     weighted,
     with_role,
@@ -70,6 +71,7 @@ class Signature:
             flight, its own among them in backward; of a chunk with one layer.
         inner: by kind and op what a layer needs more if the chunk has others before it: the
             input of the chunk is there anyway.
+        once: by the roles of a rank's chunks what a rank has once but each of its chunks counts.
         shared: for each kind of layer and each role the part of its figures that data-parallel
             ranks share.
         data_parallel: size in the runs.
@@ -81,6 +83,7 @@ class Signature:
     roles: Mapping[str, Figures]
     needs: Mapping[Need, float]
     inner: Mapping[tuple[str, str], float]
+    once: Mapping[frozenset[str], Figures]
     shared: Mapping[str, Figures]
     data_parallel: int
     error: float
@@ -110,6 +113,25 @@ class Signature:
             shared = self.shared.get(name, {})
             for figure, value in figures.items():
                 total[figure] += count * value * (1 + shared.get(figure, 0.0) * ratio)
+        return dict(total)
+
+    def rank(
+        self, chunks: Sequence[tuple[str, Iterable[str]]], data_parallel: int | None = None
+    ) -> dict[str, float]:
+        """Figures of a pipeline rank; those of steps and between steps are exact.
+
+        Args:
+            chunks: role and kinds of the layers of each of its chunks.
+            data_parallel: size; that of the runs by default.
+        """
+        total: Counter[str] = Counter()
+        for role, kinds in chunks:
+            total.update(self.chunk(role, kinds, data_parallel))  # type: ignore[arg-type]
+        if len(chunks) > 1:
+            roles = frozenset(role for role, _ in chunks)
+            known = self.once.get(roles) or next(iter(self.once.values()), {})
+            for name, value in known.items():
+                total[name] -= (len(chunks) - 1) * value  # type: ignore[assignment]
         return dict(total)
 
     def need(self, role: str, kinds: tuple[str, ...], before: str, op: str) -> float:
@@ -237,6 +259,7 @@ class _Measurement:
         if self._pipeline:
             roles["first"] = less(figures_of(runs["first", first, 1]), layers[first])
             roles["last"] = less(figures_of(runs["last", last, 1]), layers[last])
+        once = self._once(runs, roles, layers)
         needs: dict[Need, float] = {}
         for (role, kind, n), found in runs.items():
             if role == "chunks":
@@ -263,6 +286,7 @@ class _Measurement:
             roles=roles,
             needs=needs,
             inner=inner,
+            once=once,
             shared=shared,
             data_parallel=runs["middle", first, 1].data_parallel,
             error=0.0,
@@ -299,6 +323,28 @@ class _Measurement:
             }
         return found
 
+    def _once(
+        self, runs: Runs, roles: Mapping[str, Figures], layers: Mapping[str, Figures]
+    ) -> dict[frozenset[str], Figures]:
+        """What two chunks count twice and a rank with both of them has once."""
+        found = {}
+        for (role, kind, _), real in runs.items():
+            if role == "chunks":
+                stages = dict.fromkeys(action.stage for action in real.actions)
+                names = [self._role_of(stage) for stage in stages]
+                once = of_steps(figures_of(real))
+                twice = [roles[name] for name in names] + [layers[kind]] * len(names)
+                found[frozenset(names)] = {
+                    name: sum(one.get(name, 0.0) for one in twice) - value
+                    for name, value in once.items()
+                }
+        return found
+
+    @staticmethod
+    def _role_of(stage: int) -> str:
+        """Of a pipeline of two ranks with two chunks each."""
+        return {0: "first", 3: "last"}.get(stage, "middle")
+
     def _chunk_needs(
         self,
         found: TinyRun,
@@ -309,14 +355,13 @@ class _Measurement:
         needs: dict[Need, float],
     ) -> None:
         """What the chunks of a rank with two of them keep and need."""
-        roles_of = {0: "first", 3: "last"}
         kept_by = {
             stage: kept(found, stage) for stage in dict.fromkeys(a.stage for a in found.actions)
         }
         for stage, nbytes in kept_by.items():
-            role = roles_of.get(stage, "middle")
+            role = self._role_of(stage)
             roles[role] = {**roles[role], "kept": nbytes - layers[kind]["kept"]}
-        note_chunks(needs, kind, found, kept_by, lambda stage: roles_of.get(stage, "middle"))
+        note_chunks(needs, kind, found, kept_by, self._role_of)
 
     @property
     def _pipeline(self) -> bool:

@@ -81,6 +81,7 @@ class TinyRun:
             experts as ``edp all_gather``.
         messages: within actions, over other groups, if there is a clock: ``calls``, ``payload`` and
             ``wire``, as ``wire TENSOR_MODEL_PARALLEL_GROUP|8|all_gather`` with the group's size.
+        closing: the same after the last action, of a step.
         exposed: seconds of waiting within actions, by description of the process group.
     """
 
@@ -96,6 +97,7 @@ class TinyRun:
     recomputed: int
     collectives: Counter[str]
     messages: Counter[str]
+    closing: Counter[str]
     exposed: Counter[str]
 
 
@@ -190,7 +192,8 @@ def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:
         flops=step.flops.total,
         recomputed=step.flops.recompute,
         collectives=_collectives(step.communications),
-        messages=timing.messages(tail[0].start),
+        messages=timing.messages(tail[0].start, closing=False),
+        closing=timing.messages(tail[0].start, closing=True),
         exposed=timing.waits(tail[0].start),
     )
 
@@ -201,14 +204,15 @@ class _Timing:
 
     clock: Any  # a VirtualClock or None
 
-    def messages(self, end: float) -> Counter[str]:
-        """Communication until ``end`` over groups that are not data-parallel."""
+    def messages(self, end: float, closing: bool) -> Counter[str]:
+        """Communication until or after ``end`` over groups that are not data-parallel."""
         found: Counter[str] = Counter()
         for interval in () if self.clock is None else self.clock.select("communication"):
             one = interval.communication
             if "DATA_PARALLEL" in one.description or len(one.ranks) < 2:
                 continue
-            if interval.start < end or one.op == "send":  # the last one follows the last action
+            within = interval.start < end or one.op == "send"  # one follows the last action
+            if within != closing:
                 name = f"{one.description}|{len(one.ranks)}|{one.op}"
                 found[f"calls {name}"] += 1
                 found[f"payload {name}"] += one.payload

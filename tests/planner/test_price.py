@@ -36,7 +36,7 @@ def signature(**roles: dict[str, float]) -> Any:
     }
     known = {"first": FIRST, "middle": NOTHING, "last": LAST, "only": NOTHING} | roles
     return Signature(
-        {"dense": LAYER}, known, needs, {}, {"dense": {"static optimizer": 1.0}}, 2, 0.0
+        {"dense": LAYER}, known, needs, {}, {}, {"dense": {"static optimizer": 1.0}}, 2, 0.0
     )
 
 
