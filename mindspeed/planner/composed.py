@@ -111,7 +111,7 @@ def _figures(signature: Signature, shape: Shape, found: Any) -> RankCheck:
 def _traffic(total: Mapping[str, float], shape: Shape) -> Iterator[Traffic]:
     """Messages within micro-batches, and collectives of data-parallel groups."""
     replicas, experts = len(dense_ranks(shape)), len(expert_ranks(shape))
-    rows = []
+    rows: list[Traffic] = []
     for name, value in total.items():
         kind, _, rest = name.removeprefix("closing ").partition(" ")
         size = {"dp": replicas, "edp": experts}.get(kind, 0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Protocol
 
 from mindspeed.planner.tiny_run import TinyRun
 
@@ -13,7 +13,10 @@ Figures = Mapping[str, float]
 """Figures by name; see :func:`figures_of`."""
 
 Need = tuple[str, str, str, str]
-"""Role, kind of the only layer, op before, op."""
+"""Place (:func:`place`), kind of the only layer, op before (:func:`before`), op."""
+
+OTHER = "*"
+"""Ends the op before if it was of another chunk."""
 
 Runs = Mapping[tuple[str, str, int], TinyRun]
 """Tiny runs by role, kind and number of layers."""
@@ -46,10 +49,18 @@ def figures_of(found: TinyRun) -> dict[str, float]:
         figures[f"seconds {op}"] = median(seconds)
     figures |= found.collectives
     figures |= {name: value / batches for name, value in found.messages.items()}
-    figures |= {f"closing {name}": value for name, value in found.closing.items()}
+    for name, value in found.closing.items():
+        figures[f"closing {_of_any_size(name)}"] = value
     for group, waited in found.exposed.items():
         figures[f"wait {group}"] = waited / batches
     return figures
+
+
+def _of_any_size(name: str) -> str:
+    """The name of messages without the size of a group that grows with the job."""
+    group, _, op = name.split("|")
+    growing = ("INTRA_DISTRIBUTED", "MODEL_PARALLEL", "PIPELINE", "EXPERT_TENSOR_MODEL_PIPELINE")
+    return f"{group}|0|{op}" if group.partition(" ")[2].startswith(growing) else name
 
 
 def kept(found: TinyRun, stage: int | None = None) -> float:
@@ -67,21 +78,61 @@ def _stash(found: TinyRun) -> float:
     return max((action.dropped for action in found.actions if action.op == "W"), default=0)
 
 
+def stages_of(found: TinyRun) -> list[int]:
+    """The stages of a rank, in the order of their first actions."""
+    return list(dict.fromkeys(action.stage for action in found.actions))
+
+
 def note(needs: dict[Need, float], role: str, kind: str, found: TinyRun, kept: float) -> None:
     """What each action of a rank with one chunk needs."""
-    stages = dict.fromkeys(action.stage for action in found.actions)
-    note_chunks(needs, kind, found, dict.fromkeys(stages, kept), lambda stage: role)
+    kept_by = dict.fromkeys(stages_of(found), kept)
+    note_chunks(needs, kind, found, kept_by, _stash(found), lambda stage: role)
 
 
 def note_chunks(
-    needs: dict[Need, float], kind: str, found: TinyRun, kept: Mapping[int, float], role_of: Any
+    needs: dict[Need, float],
+    kind: str,
+    found: TinyRun,
+    kept: Mapping[int, float],
+    stash: float,
+    role_of: Callable[[int], str],
+    rank: int = 0,
 ) -> None:
-    stash, held, before = _stash(found), 0.0, ""
+    """What each action needs beyond what the micro-batches in flight keep in the chunks."""
+    roles = [role_of(stage) for stage in stages_of(found)]
+    held, last = 0.0, None
     for action in found.actions:
-        key = role_of(action.stage), kind, before, action.op
+        key = place(role_of(action.stage), roles, rank), kind, before(last, action), action.op
         needs[key] = max(needs.get(key, -math.inf), action.peak - held)
         held += released(action.op, kept[action.stage], stash)
-        before = action.op
+        last = action
+
+
+class _Action(Protocol):
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def stage(self) -> int: ...
+
+
+def before(last: _Action | None, action: _Action) -> str:
+    """The op of the action before, and whether it was of another chunk."""
+    if last is None:
+        return ""
+    return last.op if last.stage == action.stage else last.op + OTHER
+
+
+def place(role: str, roles: Sequence[str], rank: int) -> str:
+    """The place of a chunk, by which messages around its actions differ.
+
+    Args:
+        role: of the chunk.
+        roles: of all chunks of its rank. With several, messages overlap actions, and Megatron
+            orders them by whether the rank is even.
+        rank: of the pipeline.
+    """
+    return role if len(roles) < 2 else f"{'+'.join(sorted({*roles}))} {rank % 2}:{role}"
 
 
 def released(op: str, kept: float, stash: float) -> float:

@@ -21,7 +21,7 @@ from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.data_parallel import DataParallel, closing_seconds, data_parallel
-from mindspeed.planner.pieces import released
+from mindspeed.planner.pieces import before, place, released
 from mindspeed.planner.shape import Shape
 from mindspeed.planner.signature import Signature
 
@@ -172,15 +172,16 @@ def memory(
             for name, value in figures.items()
             if name.startswith("static ")
         }
-        most = max(figures["tail"], _activations(signature, shape, plan.rows[rank]))
+        most = max(figures["tail"], _activations(signature, shape, rank, plan.rows[rank]))
         total = sum(static.values())
         yield RankFigures(rank, static, most, total + most, total + most <= limit)
 
 
-def _activations(signature: Signature, shape: Shape, row: tuple[Action, ...]) -> float:
+def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Action, ...]) -> float:
     """Most bytes beyond those between steps, along the actions of a rank."""
     kept, stash, needs = {}, {}, dict[tuple[int, str, str], float]()
-    held, before, most = 0.0, "", 0.0
+    roles = [role for role, _ in shape.chunks_of(rank)]
+    held, last, most = 0.0, None, 0.0
     for action in row:
         op, stage = action.op, action.stage
         if action.microbatch is None:
@@ -189,12 +190,12 @@ def _activations(signature: Signature, shape: Shape, row: tuple[Action, ...]) ->
         if stage not in kept:
             figures = signature.chunk(role, kinds)
             kept[stage], stash[stage] = figures["kept"], figures["stash"]
-        key = stage, before, op
+        key = stage, before(last, action), op
         if key not in needs:
-            needs[key] = signature.need(role, kinds, before, op)
+            needs[key] = signature.need(place(role, roles, rank), kinds, key[1], op)
         most = max(most, held + needs[key])
         held += released(op, kept[stage], stash[stage])
-        before = op
+        last = action
     return most
 
 

@@ -36,9 +36,11 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import V_SHAPES, Layout
 from mindspeed.planner.pieces import (
+    OTHER,
     Figures,
     Need,
     Runs,
+    before,
     figures_of,
     halved,
     inner_of,
@@ -48,12 +50,17 @@ from mindspeed.planner.pieces import (
     note,
     note_chunks,
     of_steps,
+    place,
     released,
+    stages_of,
     weighted,
     with_role,
 )
 from mindspeed.planner.shape import DENSE, NOOP, RECOMPUTED, Shape, shape_of
 from mindspeed.planner.tiny_run import Point, TinyRun, run
+
+ONE_CHUNK = {"zb-v": "zb-h1", "dualpipev": "zb-h1", "aiao": None, "interleaved": None}
+"""Schedules of ranks with one chunk that have the actions of those with several."""
 
 TOLERANCE = 0.001
 """Of the composition of the run that is compared."""
@@ -75,8 +82,8 @@ class Signature:
         shared: for each kind of layer and each role the part of its figures that data-parallel
             ranks share.
         data_parallel: size in the runs.
-        error: largest relative error of the run that was compared with its composition: of its
-            static bytes and of its peak.
+        error: largest relative error of the runs that were compared with their composition: of
+            static bytes and of the peak.
     """
 
     layers: Mapping[str, Figures]
@@ -134,14 +141,21 @@ class Signature:
                 total[name] -= (len(chunks) - 1) * value  # type: ignore[assignment]
         return dict(total)
 
-    def need(self, role: str, kinds: tuple[str, ...], before: str, op: str) -> float:
+    def need(self, place: str, kinds: tuple[str, ...], before: str, op: str) -> float:
         """Bytes at the peak of an action of a chunk, beyond those kept.
 
         Forward has kept the layers before the one that runs, backward no longer those after it.
+
+        Args:
+            place: of the chunk (:data:`~mindspeed.planner.pieces.Need`).
+            kinds: of its layers.
+            before: op of the action before.
+            op: of the action.
         """
+        role = place.partition(":")[2] or place
         real = [kind for kind in kinds if kind != NOOP]
         if not real:
-            return self._need(role, next(iter(self.layers)), before, op)
+            return self._need(place, next(iter(self.layers)), before, op)
         sizes = [self.layers[kind]["kept"] for kind in real]
         best = -math.inf
         for kind in dict.fromkeys(real):
@@ -153,23 +167,27 @@ class Signature:
                 around = -sum(sizes[last + 1 :])
             else:
                 around = 0.0
-            own, inner = self._need(role, kind, before, op), self.inner.get((kind, op), 0.0)
+            own, inner = self._need(place, kind, before, op), self.inner.get((kind, op), 0.0)
             if len(real) > 1:  # on the last stage either the head needs most, or a layer
                 middle = self._need("middle", kind, before, op)
                 own = max(own, middle + inner) if role == "last" else own + inner
             best = max(best, own + around)
         return best
 
-    def _need(self, role: str, kind: str, before: str, op: str) -> float:
-        for wanted in ((role, kind, before), (role, kind), (role,), ()):
-            found = [
-                value
-                for key, value in self.needs.items()
-                if key[: len(wanted)] == wanted and key[3] == op
-            ]
-            if found:
-                return max(found)
-        return 0.0
+    def _need(self, place: str, kind: str, before: str, op: str) -> float:
+        role = place.partition(":")[2] or place
+        same = before.removesuffix(OTHER)
+        keys = [key for key in self.needs if key[3] == op]
+        for fits in (
+            lambda key: key[:3] == (place, kind, before),
+            lambda key: key[:3] == (place, kind, same),
+            lambda key: key[:2] == (place, kind),
+            lambda key: key[0].endswith(role) and key[1] == kind,
+            lambda key: key[1] == kind,
+        ):
+            if found := [key for key in keys if fits(key)]:
+                return max(self.needs[key] for key in found)
+        return max((self.needs[key] for key in keys), default=0.0)
 
 
 class KnownRuns(Protocol):
@@ -247,7 +265,10 @@ class _Measurement:
             points["last", last, 1] = self._point(3, last, 1)
         if self._several:
             points["chunks", first, 0] = self._chunks(0, first)
-            points["chunks", last, 1] = self._chunks(1, last)
+            points["chunks", first, 1] = self._chunks(1, first)
+            points["chunks", first, 2] = self._chunks(2, first)
+            if self.layout.schedule not in V_SHAPES:
+                points["chunks", last, 3] = self._chunks(3, last)
         runs = dict(zip(points, self._run(points.values()), strict=True))
         return self._signature(kinds, runs)
 
@@ -295,7 +316,12 @@ class _Measurement:
         role = "middle" if self._pipeline else "only"
         one_chunk = {role: less(one[first], layers[first])}
         checked = replace(signature, roles=one_chunk, needs=with_role(plain, role))
-        return replace(signature, error=_error(checked, three, role, first))
+        errors = [_error(checked, three, dict.fromkeys(stages_of(three), (role, (first,) * 3)))]
+        for (name, kind, rank), found in runs.items():
+            if name == "chunks":
+                chunks = {stage: (self._role_of(stage), (kind,)) for stage in stages_of(found)}
+                errors.append(_error(signature, found, chunks, rank))
+        return replace(signature, error=max(errors))
 
     def _shared(
         self,
@@ -327,11 +353,10 @@ class _Measurement:
         self, runs: Runs, roles: Mapping[str, Figures], layers: Mapping[str, Figures]
     ) -> dict[frozenset[str], Figures]:
         """What two chunks count twice and a rank with both of them has once."""
-        found = {}
+        found: dict[frozenset[str], Figures] = {}
         for (role, kind, _), real in runs.items():
             if role == "chunks":
-                stages = dict.fromkeys(action.stage for action in real.actions)
-                names = [self._role_of(stage) for stage in stages]
+                names = [self._role_of(stage) for stage in stages_of(real)]
                 once = of_steps(figures_of(real))
                 twice = [roles[name] for name in names] + [layers[kind]] * len(names)
                 found[frozenset(names)] = {
@@ -342,26 +367,26 @@ class _Measurement:
 
     @staticmethod
     def _role_of(stage: int) -> str:
-        """Of a pipeline of two ranks with two chunks each."""
-        return {0: "first", 3: "last"}.get(stage, "middle")
+        """Of a pipeline of four ranks with two chunks each."""
+        return {0: "first", 7: "last"}.get(stage, "middle")
 
     def _chunk_needs(
         self,
         found: TinyRun,
         rank: int,
         kind: str,
-        roles: dict[str, dict[str, float]],
+        roles: Mapping[str, Figures],
         layers: Mapping[str, Figures],
         needs: dict[Need, float],
     ) -> None:
-        """What the chunks of a rank with two of them keep and need."""
-        kept_by = {
-            stage: kept(found, stage) for stage in dict.fromkeys(a.stage for a in found.actions)
-        }
-        for stage, nbytes in kept_by.items():
-            role = self._role_of(stage)
-            roles[role] = {**roles[role], "kept": nbytes - layers[kind]["kept"]}
-        note_chunks(needs, kind, found, kept_by, self._role_of)
+        """What the chunks of a rank with two of them need.
+
+        What they keep is known from ranks with one chunk: with two, the messages that arrive while
+        another chunk runs are among the bytes of a forward.
+        """
+        own = layers[kind]
+        kept_by = {s: roles[self._role_of(s)]["kept"] + own["kept"] for s in stages_of(found)}
+        note_chunks(needs, kind, found, kept_by, own["stash"], self._role_of, rank)
 
     @property
     def _pipeline(self) -> bool:
@@ -388,7 +413,7 @@ class _Measurement:
     def _point(self, stage: int, kind: str, layers: int, data_parallel: int = 1) -> Point:
         """A stage of four, or the only one, with so many layers."""
         ranks = 4 if self._pipeline else 1
-        schedule = None if self._several else self.layout.schedule
+        schedule = ONE_CHUNK.get(self.layout.schedule or "", self.layout.schedule)
         batches = 5 if self._pipeline else 2
         layout = self._tiny(ranks, 1, batches, data_parallel, schedule)
         total = ranks * layers
@@ -397,9 +422,9 @@ class _Measurement:
         )
 
     def _chunks(self, rank: int, kind: str) -> Point:
-        """A rank of two with two chunks each of one layer."""
-        layout = self._tiny(2, 2, 4, 1, self.layout.schedule)
-        return Point(layout.overrides() | self._flags(kind, 4), layout.devices, rank)
+        """A rank of four with two chunks each of one layer."""
+        layout = self._tiny(4, 2, 8, 1, self.layout.schedule)
+        return Point(layout.overrides() | self._flags(kind, 8), layout.devices, rank)
 
     def _tiny(
         self, pp: int, vpp: int, batches: int, data_parallel: int, schedule: str | None
@@ -430,16 +455,26 @@ class _Measurement:
         return flags
 
 
-def _error(signature: Signature, found: TinyRun, role: str, kind: str) -> float:
-    """Of static bytes and peak of a run with three layers."""
-    composed = signature.chunk(role, [kind] * 3)
+def _error(
+    signature: Signature,
+    found: TinyRun,
+    chunks: Mapping[int, tuple[str, tuple[str, ...]]],
+    rank: int = 0,
+) -> float:
+    """Of static bytes and peak of a run whose rank has these chunks, by stage."""
+    composed = signature.rank(list(chunks.values()))
     real = figures_of(found)
     names = [name for name in real if name.startswith("static")]
     static, truth = sum(composed[n] for n in names), sum(real[n] for n in names)
     peak = truth + max(action.peak for action in found.actions)
-    held, before, most = 0.0, "", 0.0
+    figures = {stage: signature.chunk(*chunk) for stage, chunk in chunks.items()}
+    roles = [role for role, _ in chunks.values()]
+    held, last, most = 0.0, None, 0.0
     for action in found.actions:
-        most = max(most, held + signature.need(role, (kind,) * 3, before, action.op))
-        held += released(action.op, composed["kept"], composed["stash"])
-        before = action.op
+        role, kinds = chunks[action.stage]
+        own = figures[action.stage]
+        need = signature.need(place(role, roles, rank), kinds, before(last, action), action.op)
+        most = max(most, held + need)
+        held += released(action.op, own["kept"], own["stash"])
+        last = action
     return max(abs(static / truth - 1), abs((static + most) / peak - 1))
