@@ -22,9 +22,22 @@ class FakeJob:
 def some_run():
     action = tiny.ActionRun("F", 0, 1, 2, -3, 0.1)
     names = ("weights", "dp all_gather", "wire TP|8|all_gather", "TP")
-    static, collectives, messages, Counter({"calls G|2|all_reduce": 1}), exposed = (Counter({name: 10}) for name in names)
+    static, collectives, messages, exposed = (Counter({name: 10}) for name in names)
     return tiny.TinyRun(
-        static, 7, 2, 2, (action, action), 11, 0.5, 0.25, 100, 0, collectives, messages, Counter({"calls G|2|all_reduce": 1}), exposed
+        static,
+        7,
+        2,
+        2,
+        (action, action),
+        11,
+        0.5,
+        0.25,
+        100,
+        0,
+        collectives,
+        messages,
+        Counter({"calls G|2|all_reduce": 1}),
+        exposed,
     )
 
 
