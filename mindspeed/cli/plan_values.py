@@ -8,7 +8,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from mindspeed.planner.layout import (
+from mindspeed.planner.layout_flags import (
     CP_ALGORITHMS,
     EXPERT_PROGRAMS,
     MEMORY,

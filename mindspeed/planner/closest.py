@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.planner.bounded_search import Evaluator, Found
-from mindspeed.planner.layout import MEMORY, Layout, Recompute
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.layout_flags import MEMORY, Recompute
 from mindspeed.planner.result import Closest, Help
 
 MOST_KEYS = 6

@@ -16,7 +16,7 @@ from mindspeed.cli import plan as command
 from mindspeed.cli import plan_program
 from mindspeed.cli.main import main
 from mindspeed.cli.plan_values import dimensions, fixed
-from mindspeed.planner.layout import Recompute
+from mindspeed.planner.layout_flags import Recompute
 from mindspeed.planner.result import Closest, Help
 from tests.cli import plan_search_job
 from tests.cli.plan_search_job import BEST, FLAGS, FOUND, GIB, SLOW, Priced, invented

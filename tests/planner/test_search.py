@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from mindspeed.errors import ConfigError
 from mindspeed.planner.bounded_search import Outcome, search
 from mindspeed.planner.bounds import Bound
-from mindspeed.planner.layout import Layout, Recompute
+from mindspeed.planner.combinations import Shape, stage_layers
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.layout_flags import Recompute
 from mindspeed.planner.result import TOLERANCE, front_of, preference
-from mindspeed.planner.space import Shape, Space, stage_layers
+from mindspeed.planner.space import Space
 
 SHAPE = Shape(16, 64, num_layers=8, heads=8, query_groups=8, seq_length=8192)
 SPACE = Space.of(SHAPE)
