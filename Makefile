@@ -2,7 +2,7 @@
 #
 #   make quickstart   install, then the whole story here: text, LLaMA, LoRA, exam, pictures
 #   make test         install and run all tests (make test-fast leaves out the slow ones)
-#   make mutants      break the code at some 150 places and see that tests notice (weekly)
+#   make mutants      break the code at more than 450 places and see that tests notice (weekly)
 #
 # Both install only what is missing. Settings:
 #   PYTHON=python3.11           interpreter for the environment (3.10 or newer)
