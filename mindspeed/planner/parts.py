@@ -4,8 +4,12 @@
         part.name, part.kept, part.flops, part.sent
 
 One step with as few micro-batches as the schedule allows runs on FakeTensors, timed by the model of
-:mod:`mindspeed.planner.timed_step`; figures are of one micro-batch. Layers that are alike in every
-figure are put together.
+:mod:`mindspeed.planner.timed_step`. Figures of layers are of one micro-batch; those of gradients,
+of the optimizer and of the messages of data-parallel groups are of a step, however many
+micro-batches it has. Layers that are alike in every figure are put together.
+
+A layer keeps its input and what it makes for its backward, not its output: that is the input of
+what comes next. So figures of a chunk add up to what one more micro-batch in flight takes.
 """
 
 from __future__ import annotations
@@ -18,22 +22,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from mindspeed.built_model import TrainedModel
 from mindspeed.planner.cluster import Cluster
+from mindspeed.testing.clock import Interval
 from mindspeed.testing.live_memory import LiveMemory
 from mindspeed.training.modelled_costs import NANOSECOND, Costs, by_layer, joined_names
 from mindspeed.training.modelled_step import fewest_micro_batches
 
+_SENT_ON = "sent on"
+
 
 @dataclass(frozen=True)
 class Part:
-    """A layer, or what is outside of layers, for one micro-batch.
+    """A layer, or what is outside of layers.
 
     Attributes:
         name: such as ``chunk 0, layers 1-10``.
         count: layers with these figures.
+        of_step: figures are of a step; else of one micro-batch.
         parameters: entries of one of them on this rank.
-        kept: bytes that its forward keeps for its backward.
+        kept: bytes that its forward keeps for its backward, its input among them; None: nothing
+            is, or it is not known because the schedule does not call its forward.
         flops: executed, by phase: ``backward``, ``forward``, ``recompute``.
         calls: collectives.
         sent: bytes that this rank sends, by collective.
@@ -43,8 +54,9 @@ class Part:
 
     name: str
     count: int
+    of_step: bool
     parameters: int
-    kept: int
+    kept: int | None
     flops: tuple[tuple[str, float], ...]
     calls: float
     sent: tuple[tuple[str, float], ...]
@@ -81,13 +93,15 @@ def _parts_here(args: argparse.Namespace, cluster: Cluster) -> tuple[Part, ...]:
         step.run()  # a second step is like all later ones
         kept: dict[str, int] = {}
         clock = VirtualClock.of(DeviceRates(cluster))
-        with parts_named(clock, step.model), _kept_noted(memory, step.model, kept), clock:
+        with parts_named(clock, step.model), kept_noted(memory, step.model, kept), clock:
             step.run()
     parameters = _parameters(step.model)
-    costs = by_layer(one for one in clock.intervals if one.scope)
+    sharded = bool(args.use_megatron_fsdp)
+    costs = by_layer(_placed(one, sharded) for one in clock.intervals if one.scope)
     found: dict[tuple[str, Part], list[str]] = defaultdict(list)
     for name, phases in costs.items():
-        one = _part(phases, step.micro_batches, parameters.get(name, 0), kept.get(name, 0))
+        batches = step.micro_batches if name.startswith("chunk") else None
+        one = _part(phases, batches, parameters.get(name, 0), kept.get(name))
         found[name.rpartition(" ")[0], one].append(name)
     return tuple(
         replace(one, name=joined_names(names), count=len(names))
@@ -95,22 +109,43 @@ def _parts_here(args: argparse.Namespace, cluster: Cluster) -> tuple[Part, ...]:
     )
 
 
-def _part(phases: Mapping[str, Costs], micro_batches: int, parameters: int, kept: int) -> Part:
-    """Of one layer; equal for layers that are alike."""
-    sent, flops = Counter[str](), dict[str, float]()
+def _placed(one: Interval, sharded: bool) -> Interval:
+    """With its messages of data-parallel groups, once a step, outside of layers.
+
+    Args:
+        one: interval of the clock.
+        sharded: parameters are gathered for every micro-batch.
+    """
+    from mindspeed.planner.scopes import GRADIENTS, OPTIMIZER, chunk_of
+
+    message = one.communication
+    if message is None or one.kind != "communication" or sharded or chunk_of(one.scope) is None:
+        return one
+    if "DATA_PARALLEL" not in message.description:
+        return one
+    gathers = "gather" in message.op  # --overlap-param-gather
+    return replace(one, scope=OPTIMIZER if gathers else GRADIENTS)
+
+
+def _part(
+    phases: Mapping[str, Costs], micro_batches: int | None, parameters: int, kept: int | None
+) -> Part:
+    """Of one layer, or of a step where there is no number of micro-batches."""
+    sent, flops, batches = Counter[str](), dict[str, float](), micro_batches or 1
     for phase, costs in phases.items():
-        flops[phase] = costs.flops / micro_batches
+        flops[phase] = costs.flops / batches
         sent.update(costs.sent)
     return Part(
         "",
         1,
+        micro_batches is None,
         parameters,
         kept,
         tuple(sorted((phase, value) for phase, value in flops.items() if value)),
-        sum(costs.calls.total() for costs in phases.values()) / micro_batches,
-        tuple(sorted((op, value / micro_batches) for op, value in sent.items() if value)),
-        _rounded(sum(costs.computing for costs in phases.values()) / micro_batches),
-        _rounded(sum(costs.exposed for costs in phases.values()) / micro_batches),
+        sum(costs.calls.total() for costs in phases.values()) / batches,
+        tuple(sorted((op, value / batches) for op, value in sent.items() if value)),
+        _rounded(sum(costs.computing for costs in phases.values()) / batches),
+        _rounded(sum(costs.exposed for costs in phases.values()) / batches),
     )
 
 
@@ -134,33 +169,82 @@ def _entries(module: Any) -> int:
 
 
 @contextmanager
-def _kept_noted(memory: LiveMemory, model: TrainedModel, kept: dict[str, int]) -> Iterator[None]:
-    """Note how many bytes are alive after each first forward that were not before it."""
+def kept_noted(memory: LiveMemory, model: TrainedModel, kept: dict[str, int]) -> Iterator[None]:
+    """Note what of the first forward of each chunk is alive after it.
+
+    Args:
+        memory: counts.
+        model: whose forwards run.
+        kept: is filled, bytes by scope (:mod:`mindspeed.planner.scopes`).
+    """
     from mindspeed.planner.scopes import named_layers
 
     handles: list[Any] = []
-    before: dict[str, int] = {}
-
-    def watch(module: Any, scope: str) -> None:
-        def enter(module: Any, args: Any) -> None:
-            before.setdefault(scope, memory.total)
-
-        def leave(module: Any, args: Any, output: Any) -> None:
-            kept.setdefault(scope, memory.total - before[scope])
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave))
-
     try:
         for index, chunk in enumerate(model.chunks):
-            layers = dict(named_layers(chunk, index))
-            for scope, layer in layers.items():
-                watch(layer, scope)
-            watch(chunk, f"chunk {index}")
+            handles += _Kept(memory, chunk, f"chunk {index}", kept).handles(
+                dict(named_layers(chunk, index))
+            )
         yield
     finally:
         for handle in handles:
             handle.remove()
-    for index in range(len(model.chunks)):
-        own = f"chunk {index}"
-        kept[own] -= sum(kept[scope] for scope in kept if scope.startswith(f"{own}, "))
+
+
+@dataclass
+class _Kept:
+    """Notes what the first forward of a chunk keeps, as kinds of memory."""
+
+    memory: LiveMemory
+    chunk: Any
+    own: str
+    kept: dict[str, int]
+    before: str | None = None  # kind outside of the chunk, while its first forward runs
+    done: bool = False
+
+    def handles(self, layers: Mapping[str, torch.nn.Module]) -> list[Any]:
+        """Hooks of the chunk and its layers, by scope."""
+        handles: list[Any] = []
+
+        def enter(module: Any, args: Any) -> None:
+            if not self.done:
+                self.before, self.memory.kind = self.memory.kind, self.own
+
+        def leave(module: Any, args: Any, output: Any) -> None:
+            if self.before is None:
+                return
+            self.memory.kind, self.before, self.done = self.before, None, True
+            if isinstance(output, torch.Tensor):
+                self._sent_on(output)
+            self.kept.update({scope: self.memory.now[scope] for scope in (*layers, self.own)})
+
+        handles.append(self.chunk.register_forward_pre_hook(enter))
+        for scope, layer in layers.items():
+            handles += self._of_layer(scope, layer)
+        handles.append(self.chunk.register_forward_hook(leave))
+        return handles
+
+    def _of_layer(self, scope: str, layer: torch.nn.Module) -> list[Any]:
+        def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.before is not None:
+                hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                self.memory.claim(hidden, scope)
+                self.memory.kind = scope
+
+        def leave(module: Any, args: Any, output: Any) -> None:
+            if self.before is not None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                self.memory.claim(hidden, self.own)
+                self.memory.kind = self.own
+
+        return [
+            layer.register_forward_pre_hook(enter, with_kwargs=True),
+            layer.register_forward_hook(leave),
+        ]
+
+    def _sent_on(self, output: torch.Tensor) -> None:
+        """Hidden states [s, b, h] that the next rank gets are dropped here."""
+        from megatron.core.utils import get_attr_wrapped_model
+
+        if not get_attr_wrapped_model(self.chunk, "post_process"):
+            self.memory.claim(output, _SENT_ON)
