@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mindspeed.cli.plan_check import layout_of, memory_table, modelled, traffic_table, verdict
+from mindspeed.cli.plan_program import command
 from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole
-from mindspeed.planner.changes import Effect
+from mindspeed.planner.changes import INTERRUPTED, Effect
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.explain import Explanation
-from mindspeed.planner.layout import layout_of as planned_layout
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import Layout
 from mindspeed.planner.parts import Part
+from mindspeed.planner.price import Prediction
 
 _SECONDS_OF = {"forward": "forward", "backward": "backward", "recompute": "again"}
 
 
-def print_page(args: argparse.Namespace, found: Explanation, cluster: Cluster, origin: str) -> None:
+@dataclass(frozen=True)
+class Commands:
+    """What is started after a change.
+
+    Attributes:
+        job: as the user has it.
+        flags: its words.
+        layout: its own.
+    """
+
+    job: Job
+    flags: Sequence[str]
+    layout: Layout
+
+    def differences(self, one: Effect) -> dict[str, Any]:
+        """Flags that change; those that the job does not have need not go away."""
+        found = one.change.differences(self.layout)
+        return {name: new for name, new in found.items() if new is not None or self.job.gives(name)}
+
+    def after(self, one: Effect) -> str:
+        """The command line with a change."""
+        return command(self.flags, self.job.flags(self.differences(one)), None)
+
+
+def print_page(
+    args: argparse.Namespace, found: Explanation, cluster: Cluster, origin: str, commands: Commands
+) -> None:
     """Print tables of ranks, of their layers, of the time of a step, and of changes."""
     console = Console(soft_wrap=True)
 
@@ -38,15 +67,41 @@ def print_page(args: argparse.Namespace, found: Explanation, cluster: Cluster, o
         return
     print_whole(_time_table(found.prediction))
     line(modelled(found.prediction, cluster.name))
-    refused = sum(bool(one.refused) for one in found.tried)
-    line(f"{len(found.tried)} changes tried, {refused} of them a start would refuse")
     if found.helpful:
-        print_whole(_changes_table(args, found))
+        print_whole(_changes_table(found.prediction, found.helpful, commands))
     else:
-        line("none of the others helps")
+        line(_no_help(found, commands))
+    line(_tried(found.tried))
+    if found.helpful:
+        line(f"with the first change:\n\n{commands.after(found.helpful[0])}")
 
 
-def as_data(args: argparse.Namespace, found: Explanation) -> dict[str, Any]:
+def _no_help(found: Explanation, commands: Commands) -> str:
+    if found.check.fits:
+        return "no single change makes it faster and fits; mindspeed plan searches all of them"
+    text = "no single change makes it fit"
+    if found.nearest is not None:
+        one, unit = found.nearest, bytes_unit([found.nearest.peak_bytes])
+        text += (
+            f"; nearest: {one.change.what} ({flag_text(commands.differences(one))}), which needs "
+            f"{unit(one.peak_bytes)} {unit.name}"
+        )
+    return f"{text}; mindspeed plan searches combinations"
+
+
+def _tried(tried: Sequence[Effect]) -> str:
+    """How many changes were looked at."""
+    refused = sum(bool(one.refused) for one in tried)
+    predicted = sum(one.predicted for one in tried)
+    text = (
+        f"of {len(tried)} single changes {predicted} were predicted, {refused} a start would "
+        f"refuse, {len(tried) - predicted - refused} cannot be among the best; --json lists them"
+    )
+    interrupted = any(one.skipped == INTERRUPTED for one in tried)
+    return f"{text}\ninterrupted: the best until then" if interrupted else text
+
+
+def as_data(args: argparse.Namespace, found: Explanation, commands: Commands) -> dict[str, Any]:
     """Everything as plain data; bytes and seconds."""
     prediction = found.prediction
     time = None
@@ -57,37 +112,37 @@ def as_data(args: argparse.Namespace, found: Explanation) -> dict[str, Any]:
     return {
         "layout": layout_of(args),
         "check": asdict(found.check),
+        "fits": found.check.fits,
         "parts": {rank: [asdict(one) for one in rows] for rank, rows in found.parts.items()},
         "time": time,
-        "helpful": [_effect(args, one) for one in found.helpful],
-        "tried": [_effect(args, one) for one in found.tried],
+        "helpful": [
+            {**_effect(one, commands), "command": commands.after(one)} for one in found.helpful
+        ],
+        "nearest": None if found.nearest is None else _effect(found.nearest, commands),
+        "tried": [_effect(one, commands) for one in found.tried],
+        "interrupted": found.interrupted,
     }
 
 
-def _effect(args: argparse.Namespace, one: Effect) -> dict[str, Any]:
+def _effect(one: Effect, commands: Commands) -> dict[str, Any]:
     return {
         "what": one.change.what,
-        "flags": _differences(args, one),
-        "seconds": one.seconds,
-        "peak_bytes": one.peak_bytes,
+        "flags": commands.differences(one),
+        "seconds": one.seconds if one.predicted else None,
+        "peak_bytes": one.peak_bytes if one.predicted else None,
         "refused": one.refused,
+        "skipped": one.skipped,
     }
-
-
-def _differences(args: argparse.Namespace, one: Effect) -> dict[str, Any]:
-    """Flags that change; those that the job does not have need not go away."""
-    found = one.change.differences(planned_layout(args))
-    return {name: new for name, new in found.items() if new is not None or vars(args).get(name)}
 
 
 def _parts_table(parts: Mapping[int, tuple[Part, ...]]) -> Table:
     every = [part for rows in parts.values() for part in rows]
-    size = bytes_unit([*(part.kept for part in every), *(_sent(part) for part in every)])
+    size = bytes_unit([*(part.kept or 0 for part in every), *(_sent(part) for part in every)])
     flops = flops_unit(value for part in every for _, value in part.flops)
     phases = [name for name in _SECONDS_OF if any(name in dict(part.flops) for part in every)]
     table = new_table(
-        f"one layer and one micro-batch; kept for backward and sent in {size.name}, computation in "
-        f"{flops.name}, times in ms",
+        f"a layer, and one micro-batch where no step is named; {size.name} kept for backward and "
+        f"sent,\n{flops.name} computed, times in ms",
         ["pipeline rank", "part"],
         ["parameters", "kept", *(_SECONDS_OF[name] for name in phases), "calls", "sent"],
     )
@@ -98,9 +153,9 @@ def _parts_table(parts: Mapping[int, tuple[Part, ...]]) -> Table:
         for part in rows:
             table.add_row(
                 label,
-                part.name,
+                f"{part.name}, a step" if part.of_step else part.name,
                 f"{part.parameters:,}" if part.parameters else "",
-                size(part.kept),
+                "" if part.kept is None else size(part.kept),
                 *(flops(dict(part.flops).get(name, 0)) for name in phases),
                 f"{part.calls:g}",
                 size(_sent(part)),
@@ -115,7 +170,7 @@ def _sent(part: Part) -> float:
     return sum(value for _, value in part.sent)
 
 
-def _time_table(prediction: Any) -> Table:
+def _time_table(prediction: Prediction) -> Table:
     table = new_table("where the time of a step goes", ["what"], ["ms", "part"])
     pipeline = prediction.seconds - prediction.optimizer_seconds
     waits = {name: value for name, value in prediction.exposed.items() if value}
@@ -130,24 +185,22 @@ def _time_table(prediction: Any) -> Table:
     return table
 
 
-def _changes_table(args: argparse.Namespace, found: Explanation) -> Table:
-    now = found.prediction
-    assert now is not None
+def _changes_table(now: Prediction, helpful: Sequence[Effect], commands: Commands) -> Table:
     unit = bytes_unit([now.peak_bytes])
     table = new_table(
         f"what would help most; predicted for the changed job, memory in {unit.name}",
         ["change"],
-        ["ms", "", "memory", " "],
+        ["ms", "time", unit.name, "memory"],
     )
     table.add_column("flags")
-    for one in found.helpful:
+    for one in helpful:
         table.add_row(
             one.change.what,
             f"{one.seconds * 1e3:,.3f}",
             f"{one.seconds / now.seconds - 1:+.1%}",
             unit(one.peak_bytes),
             f"{one.peak_bytes / now.peak_bytes - 1:+.1%}",
-            flag_text(_differences(args, one)),
+            flag_text(commands.differences(one)),
         )
     return table
 

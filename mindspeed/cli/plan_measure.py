@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.cli.plan_program import job_of, program
+from mindspeed.cli.plan_program import command, job_of, program
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, make_dirs
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _DATA = ("data_path", "train_data_path", "data_args_path", "mock_data")
 
 
-def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> None:
-    """Measure candidates of a plan and print them, the fastest one's command last.
+def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> Measurements:
+    """Measure candidates of a plan and, without ``--json``, print them and the fastest's command.
 
     Args:
         own: flags of the command.
@@ -56,9 +56,12 @@ def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> N
         plan.candidates, run, node_size=node, all_of_them=own.measure == "black", tell=tell
     )
     _write(found, out)
-    print(found.table())
-    best = found.best
-    print(f"\nmeasured best: candidate {best.number}, {best.candidate.layout}")
+    if not own.json:
+        print(found.table())
+        best = found.best
+        print(f"\nmeasured best: candidate {best.number}, {best.candidate.layout}")
+        print(f"\n{command(flags, best.candidate.flags, own.launch)}")
+    return found
 
 
 def _write(found: Measurements, out: Path) -> None:

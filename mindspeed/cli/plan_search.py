@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mindspeed.cli import plan_program
+from mindspeed.cli.plan_interrupt import interruptible
 from mindspeed.cli.plan_program import command, is_script
 from mindspeed.cli.plan_progress import progress
 from mindspeed.cli.plan_units import bytes_unit, new_table, print_whole
@@ -22,12 +23,13 @@ from mindspeed.files import atomic_write_text, make_dirs
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mindspeed.planner.measure import Measurements
     from mindspeed.planner.result import Candidate, Closest, Plan
 
 MANY = 1000
 """Candidates that are measured at most."""
-NOTHING_FITS, INTERRUPTED = 3, 130
-"""Exit statuses."""
+NOTHING_FITS = 3
+"""Exit status."""
 
 _GIB = bytes_unit([2**30])
 
@@ -46,11 +48,14 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
         )
     if own.measure and len(own.devices or ()) > 1:
         raise ConfigError("--measure starts what is planned for one number of --devices")
-    plans = [_search(own, flags, devices) for devices in own.devices or (None,)]
-    if own.json:
-        found = [plan.to_json() for plan in plans]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
-    else:
+    plans: list[Plan] = []
+    with interruptible() as stop:
+        for devices in own.devices or (None,):
+            plans.append(_search(own, flags, devices))
+            if plans[-1].interrupted:
+                break
+    measured = None
+    if not own.json:
         for plan in plans:
             print_plan(plan, flags, own.launch)
     if own.out is not None:
@@ -59,13 +64,26 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
         from mindspeed.cli.plan_picture import draw_plans
 
         draw_plans(plans, own.plot)
-    if own.measure and plans[0].candidates:
+    interrupted = plans[-1].interrupted
+    if own.measure and plans[0].candidates and not interrupted:
         from mindspeed.cli.plan_measure import measure_plan
 
-        measure_plan(own, flags, plans[0])
-    if any(plan.interrupted for plan in plans):
-        return INTERRUPTED
+        with interruptible() as stop:
+            measured = measure_plan(own, flags, plans[0])
+        interrupted = measured.interrupted
+    if own.json:
+        print(json.dumps(_data(plans, measured, len(own.devices or ()) > 1), indent=2))
+    if interrupted:
+        return stop.status
     return 0 if all(plan.candidates for plan in plans) else NOTHING_FITS
+
+
+def _data(plans: Sequence[Plan], measured: Measurements | None, several: bool) -> Any:
+    """A plan, or a list of them if several numbers of devices were asked for."""
+    found = [plan.to_json() for plan in plans]
+    if measured is not None:
+        found[0]["measured"] = measured.to_json()
+    return found if several else found[0]
 
 
 def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> Plan:

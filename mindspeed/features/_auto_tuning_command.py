@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
@@ -33,6 +36,7 @@ _PRESETS = {
 
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "MASTER_", "GROUP_WORLD_SIZE", "ROLE_")
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _PLANNING = "MINDSPEED_PLANNING"
 """Set in the process that plans, which reads the same flags again."""
 
@@ -65,12 +69,48 @@ def plan_and_end(options: AutoTuningOptions, megatron: Mapping[str, Any]) -> Non
     words = plan_command(options, _words_of_job(megatron), _device_name())
     level = options.auto_tuning_log_level or options.auto_settings_log_level or "info"
     environment = _environment(level)
-    quiet = subprocess.PIPE if level == "warning" else None
-    done = subprocess.run(words, env=environment, stderr=quiet, check=False)
-    if done.returncode and done.stderr:
-        sys.stderr.buffer.write(done.stderr)
+    status, errors = run_with_signals(words, environment, quiet=level == "warning")
+    if status and errors:
+        sys.stderr.buffer.write(errors)
     sys.stderr.flush()
-    raise SystemExit(done.returncode)
+    raise SystemExit(status)
+
+
+def run_with_signals(
+    words: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False
+) -> tuple[int, bytes]:
+    """Run a command that gets the SIGTERM and SIGINT of this process, and ends with it.
+
+    Args:
+        words: the command line.
+        environment: all variables.
+        quiet: keep its standard error.
+
+    Returns:
+        Exit status, 128 + N after a signal N, and what was kept.
+    """
+    errors = subprocess.PIPE if quiet else None
+    process = subprocess.Popen(words, env=environment, stderr=errors, preexec_fn=_end_with_parent)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:  # a terminal sends that to both
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        kept = process.communicate()[1]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    status = process.returncode
+    return (128 - status if status < 0 else status), kept or b""
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when its parent dies, where the system has that."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def plan_command(options: AutoTuningOptions, job: Sequence[str], device_name: str) -> list[str]:

@@ -25,7 +25,7 @@ from mindspeed.planner.job import NOT_PLANNED, Job
 from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.price import Prediction, memory, predict
 from mindspeed.planner.shape import Shape, shape_of
-from mindspeed.planner.signature import Signature, measure
+from mindspeed.planner.signature import KnownRuns, Signature, measure
 
 _OF_THE_LAUNCH = ("rank", "recipe", "planned_loop", *NOT_PLANNED)
 
@@ -51,6 +51,7 @@ def compose(
     cluster: Cluster | None,
     memory_limit: int | None = None,
     jobs: int = 1,
+    runs: KnownRuns | None = None,
 ) -> Composed | None:
     """The figures of a job; None where it has to be counted whole.
 
@@ -60,6 +61,7 @@ def compose(
         cluster: rates of devices and links; None: no times.
         memory_limit: bytes that the tensors of a rank may take.
         jobs: runs at a time.
+        runs: those made before, and where new ones are kept.
 
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
@@ -68,7 +70,7 @@ def compose(
     rates = cluster or load_cluster("generic")  # messages are counted by the clock
     if not isolated.call(_describes, job, layout, args):
         return None
-    signature = measure(job, layout, rates, jobs)
+    signature = measure(job, layout, rates, jobs, runs)
     if not signature.fits:
         return None
     shape = shape_of(args)

@@ -87,11 +87,13 @@ class Measurements:
         runs: the candidates that were started.
         factors: of the model, after all of them; None: no run succeeded.
         left: numbers of those that were not started and their corrected seconds, fastest first.
+        interrupted: ended by Ctrl-C; those left may be faster.
     """
 
     runs: tuple[Measured, ...]
     factors: Factors | None
     left: tuple[tuple[int, float], ...] = ()
+    interrupted: bool = False
 
     @property
     def best(self) -> Measured:
@@ -115,7 +117,8 @@ class Measurements:
             lines.append(f"{run.number:>3} {seconds:>10} {run.predicted:>8.4g} s  {where}")
         if self.left:
             rest = ", ".join(f"{number} ({seconds:.4g} s)" for number, seconds in self.left)
-            lines.append(f"not started, cannot be faster: {rest}")
+            why = "interrupted" if self.interrupted else "cannot be faster"
+            lines.append(f"not started, {why}: {rest}")
         if self.factors is not None:
             factors = self.factors.to_json().items()
             lines.append("factors: " + ", ".join(f"{name} {value:.3g}" for name, value in factors))
@@ -134,6 +137,7 @@ class Measurements:
                 for run in self.runs
             ],
             "factors": None if self.factors is None else self.factors.to_json(),
+            "interrupted": self.interrupted,
             "not_started": [{"number": n, "expected_seconds": s} for n, s in self.left],
         }
 
@@ -159,18 +163,21 @@ def measure(
         number: Parts.of(one.prediction, one.layout, node_size)
         for number, one in enumerate(candidates, start=1)
     }
-    waiting, runs = dict(parts), list[Measured]()
+    waiting, runs, interrupted = dict(parts), list[Measured](), False
     factors: Factors | None = None
     fastest = float("inf")
     while waiting:
         number = min(waiting, key=lambda n: (_optimistic(factors, waiting[n]), n))
         if not all_of_them and _optimistic(factors, waiting[number]) >= fastest:
             break
-        here = waiting.pop(number)
+        here = waiting[number]
         expected = here.seconds if factors is None else factors.seconds(here)
         candidate = candidates[number - 1]
         try:
             seconds = run(number, candidate)
+        except KeyboardInterrupt:
+            interrupted = True
+            break
         except MindSpeedError as error:
             runs.append(Measured(number, candidate, None, expected, str(error)))
         else:
@@ -180,9 +187,12 @@ def measure(
                 factors = Factors.first(here, seconds)
             else:
                 factors = factors.updated(here, seconds)
+        del waiting[number]
         tell(runs[-1])
     left = [(n, p.seconds if factors is None else factors.seconds(p)) for n, p in waiting.items()]
-    return Measurements(tuple(runs), factors, tuple(sorted(left, key=lambda one: one[1])))
+    return Measurements(
+        tuple(runs), factors, tuple(sorted(left, key=lambda one: one[1])), interrupted
+    )
 
 
 def _optimistic(factors: Factors | None, parts: Parts) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
+import threading
+import time
 
 import pytest
 
@@ -96,11 +98,11 @@ def test_only_the_first_rank_plans(monkeypatch, capsys):
     """The others end well; the status of the plan is that of the job; a plan does not plan."""
     calls = []
 
-    def run(words, env, stderr, check):
-        calls.append((words, env, stderr))
-        return subprocess.CompletedProcess(words, 3, stderr=b"nothing fits\n")
+    def run(words, env, quiet):
+        calls.append((words, env, quiet))
+        return 3, b"nothing fits\n"
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(command, "run_with_signals", run)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--bf16", "--auto-tuning"])
     monkeypatch.setenv("MASTER_ADDR", "here")
     options = AutoTuningOptions(auto_tuning=True, auto_tuning_log_level="warning")
@@ -109,17 +111,47 @@ def test_only_the_first_rank_plans(monkeypatch, capsys):
         with pytest.raises(SystemExit) as end:
             command.plan_and_end(options, {"save": "checkpoints"})
         assert end.value.code == status
-    [(words, env, stderr)] = calls
+    [(words, env, quiet)] = calls
     assert words[-2:] == [os.path.abspath("pretrain_gpt.py"), "--bf16"]
-    assert "RANK" not in env and "MASTER_ADDR" not in env and stderr == subprocess.PIPE
+    assert "RANK" not in env and "MASTER_ADDR" not in env and quiet
     monkeypatch.setenv("MINDSPEED_PLANNING", env["MINDSPEED_PLANNING"])
     assert command.plan_and_end(options, {}) is None
     assert "--save is ignored: nothing is trained" in capsys.readouterr().err
     monkeypatch.delenv("MINDSPEED_PLANNING")
     with pytest.raises(SystemExit):
         command.plan_and_end(AutoTuningOptions(auto_parallel=True), {"command_words": ("--x", "1")})
-    assert calls[1][0][-2:] == ["--x", "1"] and calls[1][2] is None
+    assert calls[1][0][-2:] == ["--x", "1"] and not calls[1][2]
     assert asked({"auto_parallel": True}) and not asked({"nnodes": 2})
+
+
+CHILD = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("the best so far"))
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+def test_sigterm_reaches_the_plan(tmp_path):
+    """A job that is ended waits for what its plan prints."""
+    ready, handler = tmp_path / "ready", signal.getsignal(signal.SIGTERM)
+
+    def end():
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    words = [sys.executable, "-S", "-c", CHILD, str(ready)]
+    assert command.run_with_signals(words, dict(os.environ), quiet=True) == (
+        1,
+        b"the best so far\n",
+    )
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    words = [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"]
+    assert command.run_with_signals(words, dict(os.environ)) == (137, b"")
 
 
 def test_both_doors_know_the_flags(rank_pool):

@@ -21,12 +21,15 @@ def main(kind: str, directory: str, *flags: str) -> None:
     candidates = [
         SimpleNamespace(
             layout=Layout(2, 4, tp=tp, mbs=mbs),
+            flags=("--tensor-model-parallel-size", str(tp)),
             prediction=SimpleNamespace(seconds=seconds, exposed={"data parallel": 0.1 * seconds}),
         )
         for tp, mbs, seconds in ((1, 1, 1.0), (2, 1, 1.1), (1, 3, 1.2), (1, 2, 50.0))
     ]
     plan = SimpleNamespace(devices=2, candidates=candidates)
-    own = argparse.Namespace(cluster="generic", out=Path(directory), measure=kind)
+    own = argparse.Namespace(
+        cluster="generic", out=Path(directory), measure=kind, json=False, launch=None
+    )
     measure_plan(own, flags, plan)  # type: ignore[arg-type]
 
 

@@ -8,7 +8,19 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.planner.changes import Change, Effect, changes, effects, most_helpful
+from mindspeed.planner.bounds import Bound
+from mindspeed.planner.changes import (
+    BOTH,
+    INTERRUPTED,
+    MEMORY_ONLY,
+    SPEED,
+    Change,
+    Effect,
+    changes,
+    effects,
+    most_helpful,
+    nearest,
+)
 from mindspeed.planner.layout import MEMORY, Layout
 
 LAYOUT = Layout(64, 128, tp=2, pp=4)
@@ -42,7 +54,10 @@ def test_sizes_schedules_memory_and_overlaps_are_tried():
     assert layouts["pipeline schedule zb-v"] == replace(LAYOUT, schedule="zb-v", vpp=2)
     assert not [what for what in layouts if what.startswith("expert")]
     assert all(one.layout.dp > 0 and one.layout.micro_batches > 0 for one in found)
-    assert "distributed optimizer" not in layouts and "reuse-fp32-param" in layouts
+    assert (
+        "distributed optimizer" not in layouts
+        and "bf16 weights share the memory of the fp32 ones" in layouts
+    )
     assert whats(changes(LAYOUT, job(overlap_grad_reduce=True))).count(
         "gradients are reduced while backward runs"
     ) == 0  # fmt: skip
@@ -51,8 +66,16 @@ def test_sizes_schedules_memory_and_overlaps_are_tried():
 
 def test_a_feature_that_is_on_stays_on():
     found = {one.what: one for one in changes(LAYOUT, job(recompute_norm=True))}
-    assert "recompute-norm" not in found
-    assert found["swap-attention"].layout.memory == ("recompute-norm", "swap-attention")
+    assert "norms are computed again" not in found
+    changed = found["inputs of attention layers wait on the host"].layout
+    assert changed.memory == ("recompute-norm", "swap-attention")
+
+
+def test_what_a_change_may_make_better():
+    found = {one.what: one.may for one in changes(LAYOUT, job(recompute_granularity="full"))}
+    assert found["nothing is computed again"] == SPEED
+    assert found["norms are computed again"] == MEMORY_ONLY
+    assert found["tensor parallel size 2 -> 4"] == found["pipeline schedule zb-h1"] == BOTH
 
 
 def test_differences_are_the_flags_to_change():
@@ -71,9 +94,57 @@ def test_a_refused_change_has_its_reason():
 
     tried = [Change("a", replace(LAYOUT, tp=4)), Change("b", LAYOUT)]
     told = []
-    found = effects(tried, price, lambda *progress: told.append(progress))
+    now = Priced(3.0, 5.0)
+    found = effects(tried, price, now, 9, progress=lambda *progress: told.append(progress))
     assert [(one.refused, one.seconds) for one in found] == [("heads", 0.0), ("", 2.0)]
     assert told == [(0, 2), (1, 2), (2, 2)]
+
+
+def many(bounds, may=BOTH):
+    """Changes named by their number, and the bounds of these."""
+    tried = [Change(str(number), LAYOUT, may=may) for number in range(len(bounds))]
+    return tried, lambda change: Bound(*bounds[int(change.what)])
+
+
+def test_what_cannot_be_among_the_best_is_not_predicted():
+    """In the order of their bounds, until three are faster than what is left can be."""
+    bounds = [(5, 1), (2, 1), (1, 1), (3, 1), (1.5, 70), (4, 1)]
+    tried, bound = many(bounds)
+    asked = []
+
+    def price(change):
+        asked.append(change.what)
+        return Priced(bound(change).seconds + 0.5, 1)
+
+    found = effects(tried, price, Priced(10, 50), 60, bound=bound)
+    assert asked == ["2", "1", "3"]
+    assert [one.skipped for one in found] == [
+        "takes at least 5 s", "", "", "", "needs at least 0.000 GiB", "takes at least 4 s",
+    ]  # fmt: skip
+    assert whats(one.change for one in most_helpful(found, Priced(10, 50), 60)) == ["2", "1", "3"]
+    everything = effects(tried, price, Priced(10, 50), 60)
+    best = most_helpful(everything, Priced(10, 50), 60)
+    assert [one.seconds for one in best] == [1.5, 2.0, 2.5]  # also the one with most memory
+
+
+@pytest.mark.parametrize(("peak", "asked"), [(50, {"speed", "both"}), (70, {"memory", "both"})])
+def test_what_a_job_does_not_need_is_not_predicted(peak, asked):
+    tried = [Change(may, LAYOUT, may=may) for may in (SPEED, MEMORY_ONLY, BOTH)]
+    predicted = []
+    effects(tried, lambda one: predicted.append(one.what) or Priced(1, 1), Priced(2, peak), 60)
+    assert set(predicted) == asked
+
+
+def test_ctrl_c_keeps_what_was_predicted():
+    tried, bound = many([(1, 1), (2, 1), (3, 1)])
+
+    def price(change):
+        if change.what == "1":
+            raise KeyboardInterrupt
+        return Priced(1, 1)
+
+    found = effects(tried, price, Priced(10, 1), 60, bound=bound)
+    assert [one.skipped for one in found] == ["", INTERRUPTED, INTERRUPTED]
 
 
 def effect(what, seconds, nbytes, refused=""):
@@ -94,13 +165,19 @@ EFFECTS = [
     ("now", "limit", "expected"),
     [
         ((2, 50), 60, ["fast"]),
-        ((2, 50), None, ["fast, large", "fast"]),
+        ((2, 50), 95, ["fast, large", "fast"]),
         ((2, 50), 45, ["fast", "small", "slow"]),
-        ((2, 50), 9, ["small", "slow", "fast"]),
+        ((2, 50), 9, []),
         ((0.5, 50), 60, []),
+        ((1.5001, 50), 60, []),
     ],
-    ids=["fits", "no limit", "does not fit", "nothing fits", "nothing is faster"],
+    ids=["fits", "all fit", "does not fit", "nothing fits", "nothing is faster", "hardly faster"],
 )
 def test_the_most_helpful(now, limit, expected):
     found = most_helpful(EFFECTS, Priced(*now), limit)
     assert whats(one.change for one in found) == expected
+
+
+def test_the_nearest_where_nothing_fits():
+    assert nearest(EFFECTS, Priced(2, 50)).change.what == "small"
+    assert nearest(EFFECTS, Priced(2, 9)) is None

@@ -120,6 +120,18 @@ def test_the_best_of_all_is_found_where_the_model_is_right_but_for_its_factors()
         assert measure(CANDIDATES, run, node_size=8).best.number == everything.best.number
 
 
+def test_ctrl_c_keeps_what_was_measured():
+    def run(number, one):
+        if number != 1:
+            raise KeyboardInterrupt
+        return 9.0
+
+    found = measure(CANDIDATES[:3], run, node_size=8)
+    assert found.interrupted and found.to_json()["interrupted"]
+    assert [one.number for one in found.runs] == [1] and {n for n, _ in found.left} == {2, 3}
+    assert found.best.number == 1 and "not started, interrupted: " in found.table()
+
+
 def test_a_candidate_that_fails_is_reported():
     def run(number, one):
         if number == 1:
