@@ -10,6 +10,9 @@ The first searches the best layouts, the others count one configuration. Takes a
 and its flags (``-- pretrain_gpt.py FLAGS``). The real program of a rank runs on FakeTensors: bytes,
 FLOPs and messages are counted, not estimated; times are a model of the cluster. Data need not
 exist.
+
+The status is 0 if a candidate or the configuration fits, 3 if not, 1 or 2 after an error, and 130
+after Ctrl-C or 143 after SIGTERM, which print the best until then.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ def run(argv: Sequence[str]) -> int:
         _refuse_with_check(own)
         own.devices = own.devices[0] if own.devices else None
         return run_check(own, flags)
+    if own.whole:
+        raise ConfigError("--whole belongs to --check: it counts one configuration")
     from mindspeed.cli.plan_search import run_search
 
     return run_search(own, flags)
@@ -63,10 +68,11 @@ def _refuse_with_check(own: argparse.Namespace) -> None:
 
 def _refuse_with_features(own: argparse.Namespace) -> None:
     name = "--plan-pipeline" if own.plan_pipeline else "--plan-activations"
-    others = ["check", "fix", "search", "top", "cache", "plot", "memory_limit"]
-    others += ["plan_activations", "out", "json"] if own.plan_pipeline else []
+    others = ["check", "whole", "fix", "search", "top", "cache", "plot", "memory_limit"]
+    others += ["measure", "launch"]
+    others += ["plan_activations", "out", "json", "jobs"] if own.plan_pipeline else []
     for other in others:
-        if getattr(own, other) not in (None, False):
+        if getattr(own, other) not in (None, False, 1):
             raise ConfigError(f"--{other.replace('_', '-')} has no effect with {name}: remove it")
     if own.devices and len(own.devices) > 1:
         raise ConfigError(f"{name} plans one configuration: give one number of --devices")

@@ -35,7 +35,7 @@ def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> M
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.measure import OF_A_MEASUREMENT, Launcher, measure
 
-    _check_devices(plan.devices)
+    check_devices(plan.devices)
     job = job_of(flags)
     out = own.out or Path()
     launcher = Launcher(program(flags), plan.devices, out / "measured", {})
@@ -70,7 +70,12 @@ def _write(found: Measurements, out: Path) -> None:
     atomic_write_text(out / "measured.json", text)
 
 
-def _check_devices(wanted: int) -> None:
+def check_devices(wanted: int) -> None:
+    """Refuse to measure on more devices than this machine has.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
     from mindspeed import device
     from mindspeed.training.resolve_parallel import check_fits_here
 

@@ -48,6 +48,12 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
         )
     if own.measure and len(own.devices or ()) > 1:
         raise ConfigError("--measure starts what is planned for one number of --devices")
+    if own.measure and own.devices:
+        from mindspeed.cli.plan_measure import check_devices
+
+        check_devices(own.devices[0])
+    if own.out is not None:
+        make_dirs(own.out)
     plans: list[Plan] = []
     with interruptible() as stop:
         for devices in own.devices or (None,):
@@ -137,6 +143,8 @@ def print_plan(plan: Plan, flags: Sequence[str] = (), launch: str | None = None)
             f"{_GIB(plan.closest.deficit)} GiB too much"
         )
         print_whole(_help(plan.closest))
+    elif not plan.interrupted:
+        line("nothing fits, and nothing could be counted that comes near")
     for text in (*plan.counts(), *plan.notes):
         line(text)
     if plan.candidates:

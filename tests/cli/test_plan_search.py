@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,6 +98,27 @@ def test_interrupted(plan):
     assert printed.out.endswith(f"mindspeed pretrain {' '.join(FLAGS)}\n")
 
 
+def test_sigterm_is_ctrl_c_with_another_status(monkeypatch, capsys):
+    """The plans of later numbers of devices are not begun."""
+    begun = []
+
+    def search(flags, cluster, **options):
+        begun.append(options["devices"])
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # waits for what is printed
+        return replace(FOUND, interrupted=True, devices=options["devices"])
+
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setitem(sys.modules, "mindspeed.planner.search", SimpleNamespace(plan=search))
+    monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
+    words = ["--cluster", "h100", "--devices", "8,16", "--json", "--", *FLAGS]
+    assert main(["plan", *words]) == 143
+    assert begun == [8] and signal.getsignal(signal.SIGTERM) is handler
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["interrupted"] and found["devices"] == 8
+
+
 WRONG = {
     "no-cluster": ([], "--cluster is missing"),
     "unknown-dimension": (["--fix", "tpp=2"], "closest: tp"),
@@ -104,6 +128,9 @@ WRONG = {
     "dimension": (["--search", "tp,layers"], "no dimension of the search"),
     "with-check": (["--check", "--top", "2"], "--top belongs to a search"),
     "devices": (["--check", "--devices", "2,4"], "one number of --devices"),
+    "whole": (["--whole", "--cluster", "h100"], "--whole belongs to --check"),
+    "features": (["--plan-pipeline", "--measure", "black"], "--measure has no effect with --plan"),
+    "jobs": (["--plan-pipeline", "--jobs", "2"], "--jobs has no effect with --plan-pipeline"),
     "zero": (["--devices", "0"], "must be from 1"),
 }
 

@@ -47,10 +47,9 @@ def test_a_changed_job_has_the_words_of_its_flags():
 
     job = jobs.Job([*FLAGS, "--seed", "1"])
     changed = changed_job(job, {"seed": 2, "overlap_grad_reduce": True})
-    text = shlex.join(changed.argv)
-    assert "--seed 2" in text and "--seed 1" not in text and "--overlap-grad-reduce" in text
-    assert changed.flags({"seed": 3})[-2:] == ["--seed", "3"]
-    assert "--overlap-grad-reduce" in changed.flags()
+    assert set(changed.argv) - set(job.argv) == {"--seed=2", "--overlap-grad-reduce"}
+    assert "--seed" not in changed.argv
+    assert set(changed.flags({"seed": 3})) - set(changed.argv) == {"--seed=3"}
     assert job.argv[-2:] == ("--seed", "1") and changed_job(job, {}) is job
 
 
