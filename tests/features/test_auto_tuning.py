@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.features import _auto_tuning_command as command
 from mindspeed.features import registry
 from mindspeed.features.auto_tuning import AutoTuningOptions, asked
+from mindspeed.testing.processes import free_port
 
 JOB = ["--num-layers", "4", "--bf16"]
 
@@ -163,3 +165,34 @@ def test_both_doors_know_the_flags(rank_pool):
     values = answers[0]["values"]
     assert (values["auto_settings"], values["auto_settings_type"]) == (True, "mixed")
     assert values["nnodes"] == 2 and json.dumps(values["auto_tuning"]) == "false"
+
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 64 "
+    "--max-position-embeddings 32 --tokenizer-type NullTokenizer --micro-batch-size 1 "
+    "--global-batch-size 2 --mock-data --train-iters 3 --lr 1e-3"
+)
+
+
+@pytest.mark.slow
+def test_a_job_of_two_ranks_ends_well_after_its_plan(tmp_path):
+    """Rank 1 ends at once, rank 0 with the status of the plan, torchrun without an error."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    words += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "mindspeed"]
+    words += ["pretrain", *TINY.split(), "--auto-parallel", "--nproc-per-node", "1"]
+    done = subprocess.run(
+        words,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MINDSPEED_DEVICE": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ChildFailedError" not in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout.count("1 devices of generic") == 1
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["devices"] == 1 and plan["candidates"]
+    start = "torchrun --nnodes=1 --nproc-per-node=1 -m mindspeed pretrain --num-layers 2 "
+    assert (tmp_path / "candidate-1.sh").read_text().startswith(start)
+    assert "auto_parallel" not in (tmp_path / "candidate-1.yaml").read_text()
