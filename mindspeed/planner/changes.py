@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.planner.bounds import Bound
-from mindspeed.planner.layout import MEMORY, Layout, Recompute
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.layout_flags import MEMORY, Recompute
 from mindspeed.planner.result import GIB
 
 _SIZES = {

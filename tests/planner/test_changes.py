@@ -21,7 +21,8 @@ from mindspeed.planner.changes import (
     most_helpful,
     nearest,
 )
-from mindspeed.planner.layout import MEMORY, Layout
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.layout_flags import MEMORY
 
 LAYOUT = Layout(64, 128, tp=2, pp=4)
 
