@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from mindspeed.features._v_shape import flag_of
 from mindspeed.testing.clock import Interval, Link, VirtualClock
 from mindspeed.testing.ledger import Communication
 from mindspeed.training.fake_job import ROUTED, build_chunks, fake_job
+from mindspeed.training.layer_scopes import layer_hooks
 
 MOST_LAYERS, MOST_RANKS = 512, 4096
 OUTSIDE = "outside of layers"
@@ -190,11 +191,7 @@ def _batches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _layers_named(clock: VirtualClock, chunks: list[Any]) -> Iterator[None]:
-    """``clock.scope`` is the layer that runs, forward, again, or backward.
-
-    The backward of a layer begins when the gradient of its output is complete, and ends when that
-    of its input is.
-    """
+    """``clock.scope`` is the layer that runs, forward, again, or backward."""
     from megatron.core.transformer import TransformerLayer
 
     clock.scope = OUTSIDE
@@ -204,33 +201,6 @@ def _layers_named(clock: VirtualClock, chunks: list[Any]) -> Iterator[None]:
                 if isinstance(module, TransformerLayer):
                     kind = "prediction layer" if ".mtp." in name else "layer"
                     scope = f"{kind} {module.layer_number}"
-                    for handle in _hooks(clock, module, scope):
+                    for handle in layer_hooks(clock, module, scope, OUTSIDE):
                         stack.callback(handle.remove)
         yield
-
-
-def _hooks(clock: VirtualClock, layer: Any, scope: str) -> list[Any]:
-    def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        if hidden.requires_grad and not getattr(hidden, "_layer_output", False):
-            hidden.register_hook(_sets(clock, OUTSIDE))
-        clock.scope = scope
-
-    def leave(module: Any, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            hidden.register_hook(_sets(clock, scope))
-            hidden._layer_output = True
-        clock.scope = OUTSIDE
-
-    return [
-        layer.register_forward_pre_hook(enter, with_kwargs=True),
-        layer.register_forward_hook(leave),
-    ]
-
-
-def _sets(clock: VirtualClock, scope: str) -> Callable[[torch.Tensor], None]:
-    def hook(gradient: torch.Tensor) -> None:
-        clock.scope = scope
-
-    return hook
