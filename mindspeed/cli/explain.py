@@ -21,7 +21,7 @@ from pathlib import Path
 from mindspeed.cli.plan import add_job_arguments, read
 from mindspeed.cli.plan_check import memory_limit
 from mindspeed.cli.plan_interrupt import interruptible
-from mindspeed.cli.plan_program import job_of
+from mindspeed.cli.plan_program import job_of, launch_words
 from mindspeed.cli.plan_progress import named_progress
 from mindspeed.errors import ConfigError
 from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
@@ -57,7 +57,8 @@ def run(argv: Sequence[str]) -> int:
     cluster = load_cluster(own.cluster)
     with interruptible() as stop, named_progress() as tell:
         found = explain(job, args, cluster, limit, jobs=own.jobs, cache=own.cache, progress=tell)
-    commands = Commands(job, flags, layout_of(args))
+    launch = launch_words(None, own.cluster, args.world_size)
+    commands = Commands(job, flags, layout_of(args), launch)
     if own.json:
         print(json.dumps(as_data(args, found, commands), indent=2))
     else:

@@ -32,11 +32,13 @@ class Commands:
         job: as the user has it.
         flags: its words.
         layout: its own.
+        launch: words of torchrun.
     """
 
     job: Job
     flags: Sequence[str]
     layout: Layout
+    launch: str | None
 
     def differences(self, one: Effect) -> dict[str, Any]:
         """Flags that change; those that the job does not have need not go away."""
@@ -45,7 +47,7 @@ class Commands:
 
     def after(self, one: Effect) -> str:
         """The command line with a change."""
-        return command(self.flags, self.job.flags(self.differences(one)), None)
+        return command(self.flags, self.job.flags(self.differences(one)), self.launch)
 
 
 def print_page(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.cli.plan_program import command, job_of, program
+from mindspeed.cli.plan_program import command, job_of, launch_words, program
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, make_dirs
 
@@ -60,7 +60,8 @@ def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> M
         print(found.table())
         best = found.best
         print(f"\nmeasured best: candidate {best.number}, {best.candidate.layout}")
-        print(f"\n{command(flags, best.candidate.flags, own.launch)}")
+        launch = launch_words(own.launch, own.cluster, plan.devices)
+        print(f"\n{command(flags, best.candidate.flags, launch)}")
     return found
 
 

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.cli.plan_units import bytes_unit
 from mindspeed.cli.training_plot import COLORS, GREY, figure_class, write_figure
 
 if TYPE_CHECKING:
     from mindspeed.planner.check import Check
     from mindspeed.planner.result import Plan
 
-GIB = 2**30
 _LIMIT = "#dc2626"
+_FAR = 20
+"""A limit that is so many times what is needed is left out: it would hide all else."""
 
 
 def draw_memory(found: Check, output: Path, title: str) -> None:
@@ -53,43 +55,52 @@ def draw_plans(plans: Sequence[Plan], output: Path) -> None:
             found = dict(enumerate(plan.best.prediction.ranks))
             ranks = {r: {**one.static, "activations": one.activations} for r, one in found.items()}
             _stack(axes, ranks, plan.memory_limit)
-            axes.set_title(f"the best: {plan.best.layout} [GiB]", loc="left", fontsize=9)
+            title = f"the best: {plan.best.layout} [{axes.get_title(loc='left').split()[0]}]"
+            axes.set_title(title, loc="left", fontsize=9)
         else:
             axes.set_axis_off()
     write_figure(figure, output)
 
 
 def _front(axes: Any, plan: Plan) -> None:
-    front = [(one.prediction.peak_bytes / GIB, one.prediction.seconds) for one in plan.pareto()]
+    sizes = [one.prediction.peak_bytes for one in (*plan.pareto(), *plan.candidates)]
+    unit = bytes_unit(sizes)
+    front = [
+        (one.prediction.peak_bytes / unit.size, one.prediction.seconds) for one in plan.pareto()
+    ]
     front.sort()
     if front:
         axes.step(*zip(*front, strict=True), where="post", color=COLORS[0], linewidth=1.4)
         axes.plot(*zip(*front, strict=True), "o", color=COLORS[0], label="front")
     for number, one in enumerate(plan.candidates, start=1):
-        place = one.prediction.peak_bytes / GIB, one.prediction.seconds
+        place = one.prediction.peak_bytes / unit.size, one.prediction.seconds
         axes.plot(*place, "s", color=COLORS[2], label="candidates" if number == 1 else None)
         axes.annotate(f"{number}", place, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    axes.axvline(plan.memory_limit / GIB, color=_LIMIT, linestyle="--", label="limit")
-    axes.set_xlabel("GiB on the fullest rank", fontsize=9, color=GREY)
-    axes.legend(frameon=False, fontsize=9)
+    if plan.memory_limit <= _FAR * max(sizes, default=plan.memory_limit):
+        limit = plan.memory_limit / unit.size
+        axes.axvline(limit, color=_LIMIT, linestyle="--", label="limit")
+    axes.set_xlabel(f"{unit.name} on the fullest rank", fontsize=9, color=GREY)
+    if sizes:
+        axes.legend(frameon=False, fontsize=9)
     _plain(axes, f"{plan.devices} devices of {plan.cluster}: modelled seconds of a step")
 
 
 def _stack(axes: Any, ranks: Mapping[int, Mapping[str, float]], limit: int | None) -> None:
     """A bar for each pipeline rank, its kinds of bytes one above the other."""
     kinds = list(dict.fromkeys(kind for found in ranks.values() for kind in found))
-    base = dict.fromkeys(ranks, 0.0)
+    base, most = dict.fromkeys(ranks, 0.0), max(sum(found.values()) for found in ranks.values())
+    unit = bytes_unit([most])
     for color, kind in zip(itertools.cycle(COLORS), kinds, strict=False):
-        heights = {place: found.get(kind, 0) / GIB for place, found in ranks.items()}
+        heights = {place: found.get(kind, 0) / unit.size for place, found in ranks.items()}
         bars = list(heights), list(heights.values())
         axes.bar(*bars, bottom=list(base.values()), color=color, label=kind, width=0.8)
         base = {place: base[place] + height for place, height in heights.items()}
-    if limit is not None:
-        axes.axhline(limit / GIB, color=_LIMIT, linestyle="--", label="limit")
+    if limit is not None and limit <= _FAR * most:
+        axes.axhline(limit / unit.size, color=_LIMIT, linestyle="--", label="limit")
     axes.set_xticks(sorted(ranks))
     axes.set_xlabel("pipeline rank", fontsize=9, color=GREY)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
-    _plain(axes, "GiB of tensors at the peak of a step")
+    _plain(axes, f"{unit.name} of tensors at the peak of a step")
 
 
 def _plain(axes: Any, title: str) -> None:

@@ -49,11 +49,37 @@ def command(flags: Sequence[str], candidate: Sequence[str], launch: str | None) 
     Args:
         flags: of the job as the user gave them.
         candidate: flags of the candidate.
-        launch: words of torchrun; None: without it.
+        launch: words of torchrun (:func:`launch_words`); None: one process.
     """
     words = list(candidate)
-    if launch is not None:
-        return shlex.join(["torchrun", *launch.split(), *program(flags), *words])
-    if is_script(flags):
-        return shlex.join(["python", *program(flags), *words])
-    return shlex.join(["mindspeed", "pretrain", *words])
+    own = any(word.partition("=")[0] in ("--nproc", "--devices") for word in words)
+    if launch is None or (own and not is_script(flags)):
+        start = ["python", *program(flags)] if is_script(flags) else ["mindspeed", "pretrain"]
+        return shlex.join([*start, *words])
+    here = launch.split()
+    if len(here) == 1 and here[0].startswith(_ON_A_NODE) and not is_script(flags):
+        return shlex.join(["mindspeed", "pretrain", *words, "--nproc", here[0][len(_ON_A_NODE) :]])
+    return shlex.join(["torchrun", *here, *program(flags), *words])
+
+
+_ON_A_NODE = "--nproc-per-node="
+
+
+def launch_words(given: str | None, cluster: str | None, devices: int) -> str | None:
+    """Words of torchrun for a job on whole nodes of a cluster.
+
+    Args:
+        given: by the user; they win.
+        cluster: name or file; its innermost level is a node.
+        devices: ranks of the job.
+    """
+    if given is not None or devices == 1 or cluster is None:
+        return given
+    from mindspeed.planner.cluster import load_cluster
+
+    node = load_cluster(cluster).levels[0].size or devices
+    if devices <= node:
+        return f"{_ON_A_NODE}{devices}"
+    if devices % node:
+        return None
+    return f"--nnodes={devices // node} {_ON_A_NODE}{node}"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mindspeed.cli import plan_program
 from mindspeed.cli.plan_interrupt import interruptible
-from mindspeed.cli.plan_program import command, is_script
+from mindspeed.cli.plan_program import command, is_script, launch_words
 from mindspeed.cli.plan_progress import progress
 from mindspeed.cli.plan_units import bytes_unit, new_table, print_whole
 from mindspeed.errors import ConfigError
@@ -61,11 +61,12 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
             if plans[-1].interrupted:
                 break
     measured = None
+    launches = [launch_words(own.launch, own.cluster, plan.devices) for plan in plans]
     if not own.json:
-        for plan in plans:
-            print_plan(plan, flags, own.launch)
+        for plan, launch in zip(plans, launches, strict=True):
+            print_plan(plan, flags, launch)
     if own.out is not None:
-        write_plans(plans, own.out, flags, own.launch)
+        write_plans(plans, own.out, flags, launches)
     if own.plot is not None:
         from mindspeed.cli.plan_picture import draw_plans
 
@@ -199,7 +200,7 @@ def _optional(found: Any, name: str, form: str) -> str:
 
 
 def write_plans(
-    plans: Sequence[Plan], out: Path, flags: Sequence[str], launch: str | None = None
+    plans: Sequence[Plan], out: Path, flags: Sequence[str], launches: Sequence[str | None]
 ) -> None:
     """Write the result, and the flags and recipe of every candidate, each file in one step.
 
@@ -207,10 +208,10 @@ def write_plans(
         plans: of one or more numbers of devices.
         out: directory; is created.
         flags: of the job as the user gave them.
-        launch: words of torchrun for the commands.
+        launches: for each plan the words of torchrun for its commands.
     """
     make_dirs(out)
-    for plan in plans:
+    for plan, launch in zip(plans, launches, strict=True):
         where = out / f"{plan.devices}-devices" if len(plans) > 1 else out
         make_dirs(where)
         atomic_write_text(where / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")

@@ -54,7 +54,8 @@ def test_candidates_ties_and_flags(plan):
     assert ["2", "="] in [row[:2] for row in rows] and ["3", "="] not in [row[:2] for row in rows]
     assert "2 are within 5 % of the fastest" in printed.out
     assert "600  need more" in printed.out and "100  fit" in printed.out
-    assert printed.out.endswith(f"\nmindspeed pretrain {' '.join(FLAGS)}\n")
+    start = "torchrun --nnodes=2 --nproc-per-node=8 -m mindspeed pretrain"
+    assert printed.out.endswith(f"\n{start} {' '.join(FLAGS)}\n")
 
 
 def test_json_files_and_picture(ranks, tmp_path):
@@ -69,7 +70,10 @@ def test_json_files_and_picture(ranks, tmp_path):
     for devices in (16, 32):
         where = tmp_path / f"plan/{devices}-devices"
         assert json.loads((where / "plan.json").read_text())["ties"] == 2
-        assert (where / "candidate-1.sh").read_text() == f"mindspeed pretrain {' '.join(FLAGS)}\n"
+        assert (where / "candidate-1.sh").read_text() == (
+            f"torchrun --nnodes={devices // 8} --nproc-per-node=8 -m mindspeed pretrain "
+            f"{' '.join(FLAGS)}\n"
+        )
         recipe = (where / "candidate-3.yaml").read_text()
         assert recipe.startswith("# tp=2 pp=4 ") and "tensor_model_parallel_size: 2" in recipe
     files = {path.name for path in (tmp_path / "plan").rglob("*") if path.is_file()}
@@ -96,6 +100,21 @@ def test_interrupted(plan):
     assert status == 130
     assert "interrupted: the best until then" in printed.out
     assert printed.out.endswith(f"mindspeed pretrain {' '.join(FLAGS)}\n")
+
+
+def test_the_command_starts_all_ranks():
+    """On one node by our launcher, on several by torchrun, with what the user has said."""
+    flags, more = ["--bf16"], ["--lr", "1"]
+    words = plan_program.launch_words
+    assert words("--nnodes=3", "h100", 24) == "--nnodes=3" and words(None, "h100", 1) is None
+    assert words(None, "h100", 12) is None  # no whole nodes
+    one, two = words(None, "h100", 4), words(None, "h100", 16)
+    assert plan_program.command(flags, more, one) == "mindspeed pretrain --lr 1 --nproc 4"
+    assert plan_program.command(["x.py"], more, one).startswith("torchrun --nproc-per-node=4 /")
+    start = "torchrun --nnodes=2 --nproc-per-node=8 -m mindspeed pretrain --lr 1"
+    assert plan_program.command(flags, more, two) == start
+    given = plan_program.command(flags, ["--nproc", "16"], two)
+    assert given == "mindspeed pretrain --nproc 16"
 
 
 def test_sigterm_is_ctrl_c_with_another_status(monkeypatch, capsys):
