@@ -20,8 +20,8 @@ import torch
 
 from mindspeed.attention.mask import Mask
 from mindspeed.attention.sequence_sharding import SequenceSharding, contiguous
+from mindspeed.device.host_values import with_values
 from mindspeed.errors import ConfigError
-from mindspeed.ops._host_tensors import with_values
 
 if TYPE_CHECKING:
     from mindspeed.attention.strategy import Strategy

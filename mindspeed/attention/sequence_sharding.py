@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mindspeed.device.host_values import with_values
 from mindspeed.errors import ConfigError
-from mindspeed.ops._host_tensors import with_values
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from mindspeed.attention.planners.kv_cache import POLICIES
 from mindspeed.attention.sequence_sharding import SequenceSharding
+from mindspeed.device.host_values import with_values
 from mindspeed.errors import ConfigError
-from mindspeed.ops._host_tensors import with_values
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.attention.mask import INF, Mask, Region
+from mindspeed.device.host_values import with_values
 from mindspeed.errors import ConfigError
-from mindspeed.ops._host_tensors import with_values
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 UserMask = Mask | Sequence[Region] | torch.Tensor | Rule

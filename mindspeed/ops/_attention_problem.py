@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.device.host_values import numbers
 from mindspeed.ops import _visibility as seen
-from mindspeed.ops._host_tensors import numbers
 from mindspeed.ops._layout import axis, bnsd
 from mindspeed.ops._visibility import EVERYTHING, Sight
 

@@ -14,8 +14,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.attention.alibi import alibi_bias
+from mindspeed.device.host_values import numbers, with_values
 from mindspeed.ops._attention_problem import ALIBI, BIAS_AFTER_SCALE
-from mindspeed.ops._host_tensors import numbers, with_values
 from mindspeed.ops._visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT
 from mindspeed.ops.attention import attention
 from mindspeed.te.attention import Documents, inside_document

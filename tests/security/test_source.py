@@ -67,6 +67,7 @@ RULES: dict[str, tuple[Rule, dict[str, str]]] = {
         {
             "security.py": "behind allow_pickle, for files that nobody else can change",
             "testing/": "arguments and results of ranks, between processes of one test run",
+            "planner/isolated.py": "results of children, from the pipe they were forked with",
         },
     ),
     "no code from data": (
