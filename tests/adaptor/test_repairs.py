@@ -144,6 +144,7 @@ def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, 
     assert isinstance(kernels_of_triton, types.ModuleType)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("impl", ["te", "local"])
 def test_mla_gradients_are_reduced_under_tensor_parallelism(ranks, impl, sequence_parallel):

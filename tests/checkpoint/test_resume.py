@@ -134,6 +134,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(ranks, tmp_path):
     assert printed(file)[0][0] == "6.933730E+00"
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_refused_by_name_on_every_rank(ranks, tmp_path):
     save = ["--save", str(tmp_path), "--exit-interval", "1"]
     run(ranks, 2, [*TP2, *save], fault.weight_not_finite_after, 1, 1)

@@ -110,6 +110,7 @@ FOUR_RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", groups(FOUR_RANKS))
 def test_two_nodes_of_two_ranks_equal_megatrons_dispatcher(ranks, cases):
     for figures in ranks(4, jobs.compare_all, cases, setup=ADAPTOR):

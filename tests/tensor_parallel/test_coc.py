@@ -108,6 +108,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 def test_models_compute_and_send_the_same(ranks):
     given = [(*m, flags, {}) for m in MODELS for flags in ({}, {"coc_parallel_num": 4})]
     found = ranks(2, coc_ranks.models, given, setup=SETUP, timeout=120)

@@ -97,6 +97,7 @@ def test_a_dying_rank_is_named_with_its_exit_code(ranks, how, text):
     assert ranks(3, all_sum, 1.0)[0] == (0, 3, 6.0)
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended_with_the_stack_of_the_hanging_rank(ranks):
     with pytest.raises(RankError) as caught:
         ranks(2, one_rank_forgets_a_collective, timeout=3)

@@ -203,6 +203,7 @@ def test_ranks_know_each_other_share_the_cores_and_listen_on_loopback_only(count
     assert sorted(output.split("\n")[:-1]) == expected
 
 
+@pytest.mark.slow
 def test_new_processes_have_as_many_threads_as_their_launcher_says(tmp_path):
     script = write(tmp_path, SAY.format("rank, torch.get_num_threads()"))
     job = subprocess.run(

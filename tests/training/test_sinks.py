@@ -228,6 +228,7 @@ def test_missing_packages_are_named_before_anything_starts(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_one_rank_writes_and_a_resumed_training_repeats_no_iteration(ranks, tmp_path, monkeypatch):
     save, board = tmp_path / "run", tmp_path / "board"
     flags = ["--pipeline-model-parallel-size", "2", "--save", str(save), "--save-interval", "2"]

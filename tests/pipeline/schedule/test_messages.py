@@ -32,7 +32,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
 def test_stages_train_as_one_rank(ranks, count):
     results = ranks(count, steps, count, CASES, setup=SETUP)
     for name, case in CASES.items():
