@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.built_model import TrainedModel
+from mindspeed.built_model import TrainedModel, unwrap
 from mindspeed.planner.cluster import Cluster
 from mindspeed.testing.clock import Interval
 from mindspeed.testing.live_memory import LiveMemory
@@ -244,7 +244,6 @@ class _Kept:
 
     def _sent_on(self, output: torch.Tensor) -> None:
         """Hidden states [s, b, h] that the next rank gets are dropped here."""
-        from megatron.core.utils import get_attr_wrapped_model
-
-        if not get_attr_wrapped_model(self.chunk, "post_process"):
+        (model,) = unwrap([self.chunk])
+        if not model.post_process:
             self.memory.claim(output, _SENT_ON)
