@@ -18,3 +18,14 @@ def routing() -> tuple[Any, Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     return TopKRouter, moe_utils
+
+
+def sharded_data_parallel() -> tuple[tuple[Any, str], tuple[tuple[Any, str], ...]]:
+    """Of Megatron-FSDP: who makes device meshes, and who compares or copies what ranks have."""
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+
+    return (FullyShardedDataParallel, "_init_dist_index"), (
+        (param_and_grad_buffer, "validate_uneven_dtensor"),
+        (FullyShardedDataParallel, "sync_rng_states_across_tp_group"),
+    )

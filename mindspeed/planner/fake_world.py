@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
@@ -37,21 +40,42 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
     with fake_groups(rank, args.world_size), loop_of(args).started(args):
         try:
             _answer_with_constants(journal)
+            if args.use_megatron_fsdp:
+                keep_meshes_real(journal)
+                _leave_other_ranks_out(journal)
             yield
         finally:
             journal.undo()
 
 
+_REFUSED = {
+    "fine_grained_activation_offloading": (
+        "--fine-grained-activation-offloading",
+        "Megatron refuses tensors without values; --swap-attention moves the same activations, and "
+        "can",
+    ),
+    "use_multiparameter_pipeline_model_parallel": (
+        "--use-multiparameter-pipeline-model-parallel",
+        "shapes come with the messages; without it, a model that sends one tensor sends the same "
+        "but for headers",
+    ),
+}
+"""Name of an argument -> its flag, why it cannot be planned and what can."""
+
+
 def _refuse(args: argparse.Namespace) -> None:
-    """What Megatron itself does not run on FakeTensors.
+    """What does not run on FakeTensors.
 
     Raises:
         ConfigError: names the flag.
     """
-    if getattr(args, "fine_grained_activation_offloading", False):
+    for name, (flag, reason) in _REFUSED.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"{flag} cannot be planned: {reason}")
+    if args.use_megatron_fsdp and args.num_experts:
         raise ConfigError(
-            "--fine-grained-activation-offloading cannot be planned: Megatron refuses tensors "
-            "without values; --swap-attention moves the same activations, and can"
+            "--zero-stage 2 and 3 (--use-megatron-fsdp) cannot be planned with --num-experts: "
+            "take --zero-stage 1"
         )
 
 
@@ -66,14 +90,50 @@ def _answer_with_constants(journal: Journal) -> None:
     journal.set(torch.nn.Module, "_apply", _apply, owner="planner")
 
 
+def keep_meshes_real(journal: Journal) -> None:
+    """Meshes of ranks are tensors on the host whose values decide which groups are made."""
+    from mindspeed.adaptor import watched_calls
+
+    (fsdp, name), _ = watched_calls.sharded_data_parallel()
+    journal.set(fsdp, name, _without_modes(getattr(fsdp, name)), owner="planner")
+    journal.set(DeviceMesh, "__getitem__", _without_modes(DeviceMesh.__getitem__), owner="planner")
+    ranks: Any = vars(DeviceMesh)["mesh"]
+    journal.set(DeviceMesh, "mesh", property(_without_modes(ranks.fget)), owner="planner")
+
+
+def _leave_other_ranks_out(journal: Journal) -> None:
+    """They do not exist, so their shards and random states are not known in the beginning."""
+    from mindspeed.adaptor import watched_calls
+
+    _, names = watched_calls.sharded_data_parallel()
+    for holder, name in names:
+        journal.set(holder, name, lambda *given: None, owner="planner")
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def _apply(module: torch.nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> Any:
     """``Module._apply``, which cannot exchange parameters that are FakeTensors."""
     for each in module.modules() if recurse else [module]:
-        for tensor in [*each._parameters.values(), *each._buffers.values()]:
-            if tensor is None:
-                continue
-            before = tensor.data
-            after = change(before)
-            if after is not before:  # also tensors on the meta device, which stay there
-                tensor.data = after
+        for tensors in (each._parameters, each._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                before = tensor.data
+                after = change(before)
+                if after is before:  # also tensors on the meta device, which stay there
+                    continue
+                if after.device == before.device:
+                    tensor.data = after
+                elif isinstance(tensor, torch.nn.Parameter):  # leaves the meta device
+                    tensors[name] = torch.nn.Parameter(after, tensor.requires_grad)
+                else:
+                    tensors[name] = after
     return module

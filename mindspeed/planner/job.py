@@ -14,10 +14,11 @@ import contextlib
 import io
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+from mindspeed.features.auto_tuning import AutoTuningOptions
 from mindspeed.planner.command_words import flags_of
 from mindspeed.training import recipe
 from mindspeed.training.arguments import Parser, build_parser
@@ -35,8 +36,9 @@ NOT_PLANNED = {
     "use_checkpoint_args": None,
     "pretrained_checkpoint": None,
     "dry_run": None,
+    **{option.name: None for option in fields(AutoTuningOptions)},
 }
-"""Flags of launching and of files, which are no part of what is planned."""
+"""Flags of launching, of files and of in-script planning, which are no part of what is planned."""
 
 
 @dataclass(frozen=True)

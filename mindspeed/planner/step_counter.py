@@ -111,6 +111,7 @@ class _Rule:
     formula: Callable[..., int] | None
     communicates: bool  # a collective, or one of ours with collectives in its kernel
     inside: bool  # the latter
+    collective: bool  # of torch.distributed
     moves: bool
 
 
@@ -141,6 +142,8 @@ class _Mode(CommunicationMode):
                 self._depth -= rule.inside
         else:
             result = func(*args, **kwargs)
+        if rule.collective:
+            counter.hold(func, args, kwargs, result)
         if counter._counts and not self._depth:
             counter._count(rule, Call(func, args, kwargs, result, 0, 0))
         for tensor in tensors_of(result):
@@ -151,10 +154,11 @@ class _Mode(CommunicationMode):
 def _rule(func: Any) -> _Rule:
     schema = getattr(func, "_schema", None)
     if schema is None:  # an operator of higher order
-        return _Rule(str(func), func, formula_of(func), False, False, False)
+        return _Rule(str(func), func, formula_of(func), False, False, False, False)
     packet = func._overloadpacket
     collective = func.namespace in NAMESPACES
     operator = _registry.find(func)
     inside = operator is not None and operator.communicates
     moves = not collective and func.namespace != "prim" and not func.is_view
-    return _Rule(schema.name, packet, formula_of(packet), collective or inside, inside, moves)
+    formula, plain = formula_of(packet), func.namespace == "c10d"
+    return _Rule(schema.name, packet, formula, collective or inside, inside, plain, moves)

@@ -7,6 +7,8 @@ by file and line.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -31,6 +33,10 @@ READERS: dict[tuple[str, str], float] = {
     ("utils.py", "_broadcast_cu_seqlens"): 0,
 }
 """(file, function) -> what it reads."""
+_OF_STORAGES = (
+    torch.ops.aten.set_.source_Storage,
+    torch.ops.aten.set_.source_Storage_storage_offset,
+)
 _INSIDE = ("/torch/", "/mindspeed/planner/", "/mindspeed/testing/", "/mindspeed/profiling/")
 
 
@@ -58,6 +64,9 @@ class PlannedTensors(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(args[0])
         try:
+            if func in _OF_STORAGES:  # the cache of results would keep their storages alive
+                with _uncached(self):
+                    return super().dispatch(func, types, args, kwargs or {})
             return super().dispatch(func, types, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ReadsValue(
@@ -69,6 +78,15 @@ class PlannedTensors(FakeTensorMode):
                 f"{_place()} calls {func}, which has no fake kernel: register one with "
                 "torch.library.register_fake"
             ) from error
+
+
+@contextmanager
+def _uncached(mode: FakeTensorMode) -> Iterator[None]:
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
 
 
 _ADVICE = "; compute it from shapes or arguments instead"
@@ -95,8 +113,11 @@ def _place() -> str:
 
 
 def _reader() -> FrameType:
-    """The innermost frame that is neither torch's nor ours."""
+    """The innermost frame that is neither torch's nor ours, nor that of a mode."""
     frame = sys._getframe(2)
-    while any(part in frame.f_code.co_filename for part in _INSIDE) and frame.f_back is not None:
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_dispatch__"
+        or any(part in frame.f_code.co_filename for part in _INSIDE)
+    ):
         frame = frame.f_back
     return frame

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mindspeed.errors import ConfigError
 from mindspeed.te.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -105,11 +106,11 @@ def check_multiples(multiples: tuple[int, int], **matrices: torch.Tensor) -> Non
     """Refuse sizes of ``matrices [rows, columns]`` that fp8 tensor cores do not support.
 
     Raises:
-        ValueError: rows or columns are not divisible.
+        ConfigError: rows or columns are not divisible.
     """
     for name, x in matrices.items():
         if any(size % multiple for size, multiple in zip(x.shape, multiples, strict=True)):
-            raise ValueError(
+            raise ConfigError(
                 f"fp8: the {name} of a linear layer is {tuple(x.shape)}; fp8 multiplications need "
                 f"rows divisible by {multiples[0]} and columns by {multiples[1]}: change "
                 "--seq-length, --micro-batch-size, --hidden-size, --ffn-hidden-size or the "

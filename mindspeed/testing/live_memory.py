@@ -12,6 +12,9 @@ block do not count, nor those that no operator returns (workspaces inside a kern
 counts with its live size: one that is resized to nothing counts nothing. Real tensors and
 FakeTensors give the same figures.
 
+The tensors of a collective live until its ``wait``, also if the program has dropped them, as those
+of NCCL and HCCL do.
+
 Memory that :func:`mindspeed.device.host_tensor` makes is the host's: it counts apart.
 """
 
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from mindspeed.device import host_tensors
 from mindspeed.journal import Journal
@@ -58,6 +62,8 @@ class LiveMemory(Instrument):
         self._references: dict[int, Any] = {}
         self._total = 0
         self._on_host = False
+        self._sent: dict[int, list[torch.Tensor]] = {}  # id of a Work -> tensors
+        self._latest: Work | None = None  # nobody else may hold it yet
         self.mode: TorchDispatchMode = _Mode(self)
 
     def enter_contexts(self, stack: ExitStack) -> None:
@@ -79,7 +85,7 @@ class LiveMemory(Instrument):
         journal.set(torch.UntypedStorage, "resize_", resize_, owner="live memory")
         journal.set(host_tensors, "empty", host_tensor, owner="live memory")
         for kind in kinds_of(Work):
-            journal.set(kind, "wait", _unseen(kind.wait), owner="live memory")
+            journal.set(kind, "wait", self._awaited(kind.wait), owner="live memory")
         stack.callback(journal.undo)
         super().enter_contexts(stack)
 
@@ -117,6 +123,29 @@ class LiveMemory(Instrument):
         self._storages[key] = 0, HOST if self._on_host else self.kind_of_new()
         self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
         self._change(key, storage.nbytes())
+
+    def hold(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """What an operator of ``c10d`` was given lives until its ``wait``, or without a handle."""
+        self._latest = None
+        works = [x for x in tree_leaves(result) if isinstance(x, torch.ScriptObject)]
+        if works and not _given(func, args, kwargs).get("async_op", True):
+            return  # on the stream of the program
+        for one in works:
+            self._latest = work = Work.unbox(one)
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self._sent[id(work)] = given
+            weakref.finalize(work, self._sent.pop, id(work), None).atexit = False
+
+    def _awaited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """gloo copies results while it is waited for; that is no memory of a device's program."""
+
+        def run(work: Any, *args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                result = wait(work, *args, **kwargs)
+            self._sent.pop(id(work), None)
+            return result
+
+        return run
 
     def _note_peak(self) -> None:
         self.peak, self.at_peak = self._total, Counter(self.now)
@@ -156,14 +185,9 @@ def kinds_of(work: Any) -> Iterator[Any]:
         yield from kinds_of(kind)
 
 
-def _unseen(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo copies results while it is waited for; that is no memory of a device's program."""
-
-    def run(work: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return wait(work, *args, **kwargs)
-
-    return run
+def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments of an operator by their names."""
+    return {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
 
 
 class _Mode(TorchDispatchMode):
@@ -172,7 +196,10 @@ class _Mode(TorchDispatchMode):
         self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self._memory.hold(func, args, kwargs, result)
         for tensor in tensors_of(result):
             self._memory.see(tensor)
         return result

@@ -85,12 +85,17 @@ def _shard_module(module: torch.nn.Module, group_of: GroupOf) -> None:
         meta = torch.nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
-        meta.__dict__.update(parameter.__dict__)
+        _describe(meta, parameter)
         group = group_of(parameter)
         shards[name] = Shard(meta, _own_part(parameter.detach().reshape(-1), group), group)
         module._parameters[name] = meta
     object.__setattr__(module, "_shards", shards)
     object.__setattr__(module, "reset_parameters", partial(_gather_module, module))
+
+
+def _describe(parameter: torch.Tensor, like: torch.Tensor) -> None:
+    """Give a parameter the attributes of another one, except those that its class has set."""
+    parameter.__dict__.update({**like.__dict__, **parameter.__dict__})
 
 
 def _own_part(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -106,7 +111,7 @@ def _gather_module(module: Any) -> None:
     """Fill the empty parameters that Megatron-FSDP has put in the place of those on meta."""
     for name, shard in module._shards.items():
         parameter = module._parameters[name]
-        parameter.__dict__.update(shard.parameter.__dict__)
+        _describe(parameter, shard.parameter)
         flat = shard.flat.new_empty(shard.flat.numel() * shard.group.size())
         dist.all_gather_into_tensor(flat, shard.flat, group=shard.group)
         parameter.copy_(flat[: parameter.numel()].view(parameter.shape))

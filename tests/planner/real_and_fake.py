@@ -1,4 +1,7 @@
-"""One step of a job counted twice: on real ranks that communicate, and on FakeTensors."""
+"""One step of a job counted twice: on real ranks that communicate, and on FakeTensors.
+
+Experts are routed by the balanced rule, on real ranks as on FakeTensors.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,68 @@ from typing import Any
 from tests.support.trainer_job import command
 
 SETUP = "tests.support.warm"
-ATTEMPTS = 3
-"""A thread of gloo may hold a tensor of a collective a little longer than its ``wait``, on a busy
-machine until after the peak: real ranks are measured again where the peak alone is larger."""
 SMALL = "--num-layers 2 --seq-length 32 --train-iters 3"
+EXPERTS = """
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
+    --num-query-groups 4 --seq-length 32 --vocab-size 120 --train-iters 20 --bf16
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2 --micro-batch-size 1 --global-batch-size 8
+    --moe-token-dispatcher-type alltoall --moe-grouped-gemm --transformer-impl transformer_engine
+"""
+"""The base of jobs whose flags name the size of expert parallelism."""
 
 
 def _args(given: str, world: int, *more: str) -> Any:
+    """Final values; ``~--flag`` takes a switch of the tiny model away."""
     from mindspeed.training.initialize import prepare
 
-    flags = command([*more, *SMALL.split(), *given.split()])
+    words = given.split()
+    base = EXPERTS if "--expert-model-parallel-size" in words else SMALL
+    flags = command([*more, *base.split(), *(x for x in words if not x.startswith("~"))])
+    for word in words:
+        if word.startswith("~"):
+            flags.remove(word[1:])
     if "--multi-latent-attention" in flags:  # it has no groups of queries
-        index = flags.index("--num-query-groups")
-        del flags[index : index + 2]
+        while "--num-query-groups" in flags:
+            index = flags.index("--num-query-groups")
+            del flags[index : index + 2]
     return prepare(flags, world).args
 
 
-def real(flags: str) -> dict[str, Any]:
-    """Figures of this rank of a job that runs."""
+def real(flags: str, chosen: Sequence[int], imbalance: float) -> dict[str, Any] | None:
+    """Figures of this rank of a job that runs; None on ranks that are not counted."""
     import torch.distributed as dist
 
+    from mindspeed.journal import Journal
+    from mindspeed.planner.balanced_routing import balanced_routing
     from mindspeed.planner.counted_step import count_here
+    from mindspeed.planner.fake_world import keep_meshes_real
     from mindspeed.training import setup
+    from tests.planner.unheld import Unheld
 
+    rank = int(os.environ["RANK"])
     args = _args(flags, int(os.environ["WORLD_SIZE"]))
     args.check_for_nan_in_loss_and_grad = False
     setup.initialize(args)
     dist.send_object_list = _unseen(dist.send_object_list)
     dist.recv_object_list = _unseen(dist.recv_object_list)
-    return figures(count_here(args, int(os.environ["RANK"])))
+    if args.use_megatron_fsdp:  # on the host, whatever the device
+        keep_meshes_real(Journal())
+    with balanced_routing(args, imbalance):
+        if rank not in chosen:
+            return _run(args)
+        with Unheld():
+            return figures(count_here(args, rank))
+
+
+def _run(args: Any) -> None:
+    """As many steps as :func:`count_here` runs, without instruments."""
+    from mindspeed.planner.step_of_rank import StepOfRank
+    from mindspeed.testing.live_memory import LiveMemory
+
+    step = StepOfRank(args, LiveMemory())
+    step.run()
+    step.run()
 
 
 def _unseen(exchange: Any) -> Any:
@@ -52,12 +88,12 @@ def _unseen(exchange: Any) -> Any:
     return run
 
 
-def fake(flags: str, world: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
+def fake(flags: str, world: int, ranks: Sequence[int], imbalance: float) -> list[dict[str, Any]]:
     """Figures of some ranks of a job of which nothing runs."""
     from mindspeed.planner.counted_step import count_step
 
     args = _args(flags, world, "--dry-run")
-    return [figures(count_step(args, rank)) for rank in ranks]
+    return [figures(count_step(args, rank, imbalance=imbalance)) for rank in ranks]
 
 
 def figures(step: Any) -> dict[str, Any]:
@@ -67,13 +103,16 @@ def figures(step: Any) -> dict[str, Any]:
         if one.op != "barrier" and len(one.ranks) > 1:
             key = one.op, one.description, one.ranks, one.phase
             sent.update({(*key, "calls"): 1, (*key, "payload"): one.payload})
+            sent.update({(*key, "wire"): one.wire})
     return {
         "micro-batches": step.micro_batches,
         "parameters": step.parameters,
         "static": dict(step.static),
         "peak": step.peak,
         "at peak": dict(step.at_peak),
+        "host": step.host,
         "FLOPs": step.flops,
+        "products": dict(step.products),
         "communication": dict(sent),
     }
 
@@ -89,7 +128,14 @@ def differences(real: dict[str, Any], fake: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def compare(pool: Any, world: int, flags: str, chosen: Sequence[int]) -> dict[str, Any]:
+def compare(
+    pool: Any,
+    world: int,
+    flags: str,
+    chosen: Sequence[int],
+    imbalance: float = 1.0,
+    ranks_per_node: int | None = None,
+) -> dict[str, Any]:
     """Differences between the real and the fake run of some ranks.
 
     Args:
@@ -97,14 +143,16 @@ def compare(pool: Any, world: int, flags: str, chosen: Sequence[int]) -> dict[st
         world: ranks of the job.
         flags: added to the tiny model's.
         chosen: ranks that are counted.
+        imbalance: of the routing.
+        ranks_per_node: what the launcher says; default: all.
     """
-    (counted,) = pool(1, fake, flags, world, list(chosen), setup=SETUP, backend=None, timeout=240)
-    for _ in range(ATTEMPTS):
-        measured = pool(world, real, flags, setup=SETUP, backend=None, timeout=240)
-        assert any(n for key, n in measured[0]["communication"].items() if key[-1] == "payload")
-        found = {}
-        for rank, one in zip(chosen, counted, strict=True):
-            found |= {f"rank {rank}: {k}": v for k, v in differences(measured[rank], one).items()}
-        if not found or not all("peak" in name for name in found):
-            break
+    env = {"LOCAL_WORLD_SIZE": str(ranks_per_node or world)}
+    options: dict[str, Any] = {"setup": SETUP, "backend": None, "timeout": 240, "env": env}
+    (counted,) = pool(1, fake, flags, world, list(chosen), imbalance, **options)
+    measured = pool(world, real, flags, list(chosen), imbalance, **options)
+    first = measured[chosen[0]]
+    assert any(n for key, n in first["communication"].items() if key[-1] == "payload")
+    found = {}
+    for rank, one in zip(chosen, counted, strict=True):
+        found |= {f"rank {rank}: {k}": v for k, v in differences(measured[rank], one).items()}
     return found

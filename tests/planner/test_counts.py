@@ -6,81 +6,99 @@ import pytest
 
 from tests.planner.real_and_fake import compare
 
-_TP = "--tensor-model-parallel-size 2 --bf16 "
 _TE = "--transformer-impl transformer_engine "
+_TP = "--tensor-model-parallel-size 2 --bf16 " + _TE
+_SP = _TP + "--sequence-parallel "
+_PP = "--pipeline-model-parallel-size 2 --bf16 " + _TE
 _DIST = "--use-distributed-optimizer "
+_OVERLAP = _DIST + "--overlap-grad-reduce --overlap-param-gather "
+_AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 _MLA = (
     "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
-    "--qk-pos-emb-head-dim 4 --v-head-dim 12"
+    "--qk-pos-emb-head-dim 4 --v-head-dim 12 "
 )
-_PP = "--pipeline-model-parallel-size 2 --bf16 "
+_LORA = "--dry-run --lora-r 4 --lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2 "
+_FP8 = "--fp8-format hybrid --ffn-hidden-size 192 --fp8-recipe "
+_VIRTUAL = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
 CASES = {
-    "overlapped, interleaved": (
+    "sequence parallel": (4, _SP + _DIST, [0, 3]),
+    "overlapped, interleaved": (4, _PP + _VIRTUAL + _OVERLAP, [3]),
+    "fp32, sgd, local": (4, "--tensor-model-parallel-size 2 --optimizer sgd", [0]),
+    "fp16": (4, _PP.replace("bf16", "fp16") + "--loss-scale 1024 " + _DIST, [3]),
+    "layers in blocks again, interleaved": (
         4,
-        _PP + _TE + _DIST + "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
-        "--overlap-grad-reduce --overlap-param-gather",
-        (0, 3),
+        _PP + _VIRTUAL + _AGAIN.replace("uniform", "block"),
+        [0],
     ),
-    "sequence parallel": (4, _TP + _TE + _DIST + "--sequence-parallel", (0, 3)),
-    "fp32, sgd": (4, "--tensor-model-parallel-size 2 --optimizer sgd", (0,)),
-    "fp16": (
-        4,
-        "--tensor-model-parallel-size 2 --fp16 --initial-loss-scale 1 " + _TE + _DIST,
-        (0,),
-    ),
-    "layers in blocks again": (
-        4,
-        _PP + _TE + "--num-layers 4 --recompute-granularity full --recompute-method block "
-        "--recompute-num-layers 1",
-        (0, 3),
-    ),
-    "layers again, divided": (
-        4,
-        _TP + "--sequence-parallel --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1",
-        (1,),
-    ),
+    "layers again, divided, local": (4, _SP.replace(_TE, "") + _AGAIN, [1]),
     "attention again": (
         4,
-        _TP + _TE + "--recompute-granularity selective --recompute-modules core_attn layernorm",
-        (1,),
+        _TP + "--recompute-granularity selective --recompute-modules core_attn layernorm",
+        [1],
     ),
-    "modules again": (
+    "modules again, local": (
         4,
-        _TP + "--recompute-granularity selective --recompute-modules core_attn mlp",
-        (0,),
+        _TP.replace(_TE, "")
+        + "--recompute-granularity selective --recompute-modules core_attn mlp",
+        [0],
     ),
-    "activation functions again": (4, _TP + _TE + "--recompute-activation-function", (0,)),
-    "norms again": (4, _TP + "--recompute-norm", (0,)),
-    "latent attention": (4, _TP + _TE + _MLA, (0,)),
-    "predictions of more tokens": (4, _PP + _TE + "--mtp-num-layers 1", (0, 3)),
-    "muon": (4, _TP + _TE + "--optimizer muon", (0,)),
-    "muon by layers": (4, _TP + _TE + "--optimizer dist_muon", (0,)),
+    "outputs again": (4, _TP + "--recompute-activation-function --recompute-norm", [0]),
+    "outputs of latent attention again": (
+        4,
+        _TP + _MLA + "--recompute-granularity selective --recompute-modules mla_up_proj",
+        [0],
+    ),
+    "latent attention, more tokens": (4, _PP + _MLA + _DIST + "--mtp-num-layers 1", [3]),
+    "budget of memory": (4, _TP + "--train-iters 20 --adaptive-recompute-device-size 20", [0]),
+    "attention on the host": (4, _PP + "--swap-attention --swap-min-bytes 1024", [0]),
+    "tied embeddings": (
+        8,
+        _PP + _SP + _OVERLAP + "~--untie-embeddings-and-output-weights",
+        [0, 7],
+    ),
+    "dropout, fused loss": (
+        4,
+        _TP + "--attention-dropout 0.1 --hidden-dropout 0.1 --cross-entropy-loss-fusion "
+        "--cross-entropy-fusion-impl te",
+        [0],
+    ),
+    "adapters": (4, _SP + _LORA, [0]),
+    "adapters, whole modules, pipeline": (
+        4,
+        _PP + _DIST + _LORA + "--lora-modules-to-save output_layer",
+        [3],
+    ),
+    "fp8, histories": (
+        4,
+        _TP + _FP8 + "delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
+        [0],
+    ),
+    "fp8, blocks": (4, _SP + "--num-query-groups 8 " + _FP8 + "mxfp8", [0]),
+    "divided gradients": (4, "--bf16 " + _TE + "--zero-stage 2", [0]),
+    "divided weights": (4, _SP + "--zero-stage 3", [3]),
+    "muon by layers": (4, _SP + "--optimizer dist_muon", [0]),
+    "cadam": (4, _TP + _DIST + "--optimizer cadam", [0]),
+    "averaged weights": (4, _TP + "--optimizer-selection fused_ema_adamw", [0]),
     "narrow states": (
         4,
-        _TP + _TE + _DIST + "--use-precision-aware-optimizer --exp-avg-dtype bf16 "
+        _TP + _DIST + "--use-precision-aware-optimizer --exp-avg-dtype bf16 "
         "--exp-avg-sq-dtype bf16",
-        (0,),
+        [0],
     ),
-    "quantised states": (4, _TP + _TE + "--quant-states fp8", (0,)),
-    "averaged weights": (4, _TP + _TE + "--optimizer-selection fused_ema_adamw", (0,)),
-    "states on the host": (4, _TP + _TE + _DIST + "--swap-optimizer", (0,)),
-    "mapped states": (4, _TP + _TE + _DIST + "--virtual-optimizer 1", (0,)),
-    "one memory for both weights": (4, _TP + _TE + "--reuse-fp32-param", (0,)),
-    "parts of both weights": (4, _TP + _TE + _DIST + "--reuse-fp32-param", (0,)),
-    "attention on the host": (4, _TP + _TE + "--swap-attention --swap-min-bytes 1024", (0,)),
-    "released gradients": (4, _TP + _TE + "--release-fp32-grad --grad-reduce-in-bf16", (0,)),
+    "quantised states, gradients": (4, _TP + "--quant-states fp8 --quant-grads", [0]),
+    "states on the host": (4, _TP + _OVERLAP + "--swap-optimizer", [0]),
+    "mapped states": (4, _TP + _DIST + "--virtual-optimizer 1", [0]),
+    "one memory for both weights": (4, _TP + "--reuse-fp32-param", [0]),
+    "parts of both weights": (
+        4,
+        _TP + _OVERLAP + "--reuse-fp32-param --reuse-fp32-param-exact",
+        [0],
+    ),
+    "released gradients": (4, _TP + _DIST + "--release-fp32-grad --grad-reduce-in-bf16", [0]),
     "two copies of the states": (
         8,
-        _TP + _TE + _DIST + "--overlap-grad-reduce --num-distributed-optimizer-instances 2",
-        (0,),
-    ),
-    "dropout": (4, _TP + _TE + "--attention-dropout 0.1 --hidden-dropout 0.1", (0,)),
-    "all": (
-        8,
-        _TP + _TE + _DIST + "--sequence-parallel --pipeline-model-parallel-size 2 --num-layers 4 "
-        "--overlap-grad-reduce --overlap-param-gather",
-        (0, 7),
+        _TP + _DIST + "--overlap-grad-reduce --num-distributed-optimizer-instances 2",
+        [0],
     ),
 }
 

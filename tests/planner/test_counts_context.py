@@ -56,7 +56,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_fake_equals_real(ranks, name):
     world, flags = CASES[name]

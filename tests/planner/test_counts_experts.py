@@ -4,31 +4,69 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planner.expert_counts import compare
+from tests.planner.real_and_fake import compare
 
-EP2 = "--expert-model-parallel-size 2"
-SHARED = "--moe-shared-expert-intermediate-size 32"
-SLICED = (
-    "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 --bf16 "
-    "--use-distributed-optimizer"
-)
+_EP = "--expert-model-parallel-size 2 "
+_EP4 = "--expert-model-parallel-size 4 "
+_SHARED = "--moe-shared-expert-intermediate-size 32 "
+_TP = "--tensor-model-parallel-size 2 --sequence-parallel "
+_PP = "--pipeline-model-parallel-size 2 "
+_VIRTUAL = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
+_OVERLAP = "--moe-alltoall-overlap-comm "
+_DEEPSPEED = "--moe-model-type deepspeed_moe ~--bf16 "
 CASES = {
-    "alltoall": (4, EP2, [0, 3], 1.0),
-    "local": (4, f"{EP2} --transformer-impl local", [3], 1.0),
-    "sliced": (8, f"{EP2} {SLICED}", [0, 5], 1.0),
-    "fused": (4, f"{EP2} --moe-permute-fusion --moe-router-fusion", [1], 1.0),
-    "allgather": (4, f"{EP2} --moe-token-dispatcher-type allgather", [0, 3], 1.0),
-    "dropped": (4, f"{EP2} --moe-expert-capacity-factor 1.0", [0, 3], 1.25),
-    "overlap": (4, f"{EP2} --moe-alltoall-overlap-comm {SHARED}", [0, 3], 1.0),
-    "async": (4, f"{EP2} --moe-permutation-async-comm", [0], 1.0),
-    "zero memory": (4, f"{EP2} --moe-alltoall-overlap-comm --moe-zero-memory level0", [0], 1.0),
-    "zero memory 1": (4, f"{EP2} --moe-alltoall-overlap-comm --moe-zero-memory level1", [0], 1.0),
-    "adaptive": (4, f"{EP2} --moe-adaptive-recompute-activation", [0], 1.0),
+    "alltoall": (4, _EP, [0, 3]),
+    "local": (4, _EP + "--transformer-impl local", [3]),
+    "sliced": (
+        8,
+        _EP + _TP + "--expert-tensor-parallel-size 2 --use-distributed-optimizer",
+        [5],
+    ),
+    "spread over tensor parallel ranks": (4, _EP + _TP + "--moe-tp-extend-ep", [3]),
+    "fused": (4, _EP + "--moe-permute-fusion --moe-router-fusion", [1]),
+    "allgather": (4, _EP + "--moe-token-dispatcher-type allgather", [3]),
+    "allgather, hidden": (
+        4,
+        _EP + _TP + "--moe-token-dispatcher-type allgather --moe-allgather-overlap-comm",
+        [3],
+    ),
+    "dropped, unbalanced": (4, _EP + "--moe-expert-capacity-factor 1.0", [0, 3], 1.25),
+    "groups, bias": (
+        4,
+        _EP + "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-score-function "
+        "sigmoid --moe-router-enable-expert-bias",
+        [0],
+    ),
+    "overlap": (4, _EP + _SHARED + _OVERLAP, [3]),
+    "async": (4, _EP + "--moe-permutation-async-comm", [0]),
+    "zero memory": (4, _EP + _OVERLAP + "--moe-zero-memory level0", [0]),
+    "zero memory 1": (4, _EP + _OVERLAP + "--moe-zero-memory level1", [0]),
+    "adaptive": (4, _EP + "--moe-adaptive-recompute-activation", [0]),
+    "interleaved": (4, _EP + _PP + _VIRTUAL, [3]),
+    "both passes at once": (4, _EP + _PP + _VIRTUAL + "--moe-fb-overlap", [0]),
+    "context": (
+        8,
+        _EP + _TP + "--context-parallel-size 2 --use-flash-attn",
+        [7],
+    ),
+    "once to each node": (4, _EP4 + _OVERLAP + "--moe-alltoall-exchange hierarchical", [3], 1.0, 2),
+    "once to each rank": (4, _EP4 + _OVERLAP + "--moe-alltoall-exchange dedup", [0]),
+    "hot experts": (4, _EP + _OVERLAP + "--balanced-moe-experts", [0]),
+    "gates of DeepSpeed": (4, _EP + _DEEPSPEED, [0]),
+    "windows": (4, _EP + _DEEPSPEED + "--moe-no-drop --moe-dynamic-padding", [3]),
+    "pipe experts": (4, _EP + _DEEPSPEED + "--use-pipe-experts", [0]),
+    "behind attention": (4, _EP + _DEEPSPEED + "--ampipe-degree 2", [0]),
+    "adapters": (
+        4,
+        _EP + "--dry-run --lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 "
+        "experts.linear_fc2",
+        [0],
+    ),
+    "fp8": (4, _EP + "--fp8-format hybrid --fp8-recipe tensorwise", [0]),
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_fake_equals_real(ranks, case: str) -> None:
-    world, flags, chosen, imbalance = CASES[case]
-    assert compare(ranks, world, flags, chosen, imbalance) == {}
+    assert compare(ranks, *CASES[case]) == {}

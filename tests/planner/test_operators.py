@@ -6,15 +6,17 @@ counted one by one.
 
 from __future__ import annotations
 
-import importlib
+import ast
 import itertools
-import pkgutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import mindspeed
 from mindspeed.ops import _registry
 from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops.attention import ATTENTION, ATTENTION_BACKWARD
@@ -24,6 +26,8 @@ from mindspeed.profiling.flops import FlopCounter
 
 ALONE = [one for one in operators() if not one.communicates]
 COMMUNICATE = [one for one in operators() if one.communicates]
+PACKAGE = Path(mindspeed.__file__).parent
+MAKERS = {"Library", "Operator", "custom_op", "triton_op", "load_library", "load_inline"}
 PAIRS = ("attention", "attention_backward")
 """Formulas that count what the mask shows, which the definition computes in whole tiles."""
 
@@ -86,24 +90,44 @@ def has_fake_kernel(name):
     return torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
 
 
-@pytest.mark.slow
-def test_every_custom_op_of_the_package_is_an_operator_of_the_catalogue():
-    """None is defined elsewhere, such as in te or moe, so the tests above see all."""
-    import mindspeed
-
-    for room in ("attention", "device", "memory", "moe", "ops", "optimizer", "pipeline", "te"):
-        package = importlib.import_module(f"mindspeed.{room}")
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if "triton" not in module.name and not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+def test_every_operator_has_a_fake_kernel():
+    names = {one.name for one in operators()}
     defined = {
         name.removeprefix("mindspeed::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("mindspeed::")
     }
-    assert defined == {one.name for one in operators()}
-    assert mindspeed.__name__ == "mindspeed"
+    assert defined == names
     assert all(has_fake_kernel(f"mindspeed::{name}") for name in defined)
+
+
+def test_operators_are_defined_in_the_files_of_the_catalogue_and_nowhere_else():
+    """So the tests above see every operator of the package, whatever its namespace."""
+    list(operators())  # imports the catalogue
+    registry = Path(_registry.__file__)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        made = made_in(ast.parse(path.read_text()))
+        if path != registry:
+            assert not made - {"Operator"}, f"{path} registers an operator by itself: {made}"
+            module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            assert not made or module in sys.modules, f"{path} is not in the catalogue"
+    assert {"Library", "register_fake", "register_autograd"} <= made_in(
+        ast.parse(registry.read_text())
+    )
+
+
+def made_in(tree):
+    """Names in a file that make operators or change torch's registrations of them."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            found |= {name} & MAKERS
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.library":
+            found.add(node.attr)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.library":
+            found |= {name.name for name in node.names}
+    return found
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
