@@ -14,7 +14,10 @@ CASES = {
     "interleaved by Megatron": (4, _VIRTUAL),
     "all in, all out": (4, _VIRTUAL + "--pipeline-schedule aiao"),
     "zero bubble in a V": (4, _FOUR_LAYERS + "--pipeline-schedule zb-v"),
-    "dualpipev": (4, _FOUR_LAYERS + "--schedules-method dualpipev --dualpipev-dw-detach"),
+    "dualpipev": (
+        4,
+        _FOUR_LAYERS + "--global-batch-size 16 --schedules-method dualpipev --dualpipev-dw-detach",
+    ),
     "nanopipe, swap": (4, _VIRTUAL + "--use-nanopipe --use-nanopipe-swap"),
     "fold3d": (4, _VIRTUAL + "--fold-mode aiao --use-distributed-optimizer"),
     "sizes": (4, _PLAIN + "--global-batch-size 16 --optimized-pipeline --manual-mbs 1,2,3,2"),

@@ -218,19 +218,36 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.megatron_lm
 def test_a_users_own_model_and_forward_step_are_counted_or_refused(tmp_path):
-    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good, bad, deep, opaque = (tmp_path / f"{x}.py" for x in ("good", "bad", "deep", "opaque"))
     good.write_text(OWN.replace("VALUE_READ", "pass").replace("VALUE", "0"))
     reads = "stop = float(losses[0, 0]) > 3"
     bad.write_text(OWN.replace("VALUE_READ", reads).replace("VALUE", "0"))
-    small, large, read, unknown = counted(
+    inside = "self.extra.weight.sum().item()"
+    deep.write_text(OWN.replace("VALUE_READ", "pass").replace("VALUE", inside))
+    define = "torch.library.define('own::opaque', '(Tensor x) -> Tensor')"
+    calls = "torch.ops.own.opaque(losses)"
+    opaque.write_text(
+        OWN.replace("VALUE_READ", calls)
+        .replace("VALUE", "0")
+        .replace("class W", define + "\nclass W")
+    )
+    small, large, read, deeper, unseen, unknown = counted(
         [
             (str(good), [*DENSE.split(), "--extra-size", "4"], 1, 0),
             (str(good), [*DENSE.split(), "--extra-size", "8"], 1, 0),
             (str(bad), DENSE.split(), 1, 0),
+            (str(deep), DENSE.split(), 1, 0),
+            (str(opaque), DENSE.split(), 1, 0),
             (str(good), [*DENSE.split(), "--num-layer", "8"], 1, 0),
         ]
     )
     assert large["parameters"] - small["parameters"] == 4 * (64 + 1 + 64)
     line = bad.read_text().splitlines().index(f"    {reads}") + 1
     assert f"{bad}:{line} (forward_step) reads the value" in read["error"]
+    (line,) = (n for n, text in enumerate(deep.read_text().splitlines(), 1) if inside in text)
+    assert f"{deep}:{line} (forward) reads the value" in deeper["error"]
+    assert "compute it from shapes or arguments instead" in deeper["error"]
+    line = opaque.read_text().splitlines().index(f"    {calls}") + 1
+    assert f"{opaque}:{line} (forward_step) calls own.opaque" in unseen["error"]
+    assert "register_fake" in unseen["error"]
     assert "unrecognized arguments: --num-layer" in unknown["error"]
