@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "planner-experts.json"
-DIMENSIONS = ("tp", "cp", "ep", "pp", "vpp", "mbs")
+DIMENSIONS = ("tp", "cp", "ep", "pp", "vpp", "split", "mbs")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ class Space:
         """What is searched unless the user says otherwise.
 
         Tensor parallelism stays within a node; a rank keeps at least 2,048 tokens of a sequence,
-        and at most 32,768 tokens of a micro-batch.
+        and at most 32,768 tokens of a micro-batch. Chunks divide the layers, with or without the
+        embedding and the head as a layer each.
         """
         powers = [2**n for n in range(21)]
         layers, longest = shape.num_layers, max(1, 32768 // shape.seq_length)
@@ -67,7 +68,7 @@ class Space:
             etp=(1, None) if shape.experts else (None,),
             pp=tuple(n for n in _divisors(shape.devices) if n <= layers),
             mbs=tuple(n for n in (1, 2, 4, 8) if n <= longest),
-            vpp=tuple(n for n in range(1, 13) if n == 1 or layers % n == 0),
+            vpp=tuple(n for n in range(1, 13) if not (layers % n and (layers + 2) % n)),
             schedule=(None, "zb-h1", "zb-v", "dualpipev"),
             split=("even", "ends"),
             recompute=(Recompute(), *(Fraction(n, 8) for n in range(1, 9))),
