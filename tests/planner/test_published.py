@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,33 @@ def test_error_is_what_was_measured(result):
     for name, (mape, spearman) in MEASURED.items():
         assert result["summary"][name]["mape"] <= mape, name
         assert spearman is None or result["summary"][name]["spearman"] >= spearman, name
+
+
+def test_planned_layouts_are_at_least_as_fast_as_published_ones(benchmark):
+    """For three models on three sizes, under the same model of time and memory."""
+    experts = importlib.import_module("planner_experts")
+    rows = json.loads(experts.RESULTS.read_text(encoding="utf-8"))
+    wanted = [(case.model, size) for case in experts.CASES for size in case.sizes]
+    assert [(row["model"], row["devices"]) for row in rows] == wanted
+    for row in rows:
+        assert row["fastest_seconds"] <= row["expert_seconds"], row
+        assert max(row["fastest_gib"], row["best_gib"]) <= row["memory_limit_gib"], row
+        assert row["best_seconds"] <= 1.05 * row["fastest_seconds"], row
+
+
+@pytest.mark.parametrize("model", ["llama3-70b", "llama3.1-405b"])
+def test_published_layouts_are_candidates_of_a_search(benchmark, model):
+    """Of 126 layers too, which 8 x 8 stages only divide with embedding and head."""
+    from mindspeed.planner.space import Shape, Space
+
+    layers, heads = (80, 64) if model == "llama3-70b" else (126, 128)
+    for row in benchmark.published():
+        if row["model"] != model or row["system"] != "h100" or benchmark.left_out(row):
+            continue
+        one = benchmark.layout_of(row)
+        shape = Shape(one.devices, one.global_batch_size, layers, heads, 8, 8192)
+        space = Space.of(shape).only(("tp", "cp", "pp", "vpp", "split", "mbs"), one)
+        assert one in set(space.layouts(shape, Counter()))
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,13 @@ def test_whole_waves_attain_the_peak() -> None:
     assert rates().product_seconds(m, n, k, "bf16") == pytest.approx(2 * m * n * k / 2e12)
 
 
+def test_a_dtype_may_attain_a_part_of_its_own() -> None:
+    slower = rates(gemm_efficiencies={"bf16": 0.25})
+    for dtype, times in (("fp32", 1), ("bf16", 4)):
+        expected = times * rates().product_seconds(160, 112, 64, dtype)
+        assert slower.product_seconds(160, 112, 64, dtype) == pytest.approx(expected)
+
+
 def test_one_tile_more_is_a_whole_wave() -> None:
     wave = 10 * 2 * 16 * 16 * 4096 / 1e12
     assert rates().product_seconds(160, 16, 4096, "fp32") == pytest.approx(wave)
