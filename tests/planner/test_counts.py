@@ -23,7 +23,6 @@ _VIRTUAL = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
 CASES = {
     "sequence parallel": (4, _SP + _DIST, [0, 3]),
     "overlapped, interleaved": (4, _PP + _VIRTUAL + _OVERLAP, [3]),
-    "fp32, sgd, local": (4, "--tensor-model-parallel-size 2 --optimizer sgd", [0]),
     "fp16": (4, _PP.replace("bf16", "fp16") + "--loss-scale 1024 " + _DIST, [3]),
     "layers in blocks again, interleaved": (
         4,
@@ -31,17 +30,6 @@ CASES = {
         [0],
     ),
     "layers again, divided, local": (4, _SP.replace(_TE, "") + _AGAIN, [1]),
-    "attention again": (
-        4,
-        _TP + "--recompute-granularity selective --recompute-modules core_attn layernorm",
-        [1],
-    ),
-    "modules again, local": (
-        4,
-        _TP.replace(_TE, "")
-        + "--recompute-granularity selective --recompute-modules core_attn mlp",
-        [0],
-    ),
     "outputs again": (4, _TP + "--recompute-activation-function --recompute-norm", [0]),
     "outputs of latent attention again": (
         4,
@@ -49,7 +37,6 @@ CASES = {
         [0],
     ),
     "latent attention, more tokens": (4, _PP + _MLA + _DIST + "--mtp-num-layers 1", [3]),
-    "budget of memory": (4, _TP + "--train-iters 20 --adaptive-recompute-device-size 20", [0]),
     "attention on the host": (4, _PP + "--swap-attention --swap-min-bytes 1024", [0]),
     "tied embeddings": (
         8,
@@ -62,7 +49,6 @@ CASES = {
         "--cross-entropy-fusion-impl te",
         [0],
     ),
-    "adapters": (4, _SP + _LORA, [0]),
     "adapters, whole modules, pipeline": (
         4,
         _PP + _DIST + _LORA + "--lora-modules-to-save output_layer",
@@ -73,33 +59,19 @@ CASES = {
         _TP + _FP8 + "delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
         [0],
     ),
-    "fp8, blocks": (4, _SP + "--num-query-groups 8 " + _FP8 + "mxfp8", [0]),
     "divided gradients": (4, "--bf16 " + _TE + "--zero-stage 2", [0]),
     "divided weights": (4, _SP + "--zero-stage 3", [3]),
     "muon by layers": (4, _SP + "--optimizer dist_muon", [0]),
     "cadam": (4, _TP + _DIST + "--optimizer cadam", [0]),
-    "averaged weights": (4, _TP + "--optimizer-selection fused_ema_adamw", [0]),
-    "narrow states": (
-        4,
-        _TP + _DIST + "--use-precision-aware-optimizer --exp-avg-dtype bf16 "
-        "--exp-avg-sq-dtype bf16",
-        [0],
-    ),
     "quantised states, gradients": (4, _TP + "--quant-states fp8 --quant-grads", [0]),
     "states on the host": (4, _TP + _OVERLAP + "--swap-optimizer", [0]),
     "mapped states": (4, _TP + _DIST + "--virtual-optimizer 1", [0]),
-    "one memory for both weights": (4, _TP + "--reuse-fp32-param", [0]),
     "parts of both weights": (
         4,
         _TP + _OVERLAP + "--reuse-fp32-param --reuse-fp32-param-exact",
         [0],
     ),
     "released gradients": (4, _TP + _DIST + "--release-fp32-grad --grad-reduce-in-bf16", [0]),
-    "two copies of the states": (
-        8,
-        _TP + _DIST + "--overlap-grad-reduce --num-distributed-optimizer-instances 2",
-        [0],
-    ),
 }
 
 

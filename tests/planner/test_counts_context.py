@@ -16,10 +16,8 @@ _TP = "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
 _GRID = "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2 --bf16 --num-query-groups 8"
 CASES = {
     "documents, ring": (4, _TWO + "megatron_cp_algo" + _DOCUMENTS),
-    "adaptive": (4, _FOUR + "adaptive_cp_algo --adaptive-cp-granularity 8"),
     "ulysses": (4, _TWO + "ulysses_cp_algo"),
     "double ring": (4, _FOUR + "megatron_cp_algo --cp-window-size 2 --attention-mask-type general"),
-    "hybrid": (4, _FOUR + "hybrid_cp_algo --ulysses-degree-in-cp 2"),
     "hybrid adaptive": (
         4,
         _FOUR + "hybrid_adaptive_cp_algo --ulysses-degree-in-cp 2 --adaptive-cp-granularity 8",
@@ -30,14 +28,9 @@ CASES = {
     ),
     "cached keys": (4, _FOUR + "megatron_cp_algo --context-parallel-kv-cache-policy full"),
     "slopes": (4, _TWO + "megatron_cp_algo --position-embedding-type alibi"),
-    "documents": (2, "--bf16 --use-flash-attn" + _DOCUMENTS),
     "documents of 12": (
         4,
         _FOUR + "hybrid_cp_algo --ulysses-degree-in-cp 2 --fix-sub-seq-length 12" + _DOCUMENTS,
-    ),
-    "ring, pipeline": (
-        8,
-        _TWO + "megatron_cp_algo --pipeline-model-parallel-size 2",
     ),
     "grid, pipeline": (
         8,

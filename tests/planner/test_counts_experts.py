@@ -16,15 +16,12 @@ _OVERLAP = "--moe-alltoall-overlap-comm "
 _DEEPSPEED = "--moe-model-type deepspeed_moe ~--bf16 "
 CASES = {
     "alltoall": (4, _EP, [0, 3]),
-    "local": (4, _EP + "--transformer-impl local", [3]),
     "sliced": (
         8,
         _EP + _TP + "--expert-tensor-parallel-size 2 --use-distributed-optimizer",
         [5],
     ),
     "spread over tensor parallel ranks": (4, _EP + _TP + "--moe-tp-extend-ep", [3]),
-    "fused": (4, _EP + "--moe-permute-fusion --moe-router-fusion", [1]),
-    "allgather": (4, _EP + "--moe-token-dispatcher-type allgather", [3]),
     "allgather, hidden": (
         4,
         _EP + _TP + "--moe-token-dispatcher-type allgather --moe-allgather-overlap-comm",
@@ -39,10 +36,8 @@ CASES = {
     ),
     "overlap": (4, _EP + _SHARED + _OVERLAP, [3]),
     "async": (4, _EP + "--moe-permutation-async-comm", [0]),
-    "zero memory": (4, _EP + _OVERLAP + "--moe-zero-memory level0", [0]),
     "zero memory 1": (4, _EP + _OVERLAP + "--moe-zero-memory level1", [0]),
     "adaptive": (4, _EP + "--moe-adaptive-recompute-activation", [0]),
-    "interleaved": (4, _EP + _PP + _VIRTUAL, [3]),
     "both passes at once": (4, _EP + _PP + _VIRTUAL + "--moe-fb-overlap", [0]),
     "context": (
         8,
@@ -50,9 +45,7 @@ CASES = {
         [7],
     ),
     "once to each node": (4, _EP4 + _OVERLAP + "--moe-alltoall-exchange hierarchical", [3], 1.0, 2),
-    "once to each rank": (4, _EP4 + _OVERLAP + "--moe-alltoall-exchange dedup", [0]),
     "hot experts": (4, _EP + _OVERLAP + "--balanced-moe-experts", [0]),
-    "gates of DeepSpeed": (4, _EP + _DEEPSPEED, [0]),
     "windows": (4, _EP + _DEEPSPEED + "--moe-no-drop --moe-dynamic-padding", [3]),
     "pipe experts": (4, _EP + _DEEPSPEED + "--use-pipe-experts", [0]),
     "behind attention": (4, _EP + _DEEPSPEED + "--ampipe-degree 2", [0]),
@@ -62,7 +55,6 @@ CASES = {
         "experts.linear_fc2",
         [0],
     ),
-    "fp8": (4, _EP + "--fp8-format hybrid --fp8-recipe tensorwise", [0]),
 }
 
 

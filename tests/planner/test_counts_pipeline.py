@@ -10,10 +10,7 @@ _PLAIN = "--pipeline-model-parallel-size 2 --bf16 "
 _FOUR_LAYERS = "--num-layers 4 " + _PLAIN
 _VIRTUAL = _FOUR_LAYERS + "--num-layers-per-virtual-pipeline-stage 1 "
 CASES = {
-    "zero bubble, virtual": (4, _VIRTUAL + "--pipeline-schedule zb-h1"),
     "interleaved by Megatron": (4, _VIRTUAL),
-    "all in, all out": (4, _VIRTUAL + "--pipeline-schedule aiao"),
-    "zero bubble in a V": (4, _FOUR_LAYERS + "--pipeline-schedule zb-v"),
     "dualpipev": (
         4,
         _FOUR_LAYERS + "--global-batch-size 16 --schedules-method dualpipev --dualpipev-dw-detach",
