@@ -69,13 +69,12 @@ class Device:
         peak_tflops: 1e12 FLOPs per second of dense matrix products, by dtype (bf16, fp16, ...).
         memory_gib: memory of the device.
         memory_gbs: gigabytes (1e9) per second that its memory reads and writes.
-        reserved_gib: memory that tensors cannot use: the context, buffers of collectives,
-            workspaces, and what the allocator loses.
+        reserved_gib: for the context, buffers of collectives, workspaces and the allocator's loss.
         launch_us: microseconds from the end of an operator to the start of the next one.
         cores: units that compute a tile of a matrix product each.
         tile: rows and columns of a tile.
         gemm_efficiency: part of the peak that large matrix products attain.
-        gemm_efficiencies: the same of dtypes whose products attain another part.
+        gemm_efficiencies: the same by dtype, where it differs.
         attention_efficiency: part of the peak that fused attention attains.
         memory_efficiency: part of ``memory_gbs`` that large copies attain.
         host_gbs: gigabytes per second of a copy to or from the host's memory.
@@ -100,7 +99,7 @@ class Device:
     source: Mapping[str, str] = field(default_factory=dict)
 
     def efficiency(self, dtype: str) -> float:
-        """Part of the peak that large products of a dtype attain."""
+        """Part of the peak that large products attain."""
         return self.gemm_efficiencies.get(dtype, self.gemm_efficiency)
 
     def peak(self, dtype: str) -> float:
@@ -116,8 +115,7 @@ class Cluster:
         levels: links from inside out; consecutive ranks share a domain.
         overlap_slowdown: how much longer computation takes while communication runs.
         collective_us: microseconds of any communication besides its steps.
-        fused_chains: the program's memory-bound operators between two matrix products run as one
-            kernel, by a compiler or fused kernels.
+        fused_chains: memory-bound operators between two matrix products run as one kernel.
         note: what else a reader should know.
     """
 
@@ -159,8 +157,7 @@ class Cluster:
         return decode_json(json.dumps(dataclasses.asdict(self)))
 
 
-_POSITIVE, _NOT_NEGATIVE, _PART = Real(1e-12), Real(0), Real(0.001, 1)
-_LIST, _SOURCES = ListOf(ANYTHING), MapOf(TEXT)
+_POSITIVE, _NOT_NEGATIVE, _PART, _LIST = Real(1e-12), Real(0), Real(0.001, 1), ListOf(ANYTHING)
 _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
     Measured: {
         "dtype": TEXT,
@@ -185,7 +182,7 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
         "memory_efficiency": _PART,
         "host_gbs": _POSITIVE,
         "products": _LIST,
-        "source": _SOURCES,
+        "source": MapOf(TEXT),
     },
     Level: {
         "name": TEXT,
@@ -202,7 +199,7 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
         "overlap_slowdown": Real(1, 10),
         "collective_us": _NOT_NEGATIVE,
         "fused_chains": BOOL,
-        "source": _SOURCES,
+        "source": MapOf(TEXT),
         "note": TEXT,
     },
 }
@@ -223,12 +220,10 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     if text.endswith(".json"):
         return parse_cluster(read_object(Path(text), ConfigError), text)
     if text not in presets():
-        near = difflib.get_close_matches(text, presets(), n=2, cutoff=0.4)
-        hint = f"; closest: {', '.join(near)}" if near else ""
-        raise ConfigError(
-            f"--cluster {text}: no preset of that name{hint} (there are {', '.join(presets())}); "
-            "a file of your own ends in .json"
-        )
+        near = ", ".join(difflib.get_close_matches(text, presets(), n=2, cutoff=0.4))
+        hint, known = f"; closest: {near}" if near else "", ", ".join(presets())
+        message = f"--cluster {text}: no preset of that name{hint} (there are {known})"
+        raise ConfigError(f"{message}; a file of your own ends in .json")
     return parse_cluster(read_object(_PRESETS / f"{text}.json", ConfigError), text)
 
 
@@ -264,10 +259,10 @@ def _device(values: Mapping[str, Any], where: str) -> Device:
     device = Device(**{**values, "products": tuple(products), "tile": tile})
     if "fp32" not in device.peak_tflops:
         raise ConfigError(f"{where}.peak_tflops: fp32 is missing, which stands for other dtypes")
-    if device.reserved_gib >= device.memory_gib:
+    reserved, whole = device.reserved_gib, device.memory_gib
+    if reserved >= whole:
         raise ConfigError(
-            f"{where}: reserved_gib {device.reserved_gib:g} leaves nothing of memory_gib "
-            f"{device.memory_gib:g}"
+            f"{where}: reserved_gib {reserved:g} leaves nothing of memory_gib {whole:g}"
         )
     return device
 
