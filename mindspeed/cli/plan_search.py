@@ -168,7 +168,7 @@ def _candidates(plan: Plan) -> Table:
             _optional(found, "tokens_per_second_per_device", "{:,.0f}"),
             _optional(found, "mfu", "{:.1%}"),
             _optional(found, "bubble", "{:.1%}"),
-            _GIB(found.peak_bytes),
+            _GIB(one.peak_bytes),
             "" if one.counted is None else _GIB(one.counted),
             _optional(found, "limit", "{}"),
         )

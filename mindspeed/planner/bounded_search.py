@@ -7,6 +7,9 @@ cannot come among the best is skipped:
     bytes    the bound needs more memory than there is
     seconds  the bound is slower than the k-th best, and no tie of the best
 
+Bounds come in two stages. The first ones are formulas. Where they do not rule a key out, one cheap
+run makes them tighter (:meth:`Evaluator.refine`), and the key waits again for its turn.
+
 A layout is checked as a start would check it when it would come among the best, so that only
 those that a start accepts are proposed, and only those hold others back. It is not asked about
 layouts that share what those had that it refused (:mod:`.refusals`).
@@ -15,8 +18,9 @@ layouts that share what those had that it refused (:mod:`.refusals`).
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +41,9 @@ class Evaluator(Protocol):
 
     def bound(self, layout: Layout) -> Bound:
         """What its prediction cannot be below."""
+
+    def refine(self, layout: Layout) -> bool:
+        """Count what makes the bounds of the layouts with its key tighter; False: nothing does."""
 
     def check(self, layout: Layout) -> None:
         """Raises the MindSpeedError with which a start refuses it."""
@@ -99,9 +106,8 @@ def search(
     groups = run.groups(layouts)
     progress(0, len(groups))
     try:
-        for position, group in enumerate(groups):
-            run.take(group)
-            progress(position + 1, len(groups))
+        for done in run.taken(groups):
+            progress(done, len(groups))
         run.finish()
     except KeyboardInterrupt:
         run.outcome.interrupted = True
@@ -138,13 +144,39 @@ class _Search:
                 found[self._evaluator.key(layout)].append((bound.seconds, layout))
                 self._waiting.add(layout)
 
-        def order(one: tuple[float, Layout]) -> tuple[float, int, int, int, str]:
-            """Bounds first; they do not know that small tensor and context groups cost less."""
-            seconds, layout = one
-            return seconds, layout.tp * layout.cp, features(layout), -layout.mbs, str(layout)
+        return [sorted(group, key=_order) for group in found.values()]
 
-        groups = [sorted(group, key=order) for group in found.values()]
-        return sorted(groups, key=lambda group: order(group[0]))
+    def taken(self, groups: Iterable[_Group]) -> Iterator[int]:
+        """Take the groups in the order of their bounds; yields how many are done."""
+        heap = [(_order(group[0]), number, group, False) for number, group in enumerate(groups)]
+        heapq.heapify(heap)
+        done = 0
+        while heap:
+            _, number, group, refined = heapq.heappop(heap)
+            if not refined and group[0][0] <= self.threshold:
+                group = self._refined(group)
+                if group:
+                    heapq.heappush(heap, (_order(group[0]), number, group, True))
+                    continue
+            self.take(group)
+            done += 1
+            yield done
+
+    def _refined(self, group: _Group) -> _Group:
+        """The group with tighter bounds, without those that cannot fit any more."""
+        try:
+            if not self._evaluator.refine(group[0][1]):
+                return group
+        except MindSpeedError:
+            return group  # what is in the way shows when its runs are counted
+        found: _Group = []
+        for least, layout in group:
+            bound = self._evaluator.bound(layout)
+            if bound.nbytes > self._limit:
+                self._skip(layout, self._need)
+            else:
+                found.append((max(least, bound.seconds), layout))
+        return sorted(found, key=_order)
 
     @property
     def threshold(self) -> float:
@@ -252,6 +284,12 @@ class _Search:
     def _late(self, one: Found) -> bool:
         self._waiting.add(one[0])
         return self._accepts(one[0])
+
+
+def _order(one: tuple[float, Layout]) -> tuple[float, int, int, int, str]:
+    """Bounds first; they do not know that small tensor and context groups cost less."""
+    seconds, layout = one
+    return seconds, layout.tp * layout.cp, features(layout), -layout.mbs, str(layout)
 
 
 def _first_line(error: Exception) -> str:

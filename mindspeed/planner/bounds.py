@@ -5,19 +5,28 @@ bytes    weights, gradients and optimizer states of the fullest pipeline rank; n
 seconds  matrix products of the slowest pipeline rank at the device's best rate, and the forward and
          backward of one micro-batch in the stages before it, which nothing can hide
 
-They cost microseconds, and a search skips a layout whose bounds are worse than what it has.
+They cost microseconds, and a search skips a layout whose bounds are worse than what it has. With
+what a layer takes and keeps (:mod:`mindspeed.planner.layer_run`) they have all of its seconds in
+the place of its matrix products, and the activations that layers keep.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.shape import DENSE, EXPERT
 from mindspeed.training.flops import attention_weights, layer_kinds, mlp_weights
 from mindspeed.training.optimizer_size import state_bytes
 
+if TYPE_CHECKING:
+    from mindspeed.planner.layer_run import LayerRun
+
+Runs = Mapping[str, "LayerRun"]
 _ON_HOST = ("swap-optimizer",)
 
 
@@ -39,8 +48,9 @@ class Bounds:
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
         dense, sparse = layer_kinds(args)
-        self._layers = dense + sparse
+        self._layers, self._sparse = dense + sparse, sparse / max(1, dense + sparse)
         self._equal = not (dense and sparse) and dense + sparse == args.num_layers
+        self._hidden = args.hidden_size * (2 if args.fp16 or args.bf16 else 4)
         attention = attention_weights(args)
         shared = mlp_weights(args, args.moe_shared_expert_intermediate_size or 0) if sparse else 0
         plain = mlp_weights(args, args.ffn_hidden_size) if dense else 0
@@ -79,9 +89,16 @@ class Bounds:
         other_mask = getattr(args, "attention_mask_type", None) not in (None, "causal")
         return not (windowed or other_mask or args.reset_attention_mask)
 
-    def of(self, layout: Layout) -> Bound:
-        """The bounds of a layout."""
-        return Bound(self._seconds(layout), self._bytes(layout))
+    def of(self, layout: Layout, runs: Runs | None = None) -> Bound:
+        """The bounds of a layout.
+
+        Args:
+            layout: the layout.
+            runs: a layer of each kind that it has, by their names in
+                :mod:`mindspeed.planner.shape`, none of them recomputed where the layout says how
+                many are; without runs matrix products count.
+        """
+        return Bound(self._seconds(layout, runs or {}), self._bytes(layout, runs or {}))
 
     def _ranks(self, layout: Layout) -> list[float]:
         """Layers of each pipeline rank; the mean where layers differ."""
@@ -90,7 +107,13 @@ class Bounds:
             return [self._layers / pp] * pp
         return [float(sum(layout.stage_layers[rank::pp])) for rank in range(pp)]
 
-    def _bytes(self, layout: Layout) -> float:
+    def _chunks(self, layout: Layout, rank: int) -> list[float]:
+        """Layers of the chunks of a pipeline rank."""
+        if layout.stage_layers is None or not self._equal:
+            return [self._layers / (layout.pp * layout.vpp)] * layout.vpp
+        return [float(count) for count in layout.stage_layers[rank :: layout.pp]]
+
+    def _bytes(self, layout: Layout, runs: Runs) -> float:
         dense, edge = self._dense / layout.tp, self._edge / layout.tp
         expert = self._expert / (layout.ep * layout.expert_tp)
         layers = self._ranks(layout)
@@ -100,7 +123,8 @@ class Bounds:
             ends = (rank == 0) + (rank == (0 if v_shape else len(layers) - 1))
             ends = min(ends, 1) if self._tied else ends
             here = layers[rank] * dense + ends * edge
-            most = max(most, self._of_parameters(layout, here, layers[rank] * expert))
+            static = self._of_parameters(layout, here, layers[rank] * expert)
+            most = max(most, static + self._activations(layout, rank, runs))
         return most
 
     def _of_parameters(self, layout: Layout, dense: float, expert: float) -> float:
@@ -121,22 +145,74 @@ class Bounds:
             total += number * (weights + self._trained * (gradients + states))
         return total
 
-    def _seconds(self, layout: Layout) -> float:
+    def _activations(self, layout: Layout, rank: int, runs: Runs) -> float:
+        """What the layers of a rank keep at its fullest moment, without inputs of chunks."""
+        if not runs or not self._equal:
+            return 0.0
+        again = layout.recompute.layers if layout.recompute is not None else 0
+        if again < 0:
+            return 0.0
+        kept = min(run.kept for run in runs.values())
+        inputs = 2 * layout.mbs * self._tokens / (layout.cp * layout.tp) * self._hidden
+        chunks = self._chunks(layout, rank)
+        of_chunks = [max(0.0, max(0.0, count - again) * kept - inputs) for count in chunks]
+        in_flight = _in_flight(layout, rank)
+        return sum(n * kept for n, kept in zip(in_flight, of_chunks, strict=True))
+
+    def _seconds(self, layout: Layout, runs: Runs) -> float:
         tokens = layout.mbs * self._tokens / (layout.cp * layout.tp)
         backward = 2.0 if self._trained else 1.0
-        share = 0.0
-        if layout.recompute is not None and layout.recompute.layers:
-            chunk = max(self._ranks(layout)) / layout.vpp
-            share = 1.0 if layout.recompute.layers < 0 else layout.recompute.layers / chunk
-        forward, layers = tokens * self._layer_flops, self._ranks(layout)
-        one = forward * (1 + backward + min(share, 1.0))
-        head = tokens * self._head_flops * (1 + backward)
+        head = tokens * self._head_flops * (1 + backward) / self._rate
+        plain, repeated = self._layer_seconds(layout, runs, tokens, backward)
+        behind = plain.backward if layout.schedule is None else plain.input_gradient
+        again = layout.recompute.layers if layout.recompute is not None else 0
         v_shape = layout.schedule in V_SHAPES
-        ahead = most = 0.0
-        for rank, count in enumerate(layers):
+        ahead, found = 0.0, []
+        for rank, layers in enumerate(self._ranks(layout)):
+            chunks = self._chunks(layout, rank)
+            more = layers if again < 0 else sum(min(count, again) for count in chunks)
+            more *= again < 0 or self._equal
             last = rank == (0 if v_shape else layout.pp - 1)
-            most = max(most, layout.micro_batches * (count * one + last * head) + ahead)
-            if not v_shape:  # forwards and gradients of inputs of one micro-batch, chunk 0
-                first = layout.stage_layers[rank] if layout.stage_layers else count / layout.vpp
-                ahead += first * forward * (1 + (backward if layout.schedule is None else 1))
-        return most / self._rate
+            busy = layers * (plain.forward + plain.backward) + more * repeated + last * head
+            found.append(layout.micro_batches * busy + ahead)
+            if not v_shape and self._equal:  # of one micro-batch in chunk 0
+                ahead += chunks[0] * (plain.forward + behind)
+        return max(found) if self._equal else sum(found) / len(found)
+
+    def _layer_seconds(
+        self, layout: Layout, runs: Runs, tokens: float, backward: float
+    ) -> tuple[_LayerSeconds, float]:
+        """Of the mean layer, and what recomputation adds to it."""
+        forward = tokens * self._layer_flops / self._rate
+        if not runs or layout.schedule not in (None, *V_SHAPES):
+            return _LayerSeconds(forward, forward * backward, forward), forward
+        share = {EXPERT: self._sparse, DENSE: 1 - self._sparse} if len(runs) > 1 else {}
+        found = _LayerSeconds(
+            sum(share.get(kind, 1.0) * run.forward for kind, run in runs.items()),
+            sum(share.get(kind, 1.0) * run.backward for kind, run in runs.items()),
+            0.0,
+        )
+        return found, forward
+
+
+@dataclass(frozen=True)
+class _LayerSeconds:
+    """Of a layer and micro-batch; the input's gradient may be a part of backward."""
+
+    forward: float
+    backward: float
+    input_gradient: float
+
+
+def _in_flight(layout: Layout, rank: int) -> list[int]:
+    """Micro-batches that each chunk of a rank keeps at once, at least."""
+    if layout.schedule is not None:
+        return [1] * layout.vpp
+    count, ranks, chunks = layout.micro_batches, layout.pp, layout.vpp
+    if chunks == 1:
+        return [min(count, ranks - rank)]
+    most = min(count * chunks, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
+    found = [0] * chunks
+    for number in range(most):  # in turns of as many micro-batches as there are ranks
+        found[number // ranks % chunks] += 1
+    return found

@@ -7,16 +7,25 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+from mindspeed.errors import ConfigError
 from mindspeed.pipeline.layout import evenly
 from mindspeed.pipeline.layout import stage_layers as in_order
+from mindspeed.planner import isolated
 from mindspeed.planner.bounds import Bound, Bounds
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
-from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.layer_run import LayerRun, layer_run
+from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
 from mindspeed.planner.price import Prediction, predict
 from mindspeed.planner.run_cache import RunCache
 from mindspeed.planner.shape import NOOP, RECOMPUTED, Shape, shape_of
-from mindspeed.planner.signature import Signature, measure
+from mindspeed.planner.signature import (
+    RUN_SECONDS,
+    Signature,
+    import_ahead,
+    layer_point,
+    measure,
+)
 
 
 class JobEvaluator:
@@ -37,10 +46,38 @@ class JobEvaluator:
         self._bounds = Bounds(args, cluster)
         self._dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
         self._measured: dict[Hashable, tuple[Signature, Shape]] = {}
+        self._kinds = () if _hides_layers(args) else shape_of(args).kinds
+        self._layers: dict[Hashable, dict[str, LayerRun]] = {}
 
     def bound(self, layout: Layout) -> Bound:
-        """From the sizes of its matrices."""
-        return self._bounds.of(layout)
+        """From the sizes of its matrices, or from runs of its layers, if there are any."""
+        return self._bounds.of(layout, self._layers.get(_layer_key(layout)))
+
+    def refine(self, layout: Layout) -> bool:
+        """Run a layer of each kind, without recomputation if the layout says how much there is."""
+        key = _layer_key(layout)
+        if key not in self._layers:
+            self._layers[key] = {}  # stays, where one cannot run
+            kinds = self._kinds_of(layout)
+            found = {kind: self._layer(_alone(layout), kinds, kind) for kind in kinds}
+            self._layers[key] = found
+        return bool(self._layers[key])
+
+    def _kinds_of(self, layout: Layout) -> tuple[str, ...]:
+        """Kinds of layers that run; none where a layer tells nothing of the layout."""
+        if layout.recompute is None:
+            return () if any(kind.endswith(RECOMPUTED) for kind in self._kinds) else self._kinds
+        return tuple(dict.fromkeys(kind.removesuffix(RECOMPUTED) for kind in self._kinds))
+
+    def _layer(self, layout: Layout, kinds: tuple[str, ...], kind: str) -> LayerRun:
+        point = layer_point(self._job, layout, kinds, kind)
+        found = self._cache.layer(point)
+        if found is None:
+            import_ahead()
+            arguments = self._job, point, self._cluster
+            found = isolated.call(layer_run, *arguments, timeout=RUN_SECONDS)
+            self._cache.put_layer(point, found)
+        return found
 
     def key(self, layout: Layout) -> Hashable:
         """What the tiny runs of a signature depend on."""
@@ -63,7 +100,9 @@ class JobEvaluator:
             MindSpeedError: it cannot be counted.
         """
         shape = shape_of(self._job.settings(layout.overrides(), layout.devices).args)
-        signature = measure(self._job, layout, self._cluster, self._jobs, runs=self._cache)
+        signature = measure(
+            self._job, layout, self._cluster, self._jobs, runs=self._cache, check=False
+        )
         self._measured[self.key(layout)] = signature, shape
 
     def price(self, layout: Layout) -> Prediction:
@@ -71,6 +110,34 @@ class JobEvaluator:
         signature, shape = self._measured[self.key(layout)]
         shape = reshaped(shape, layout)
         return predict(signature, shape, self._cluster, layout, self._dtype)
+
+
+_HIDE_LAYERS = (
+    "moe_fb_overlap",
+    "overlap_moe_expert_parallel_comm",
+    "recompute_in_bubble",
+    "recompute_in_advance",
+    "adaptive_memory_optimization",
+    "microbatch_group_size_per_vp_stage",
+    "swap_attention",
+)
+"""Features with which a layer of a pipeline is not as it is by itself."""
+
+
+def _hides_layers(args: argparse.Namespace) -> bool:
+    return any(getattr(args, name, None) for name in _HIDE_LAYERS)
+
+
+def _alone(layout: Layout) -> Layout:
+    """The layout whose layers run for its bounds."""
+    if layout.recompute is None or not layout.recompute.layers:
+        return layout
+    return replace(layout, recompute=Recompute())
+
+
+def _layer_key(layout: Layout) -> Hashable:
+    """Equal for layouts with the same layers."""
+    return _alone(layout).signature()
 
 
 def reshaped(shape: Shape, layout: Layout) -> Shape:
@@ -95,7 +162,10 @@ def reshaped(shape: Shape, layout: Layout) -> Shape:
     if layout.recompute is None:  # as the job has it
         whole = any(kind.endswith(RECOMPUTED) for stage in shape.stages for kind in stage)
         if whole:
-            raise ValueError("which layers the job recomputes is not known for another pipeline")
+            raise ConfigError(
+                "--recompute-num-layers with the method block: which layers are recomputed in "
+                "another pipeline is not known; search or fix the dimension recompute"
+            )
     return replace(
         shape,
         ranks=layout.pp,

@@ -31,6 +31,7 @@ from typing import IO, Any, NoReturn
 from mindspeed.errors import MindSpeedError, PlanError
 
 _LAST_LINES = 12
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
@@ -139,10 +140,14 @@ class _Child:
     ) -> _Child:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         reader, writer = os.pipe()
-        process = os.fork()
-        if process == 0:
-            os.close(reader)
-            _run(function, args, writer, output)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # the child is no second parent
+        try:
+            process = os.fork()
+            if process == 0:
+                os.close(reader)
+                _run(function, args, writer, output)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.close(writer)
         end = None if timeout is None else time.monotonic() + timeout
         return cls(process, reader, output, timeout, end)
@@ -200,6 +205,8 @@ def _run(
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)

@@ -14,6 +14,10 @@ TOLERANCE = 0.05
 """Part of a time within which two predictions are a tie: the error of the model."""
 
 
+COMPOSED = 0.001
+"""Part of its bytes within which a composed peak stands for the counted one."""
+
+
 class Priced(Protocol):
     """What a search needs of a prediction (:class:`mindspeed.planner.price.Prediction`)."""
 
@@ -46,10 +50,23 @@ class Candidate:
     flags: tuple[str, ...] = ()
     counted: int | None = None
 
+    @property
+    def peak_bytes(self) -> float:
+        """Of its fullest rank: composed, or counted where that differs."""
+        composed: float = self.prediction.peak_bytes
+        if self.counted is None or abs(self.difference) <= COMPOSED:
+            return composed
+        return self.counted
+
+    @property
+    def difference(self) -> float:
+        """Of the composed bytes from the counted ones, as a part of these; 0 if not counted."""
+        return 0.0 if self.counted is None else self.prediction.peak_bytes / self.counted - 1
+
     def to_json(self) -> dict[str, Any]:
         """Figures by name."""
         found = self.prediction
-        figures = {"seconds": found.seconds, "peak_bytes": found.peak_bytes}
+        figures = {"seconds": found.seconds, "peak_bytes": self.peak_bytes}
         for name in ("bubble", "mfu", "tokens_per_second_per_device", "limit"):
             if hasattr(found, name):
                 figures[name] = getattr(found, name)
@@ -58,6 +75,7 @@ class Candidate:
             **figures,
             "exposed": dict(found.exposed),
             "counted_bytes": self.counted,
+            "composed_bytes": found.peak_bytes,
             "flags": list(self.flags),
         }
 
@@ -179,7 +197,7 @@ class Plan:
             lines.append(f"{'':>2} {'seconds':>9} {'GiB':>7} {'tie':>3}  layout")
         for index, one in enumerate(self.candidates):
             found, tie = one.prediction, "=" if index < self.ties else ""
-            gib = found.peak_bytes / GIB
+            gib = one.peak_bytes / GIB
             lines.append(f"{index + 1:>2} {found.seconds:9.4g} {gib:7.2f} {tie:>3}  {one.layout}")
         return "\n".join([*lines, *self.counts()])
 
@@ -203,8 +221,10 @@ class Plan:
         lines = [
             f"{one.layout}",
             f"step     {found.seconds:.4g} s, {found.seconds / fastest:.3f} x the fastest",
-            f"memory   {found.peak_bytes / GIB:.2f} of {self.memory_limit / GIB:.2f} GiB",
+            f"memory   {one.peak_bytes / GIB:.2f} of {self.memory_limit / GIB:.2f} GiB",
         ]
+        if one.counted is not None:
+            lines.append(f"counted  composed bytes differ by {one.difference:+.2%}")
         if getattr(found, "limit", ""):
             lines.append(f"limited  by {found.limit}")
         lines += [f"exposed  {seconds:.4g} s {group}" for group, seconds in found.exposed.items()]

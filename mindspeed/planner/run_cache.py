@@ -26,6 +26,7 @@ from mindspeed.files import atomic_write_text, make_dirs
 from mindspeed.parsing import decode_json
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
+from mindspeed.planner.layer_run import LayerRun
 from mindspeed.planner.tiny_run import ActionRun, Point, TinyRun
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine", "triton", "torch-npu")
@@ -44,6 +45,7 @@ class RunCache:
     def __init__(self, directory: str | Path | None, job: Job, cluster: Cluster | None) -> None:
         self._directory = None if directory is None else Path(directory)
         self._known: dict[str, TinyRun] = {}
+        self._layers: dict[str, LayerRun] = {}
         machine = None if cluster is None else cluster.to_json()
         program = [type(job).__name__, job.argv, _program(job)]
         self._base = json.dumps([_code(), program, machine], sort_keys=True, default=str)
@@ -65,14 +67,43 @@ class RunCache:
         """Keep a run."""
         name = self._name(point)
         self._known[name] = run
-        if self._directory is not None:
-            atomic_write_text(self._directory / f"{name}.json", json.dumps(_values(run)) + "\n")
+        self._write(name, _values(run))
 
-    def _name(self, point: Point) -> str:
+    def layer(self, point: Point) -> LayerRun | None:
+        """The run of a layer; None if it was not made."""
+        name = self._name(point, "layer")
+        found = self._layers.get(name)
+        if found is None and self._directory is not None:
+            found = self._layer_in(self._directory / f"{name}.json")
+        self.hits += found is not None
+        self.misses += found is None
+        if found is not None:
+            self._layers[name] = found
+        return found
+
+    def put_layer(self, point: Point, run: LayerRun) -> None:
+        """Keep the run of a layer."""
+        name = self._name(point, "layer")
+        self._layers[name] = run
+        self._write(name, asdict(run))
+
+    @staticmethod
+    def _layer_in(path: Path) -> LayerRun | None:
+        try:
+            values = decode_json(path.read_text("utf-8"))
+            return LayerRun(*(float(values[item.name]) for item in fields(LayerRun)))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        if self._directory is not None:
+            atomic_write_text(self._directory / f"{name}.json", json.dumps(values) + "\n")
+
+    def _name(self, point: Point, kind: str = "") -> str:
         given = {name: value for name, value in point.overrides.items() if value is not None}
         absent = sorted(name for name, value in point.overrides.items() if value is None)
         what = json.dumps([given, absent, point.devices, point.stage], sort_keys=True, default=str)
-        return hashlib.sha256((self._base + what).encode()).hexdigest()[:40]
+        return hashlib.sha256((self._base + what + kind).encode()).hexdigest()[:40]
 
     def _read(self, name: str) -> TinyRun | None:
         if self._directory is None:

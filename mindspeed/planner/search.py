@@ -7,21 +7,24 @@ found.best.layout, found.best.prediction.seconds, found.best.flags
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import ConfigError, MindSpeedError
-from mindspeed.planner import isolated
 from mindspeed.planner.bounded_search import Found, Outcome, Progress, search
 from mindspeed.planner.closest import closest_of
 from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, layout_of
-from mindspeed.planner.result import TOLERANCE, Candidate, Closest, Plan, front_of
+from mindspeed.planner.proof import counted_peak
+from mindspeed.planner.result import GIB, TOLERANCE, Candidate, Plan, front_of
 from mindspeed.planner.space import Shape, Space
 
 __all__ = ["DIMENSIONS", "plan", "search"]
@@ -59,8 +62,7 @@ def plan(
         jobs: processes that count.
         cache: directory for counts, so that the next search goes on from them.
         progress: is told how far it is.
-        prove: how many of the best are counted again, in whole steps of the first and the last
-            pipeline stage.
+        prove: how many of the best are counted again, in whole steps (:mod:`.proof`).
 
     Raises:
         MindSpeedError: the job cannot start in any layout, or its flags are wrong.
@@ -83,11 +85,15 @@ def plan(
     space = space.with_values({name: _several(value) for name, value in (fix or {}).items()})
     evaluator = JobEvaluator(argv, args, machine, RunCache(cache, argv, machine), jobs)
     removed: Counter[str] = Counter()
-    outcome = _search(list(space.layouts(shape, removed)), evaluator, limit, top, progress)
-    closest = None
-    if not outcome.best and not outcome.interrupted:
-        closest = _closest(space.layouts(shape, Counter()), evaluator, limit)
-    best = [_candidate(argv, one, index < prove) for index, one in enumerate(outcome.best)]
+    closest, best = None, list[Candidate]()
+    with _interruptible():
+        outcome = _search(list(space.layouts(shape, removed)), evaluator, limit, top, progress)
+        best.extend(_proven(argv, outcome, limit, prove))
+        if not best and not outcome.interrupted:
+            try:
+                closest = closest_of(space.layouts(shape, Counter()), evaluator, limit)
+            except KeyboardInterrupt:
+                outcome.interrupted = True
     return Plan(
         cluster=machine.name,
         devices=own.devices,
@@ -97,7 +103,7 @@ def plan(
         fitting=len(outcome.priced),
         measured=outcome.measured,
         candidates=tuple(best),
-        front=tuple(_candidate(argv, one, False) for one in front_of(outcome.priced)),
+        front=tuple(_candidate(argv, one) for one in front_of(outcome.priced)),
         closest=closest,
         interrupted=outcome.interrupted,
         wall_seconds=time.monotonic() - start,
@@ -111,13 +117,6 @@ def _search(
     return search(layouts, evaluator, limit, top=top, progress=progress)
 
 
-def _closest(layouts: Any, evaluator: Any, limit: float) -> Closest | None:
-    try:
-        return closest_of(layouts, evaluator, limit)
-    except KeyboardInterrupt:
-        return None
-
-
 def _check_names(names: Sequence[str]) -> None:
     known = [item.name for item in fields(Space)]
     if wrong := [name for name in names if name not in known]:
@@ -128,6 +127,10 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+_SCHEDULES = {"use_nanopipe": "nanopipe", "schedules_method": "dualpipev"}
+"""Flags whose schedule a layout says in another way."""
+
+
 def _own(job: Job, devices: int | None, names: Sequence[str]) -> tuple[Any, Layout]:
     """Final values of the job, and its own layout on the devices.
 
@@ -136,6 +139,13 @@ def _own(job: Job, devices: int | None, names: Sequence[str]) -> tuple[Any, Layo
     Raises:
         ConfigError: neither can start, or there is no global batch size.
     """
+    for name, schedule in _SCHEDULES.items():
+        if job.gives(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: a plan chooses the schedule; take the flag out, or "
+                f"replace it by --pipeline-schedule {schedule}, which a search without the "
+                "dimension schedule keeps"
+            )
     try:
         settings = job.settings(None, devices)
     except MindSpeedError:
@@ -155,36 +165,42 @@ def _own(job: Job, devices: int | None, names: Sequence[str]) -> tuple[Any, Layo
     return args, own
 
 
-def _candidate(job: Job, found: Found, prove: bool) -> Candidate:
+def _candidate(job: Job, found: Found, counted: int | None = None) -> Candidate:
     layout, prediction = found
-    counted = None
-    if prove:
-        try:
-            counted = counted_peak(job, layout)
-        except (MindSpeedError, KeyboardInterrupt):
-            counted = None
     return Candidate(layout, prediction, tuple(job.flags(layout.overrides())), counted)
 
 
-def counted_peak(job: Job, layout: Layout) -> int:
-    """Bytes of the fuller of first and last pipeline rank, counted in a whole step of each.
+def _proven(job: Job, outcome: Outcome, limit: float, prove: int) -> Iterator[Candidate]:
+    """The best as candidates, without those that do not fit when they are counted."""
+    for index, (layout, prediction) in enumerate(outcome.best):
+        counted = None
+        if index < prove and not outcome.interrupted:
+            fullest = max(prediction.ranks, key=lambda rank: rank.peak).rank
+            try:
+                counted = counted_peak(job, layout, fullest)
+            except MindSpeedError:
+                counted = None
+            except KeyboardInterrupt:
+                outcome.interrupted = True
+        if counted is not None and counted > limit:
+            outcome.removed[f"need more than {limit / GIB:.4g} GiB when they are counted"] += 1
+            outcome.priced = [one for one in outcome.priced if one[0] != layout]
+        else:
+            yield _candidate(job, (layout, prediction), counted)
 
-    The step has as many micro-batches as are in flight at once, and two more.
 
-    Raises:
-        MindSpeedError: it cannot be counted.
-    """
-    stages = sorted({0, layout.pp - 1})
-    return max(isolated.call(_peak, job, layout, stage) for stage in stages)
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM, as ``timeout`` sends it, is an interruption as Ctrl-C is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
 
-def _peak(job: Job, layout: Layout, stage: int) -> int:
-    from mindspeed.planner.counted_step import count_step
-    from mindspeed.training.fake_job import rank_in_stage
-
-    args = job.settings(layout.overrides(), layout.devices).args
-    in_flight = layout.pp * (2 if layout.vpp > 1 else 1)
-    batches = min(layout.micro_batches, in_flight * layout.vpp)
-    if layout.vpp > 1:
-        batches = min(layout.micro_batches, 3 * layout.pp)
-    return count_step(args, rank_in_stage(args, stage), micro_batches=batches).peak
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -14,8 +14,9 @@ the embedding and the head are the differences of two more:
 | last stage, 1 layer              | less the first run: final norm, head and loss      |
 
 Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each.
-Two further runs on twice as many data-parallel ranks tell what those ranks share, and one with
-three layers is compared with its composition. Without a pipeline the only stage takes the place of
+Two further runs on twice as many data-parallel ranks, compared with two of the same layout without
+recomputation, tell what those ranks share, and one with three layers is compared with its
+composition. Without a pipeline the only stage takes the place of
 the middle one.
 
 What an action needs beyond what micro-batches in flight keep depends on the messages around it:
@@ -34,7 +35,8 @@ from mindspeed.errors import MindSpeedError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
-from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.layer_run import LAYERS
+from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
 from mindspeed.planner.pieces import (
     OTHER,
     Figures,
@@ -56,7 +58,7 @@ from mindspeed.planner.pieces import (
     weighted,
     with_role,
 )
-from mindspeed.planner.shape import DENSE, NOOP, RECOMPUTED, Shape, shape_of
+from mindspeed.planner.shape import DENSE, NOOP, RECOMPUTED, shape_of
 from mindspeed.planner.tiny_run import Point, TinyRun, run
 
 ONE_CHUNK = {"zb-v": "zb-h1", "dualpipev": "zb-h1", "aiao": None, "interleaved": None}
@@ -64,6 +66,9 @@ ONE_CHUNK = {"zb-v": "zb-h1", "dualpipev": "zb-h1", "aiao": None, "interleaved":
 
 TOLERANCE = 0.001
 """Of the composition of the run that is compared."""
+
+RUN_SECONDS = 300.0
+"""After which a run counts as one that does not end."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,7 @@ def measure(
     cluster: Cluster | None = None,
     jobs: int = 1,
     runs: KnownRuns | None = None,
+    check: bool = True,
 ) -> Signature:
     """Count the tiny runs of a layout.
 
@@ -216,16 +222,31 @@ def measure(
         cluster: rates of the clock; None: no times.
         jobs: runs at a time.
         runs: those made before, and where new ones are kept.
+        check: compare a run of three layers with its composition; else :attr:`Signature.error`
+            is not a number.
 
     Raises:
         MindSpeedError: the layout cannot start, or cannot be counted.
     """
-    _import_ahead()
-    shape: Shape = isolated.call(_shape, job, layout)
-    return _Measurement(job, layout, shape, cluster, jobs, runs).signature()
+    import_ahead()
+    kinds: tuple[str, ...] = isolated.call(_kinds, job, layout)
+    return _Measurement(job, layout, kinds or (DENSE,), cluster, jobs, runs).signature(check)
 
 
-def _import_ahead() -> None:
+def layer_point(job: Job, layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
+    """The run of :mod:`mindspeed.planner.layer_run` for a layer of a signature.
+
+    Args:
+        job: the model.
+        layout: whose layer it is.
+        kinds: of all layers of the model.
+        kind: of this one.
+    """
+    alone = replace(layout, pp=1, vpp=1, stage_layers=None, schedule=None)
+    return _Measurement(job, alone, kinds, None, 1)._point(0, kind, LAYERS)
+
+
+def import_ahead() -> None:
     """What every run needs, once for all of its processes."""
 
     import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
@@ -240,26 +261,29 @@ def _import_ahead() -> None:
     import mindspeed.training.step  # noqa: F401
 
 
-def _shape(job: Job, layout: Layout) -> Shape:
-    return shape_of(job.settings(layout.overrides(), layout.devices).args)
+def _kinds(job: Job, layout: Layout) -> tuple[str, ...]:
+    return shape_of(job.settings(layout.overrides(), layout.devices).args).kinds
 
 
 @dataclass(frozen=True)
 class _Measurement:
     job: Job
     layout: Layout
-    shape: Shape
+    kinds: tuple[str, ...]
     cluster: Cluster | None
     jobs: int
     known: KnownRuns | None = None
 
-    def signature(self) -> Signature:
-        kinds = self.shape.kinds or (DENSE,)
+    def signature(self, check: bool) -> Signature:
+        kinds = self.kinds
         first, last = kinds[0], kinds[-1]
         points = {("middle", kind, n): self._point(1, kind, n) for kind in kinds for n in (1, 2)}
-        points["middle", first, 3] = self._point(1, first, 3)
-        points["wide", first, 1] = self._point(1, first, 1, data_parallel=2)
-        points["wide", first, 2] = self._point(1, first, 2, data_parallel=2)
+        if check:
+            points["middle", first, 3] = self._point(1, first, 3)
+        plain = self._plain()
+        for n in (1, 2):
+            points["plain", first, n] = plain._point(1, plain.kinds[0], n)
+            points["wide", first, n] = plain._point(1, plain.kinds[0], n, data_parallel=2)
         if self._pipeline:
             points["first", first, 1] = self._point(0, first, 1)
             points["last", last, 1] = self._point(3, last, 1)
@@ -285,7 +309,7 @@ class _Measurement:
         for (role, kind, n), found in runs.items():
             if role == "chunks":
                 self._chunk_needs(found, n, kind, roles, layers, needs)
-            elif n == 1 and role != "wide" and not self._several:
+            elif n == 1 and role not in ("plain", "wide") and not self._several:
                 note(needs, role, kind, found, kept(found))
         plain = needs_of(runs, [("middle", first, 1)])
         inner = {
@@ -312,7 +336,9 @@ class _Measurement:
             data_parallel=runs["middle", first, 1].data_parallel,
             error=0.0,
         )
-        three = runs["middle", first, 3]
+        three = runs.get(("middle", first, 3))
+        if three is None:
+            return replace(signature, error=math.nan)
         role = "middle" if self._pipeline else "only"
         one_chunk = {role: less(one[first], layers[first])}
         checked = replace(signature, roles=one_chunk, needs=with_role(plain, role))
@@ -335,11 +361,12 @@ class _Measurement:
         The ends are shared as layers are: what they add are parameters.
         """
         first = kinds[0]
-        one = figures_of(runs["wide", first, 1])
-        layer = less(figures_of(runs["wide", first, 2]), one)
-        of_layer = halved(layers[first], layer)
+        one, wide = figures_of(runs["plain", first, 1]), figures_of(runs["wide", first, 1])
+        layer = less(figures_of(runs["plain", first, 2]), one)
+        wide_layer = less(figures_of(runs["wide", first, 2]), wide)
+        of_layer = halved(layer, wide_layer)
         middle = roles["middle"]
-        of_middle = halved(middle, less(one, layer))
+        of_middle = halved(less(one, layer), less(wide, wide_layer))
         found: dict[str, Figures] = {**dict.fromkeys(kinds, of_layer), "middle": of_middle}
         for role in {*roles} - {"middle"}:
             found[role] = {
@@ -388,6 +415,20 @@ class _Measurement:
         kept_by = {s: roles[self._role_of(s)]["kept"] + own["kept"] for s in stages_of(found)}
         note_chunks(needs, kind, found, kept_by, own["stash"], self._role_of, rank)
 
+    def _plain(self) -> _Measurement:
+        """The layout with what data-parallel ranks share, and without what they do not.
+
+        Parameters and what is made of them: layouts that differ in the size of a micro-batch or in
+        recomputation have the same.
+        """
+        layout = replace(self.layout, mbs=1)
+        if layout.recompute is not None:
+            layout = replace(layout, recompute=Recompute())
+        kinds = tuple(dict.fromkeys(kind.removesuffix(RECOMPUTED) for kind in self.kinds))
+        if layout.recompute is None:
+            kinds = self.kinds
+        return replace(self, layout=layout, kinds=kinds)
+
     @property
     def _pipeline(self) -> bool:
         return self.layout.pp > 1
@@ -400,15 +441,21 @@ class _Measurement:
     def _run(self, points: Iterable[Point]) -> list[TinyRun]:
         points = list(points)
         found = [None if self.known is None else self.known.get(point) for point in points]
-        missing = [index for index, one in enumerate(found) if one is None]
+        missing = [
+            index
+            for index, one in enumerate(found)
+            if one is None and points[index] not in points[:index]
+        ]
         arguments = [(self.job, points[index], self.cluster) for index in missing]
-        for index, result in zip(missing, isolated.map(run, arguments, self.jobs), strict=True):
+        results = isolated.map(run, arguments, self.jobs, RUN_SECONDS)
+        for index, result in zip(missing, results, strict=True):
             if isinstance(result, MindSpeedError):
                 raise result
             found[index] = result
             if self.known is not None:
                 self.known.put(points[index], result)
-        return [one for one in found if one is not None]
+        first = [found[points.index(point)] for point in points]  # some are the same
+        return [one for one in first if one is not None]
 
     def _point(self, stage: int, kind: str, layers: int, data_parallel: int = 1) -> Point:
         """A stage of four, or the only one, with so many layers."""
@@ -445,9 +492,9 @@ class _Measurement:
         """A model of layers of one kind."""
         flags: dict[str, Any] = {"num_layers": layers, "noop_layers": None}
         plain = kind.removesuffix(RECOMPUTED)
-        if any(not k.startswith(DENSE) for k in self.shape.kinds):
+        if any(not k.startswith(DENSE) for k in self.kinds):
             flags["moe_layer_freq"] = f"[{int(plain != DENSE)}]*{layers}"
-        if any(k.endswith(RECOMPUTED) for k in self.shape.kinds):
+        if any(k.endswith(RECOMPUTED) for k in self.kinds):
             again = kind.endswith(RECOMPUTED)
             flags["recompute_granularity"] = "full" if again else None
             flags["recompute_method"] = "uniform" if again else None

@@ -43,6 +43,8 @@ class Toy:
     uncounted: frozenset[int] = frozenset()
     stop_after: int = 10**9
     slack: float = 0.8
+    formula: float = 0.8
+    refined: set[Layout] = field(default_factory=set)
     measured: list[Layout] = field(default_factory=list)
     checked: int = 0
 
@@ -63,7 +65,12 @@ class Toy:
 
     def bound(self, layout: Layout) -> Bound:
         found = self.truth(layout)
-        return Bound(self.slack * found.seconds, self.slack * found.peak_bytes)
+        slack = self.slack * (1.0 if layout.signature() in self.refined else self.formula)
+        return Bound(slack * found.seconds, slack * found.peak_bytes)
+
+    def refine(self, layout: Layout) -> bool:
+        self.refined.add(layout.signature())
+        return True
 
     def check(self, layout: Layout) -> None:
         self.checked += 1
