@@ -70,10 +70,12 @@ def compose(
     rates = cluster or load_cluster("generic")  # messages are counted by the clock
     if not isolated.call(_describes, job, layout, args):
         return None
+    shape = shape_of(args)
+    if shape.uncomposable:
+        return None
     signature = measure(job, layout, rates, jobs, runs)
     if not signature.fits:
         return None
-    shape = shape_of(args)
     ranks = [_figures(signature, shape, one) for one in memory(signature, shape)]
     found = Check(shape.micro_batches, tuple(alike(ranks)), memory_limit, True)
     prediction = None if cluster is None else predict(signature, shape, cluster, layout)

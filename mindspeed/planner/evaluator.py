@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.layout import evenly
@@ -105,6 +104,14 @@ class JobEvaluator:
         )
         self._measured[self.key(layout)] = signature, shape
 
+    def error(self, layout: Layout) -> float:
+        """Largest relative error of the composed bytes of runs that a search itself leaves out.
+
+        Raises:
+            MindSpeedError: they cannot be counted.
+        """
+        return measure(self._job, layout, self._cluster, self._jobs, runs=self._cache).error
+
     def price(self, layout: Layout) -> Prediction:
         """From the signature of its key."""
         signature, shape = self._measured[self.key(layout)]
@@ -149,7 +156,8 @@ def reshaped(shape: Shape, layout: Layout) -> Shape:
             recomputed.
     """
     kinds = [kind.removesuffix(RECOMPUTED) for stage in shape.stages for kind in stage]
-    counts = layout.stage_layers or in_order(evenly(len(kinds), layout.pp, layout.vpp))
+    chunks = max(layout.vpp, 2 if layout.schedule in V_SHAPES else 1)
+    counts = layout.stage_layers or in_order(evenly(len(kinds), layout.pp, chunks))
     again = layout.recompute.layers if layout.recompute is not None else 0
     stages, start = [], 0
     for count in counts:
@@ -158,7 +166,9 @@ def reshaped(shape: Shape, layout: Layout) -> Shape:
             tuple(k + RECOMPUTED if k != NOOP and i < again else k for i, k in enumerate(stage))
         )
         start += count
-    changes: dict[str, Any] = {}
+    request = shape.request
+    if request.group_size == shape.ranks:  # Megatron's default follows the pipeline
+        request = replace(request, group_size=layout.pp)
     if layout.recompute is None:  # as the job has it
         whole = any(kind.endswith(RECOMPUTED) for stage in shape.stages for kind in stage)
         if whole:
@@ -168,11 +178,11 @@ def reshaped(shape: Shape, layout: Layout) -> Shape:
             )
     return replace(
         shape,
+        request=request,
         ranks=layout.pp,
-        chunks=layout.vpp,
+        chunks=chunks,
         stages=tuple(stages),
         micro_batches=layout.micro_batches,
         data_parallel=layout.dp,
         devices=layout.devices,
-        **changes,
     )

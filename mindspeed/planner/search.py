@@ -29,6 +29,9 @@ from mindspeed.planner.space import Shape, Space
 
 __all__ = ["DIMENSIONS", "plan", "search"]
 
+LARGEST_ERROR = 0.01
+"""Of composed bytes of a candidate that is not counted as a whole."""
+
 DIMENSIONS = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split", "recompute")
 """What is searched by default; the schedule, the optimizer, the expert program and memory features
 are as the job has them, unless ``search`` names them."""
@@ -62,7 +65,8 @@ def plan(
         jobs: processes that count.
         cache: directory for counts, so that the next search goes on from them.
         progress: is told how far it is.
-        prove: how many of the best are counted again, in whole steps (:mod:`.proof`).
+        prove: how many of the best are counted again, in whole steps (:mod:`.proof`), and whether
+            others are whose bytes are not composed exactly enough; 0: none.
 
     Raises:
         MindSpeedError: the job cannot start in any layout, or its flags are wrong.
@@ -88,7 +92,7 @@ def plan(
     closest, best = None, list[Candidate]()
     with _interruptible():
         outcome = _search(list(space.layouts(shape, removed)), evaluator, limit, top, progress)
-        best.extend(_proven(argv, outcome, limit, prove))
+        best.extend(_proven(argv, evaluator, outcome, limit, prove))
         if not best and not outcome.interrupted:
             try:
                 closest = closest_of(space.layouts(shape, Counter()), evaluator, limit)
@@ -170,14 +174,20 @@ def _candidate(job: Job, found: Found, counted: int | None = None) -> Candidate:
     return Candidate(layout, prediction, tuple(job.flags(layout.overrides())), counted)
 
 
-def _proven(job: Job, outcome: Outcome, limit: float, prove: int) -> Iterator[Candidate]:
-    """The best as candidates, without those that do not fit when they are counted."""
+def _proven(
+    job: Job, evaluator: Any, outcome: Outcome, limit: float, prove: int
+) -> Iterator[Candidate]:
+    """The best as candidates, without those that do not fit when they are counted.
+
+    The first ones are counted, and all whose bytes are not composed exactly enough.
+    """
     for index, (layout, prediction) in enumerate(outcome.best):
         counted = None
-        if index < prove and not outcome.interrupted:
+        if prove and not outcome.interrupted:
             fullest = max(prediction.ranks, key=lambda rank: rank.peak).rank
             try:
-                counted = counted_peak(job, layout, fullest)
+                if index < prove or evaluator.error(layout) > LARGEST_ERROR:
+                    counted = counted_peak(job, layout, fullest)
             except MindSpeedError:
                 counted = None
             except KeyboardInterrupt:

@@ -89,6 +89,20 @@ class Shape:
             return "only"
         return "first" if stage == 0 else "last" if stage == len(self.stages) - 1 else "middle"
 
+    @property
+    def uncomposable(self) -> str:
+        """What of its schedule cannot be composed of small runs; empty if everything can."""
+        request = self.request
+        if request.recompute:
+            return f"recomputation in {request.recompute} of a pipeline schedule"
+        if request.sizes is not None:
+            return "micro-batches of different sizes"
+        if request.plan is not None or request.order is not None:
+            return "a pipeline schedule of one's own"
+        if request.swap:
+            return "inputs of weight gradients on the host"
+        return ""
+
     def chunks_of(self, rank: int) -> list[tuple[str, tuple[str, ...]]]:
         """Role and layers of the chunks of a pipeline rank."""
         return [(self.role(stage), self.stages[stage]) for stage in self.placement.stages[rank]]

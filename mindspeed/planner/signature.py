@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mindspeed.errors import MindSpeedError
+from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
@@ -58,7 +58,7 @@ from mindspeed.planner.pieces import (
     weighted,
     with_role,
 )
-from mindspeed.planner.shape import DENSE, NOOP, RECOMPUTED, shape_of
+from mindspeed.planner.shape import DENSE, NOOP, RECOMPUTED, Shape, shape_of
 from mindspeed.planner.tiny_run import Point, TinyRun, run
 
 ONE_CHUNK = {"zb-v": "zb-h1", "dualpipev": "zb-h1", "aiao": None, "interleaved": None}
@@ -183,11 +183,19 @@ class Signature:
         role = place.partition(":")[2] or place
         same = before.removesuffix(OTHER)
         keys = [key for key in self.needs if key[3] == op]
+        if place == "first":  # measured with layers of one kind
+            known = {(role, k) for role, k, *_ in keys}
+            other = next((k for role, k in known if role == place), kind)
+            if (place, kind) not in known and {("middle", kind), ("middle", other)} <= known:
+                own, less = (self._need(at, other, before, op) for at in (place, "middle"))
+                return self._need("middle", kind, before, op) + own - less
         for fits in (
             lambda key: key[:3] == (place, kind, before),
             lambda key: key[:3] == (place, kind, same),
             lambda key: key[:2] == (place, kind),
             lambda key: key[0].endswith(role) and key[1] == kind,
+            lambda key: key[0].endswith("middle") and key[1:3] == (kind, same),
+            lambda key: key[0].endswith("middle") and key[1] == kind,
             lambda key: key[1] == kind,
         ):
             if found := [key for key in keys if fits(key)]:
@@ -227,10 +235,16 @@ def measure(
 
     Raises:
         MindSpeedError: the layout cannot start, or cannot be counted.
+        PlanError: its schedule is one that is only counted whole.
     """
     import_ahead()
-    kinds: tuple[str, ...] = isolated.call(_kinds, job, layout)
-    return _Measurement(job, layout, kinds or (DENSE,), cluster, jobs, runs).signature(check)
+    shape: Shape = isolated.call(_shape, job, layout)
+    if shape.uncomposable:
+        raise PlanError(
+            f"{shape.uncomposable}: not composed of small runs; count the whole job with "
+            "mindspeed plan --check --whole"
+        )
+    return _Measurement(job, layout, shape.kinds or (DENSE,), cluster, jobs, runs).signature(check)
 
 
 def layer_point(job: Job, layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
@@ -261,8 +275,8 @@ def import_ahead() -> None:
     import mindspeed.training.step  # noqa: F401
 
 
-def _kinds(job: Job, layout: Layout) -> tuple[str, ...]:
-    return shape_of(job.settings(layout.overrides(), layout.devices).args).kinds
+def _shape(job: Job, layout: Layout) -> Shape:
+    return shape_of(job.settings(layout.overrides(), layout.devices).args)
 
 
 @dataclass(frozen=True)
@@ -280,6 +294,8 @@ class _Measurement:
         points = {("middle", kind, n): self._point(1, kind, n) for kind in kinds for n in (1, 2)}
         if check:
             points["middle", first, 3] = self._point(1, first, 3)
+            if first != last:
+                points["mixed", first, 2] = self._mixed(first, last)
         plain = self._plain()
         for n in (1, 2):
             points["plain", first, n] = plain._point(1, plain.kinds[0], n)
@@ -309,7 +325,7 @@ class _Measurement:
         for (role, kind, n), found in runs.items():
             if role == "chunks":
                 self._chunk_needs(found, n, kind, roles, layers, needs)
-            elif n == 1 and role not in ("plain", "wide") and not self._several:
+            elif n == 1 and role not in ("plain", "wide", "mixed") and not self._several:
                 note(needs, role, kind, found, kept(found))
         plain = needs_of(runs, [("middle", first, 1)])
         inner = {
@@ -345,8 +361,11 @@ class _Measurement:
         errors = [_error(checked, three, dict.fromkeys(stages_of(three), (role, (first,) * 3)))]
         for (name, kind, rank), found in runs.items():
             if name == "chunks":
-                chunks = {stage: (self._role_of(stage), (kind,)) for stage in stages_of(found)}
-                errors.append(_error(signature, found, chunks, rank))
+                rank_has = {stage: (self._role_of(stage), (kind,)) for stage in stages_of(found)}
+                errors.append(_error(signature, found, rank_has, rank))
+            elif name == "mixed":
+                end = "first" if self._pipeline else "only"
+                errors.append(_error(signature, found, {0: (end, (first, last))}))
         return replace(signature, error=max(errors))
 
     def _shared(
@@ -467,6 +486,18 @@ class _Measurement:
         return Point(
             layout.overrides() | self._flags(kind, total), layout.devices, stage if ranks > 1 else 0
         )
+
+    def _mixed(self, first: str, last: str) -> Point:
+        """The first stage of four, or the only one, with a layer of each of two kinds."""
+        layers = 2 * (4 if self._pipeline else 1)
+        point = self._point(0, first, 2)
+        flags = dict(point.overrides)
+        if "moe_layer_freq" in flags:
+            pattern = [int(not kind.startswith(DENSE)) for kind in (first, last)]
+            flags["moe_layer_freq"] = str(pattern * (layers // 2)).replace(" ", "")
+        if first.endswith(RECOMPUTED) and not last.endswith(RECOMPUTED):
+            flags["recompute_method"] = "block"
+        return Point(flags, point.devices, point.stage)
 
     def _chunks(self, rank: int, kind: str) -> Point:
         """A rank of four with two chunks each of one layer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from tests.support.lazy import Lazy
 groups = Lazy("mindspeed.planner.data_parallel")
 layouts = Lazy("mindspeed.planner.layout")
 memory = Lazy("mindspeed.planner.price", "memory")
+pieces = Lazy("mindspeed.planner.pieces")
 predict = Lazy("mindspeed.planner.price", "predict")
+reshaped = Lazy("mindspeed.planner.evaluator", "reshaped")
 Shape = Lazy("mindspeed.planner.shape", "Shape")
 Signature = Lazy("mindspeed.planner.signature", "Signature")
 
@@ -209,3 +213,86 @@ def test_a_shape_under_another_layout():
     assert found.stages == (("dense+recomputed", "dense", "dense"),) * 8
     assert (found.data_parallel, found.micro_batches, found.message) == (8, 4, 1024)
     assert found.request.kind == "interleaved"
+
+
+def test_what_a_rank_has_once_is_counted_once_for_its_chunks():
+    once = {frozenset({"first", "middle"}): {"static weights": 30.0, "tail": 5.0}}
+    one = replace(signature(), once=once)
+    chunks = [("first", ("dense",)), ("middle", ("dense",)), ("middle", ("dense", "noop"))]
+    assert one.rank(chunks)["static weights"] == 3 * STATIC + 300.0 - 2 * 30.0
+    assert one.rank(chunks[:1])["static weights"] == STATIC + 300.0
+    # A rank whose chunks have other roles has the same once.
+    assert one.rank([("middle", ("dense",))] * 2)["tail"] == -5.0
+
+
+def test_messages_around_an_action_depend_on_the_rank_and_on_the_action_before():
+    needs = {
+        ("middle 0:middle", "dense", "F", "B"): 10.0,
+        ("middle 0:middle", "dense", "F*", "B"): 12.0,
+        ("middle 1:middle", "dense", "F", "B"): 14.0,
+        ("first+middle 0:first", "dense", "F", "B"): 16.0,
+    }
+    one = replace(signature(), needs=needs)
+    roles = ["middle", "middle"]
+    assert one.need(pieces.place("middle", roles, 2), ("dense",), "F", "B") == 10.0
+    assert one.need(pieces.place("middle", roles, 2), ("dense",), "F*", "B") == 12.0
+    assert one.need(pieces.place("middle", roles, 1), ("dense",), "F*", "B") == 14.0
+    # What was not seen is the most of what is nearest to it.
+    assert one.need(pieces.place("middle", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
+    assert one.need(pieces.place("last", ["middle", "last"], 3), ("dense",), "F", "B") == 16.0
+
+
+def test_messages_at_the_end_of_a_step_are_over_the_groups_of_the_job():
+    wide = shape(4, 8, 4, data_parallel=4, tensor=2, devices=32)
+    assert groups.group_ranks("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", 4, wide) == tuple(
+        range(32)
+    )
+    assert groups.group_ranks("EMBEDDING_GROUP", 2, wide) == (0, 24)
+    assert groups.group_ranks("MODEL_PARALLEL_GROUP", 0, wide) == (0, 1, 8, 9, 16, 17, 24, 25)
+    assert groups.group_ranks("TENSOR_MODEL_PARALLEL_GROUP", 2, wide) == (0, 1)
+    cluster = load_cluster("h100")
+    figures = {"closing payload EMBEDDING_GROUP|2|all_reduce": 4e6}
+    figures["closing calls EMBEDDING_GROUP|2|all_reduce"] = 2.0
+    expected = 2 * cluster.collective_seconds("all_reduce", 2e6, (0, 24))
+    assert groups.closing_seconds(figures, wide, cluster) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"recompute": "bubble"}, "recomputation in bubble"),
+        ({"recompute": "advance"}, "recomputation in advance"),
+        ({"sizes": (1, 2)}, "different sizes"),
+        ({"swap": True}, "on the host"),
+        ({}, ""),
+    ],
+)
+def test_schedules_that_are_only_counted_whole(changes, what):
+    one = shape(2, 4, 4, request=ScheduleRequest("1f1b", **changes))
+    assert what in one.uncomposable and bool(what) == bool(one.uncomposable)
+
+
+def test_a_shape_for_another_pipeline():
+    request = ScheduleRequest("interleaved", group_size=4)
+    base = replace(shape(4, 16, 8, 2), request=request)
+    found = reshaped(base, layouts.Layout(16, 16, pp=8, vpp=2))
+    assert (found.ranks, found.chunks, found.request.group_size) == (8, 2, 8)
+    vee = replace(shape(4, 16, 8, 2), request=ScheduleRequest("zb-v"))
+    found = reshaped(vee, layouts.Layout(16, 16, pp=2, schedule="zb-v"))
+    assert (found.chunks, found.stages) == (2, (("dense",) * 4,) * 4)
+
+
+def test_a_search_refuses_bytes_that_do_not_compose(monkeypatch):
+    from mindspeed.errors import PlanError
+
+    module = importlib.import_module("mindspeed.planner.evaluator")
+    off = replace(signature(), error=0.02)
+    monkeypatch.setattr(module, "measure", lambda *args, **kwargs: off)
+    monkeypatch.setattr(module, "shape_of", lambda args: None)
+    one = module.JobEvaluator.__new__(module.JobEvaluator)
+    one._job = SimpleNamespace(settings=lambda *given: SimpleNamespace(args=None))
+    one._cluster = one._cache = one._jobs = None
+    one._measured = {}
+    with pytest.raises(PlanError, match=r"error of 2.0%.*--check --whole"):
+        one.measure(layouts.Layout(2, 2))
+    assert not one._measured

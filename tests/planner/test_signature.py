@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.planner import planner_doors
 from tests.support.lazy import Lazy
 
 isolated = Lazy("mindspeed.planner.isolated")
@@ -103,3 +104,9 @@ def test_composed_bytes_are_those_of_the_whole_job(name, known):
         static, peak = isolated.call(count, job, layout, stage)
         assert sum(ranks[stage].static.values()) == pytest.approx(static, rel=1e-3)
         assert ranks[stage].peak == pytest.approx(peak, rel=1e-3)
+
+
+def test_the_adaptor_comes_before_megatron_whichever_module_is_first(ranks: Any) -> None:
+    (found,) = ranks(1, planner_doors.doors, backend=None)
+    assert {"job", "signature", "scripts", "scopes", "step_of_rank"} <= found.keys()
+    assert all(found.values()), [name for name, before in found.items() if not before]
