@@ -130,6 +130,7 @@ def accepted_outside(
     import itertools
 
     from mindspeed.errors import MindSpeedError
+    from mindspeed.planner import combinations
     from mindspeed.planner import space as spaces
     from mindspeed.planner.job import Job
 
@@ -140,7 +141,7 @@ def accepted_outside(
     accepted, tried = [], 0
     for chosen in itertools.product(*values.values()):
         point = {**defaults, **dict(zip(values, chosen, strict=True))}
-        reasons = (spaces._reason(name, shape, point) for name in defaults)
+        reasons = (combinations.reason_against(name, shape, point) for name in defaults)
         reason = next((one for one in reasons if one), None)
         if reason is None:
             continue

@@ -239,7 +239,7 @@ def test_messages_around_an_action_depend_on_the_rank_and_on_the_action_before()
     assert one.need(pieces.place("middle", roles, 1), ("dense",), "F*", "B") == 14.0
     # What was not seen is the most of what is nearest to it.
     assert one.need(pieces.place("middle", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
-    assert one.need(pieces.place("last", ["middle", "last"], 3), ("dense",), "F", "B") == 16.0
+    assert one.need(pieces.place("last", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
 
 
 def test_messages_at_the_end_of_a_step_are_over_the_groups_of_the_job():
@@ -282,17 +282,17 @@ def test_a_shape_for_another_pipeline():
     assert (found.chunks, found.stages) == (2, (("dense",) * 4,) * 4)
 
 
-def test_a_search_refuses_bytes_that_do_not_compose(monkeypatch):
-    from mindspeed.errors import PlanError
-
-    module = importlib.import_module("mindspeed.planner.evaluator")
-    off = replace(signature(), error=0.02)
-    monkeypatch.setattr(module, "measure", lambda *args, **kwargs: off)
-    monkeypatch.setattr(module, "shape_of", lambda args: None)
-    one = module.JobEvaluator.__new__(module.JobEvaluator)
-    one._job = SimpleNamespace(settings=lambda *given: SimpleNamespace(args=None))
-    one._cluster = one._cache = one._jobs = None
-    one._measured = {}
-    with pytest.raises(PlanError, match=r"error of 2.0%.*--check --whole"):
-        one.measure(layouts.Layout(2, 2))
-    assert not one._measured
+@pytest.mark.parametrize(("error", "counts"), [(0.0, 1), (0.02, 3)])
+def test_candidates_whose_bytes_do_not_compose_are_counted(monkeypatch, error, counts):
+    module = importlib.import_module("mindspeed.planner.search")
+    asked = []
+    monkeypatch.setattr(module, "counted_peak", lambda *given: asked.append(given[1]) or 7)
+    rank = SimpleNamespace(rank=0, peak=5.0)
+    prediction = SimpleNamespace(peak_bytes=5, seconds=1.0, ranks=(rank,), exposed={})
+    best = [(layouts.Layout(n, n), prediction) for n in (1, 2, 4)]
+    outcome = SimpleNamespace(best=best, interrupted=False)
+    job = SimpleNamespace(flags=lambda overrides: [])
+    evaluator = SimpleNamespace(error=lambda layout: error)
+    found = list(module._proven(job, evaluator, outcome, 10.0, 1))
+    assert asked == [layout for layout, _ in best[:counts]]
+    assert [one.counted for one in found] == [7] * counts + [None] * (3 - counts)

@@ -19,7 +19,7 @@ ARGV = [
 DEVICES = 8
 VALUES = {
     "tp": (2,),
-    "pp": (1, 2, 4),
+    "pp": (1, 4),
     "vpp": (1, 2),
     "recompute": (Recompute(), Recompute(layers=1), Recompute(layers=-1)),
     "split": ("even", "ends"),
@@ -47,7 +47,7 @@ def space(rank_pool, tmp_path_factory):
 @pytest.mark.slow
 def test_no_bound_is_above_the_price(space):
     found, _ = space
-    assert len(found) > 20
+    assert len(found) >= 8
     for layout, (formula, refined), (seconds, nbytes), _ in found:
         for bound in (formula, refined):
             assert 0 < bound.seconds <= seconds, layout
