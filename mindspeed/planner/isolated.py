@@ -24,13 +24,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
 from mindspeed.errors import MindSpeedError, PlanError
 
 _LAST_LINES = 12
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -82,7 +83,8 @@ def map(
                 if drawn is None:
                     exhausted = True
                     break
-                running[drawn[0]] = _Child.start(function, drawn[1], timeout)
+                with _no_signals():  # none may come before the child is among those to kill
+                    running[drawn[0]] = _Child.start(function, drawn[1], timeout)
             while following in done:
                 yield done.pop(following)
                 following += 1
@@ -113,6 +115,16 @@ def _finished(running: dict[int, _Child]) -> list[int]:
         ]
         if found:
             return found
+
+
+@contextmanager
+def _no_signals() -> Iterator[None]:
+    """Signals that end the parent wait."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -204,8 +216,9 @@ def _run(
     """The child: it ends here, without what the parent would do at its exit."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in _SIGNALS:  # the parent decides
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)

@@ -19,9 +19,9 @@ ARGV = [
 DEVICES = 8
 VALUES = {
     "tp": (2,),
-    "pp": (1, 4),
+    "pp": (1, 2, 4),
     "vpp": (1, 2),
-    "recompute": (Recompute(), Recompute(layers=1), Recompute(layers=-1)),
+    "recompute": (Recompute(), Recompute(layers=1)),
     "split": ("even", "ends"),
 }
 
