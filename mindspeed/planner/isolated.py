@@ -32,7 +32,6 @@ from mindspeed.errors import MindSpeedError, PlanError
 
 _LAST_LINES = 12
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
@@ -83,7 +82,7 @@ def map(
                 if drawn is None:
                     exhausted = True
                     break
-                with _no_signals():  # none may come before the child is among those to kill
+                with _no_signals():  # before the child ignores them, and is among those to kill
                     running[drawn[0]] = _Child.start(function, drawn[1], timeout)
             while following in done:
                 yield done.pop(following)
@@ -152,14 +151,10 @@ class _Child:
     ) -> _Child:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         reader, writer = os.pipe()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # the child is no second parent
-        try:
-            process = os.fork()
-            if process == 0:
-                os.close(reader)
-                _run(function, args, writer, output)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        process = os.fork()
+        if process == 0:
+            os.close(reader)
+            _run(function, args, writer, output)
         os.close(writer)
         end = None if timeout is None else time.monotonic() + timeout
         return cls(process, reader, output, timeout, end)
@@ -219,7 +214,6 @@ def _run(
         for number in _SIGNALS:  # the parent decides
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
