@@ -3,7 +3,8 @@
 bytes    weights, gradients and optimizer states of the fullest pipeline rank; no activations, norms
          or biases
 seconds  matrix products of the slowest pipeline rank at the device's best rate, and the forward and
-         backward of one micro-batch in the stages before it, which nothing can hide
+         backward of one micro-batch in the stages before it, which nothing can hide; what the rank
+         with most layers waits for data-parallel ranks
 
 They cost microseconds, and a search skips a layout whose bounds are worse than what it has. With
 what a layer takes and keeps (:mod:`mindspeed.planner.layer_run`) they have all of its seconds in
@@ -71,6 +72,12 @@ class Bounds:
         dtype = "fp8" if args.fp8 else "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
         part = max(device.efficiency(dtype), device.attention_efficiency)
         self._rate = device.peak(dtype) * (1.0 if device.products else part)
+        self._repeats_all = not args.optimize_recomp_communication_level
+
+        self._cluster, self._known = cluster, dict[tuple[str, float, int, int], float]()
+        self._waits_for_gradients = not args.overlap_grad_reduce
+        self._waits_for_parameters = not args.overlap_param_gather
+        self._reduced = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
 
         narrow = args.fp16 or args.bf16
         self._trained = not args.lora_target_modules
@@ -128,10 +135,7 @@ class Bounds:
         return most
 
     def _of_parameters(self, layout: Layout, dense: float, expert: float) -> float:
-        distributed, stage, state = self._distributed, self._stage, self._state
-        if layout.optimizer is not None:
-            distributed = layout.optimizer != "replicated"
-            stage = {"zero2": 2, "zero3": 3}.get(layout.optimizer, 0)
+        distributed, stage, state = self._sharding(layout)
         for name in layout.memory or ():
             if name in _ON_HOST:
                 state = 0.0
@@ -144,6 +148,13 @@ class Bounds:
             states = state / (shards if distributed else 1)
             total += number * (weights + self._trained * (gradients + states))
         return total
+
+    def _sharding(self, layout: Layout) -> tuple[bool, int, float]:
+        """Whether optimizer states are shared, the stage of ZeRO, and bytes of states."""
+        if layout.optimizer is None:
+            return self._distributed, self._stage, self._state
+        stage = {"zero2": 2, "zero3": 3}.get(layout.optimizer, 0)
+        return layout.optimizer != "replicated", stage, self._state
 
     def _activations(self, layout: Layout, rank: int, runs: Runs) -> float:
         """What the layers of a rank keep at its fullest moment, without inputs of chunks."""
@@ -177,7 +188,34 @@ class Bounds:
             found.append(layout.micro_batches * busy + ahead)
             if not v_shape and self._equal:  # of one micro-batch in chunk 0
                 ahead += chunks[0] * (plain.forward + behind)
-        return max(found) if self._equal else sum(found) / len(found)
+        pipeline = max(found) if self._equal else sum(found) / len(found)
+        return pipeline + self._end_of_step(layout)
+
+    def _end_of_step(self, layout: Layout) -> float:
+        """Seconds in which the rank with most layers waits for data-parallel ranks."""
+        distributed, stage, _ = self._sharding(layout)
+        if not self._trained or stage:
+            return 0.0
+        layers = max(self._ranks(layout))
+        reduced = 2 if "grad-reduce-in-bf16" in (layout.memory or ()) else self._reduced
+        total, experts = 0.0, layout.ep * layout.expert_tp
+        for number, step in (
+            (layers * self._dense / layout.tp, layout.tp),
+            (layers * self._expert / experts, experts),
+        ):
+            size = layout.dp * layout.cp * layout.tp // step
+            if number and size > 1 and self._waits_for_gradients:
+                total += self._collective("reduce_scatter", number * reduced, size, step)
+            if number and size > 1 and self._waits_for_parameters and distributed:
+                total += self._collective("all_gather", number * self._weight / size, size, step)
+        return total
+
+    def _collective(self, op: str, payload: float, size: int, step: int) -> float:
+        key = op, payload, size, step
+        if key not in self._known:
+            ranks = tuple(range(0, size * step, step))
+            self._known[key] = self._cluster.collective_seconds(op, payload, ranks)
+        return self._known[key]
 
     def _layer_seconds(
         self, layout: Layout, runs: Runs, tokens: float, backward: float
@@ -192,7 +230,7 @@ class Bounds:
             sum(share.get(kind, 1.0) * run.backward for kind, run in runs.items()),
             0.0,
         )
-        return found, forward
+        return found, found.forward if self._repeats_all else forward
 
 
 @dataclass(frozen=True)

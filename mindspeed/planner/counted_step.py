@@ -72,6 +72,7 @@ def count_step(
     micro_batches: int | None = None,
     watch: Watch = nullcontext,
     imbalance: float = 1.0,
+    short: bool = False,
 ) -> CountedStep:
     """Count one step of a rank of the job, on FakeTensors.
 
@@ -81,6 +82,8 @@ def count_step(
         micro_batches: default: those of the job.
         watch: is around the step that is counted.
         imbalance: load of the first expert-parallel rank over the mean.
+        short: the step before the one that is counted, which makes the states of the optimizer, has
+            one micro-batch.
     """
     from mindspeed.planner.balanced_routing import assumed_routing
     from mindspeed.planner.fake_world import fake_world
@@ -88,7 +91,7 @@ def count_step(
 
     args = copy.copy(args)
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args, imbalance):
-        return count_here(args, rank, micro_batches, watch)
+        return count_here(args, rank, micro_batches, watch, short)
 
 
 def count_here(
@@ -96,6 +99,7 @@ def count_here(
     rank: int,
     micro_batches: int | None = None,
     watch: Watch = nullcontext,
+    short: bool = False,
 ) -> CountedStep:
     """Count one step of this process, whose process groups exist.
 
@@ -104,6 +108,7 @@ def count_here(
         rank: global rank of this process.
         micro_batches: default: those of the job.
         watch: is around the step that is counted.
+        short: the step before it has one micro-batch.
     """
     from mindspeed.planner.kinds import claim
     from mindspeed.planner.step_counter import StepCounter
@@ -112,7 +117,7 @@ def count_here(
     with _no_collections(), StepCounter() as counter:
         step = StepOfRank(args, counter, micro_batches)
         claim(counter, step.model)
-        step.run()  # a second step is like all later ones: optimizer states exist
+        (step.run_shortest if short else step.run)()  # a later step finds optimizer states
         claim(counter, step.model)
         gc.collect()
         static = _found(counter.now)

@@ -31,12 +31,8 @@ class StepOfRank:
     def __init__(
         self, args: argparse.Namespace, memory: LiveMemory, micro_batches: int | None = None
     ) -> None:
-        self._memory = memory
-        if micro_batches is not None:
-            args.global_batch_size = micro_batches * args.micro_batch_size * args.data_parallel_size
-            args.rampup_batch_size = None
-        unset_num_microbatches_calculator()
-        count_batches(args)
+        self._args, self._memory = args, memory
+        self._batch_of(micro_batches)
         self.micro_batches = int(get_num_microbatches())
         memory.kind = "weights"
         loop = loop_of(args)
@@ -50,6 +46,21 @@ class StepOfRank:
         """One step."""
         self._memory.kind = "activations"
         self._step()
+
+    def run_shortest(self) -> None:
+        """One step of a single micro-batch; the next one is as long as the job's."""
+        self._batch_of(1)
+        self.run()
+        self._batch_of(self.micro_batches)
+
+    def _batch_of(self, micro_batches: int | None) -> None:
+        """Let a step have as many micro-batches; None: those of the job."""
+        args = self._args
+        if micro_batches is not None:
+            args.global_batch_size = micro_batches * args.micro_batch_size * args.data_parallel_size
+            args.rampup_batch_size = None
+        unset_num_microbatches_calculator()
+        count_batches(args)
 
     def _temporary_inside(self, holder: Any, name: str) -> None:
         """What a function makes is neither activation nor state, unless it is claimed."""

@@ -161,8 +161,30 @@ def observe(
         stack.enter_context(segments.watching(memory))
         return stack
 
-    step = count_step(args, rank_in_stage(args, point.stage), watch=watch)
+    short = first_may_be_short(args)
+    step = count_step(args, rank_in_stage(args, point.stage), watch=watch, short=short)
     return Observation(step, stages, args.data_parallel_size, tuple(segments.found))
+
+
+def first_may_be_short(args: argparse.Namespace) -> bool:
+    """Whether a first step of one micro-batch leaves behind what a whole one does.
+
+    Args:
+        args: final values.
+    """
+    ours = vars(args).get("planned_loop") is None
+    return ours and not any(getattr(args, name, None) for name in _WHOLE_FIRST)
+
+
+_WHOLE_FIRST = (
+    *("virtual_pipeline_model_parallel_size", "pipeline_schedule", "schedules_method"),
+    *("use_nanopipe", "fold_mode", "dynamic_pipeline", "recompute_in_bubble"),
+    *("recompute_in_advance", "adaptive_memory_optimization", "swap_attention"),
+    *("swap_optimizer", "virtual_optimizer", "optimizer_cpu_offload", "cpu_offloading"),
+    *("moe_fb_overlap", "overlap_moe_expert_parallel_comm", "rampup_batch_size"),
+)
+"""With these a schedule needs several micro-batches, or later steps use what the first one found
+out."""
 
 
 def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:
