@@ -26,9 +26,14 @@ from mindspeed.planner.signature import (
     measure,
 )
 
+NEAR = 0.1
+"""Part of the memory within which estimated bytes do not tell whether a layout fits."""
+
 
 class JobEvaluator:
     """The evaluator of a job on a cluster.
+
+    Bytes of ranks with several chunks are estimates, until they decide: :meth:`exact`.
 
     Args:
         job: that is planned.
@@ -36,15 +41,24 @@ class JobEvaluator:
         cluster: to run on.
         cache: of tiny runs.
         jobs: runs at a time.
+        memory_limit: bytes of a rank.
     """
 
     def __init__(
-        self, job: Job, args: argparse.Namespace, cluster: Cluster, cache: RunCache, jobs: int = 1
+        self,
+        job: Job,
+        args: argparse.Namespace,
+        cluster: Cluster,
+        cache: RunCache,
+        jobs: int = 1,
+        memory_limit: float = float("inf"),
     ) -> None:
         self._job, self._cluster, self._cache, self._jobs = job, cluster, cache, jobs
         self._bounds = Bounds(args, cluster)
         self._dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        self._limit = memory_limit
         self._measured: dict[Hashable, tuple[Signature, Shape]] = {}
+        self._exact: dict[Hashable, Signature] = {}
         self._kinds = () if _hides_layers(args) else shape_of(args).kinds
         self._layers: dict[Hashable, dict[str, LayerRun]] = {}
 
@@ -99,10 +113,19 @@ class JobEvaluator:
             MindSpeedError: it cannot be counted.
         """
         shape = shape_of(self._job.settings(layout.overrides(), layout.devices).args)
-        signature = measure(
-            self._job, layout, self._cluster, self._jobs, runs=self._cache, check=False
-        )
+        signature = self._signature(layout, chunks=False)
         self._measured[self.key(layout)] = signature, shape
+
+    def _signature(self, layout: Layout, chunks: bool) -> Signature:
+        return measure(
+            self._job,
+            layout,
+            self._cluster,
+            self._jobs,
+            runs=self._cache,
+            check=False,
+            chunks=chunks,
+        )
 
     def error(self, layout: Layout) -> float:
         """Largest relative error of the composed bytes of runs that a search itself leaves out.
@@ -113,10 +136,29 @@ class JobEvaluator:
         return measure(self._job, layout, self._cluster, self._jobs, runs=self._cache).error
 
     def price(self, layout: Layout) -> Prediction:
-        """From the signature of its key."""
+        """From the signature of its key; exact where the estimate is near the limit."""
         signature, shape = self._measured[self.key(layout)]
-        shape = reshaped(shape, layout)
-        return predict(signature, shape, self._cluster, layout, self._dtype)
+        found = self._priced(signature, shape, layout)
+        if abs(found.peak_bytes / self._limit - 1) <= NEAR:
+            return self.exact(layout)
+        return found
+
+    def exact(self, layout: Layout) -> Prediction:
+        """The price with bytes that are no estimates.
+
+        Raises:
+            MindSpeedError: they cannot be counted.
+        """
+        key = self.key(layout)
+        signature, shape = self._measured[key]
+        if layout.pp > 1 and (layout.vpp > 1 or layout.schedule in V_SHAPES):
+            if key not in self._exact:
+                self._exact[key] = self._signature(layout, chunks=True)
+            signature = self._exact[key]
+        return self._priced(signature, shape, layout)
+
+    def _priced(self, signature: Signature, shape: Shape, layout: Layout) -> Prediction:
+        return predict(signature, reshaped(shape, layout), self._cluster, layout, self._dtype)
 
 
 _HIDE_LAYERS = (

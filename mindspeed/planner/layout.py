@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
 from typing import Any
 
 from mindspeed.planner.layout_flags import (
@@ -218,4 +219,8 @@ def _matrix(stage_layers: tuple[int, ...], pp: int) -> str:
 
 
 def _text(value: Any) -> str:
-    return "+".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+    """``1x47+2x16+1`` for a tuple of numbers; ``a+b`` for one of names."""
+    if not isinstance(value, tuple):
+        return str(value)
+    runs = [(one, len(list(equal))) for one, equal in groupby(value)]
+    return "+".join(str(one) if n == 1 else f"{one}x{n}" for one, n in runs) or "none"

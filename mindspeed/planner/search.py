@@ -87,11 +87,13 @@ def plan(
     shape = Shape.of(args, own.devices)
     space = Space.of(shape, machine.levels[0].size or 8).only(names, own)
     space = space.with_values({name: _several(value) for name, value in (fix or {}).items()})
-    evaluator = JobEvaluator(argv, args, machine, RunCache(cache, argv, machine), jobs)
+    runs = RunCache(cache, argv, machine)
+    evaluator = JobEvaluator(argv, args, machine, runs, jobs, limit)
     removed: Counter[str] = Counter()
     closest, best = None, list[Candidate]()
     with _interruptible():
         outcome = _search(list(space.layouts(shape, removed)), evaluator, limit, top, progress)
+        front = _made_exact(outcome, evaluator)
         best.extend(_proven(argv, evaluator, outcome, limit, prove))
         if not best and not outcome.interrupted:
             try:
@@ -107,7 +109,7 @@ def plan(
         fitting=len(outcome.priced),
         measured=outcome.measured,
         candidates=tuple(best),
-        front=tuple(_candidate(argv, one) for one in front_of(outcome.priced)),
+        front=tuple(_candidate(argv, one) for one in front),
         closest=closest,
         interrupted=outcome.interrupted,
         wall_seconds=time.monotonic() - start,
@@ -119,6 +121,23 @@ def _search(
     layouts: list[Layout], evaluator: Any, limit: float, top: int, progress: Progress
 ) -> Outcome:
     return search(layouts, evaluator, limit, top=top, progress=progress)
+
+
+def _made_exact(outcome: Outcome, evaluator: Any) -> list[Found]:
+    """The front of what was found; its bytes, and those of the best, are no estimates after it."""
+
+    def exact(found: list[Found]) -> list[Found]:
+        return [(layout, evaluator.exact(layout)) for layout, _ in found]
+
+    front = front_of(outcome.priced)
+    if outcome.interrupted:
+        return front
+    try:
+        outcome.best[:] = exact(outcome.best)
+        return front_of(exact(front))
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+        return front
 
 
 def _check_names(names: Sequence[str]) -> None:

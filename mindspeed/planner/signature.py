@@ -220,6 +220,7 @@ def measure(
     jobs: int = 1,
     runs: KnownRuns | None = None,
     check: bool = True,
+    chunks: bool = True,
 ) -> Signature:
     """Count the tiny runs of a layout.
 
@@ -232,6 +233,8 @@ def measure(
         runs: those made before, and where new ones are kept.
         check: compare a run of three layers with its composition; else :attr:`Signature.error`
             is not a number.
+        chunks: run ranks with two chunks, where the layout has several; else bytes of such ranks
+            are estimates: each chunk has what a rank has once, messages are those of one chunk.
 
     Raises:
         MindSpeedError: the layout cannot start, or cannot be counted.
@@ -244,7 +247,8 @@ def measure(
             f"{shape.uncomposable}: not composed of small runs; count the whole job with "
             "mindspeed plan --check --whole"
         )
-    return _Measurement(job, layout, shape.kinds or (DENSE,), cluster, jobs, runs).signature(check)
+    asked = _Measurement(job, layout, shape.kinds or (DENSE,), cluster, jobs, runs)
+    return asked.signature(check, chunks)
 
 
 def layer_point(job: Job, layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
@@ -288,7 +292,7 @@ class _Measurement:
     jobs: int
     known: KnownRuns | None = None
 
-    def signature(self, check: bool) -> Signature:
+    def signature(self, check: bool, chunks: bool) -> Signature:
         kinds = self.kinds
         first, last = kinds[0], kinds[-1]
         points = {("middle", kind, n): self._point(1, kind, n) for kind in kinds for n in (1, 2)}
@@ -303,7 +307,7 @@ class _Measurement:
         if self._pipeline:
             points["first", first, 1] = self._point(0, first, 1)
             points["last", last, 1] = self._point(3, last, 1)
-        if self._several:
+        if self._several and chunks:
             points["chunks", first, 0] = self._chunks(0, first)
             points["chunks", first, 1] = self._chunks(1, first)
             points["chunks", first, 2] = self._chunks(2, first)
@@ -321,11 +325,12 @@ class _Measurement:
             roles["first"] = less(figures_of(runs["first", first, 1]), layers[first])
             roles["last"] = less(figures_of(runs["last", last, 1]), layers[last])
         once = self._once(runs, roles, layers)
+        alone = not any(role == "chunks" for role, *_ in runs)
         needs: dict[Need, float] = {}
         for (role, kind, n), found in runs.items():
             if role == "chunks":
                 self._chunk_needs(found, n, kind, roles, layers, needs)
-            elif n == 1 and role not in ("plain", "wide", "mixed") and not self._several:
+            elif n == 1 and role not in ("plain", "wide", "mixed") and alone:
                 note(needs, role, kind, found, kept(found))
         plain = needs_of(runs, [("middle", first, 1)])
         inner = {
