@@ -22,7 +22,10 @@ def space_of(job: Any, devices: int, values: dict[str, Any]) -> tuple[Any, list[
 
 
 def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: str) -> list[Any]:
-    """Of each layout: itself, bounds by formula and by its layers, its price, its shape twice."""
+    """Of each layout: itself, bounds by formula and by its layers, its price, two comparisons.
+
+    Whether its shape is that of the job, and the error of bytes that are estimated.
+    """
     from mindspeed.errors import MindSpeedError
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.evaluator import JobEvaluator, reshaped
@@ -47,7 +50,9 @@ def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: st
         priced = evaluator.price(layout)
         again = reshaped(evaluator._measured[evaluator.key(layout)][1], layout)
         bounds = formula, evaluator.bound(layout)
-        found.append((layout, bounds, (priced.seconds, priced.peak_bytes), shape == again))
+        estimate = priced.peak_bytes / evaluator.exact(layout).peak_bytes - 1
+        price = priced.seconds, priced.peak_bytes
+        found.append((layout, bounds, price, (shape == again, estimate)))
     return found
 
 

@@ -57,7 +57,19 @@ def test_no_bound_is_above_the_price(space):
 
 @pytest.mark.slow
 def test_a_shape_is_that_of_the_job(space):
-    assert [layout for layout, *_, same in space[0] if not same] == []
+    assert [layout for layout, *_, (same, _) in space[0] if not same] == []
+
+
+NEAR_ENOUGH = 0.05
+"""Half of what a search takes for near the limit."""
+
+
+@pytest.mark.slow
+def test_estimated_bytes_are_near_the_exact_ones(space):
+    found = {layout: error for layout, *_, (_, error) in space[0]}
+    assert {error for layout, error in found.items() if layout.vpp == 1} == {0.0}
+    assert all(-0.01 < error < NEAR_ENOUGH for error in found.values()), found
+    assert any(found.values())
 
 
 @pytest.mark.slow
