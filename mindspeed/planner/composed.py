@@ -27,7 +27,9 @@ from mindspeed.planner.price import Prediction, memory, predict
 from mindspeed.planner.shape import Shape, shape_of
 from mindspeed.planner.signature import KnownRuns, Signature, measure
 
-_OF_THE_LAUNCH = ("rank", "recipe", "planned_loop", *NOT_PLANNED)
+_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+"""Two ways to give ``virtual_pipeline_model_parallel_size``, which is compared."""
+_OF_THE_LAUNCH = ("rank", "recipe", "planned_loop", *_CHUNKS, *NOT_PLANNED)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from mindspeed.planner.pieces import (
     weighted,
     with_role,
 )
-from mindspeed.planner.shape import DENSE, NOOP, RECOMPUTED, Shape, shape_of
+from mindspeed.planner.shape import DENSE, EXPERT, NOOP, RECOMPUTED, Shape, shape_of
 from mindspeed.planner.tiny_run import Point, TinyRun, run
 
 ONE_CHUNK = {"zb-v": "zb-h1", "dualpipev": "zb-h1", "aiao": None, "interleaved": None}
@@ -125,7 +125,21 @@ class Signature:
             shared = self.shared.get(name, {})
             for figure, value in figures.items():
                 total[figure] += count * value * (1 + shared.get(figure, 0.0) * ratio)
+        experts = next((kind for kind in counts if kind.startswith(EXPERT)), None)
+        if experts is not None:
+            self._gather_with_experts(total, self.layers[experts])
         return dict(total)
+
+    @staticmethod
+    def _gather_with_experts(total: dict[str, float], layer: Figures) -> None:
+        """Parameters that are gathered by an optimizer with a part for experts.
+
+        Each part of Megatron's chained optimizer gathers all parameters of a chunk, so those that
+        are not of experts are gathered once more than beside dense layers alone.
+        """
+        gathered, reduced = (layer.get(f"dp {op}", 0.0) for op in ("all_gather", "reduce_scatter"))
+        if gathered and reduced:
+            total["dp all_gather"] = total["dp reduce_scatter"] * gathered / reduced
 
     def rank(
         self, chunks: Sequence[tuple[str, Iterable[str]]], data_parallel: int | None = None
@@ -174,10 +188,17 @@ class Signature:
                 around = 0.0
             own, inner = self._need(place, kind, before, op), self.inner.get((kind, op), 0.0)
             if len(real) > 1:  # on the last stage either the head needs most, or a layer
-                middle = self._need("middle", kind, before, op)
-                own = max(own, middle + inner) if role == "last" else own + inner
+                layer = self._need("middle", kind, before, op) + inner
+                if op in ("B", "I") and role == "last":  # the head's are released before
+                    layer -= self._kept_by_head
+                own = max(own, layer) if role == "last" else own + inner
             best = max(best, own + around)
         return best
+
+    @property
+    def _kept_by_head(self) -> float:
+        last, middle = (self.roles.get(role, {}).get("kept", 0.0) for role in ("last", "middle"))
+        return last - middle
 
     def _need(self, place: str, kind: str, before: str, op: str) -> float:
         role = place.partition(":")[2] or place

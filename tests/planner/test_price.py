@@ -132,6 +132,21 @@ def test_recomputed_layers_come_first_and_keep_their_input():
     assert one.need("middle", kinds, "F", "B") == max(BACKWARD, 200.0 - KEPT)
 
 
+def test_backward_of_a_layer_finds_what_the_head_kept_released():
+    head = 350.0
+    one = signature(last=LAST | {"kept": head})
+    needs = {**one.needs, ("last", "dense", "F", "B"): 20.0, ("middle", "dense", "F", "B"): 90.0}
+    one = replace(one, needs=needs)
+    kinds = ("dense", "dense")
+    # The layer that runs first needs 90 beyond what layers keep; the head's 350 are gone by then.
+    assert one.need("last", kinds, "F", "B") == 20.0
+    small = replace(one, roles={**one.roles, "last": LAST | {"kept": 30.0}})
+    assert small.need("last", kinds, "F", "B") == 90.0 - 30.0
+    # Forward of the layers comes before the head has kept anything.
+    needs[("middle", "dense", "F", "F")] = 90.0
+    assert replace(one, needs=needs).need("last", kinds, "F", "F") == 90.0 + KEPT
+
+
 @pytest.mark.parametrize("batches", [4, 12, 4001])
 def test_seconds_of_1f1b_are_those_of_the_formula(batches, free_messages):
     """(m + p - 1) (tF + tB), with equal stages; long steps are continued from short ones."""
@@ -223,6 +238,14 @@ def test_what_a_rank_has_once_is_counted_once_for_its_chunks():
     assert one.rank(chunks[:1])["static weights"] == STATIC + 300.0
     # A rank whose chunks have other roles has the same once.
     assert one.rank([("middle", ("dense",))] * 2)["tail"] == -5.0
+
+
+def test_dense_parameters_beside_experts_are_gathered_as_often_as_theirs():
+    dense = LAYER | {"dp reduce_scatter": 40.0, "dp all_gather": 20.0}
+    expert = LAYER | {"dp reduce_scatter": 8.0, "dp all_gather": 8.0}
+    one = replace(signature(), layers={"dense": dense, "expert": expert})
+    assert one.chunk("middle", ("dense", "expert"))["dp all_gather"] == 48.0
+    assert one.chunk("middle", ("dense",))["dp all_gather"] == 20.0
 
 
 def test_messages_around_an_action_depend_on_the_rank_and_on_the_action_before():

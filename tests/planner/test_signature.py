@@ -1,4 +1,4 @@
-"""Composed bytes are those of whole jobs, counted rank by rank; ranks with one chunk."""
+"""Composed bytes are those of whole jobs, counted rank by rank."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ MODEL = (
 LAYOUTS = {
     "1f1b": {},
     "uneven": {"stage_layers": (3, 1, 2, 2)},
+    "interleaved": {"vpp": 2},
 }
 
 
