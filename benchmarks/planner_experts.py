@@ -73,7 +73,7 @@ def compare(case: Case, devices: int, recordings: Path, only_recorded: bool) -> 
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.evaluator import JobEvaluator
     from mindspeed.planner.rates import DeviceRates
-    from mindspeed.planner.space import Shape, Space
+    from mindspeed.planner.space import Sizes, Space
 
     [row] = [
         row
@@ -90,14 +90,14 @@ def compare(case: Case, devices: int, recordings: Path, only_recorded: bool) -> 
     evaluator.measure(expert)
     theirs = evaluator.price(expert)
     limit = max(cluster.memory_limit, theirs.peak_bytes)
-    shape = Shape.of(args, devices)
-    space = Space.of(shape, 8).only(DIMENSIONS, expert)
+    sizes = Sizes.of(args, devices)
+    space = Space.of(sizes, 8).only(DIMENSIONS, expert)
     tried = {
         (one.signature(), one.pp > 1, several)
         for one in map(layout_of, filter(of_model(case.model), published()))
         for several in {False, one.vpp > 1}
     }
-    candidates = (replace(one, etp=expert.etp) for one in space.layouts(shape, Counter()))
+    candidates = (replace(one, etp=expert.etp) for one in space.layouts(sizes, Counter()))
     layouts = [one for one in candidates if (one.signature(), one.pp > 1, one.vpp > 1) in tried]
     outcome = search(layouts, evaluator, limit, top=1)
     if not outcome.best:

@@ -27,8 +27,9 @@ from typing import Any, Protocol
 from mindspeed.errors import MindSpeedError
 from mindspeed.planner.bounds import Bound
 from mindspeed.planner.layout import Layout
+from mindspeed.planner.ranking import TOLERANCE, features, preference
 from mindspeed.planner.refusals import Refusals
-from mindspeed.planner.result import GIB, TOLERANCE, features, preference
+from mindspeed.planner.result import GIB
 
 Progress = Callable[[int, int], None]
 Found = tuple[Layout, Any]
@@ -59,7 +60,17 @@ class Evaluator(Protocol):
         """
 
     def price(self, layout: Layout) -> Any:
-        """The prediction of a layout with the key of one that was measured."""
+        """The prediction of a layout with the key of one that was measured.
+
+        Its bytes may be estimates where they are far from the memory there is.
+        """
+
+    def exact(self, layout: Layout) -> Any:
+        """The prediction with bytes that are no estimates.
+
+        Raises:
+            MindSpeedError: they cannot be counted.
+        """
 
 
 @dataclass
@@ -81,6 +92,11 @@ class Outcome:
     removed: Counter[str] = field(default_factory=Counter)
     measured: int = 0
     interrupted: bool = False
+
+    def drop(self, layout: Layout, reason: str) -> None:
+        """Take out one that was priced."""
+        self.removed[reason] += 1
+        self.priced = [one for one in self.priced if one[0] != layout]
 
 
 def search(

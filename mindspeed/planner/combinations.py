@@ -18,7 +18,7 @@ Point = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Shape:
+class Sizes:
     """Sizes of a job that its layout must divide.
 
     Attributes:
@@ -42,7 +42,7 @@ class Shape:
     aligned: bool = True
 
     @classmethod
-    def of(cls, args: argparse.Namespace, devices: int) -> Shape:
+    def of(cls, args: argparse.Namespace, devices: int) -> Sizes:
         """That of a job on some devices.
 
         Args:
@@ -84,71 +84,71 @@ def stage_layers(num_layers: int, stages: int, split: Split) -> tuple[int, ...] 
     return tuple(longest - (stage in lighter) for stage in range(stages)) if fewer else None
 
 
-def reason_against(name: str, shape: Shape, point: Point) -> str | None:
+def reason_against(name: str, sizes: Sizes, point: Point) -> str | None:
     """Why no layout with these values exists; None: one may.
 
     Args:
         name: of the dimension whose value was chosen last.
-        shape: of the job.
+        sizes: of the job.
         point: values of this dimension and of those before it, by their names.
     """
     check = _CHECKS.get(name)
-    return check(shape, point) if check is not None else None
+    return check(sizes, point) if check is not None else None
 
 
-def _tensor(shape: Shape, point: Point) -> str | None:
-    tp, groups = point["tp"], shape.query_groups
-    if shape.devices % tp:
+def _tensor(sizes: Sizes, point: Point) -> str | None:
+    tp, groups = point["tp"], sizes.query_groups
+    if sizes.devices % tp:
         return "devices are not divisible by tp"
-    if shape.aligned and shape.heads % tp:
+    if sizes.aligned and sizes.heads % tp:
         return "attention heads are not divisible by tp"
-    if shape.aligned and groups % tp and tp % groups:
+    if sizes.aligned and groups % tp and tp % groups:
         return "neither query groups nor tp divide the other"
-    if shape.aligned and tp > 1 and shape.seq_length % tp:
+    if sizes.aligned and tp > 1 and sizes.seq_length % tp:
         return "the sequence is not divisible by tp"
     return None
 
 
-def _context(shape: Shape, point: Point) -> str | None:
-    if shape.devices % (point["tp"] * point["cp"]):
+def _context(sizes: Sizes, point: Point) -> str | None:
+    if sizes.devices % (point["tp"] * point["cp"]):
         return "devices are not divisible by tp x cp"
-    if point["cp"] > 1 and shape.seq_length % (2 * point["cp"]):
+    if point["cp"] > 1 and sizes.seq_length % (2 * point["cp"]):
         return "the sequence is not divisible by 2 cp"
     return None
 
 
-def _experts(shape: Shape, point: Point) -> str | None:
-    if point["ep"] > 1 and (not shape.experts or shape.experts % point["ep"]):
+def _experts(sizes: Sizes, point: Point) -> str | None:
+    if point["ep"] > 1 and (not sizes.experts or sizes.experts % point["ep"]):
         return "experts are not divisible by ep"
     return None
 
 
-def _pipeline(shape: Shape, point: Point) -> str | None:
+def _pipeline(sizes: Sizes, point: Point) -> str | None:
     pp = point["pp"]
-    if shape.devices % (point["tp"] * point["cp"] * pp):
+    if sizes.devices % (point["tp"] * point["cp"] * pp):
         return "devices are not divisible by tp x cp x pp"
     etp = point["tp"] if point["etp"] is None else point["etp"]
-    if shape.experts and shape.devices % (etp * point["ep"] * pp):
+    if sizes.experts and sizes.devices % (etp * point["ep"] * pp):
         return "devices are not divisible by etp x ep x pp"
     return None
 
 
-def _micro_batch(shape: Shape, point: Point) -> str | None:
-    dp = shape.devices // (point["tp"] * point["cp"] * point["pp"])
-    if shape.global_batch_size % (point["mbs"] * dp):
+def _micro_batch(sizes: Sizes, point: Point) -> str | None:
+    dp = sizes.devices // (point["tp"] * point["cp"] * point["pp"])
+    if sizes.global_batch_size % (point["mbs"] * dp):
         return "the global batch is not divisible by mbs x dp"
     return None
 
 
-def _chunks(shape: Shape, point: Point) -> str | None:
+def _chunks(sizes: Sizes, point: Point) -> str | None:
     if point["vpp"] > 1 and point["pp"] == 1:
         return "vpp needs pp of at least 2"
-    if point["vpp"] * point["pp"] > shape.num_layers:
+    if point["vpp"] * point["pp"] > sizes.num_layers:
         return "more stages than layers"
     return None
 
 
-def _schedule(shape: Shape, point: Point) -> str | None:
+def _schedule(sizes: Sizes, point: Point) -> str | None:
     schedule = point["schedule"]
     if schedule is None:
         return None
@@ -156,32 +156,32 @@ def _schedule(shape: Shape, point: Point) -> str | None:
         return "schedules need pp of at least 2"
     if schedule in V_SHAPES and point["vpp"] != 2:
         return "schedules in a V-shape have vpp 2"
-    dp = shape.devices // (point["tp"] * point["cp"] * point["pp"])
-    micro_batches = shape.global_batch_size // (point["mbs"] * dp)
+    dp = sizes.devices // (point["tp"] * point["cp"] * point["pp"])
+    micro_batches = sizes.global_batch_size // (point["mbs"] * dp)
     if schedule == "dualpipev" and micro_batches < 2 * point["pp"]:
         return "dualpipev needs 2 pp micro-batches"
     return None
 
 
-def _split(shape: Shape, point: Point) -> str | None:
+def _split(sizes: Sizes, point: Point) -> str | None:
     stages, split = point["pp"] * point["vpp"], point["split"]
     if split != "even" and point["schedule"] in V_SHAPES:
         return "schedules in a V-shape divide layers evenly"
-    if stage_layers(shape.num_layers, stages, split) is not None:
+    if stage_layers(sizes.num_layers, stages, split) is not None:
         return None
     if isinstance(split, tuple):
         return "the layers of stages are those of another pp x vpp"
     return "layers are not divisible by pp x vpp" if split == "even" else _UNEVEN
 
 
-def _sharding(shape: Shape, point: Point) -> str | None:
+def _sharding(sizes: Sizes, point: Point) -> str | None:
     if point["optimizer"] in ("zero2", "zero3") and point["pp"] > 1:
         return "ZeRO 2 and 3 have no pipeline"
     return None
 
 
 _UNEVEN = "layers are divisible by pp x vpp, so no stage has fewer"
-_CHECKS: Mapping[str, Callable[[Shape, Point], str | None]] = {
+_CHECKS: Mapping[str, Callable[[Sizes, Point], str | None]] = {
     "tp": _tensor,
     "cp": _context,
     "ep": _experts,

@@ -3,7 +3,7 @@
     found = compose(job, settings.args, cluster, jobs=2)
     found.prediction.seconds, found.ranks[0].peak
 
-:mod:`mindspeed.planner.signature` counts pipelines with one or two layers in a stage;
+:mod:`mindspeed.planner.measurement` counts pipelines with one or two layers in a stage;
 :mod:`mindspeed.planner.price` composes memory and time of the whole job. Composition is for jobs
 that a :class:`~mindspeed.planner.layout.Layout` describes, and only as exact as
 :data:`~mindspeed.planner.signature.TOLERANCE` where the composition of a third run is; other jobs
@@ -23,9 +23,10 @@ from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.data_parallel import dense_ranks, expert_ranks, group_ranks
 from mindspeed.planner.job import NOT_PLANNED, Job
 from mindspeed.planner.layout import Layout, layout_of
+from mindspeed.planner.measurement import KnownRuns, measure
 from mindspeed.planner.price import Prediction, memory, predict
 from mindspeed.planner.shape import Shape, shape_of
-from mindspeed.planner.signature import KnownRuns, Signature, measure
+from mindspeed.planner.signature import Signature
 
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 """Two ways to give ``virtual_pipeline_model_parallel_size``, which is compared."""

@@ -15,16 +15,11 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.layer_run import LayerRun, layer_run
 from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
+from mindspeed.planner.measurement import RUN_SECONDS, import_ahead, layer_point, measure
 from mindspeed.planner.price import Prediction, predict
 from mindspeed.planner.run_cache import RunCache
 from mindspeed.planner.shape import NOOP, RECOMPUTED, Shape, shape_of
-from mindspeed.planner.signature import (
-    RUN_SECONDS,
-    Signature,
-    import_ahead,
-    layer_point,
-    measure,
-)
+from mindspeed.planner.signature import Signature
 
 NEAR = 0.1
 """Part of the memory within which estimated bytes do not tell whether a layout fits."""

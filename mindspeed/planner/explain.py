@@ -32,11 +32,12 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.composed import compose
 from mindspeed.planner.job import Job, Overrides
 from mindspeed.planner.layout import V_SHAPES, Layout, layout_of
+from mindspeed.planner.measurement import measure
 from mindspeed.planner.parts import Part, parts
 from mindspeed.planner.price import Prediction, predict
 from mindspeed.planner.run_cache import RunCache
 from mindspeed.planner.shape import Shape, shape_of
-from mindspeed.planner.signature import Signature, measure
+from mindspeed.planner.signature import Signature
 from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[str, int, int], None]

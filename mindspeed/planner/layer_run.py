@@ -1,8 +1,8 @@
 """A layer by itself: its seconds and what it keeps, from one micro-batch of three layers.
 
-It costs a fraction of the runs of :mod:`mindspeed.planner.signature`, and its figures are those of
-a layer there; what the ends of a model and the end of a step add is not in it. So a search has a
-lower bound of a layout (:mod:`mindspeed.planner.bounds`) before it counts what the layout needs.
+It costs a fraction of the runs of a signature, and its figures are those of a layer there; what the
+ends of a model and the end of a step add is not in it. So a search has a lower bound of a layout
+(:mod:`mindspeed.planner.bounds`) before it counts what the layout needs.
 """
 
 from __future__ import annotations

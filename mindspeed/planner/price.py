@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.schedules import build_plan
-from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.data_parallel import DataParallel, closing_seconds, data_parallel
 from mindspeed.planner.pieces import before, place, released
 from mindspeed.planner.shape import Shape
 from mindspeed.planner.signature import Signature
-
-MOST_ACTIONS = 6_000
-"""Longer steps repeat the middle of a shorter one."""
+from mindspeed.planner.step_plan import StageCosts, step_plan
 
 
 @dataclass(frozen=True)
@@ -84,23 +80,6 @@ class Prediction:
         return all(rank.fits for rank in self.ranks)
 
 
-@dataclass(frozen=True)
-class StageCosts(Costs):
-    """Costs of actions whose stages differ in more than size.
-
-    Attributes:
-        of_stages: for each stage the seconds of each op.
-    """
-
-    of_stages: tuple[Mapping[str, float], ...] = ()
-
-    def seconds(self, plan: Plan, action: Action) -> float:
-        """How long ``action`` occupies its rank."""
-        if action.microbatch is None:
-            return 0.0
-        return self.of_stages[action.stage].get(action.op, 0.0) * plan.size(action.microbatch)
-
-
 def predict(
     signature: Signature,
     shape: Shape,
@@ -120,7 +99,7 @@ def predict(
     Raises:
         ConfigError: the schedule does not exist for this shape.
     """
-    plans = _plans(shape, _costs(signature, shape, cluster))
+    plans = step_plan(shape, _costs(signature, shape, cluster))
     ranks = tuple(memory(signature, shape, cluster.memory_limit, plans.short))
     pipeline = plans.seconds
     ends = [_end_of_step(signature, shape, cluster, rank) for rank in range(shape.ranks)]
@@ -164,7 +143,7 @@ def memory(
         plan: of the schedule; made here by default.
     """
     if plan is None:
-        plan = _plans(shape, Costs()).short
+        plan = step_plan(shape, Costs()).short
     for rank in range(shape.ranks):
         figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
         static = {
@@ -197,46 +176,6 @@ def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Actio
         held += released(op, kept[stage], stash[stage])
         last = action
     return most
-
-
-@dataclass(frozen=True)
-class _Plans:
-    """A step of the pipeline.
-
-    Attributes:
-        short: plan of the step or of a shorter one with the same fullest moments.
-        seconds: of the whole step.
-        bubble: part of them.
-    """
-
-    short: Plan
-    seconds: float
-    bubble: float
-
-
-def _plans(shape: Shape, costs: Costs) -> _Plans:
-    """The plan, simulated; long steps are continued from two shorter ones."""
-    count, ranks, chunks = shape.micro_batches, shape.ranks, shape.chunks
-    if ranks == 1:
-        rows = tuple(Action(op, 0, i) for i in range(min(count, 2)) for op in "FB")
-        plan = Plan(shape.placement, (rows,), min(count, 2))
-        one = sum(costs.seconds(plan, Action(op, 0, 0)) for op in "FB")
-        return _Plans(plan, count * one, 0.0)
-    request = replace(shape.request, costs=costs)
-    group = (request.group_size or ranks) if chunks > 1 else 1
-    enough = 2 * ranks + 2 * group
-    long = 2 * ranks * chunks * count > MOST_ACTIONS and count > enough + group
-    if not long or request.sizes is not None or request.plan is not None:
-        plan = build_plan(request, ranks, chunks, count)
-        whole = simulate(plan, costs)
-        return _Plans(plan, whole.makespan, whole.bubble)
-    short = enough + (count - enough) % group
-    plans = [build_plan(request, ranks, chunks, n) for n in (short, short + group)]
-    first, second = (simulate(plan, costs) for plan in plans)
-    steps = (count - short) / group
-    seconds = first.makespan + steps * (second.makespan - first.makespan)
-    useful = first.useful + steps * (second.useful - first.useful)
-    return _Plans(plans[1], seconds, 1 - useful / seconds if seconds else 0.0)
 
 
 def _costs(signature: Signature, shape: Shape, cluster: Cluster) -> StageCosts:

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mindspeed.errors import PlanError
 from mindspeed.planner.layout import Layout
+from mindspeed.planner.ranking import TOLERANCE
 
 GIB = 1 << 30
-TOLERANCE = 0.05
-"""Part of a time within which two predictions are a tie: the error of the model."""
-
 
 COMPOSED = 0.001
 """Part of its bytes within which a composed peak stands for the counted one."""
-
-
-class Priced(Protocol):
-    """What a search needs of a prediction (:class:`mindspeed.planner.price.Prediction`)."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the fullest rank."""
-
-    @property
-    def exposed(self) -> Mapping[str, float]:
-        """Seconds of communication that nothing hides, by group."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +189,11 @@ class Plan:
         lines += [f"{count:>12,}  {reason}" for reason, count in _largest(self.removed.items())]
         lines.append(f"{self.fitting:>12,}  fit")
         if self.interrupted:
-            lines.append("interrupted: the best until then")
+            several = any(one.layout.vpp > 1 for one in (*self.candidates, *self.front))
+            lines.append(
+                "interrupted: the best until then"
+                + ("; bytes of layouts with vpp above 1 are estimates" if several else "")
+            )
         return lines
 
     def explain(self, index: int = 0) -> str:
@@ -256,33 +242,6 @@ class Plan:
             "closest": None if self.closest is None else self.closest.to_json(),
             "notes": list(self.notes),
         }
-
-
-def preference(layout: Layout, priced: Priced) -> tuple[float, float, int, str]:
-    """Order of ties: memory, exposed communication, number of features."""
-    return priced.peak_bytes, sum(priced.exposed.values()), features(layout), str(layout)
-
-
-def features(layout: Layout) -> int:
-    """How many features a layout uses beside plain parallelism."""
-    recompute = layout.recompute is not None and str(layout.recompute) != "none"
-    named = (layout.schedule, layout.cp_algorithm, layout.expert_program, layout.stage_layers)
-    return (
-        len(layout.memory or ())
-        + recompute
-        + (layout.vpp > 1)
-        + sum(value is not None for value in named)
-    )
-
-
-def front_of(found: Iterable[tuple[Layout, Any]]) -> list[tuple[Layout, Any]]:
-    """Those that no other beats in time and memory, the fastest first."""
-    ordered = sorted(found, key=lambda one: (one[1].seconds, *preference(*one)))
-    front: list[tuple[Layout, Any]] = []
-    for one in ordered:
-        if not front or one[1].peak_bytes < front[-1][1].peak_bytes:
-            front.append(one)
-    return front
 
 
 def _largest(counts: Iterable[tuple[str, int]]) -> Sequence[tuple[str, int]]:

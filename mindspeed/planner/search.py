@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.proof import counted_peak
-from mindspeed.planner.result import GIB, TOLERANCE, Candidate, Plan, front_of
-from mindspeed.planner.space import Shape, Space
+from mindspeed.planner.ranking import TOLERANCE, front_of
+from mindspeed.planner.result import GIB, Candidate, Plan
+from mindspeed.planner.space import Sizes, Space
 
 __all__ = ["DIMENSIONS", "plan", "search"]
 
@@ -83,21 +84,21 @@ def plan(
     limit = machine.memory_limit if memory_limit is None else memory_limit
     names = DIMENSIONS if search is None else tuple(search)
     _check_names([*names, *(fix or {})])
-    args, own = _own(argv, devices, names)
-    shape = Shape.of(args, own.devices)
-    space = Space.of(shape, machine.levels[0].size or 8).only(names, own)
+    args, own = _own(argv, devices)
+    sizes = Sizes.of(args, own.devices)
+    space = Space.of(sizes, machine.levels[0].size or 8).only(names, own)
     space = space.with_values({name: _several(value) for name, value in (fix or {}).items()})
     runs = RunCache(cache, argv, machine)
     evaluator = JobEvaluator(argv, args, machine, runs, jobs, limit)
     removed: Counter[str] = Counter()
     closest, best = None, list[Candidate]()
     with _interruptible():
-        outcome = _search(list(space.layouts(shape, removed)), evaluator, limit, top, progress)
-        front = _made_exact(outcome, evaluator)
+        outcome = _search(list(space.layouts(sizes, removed)), evaluator, limit, top, progress)
+        front = _made_exact(outcome, evaluator, limit)
         best.extend(_proven(argv, evaluator, outcome, limit, prove))
         if not best and not outcome.interrupted:
             try:
-                closest = closest_of(space.layouts(shape, Counter()), evaluator, limit)
+                closest = closest_of(space.layouts(sizes, Counter()), evaluator, limit)
             except KeyboardInterrupt:
                 outcome.interrupted = True
     return Plan(
@@ -123,21 +124,31 @@ def _search(
     return search(layouts, evaluator, limit, top=top, progress=progress)
 
 
-def _made_exact(outcome: Outcome, evaluator: Any) -> list[Found]:
+def _made_exact(outcome: Outcome, evaluator: Any, limit: float) -> list[Found]:
     """The front of what was found; its bytes, and those of the best, are no estimates after it."""
 
     def exact(found: list[Found]) -> list[Found]:
-        return [(layout, evaluator.exact(layout)) for layout, _ in found]
+        priced = []
+        for layout, _ in found:
+            try:
+                prediction = evaluator.exact(layout)
+            except MindSpeedError as error:
+                outcome.drop(layout, f"cannot be counted: {str(error).strip().splitlines()[0]}")
+                continue
+            if prediction.peak_bytes > limit:
+                outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB")
+            else:
+                priced.append((layout, prediction))
+        return priced
 
     front = front_of(outcome.priced)
-    if outcome.interrupted:
-        return front
     try:
-        outcome.best[:] = exact(outcome.best)
-        return front_of(exact(front))
+        if not outcome.interrupted:
+            outcome.best[:] = exact(outcome.best)
+            front = front_of(exact(front))
     except KeyboardInterrupt:
         outcome.interrupted = True
-        return front
+    return front
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -154,7 +165,7 @@ _SCHEDULES = {"use_nanopipe": "nanopipe", "schedules_method": "dualpipev"}
 """Flags whose schedule a layout says in another way."""
 
 
-def _own(job: Job, devices: int | None, names: Sequence[str]) -> tuple[Any, Layout]:
+def _own(job: Job, devices: int | None) -> tuple[Any, Layout]:
     """Final values of the job, and its own layout on the devices.
 
     The flags may name no layout that exists on the devices: then the values are those of one rank.
@@ -182,8 +193,6 @@ def _own(job: Job, devices: int | None, names: Sequence[str]) -> tuple[Any, Layo
         )
     own = layout_of(args)
     if devices is not None:
-        from dataclasses import replace
-
         own = replace(own, devices=devices)
     return args, own
 
@@ -212,8 +221,7 @@ def _proven(
             except KeyboardInterrupt:
                 outcome.interrupted = True
         if counted is not None and counted > limit:
-            outcome.removed[f"need more than {limit / GIB:.4g} GiB when they are counted"] += 1
-            outcome.priced = [one for one in outcome.priced if one[0] != layout]
+            outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB when they are counted")
         else:
             yield _candidate(job, (layout, prediction), counted)
 

@@ -1,8 +1,8 @@
 """The candidates of a search: values of every dimension, and all their combinations.
 
-    space = Space.of(shape, node_size=8)
+    space = Space.of(sizes, node_size=8)
     removed = Counter()
-    for layout in space.layouts(shape, removed): ...
+    for layout in space.layouts(sizes, removed): ...
 
 All combinations are counted. One that a start would refuse for its sizes is taken out here, and
 counted by its reason; what only a start knows is asked of the start (:mod:`.bounded_search`).
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from mindspeed.planner.combinations import Shape, Split, reason_against, stage_layers
+from mindspeed.planner.combinations import Sizes, Split, reason_against, stage_layers
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.layout_flags import Recompute
 
@@ -50,7 +50,7 @@ class Space:
     memory: tuple[tuple[str, ...] | None, ...] = (None,)
 
     @classmethod
-    def of(cls, shape: Shape, node_size: int = 8) -> Space:
+    def of(cls, sizes: Sizes, node_size: int = 8) -> Space:
         """What is searched unless the user says otherwise.
 
         Tensor parallelism stays within a node; a rank keeps at least 2,048 tokens of a sequence,
@@ -58,15 +58,15 @@ class Space:
         embedding and the head as a layer each.
         """
         powers = [2**n for n in range(21)]
-        layers, longest = shape.num_layers, max(1, 32768 // shape.seq_length)
-        experts = [n for n in powers if n <= shape.experts and shape.experts % n == 0]
+        layers, longest = sizes.num_layers, max(1, 32768 // sizes.seq_length)
+        experts = [n for n in powers if n <= sizes.experts and sizes.experts % n == 0]
         return cls(
             tp=tuple(n for n in powers if n <= node_size),
-            cp=tuple(n for n in powers if n == 1 or shape.seq_length // n >= 2048),
+            cp=tuple(n for n in powers if n == 1 or sizes.seq_length // n >= 2048),
             cp_algorithm=("ulysses", "ring"),
             ep=tuple(experts) or (1,),
-            etp=(1, None) if shape.experts else (None,),
-            pp=tuple(n for n in _divisors(shape.devices) if n <= layers),
+            etp=(1, None) if sizes.experts else (None,),
+            pp=tuple(n for n in _divisors(sizes.devices) if n <= layers),
             mbs=tuple(n for n in (1, 2, 4, 8) if n <= longest),
             vpp=tuple(n for n in range(1, 13) if not (layers % n and (layers + 2) % n)),
             schedule=(None, "zb-h1", "zb-v", "dualpipev"),
@@ -101,11 +101,11 @@ class Space:
         """This space with other values of some dimensions."""
         return replace(self, **{name: tuple(chosen) for name, chosen in values.items()})
 
-    def layouts(self, shape: Shape, removed: Counter[str]) -> Iterator[Layout]:
+    def layouts(self, sizes: Sizes, removed: Counter[str]) -> Iterator[Layout]:
         """All combinations that can exist, each once.
 
         Args:
-            shape: of the job.
+            sizes: of the job.
             removed: gets the number of the others, by reason.
         """
         names = [item.name for item in fields(self)]
@@ -118,7 +118,7 @@ class Space:
 
         def extend(position: int) -> Iterator[Layout]:
             if position == len(names):
-                layout = _layout(shape, point)
+                layout = _layout(sizes, point)
                 if layout in seen:
                     removed[SAME] += 1
                     return
@@ -128,7 +128,7 @@ class Space:
             name = names[position]
             for value in getattr(self, name):
                 point[name] = value
-                if reason := reason_against(name, shape, point):
+                if reason := reason_against(name, sizes, point):
                     removed[reason] += behind[position]
                 else:
                     yield from extend(position + 1)
@@ -136,11 +136,11 @@ class Space:
         return extend(0)
 
 
-def _layout(shape: Shape, point: Mapping[str, Any]) -> Layout:
+def _layout(sizes: Sizes, point: Mapping[str, Any]) -> Layout:
     values = dict(point)
     stages = values["pp"] * values["vpp"]
     split, layers = values.pop("split"), None
-    counts = stage_layers(shape.num_layers, stages, split) or (0,)
+    counts = stage_layers(sizes.num_layers, stages, split) or (0,)
     if split != "even" and len(set(counts)) > 1:
         layers = counts
     share = values["recompute"]
@@ -152,7 +152,7 @@ def _layout(shape: Shape, point: Mapping[str, Any]) -> Layout:
         values["cp_algorithm"] = None
     if values["etp"] == values["tp"]:
         values["etp"] = None
-    return Layout(shape.devices, shape.global_batch_size, stage_layers=layers, **values)
+    return Layout(sizes.devices, sizes.global_batch_size, stage_layers=layers, **values)
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.space import Shape, Space
+from mindspeed.planner.space import Sizes, Space
 
 SETUP = "tests.support.warm"
 CLUSTER = "h100"
@@ -17,8 +17,8 @@ def space_of(job: Any, devices: int, values: dict[str, Any]) -> tuple[Any, list[
     from mindspeed.planner.search import _own
 
     args, own = _own(job, devices, ())
-    space = Space.of(Shape.of(args, devices)).only((), own).with_values(values)
-    return args, list(space.layouts(Shape.of(args, devices), Counter()))
+    space = Space.of(Sizes.of(args, devices)).only((), own).with_values(values)
+    return args, list(space.layouts(Sizes.of(args, devices), Counter()))
 
 
 def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: str) -> list[Any]:
@@ -141,18 +141,18 @@ def accepted_outside(
 
     job = Job(argv)
     args, _ = space_of(job, devices, {})
-    shape = Shape.of(args, devices)
+    sizes = Sizes.of(args, devices)
     defaults = {name: value[0] for name, value in vars(Space()).items()}
     accepted, tried = [], 0
     for chosen in itertools.product(*values.values()):
         point = {**defaults, **dict(zip(values, chosen, strict=True))}
-        reasons = (combinations.reason_against(name, shape, point) for name in defaults)
+        reasons = (combinations.reason_against(name, sizes, point) for name in defaults)
         reason = next((one for one in reasons if one), None)
         if reason is None:
             continue
         tried += 1
         try:
-            layout = spaces._layout(shape, point)
+            layout = spaces._layout(sizes, point)
             job.settings(layout.overrides(), layout.devices)
         except (MindSpeedError, ZeroDivisionError):
             continue

@@ -98,16 +98,16 @@ def test_planned_layouts_are_at_least_as_fast_as_published_ones(benchmark):
 @pytest.mark.parametrize("model", ["llama3-70b", "llama3.1-405b"])
 def test_published_layouts_are_candidates_of_a_search(benchmark, model):
     """Of 126 layers too, which 8 x 8 stages only divide with embedding and head."""
-    from mindspeed.planner.space import Shape, Space
+    from mindspeed.planner.space import Sizes, Space
 
     layers, heads = (80, 64) if model == "llama3-70b" else (126, 128)
     for row in benchmark.published():
         if row["model"] != model or row["system"] != "h100" or benchmark.left_out(row):
             continue
         one = benchmark.layout_of(row)
-        shape = Shape(one.devices, one.global_batch_size, layers, heads, 8, 8192)
-        space = Space.of(shape).only(("tp", "cp", "pp", "vpp", "split", "mbs"), one)
-        assert one in set(space.layouts(shape, Counter()))
+        sizes = Sizes(one.devices, one.global_batch_size, layers, heads, 8, 8192)
+        space = Space.of(sizes).only(("tp", "cp", "pp", "vpp", "split", "mbs"), one)
+        assert one in set(space.layouts(sizes, Counter()))
 
 
 @pytest.fixture(scope="module")

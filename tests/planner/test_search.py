@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from mindspeed.errors import ConfigError
 from mindspeed.planner.bounded_search import Outcome, search
 from mindspeed.planner.bounds import Bound
-from mindspeed.planner.combinations import Shape, stage_layers
+from mindspeed.planner.combinations import Sizes, stage_layers
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.layout_flags import Recompute
-from mindspeed.planner.result import TOLERANCE, front_of, preference
+from mindspeed.planner.ranking import TOLERANCE, front_of, preference
 from mindspeed.planner.space import Space
 
-SHAPE = Shape(16, 64, num_layers=8, heads=8, query_groups=8, seq_length=8192)
-SPACE = Space.of(SHAPE)
+SIZES = Sizes(16, 64, num_layers=8, heads=8, query_groups=8, seq_length=8192)
+SPACE = Space.of(SIZES)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Toy:
     def price(self, layout: Layout) -> Priced:
         assert layout.signature() in self.measured
         return self.truth(layout)
+
+    exact = price
 
     def truth(self, layout: Layout) -> Priced:
         factor = 1 + self.noise.get(hash(str(layout)) % len(self.noise), 0.0)
@@ -92,7 +94,7 @@ def exhaustive(toy: Toy, limit: float, top: int) -> list[tuple[Layout, Priced]]:
     """The same answer without bounds, signatures or laziness."""
     found = [
         (layout, toy.truth(layout))
-        for layout in SPACE.layouts(SHAPE, Counter())
+        for layout in SPACE.layouts(SIZES, Counter())
         if (layout.tp, layout.pp, layout.mbs) not in toy.refused and layout.tp not in toy.uncounted
     ]
     found = [one for one in found if one[1].peak_bytes <= limit]
@@ -112,7 +114,7 @@ def exhaustive(toy: Toy, limit: float, top: int) -> list[tuple[Layout, Priced]]:
 def run(toy: Toy, limit: float, top: int = 5) -> tuple[Outcome, int]:
     """The outcome, and how many combinations are accounted for."""
     removed: Counter[str] = Counter()
-    outcome = search(SPACE.layouts(SHAPE, removed), toy, limit, top=top)
+    outcome = search(SPACE.layouts(SIZES, removed), toy, limit, top=top)
     return outcome, removed.total() + outcome.removed.total() + len(outcome.priced)
 
 
@@ -198,9 +200,9 @@ def test_layers_of_stages(split, stages, expected) -> None:
 
 
 def test_counts_name_the_constraint() -> None:
-    shape = Shape(16, 64, num_layers=8, heads=6, query_groups=6, seq_length=8192)
+    sizes = Sizes(16, 64, num_layers=8, heads=6, query_groups=6, seq_length=8192)
     removed: Counter[str] = Counter()
-    kept = list(Space(tp=(1, 2, 4), pp=(1, 2, 3), mbs=(1, 2)).layouts(shape, removed))
+    kept = list(Space(tp=(1, 2, 4), pp=(1, 2, 3), mbs=(1, 2)).layouts(sizes, removed))
     assert removed == {
         "attention heads are not divisible by tp": 6,
         "devices are not divisible by tp x cp x pp": 4,

@@ -77,7 +77,7 @@ def seconds(job: Any, layout: Any, stage: int) -> Any:
 @pytest.mark.slow
 def test_composed_seconds_are_those_of_the_whole_job(known):
     from mindspeed.planner.job import Job
-    from mindspeed.planner.signature import measure
+    from mindspeed.planner.measurement import measure
 
     job = Job(MODEL.split())
     layout = layouts.Layout(16, 32, tp=2, pp=4, mbs=1, stage_layers=(1, 1, 2, 4))
@@ -93,7 +93,7 @@ def test_composed_seconds_are_those_of_the_whole_job(known):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_composed_bytes_are_those_of_the_whole_job(name, known):
     from mindspeed.planner.job import Job
-    from mindspeed.planner.signature import measure
+    from mindspeed.planner.measurement import measure
 
     job = Job(MODEL.split())
     layout = layouts.Layout(16, 32, tp=2, pp=4, mbs=1, **LAYOUTS[name])
