@@ -67,7 +67,7 @@ def _least(evaluator: Evaluator, layout: Layout) -> tuple[float, float, int]:
 
 def _priced(evaluator: Evaluator, layout: Layout) -> Found | None:
     try:
-        return layout, evaluator.price(layout)
+        return layout, evaluator.exact(layout)
     except MindSpeedError:
         return None
 
@@ -87,7 +87,7 @@ def _help(layout: Layout, evaluator: Evaluator, memory_limit: float) -> Iterator
         try:
             evaluator.check(changed)
             evaluator.measure(changed)
-            peak = int(evaluator.price(changed).peak_bytes)
+            peak = int(evaluator.exact(changed).peak_bytes)
         except MindSpeedError:
             continue
         yield Help(what, changed, peak, peak <= memory_limit)
