@@ -101,6 +101,7 @@ def plan(
                 closest = closest_of(space.layouts(sizes, Counter()), evaluator, limit)
             except KeyboardInterrupt:
                 outcome.interrupted = True
+    counted = {one.layout: one.counted for one in best}
     return Plan(
         cluster=machine.name,
         devices=own.devices,
@@ -110,7 +111,7 @@ def plan(
         fitting=len(outcome.priced),
         measured=outcome.measured,
         candidates=tuple(best),
-        front=tuple(_candidate(argv, one) for one in front),
+        front=tuple(_candidate(argv, one, counted.get(one[0])) for one in front),
         closest=closest,
         interrupted=outcome.interrupted,
         wall_seconds=time.monotonic() - start,
