@@ -16,7 +16,7 @@ def space_of(job: Any, devices: int, values: dict[str, Any]) -> tuple[Any, list[
     """Final values of a job, and the layouts of a space with these values."""
     from mindspeed.planner.search import _own
 
-    args, own = _own(job, devices, ())
+    args, own = _own(job, devices)
     space = Space.of(Sizes.of(args, devices)).only((), own).with_values(values)
     return args, list(space.layouts(Sizes.of(args, devices), Counter()))
 
