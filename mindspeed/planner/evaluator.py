@@ -18,7 +18,7 @@ from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
 from mindspeed.planner.measurement import RUN_SECONDS, import_ahead, layer_point, measure
 from mindspeed.planner.price import Prediction, predict
 from mindspeed.planner.run_cache import RunCache
-from mindspeed.planner.shape import NOOP, RECOMPUTED, Shape, shape_of
+from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
 from mindspeed.planner.signature import Signature
 
 NEAR = 0.1
@@ -196,13 +196,6 @@ def reshaped(shape: Shape, layout: Layout) -> Shape:
     chunks = max(layout.vpp, 2 if layout.schedule in V_SHAPES else 1)
     counts = layout.stage_layers or in_order(evenly(len(kinds), layout.pp, chunks))
     again = layout.recompute.layers if layout.recompute is not None else 0
-    stages, start = [], 0
-    for count in counts:
-        stage = kinds[start : start + count]
-        stages.append(
-            tuple(k + RECOMPUTED if k != NOOP and i < again else k for i, k in enumerate(stage))
-        )
-        start += count
     request = shape.request
     if request.group_size == shape.ranks:  # Megatron's default follows the pipeline
         request = replace(request, group_size=layout.pp)
@@ -218,7 +211,7 @@ def reshaped(shape: Shape, layout: Layout) -> Shape:
         request=request,
         ranks=layout.pp,
         chunks=chunks,
-        stages=tuple(stages),
+        stages=spread(kinds, counts, again),
         micro_batches=layout.micro_batches,
         data_parallel=layout.dp,
         devices=layout.devices,

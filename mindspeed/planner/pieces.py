@@ -183,4 +183,5 @@ def inner_of(one: Mapping[Need, float], two: Mapping[Need, float], kept: float) 
 
 
 def less(one: Figures, other: Figures) -> dict[str, float]:
+    """Figures of one run without those of another, 0 where a run has none."""
     return {name: one.get(name, 0.0) - other.get(name, 0.0) for name in {**one, **other}}

@@ -13,12 +13,10 @@ A layer has a kind: layers of one kind have equal shapes and keep equal activati
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from mindspeed.pipeline.layout import evenly, stage_layers
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
-from mindspeed.planner.layout import V_SHAPES, Layout
 
 DENSE, EXPERT, NOOP = "dense", "expert", "noop"
 RECOMPUTED = "+recomputed"
@@ -107,36 +105,6 @@ class Shape:
         """Role and layers of the chunks of a pipeline rank."""
         return [(self.role(stage), self.stages[stage]) for stage in self.placement.stages[rank]]
 
-    def laid_out(self, layout: Layout) -> Shape:
-        """The same job under another layout, with the same global batch and sequence length.
-
-        The schedule is the one that the layout names, or Megatron's own.
-        """
-        kind = layout.schedule or ("interleaved" if layout.vpp > 1 else "1f1b")
-        layers = [k.removesuffix(RECOMPUTED) for stage in self.stages for k in stage]
-        counts = layout.stage_layers or stage_layers(evenly(len(layers), layout.pp, layout.vpp))
-        again = max(layout.recompute.layers, 0) if layout.recompute is not None else 0
-        if layout.recompute is None and any(RECOMPUTED in k for k in self.kinds):
-            again = sum(RECOMPUTED in k for k in self.stages[0])
-        part = self.context * self.tensor / (layout.cp * layout.tp)
-        return replace(
-            self,
-            request=ScheduleRequest(kind),
-            ranks=layout.pp,
-            chunks=max(layout.vpp, 2 if layout.schedule in V_SHAPES else 1),
-            stages=_spread(layers, counts, again),
-            micro_batch=layout.mbs,
-            micro_batches=layout.micro_batches,
-            data_parallel=layout.dp,
-            devices=layout.devices,
-            tensor=layout.tp,
-            context=layout.cp,
-            expert=layout.ep,
-            expert_tensor=layout.expert_tp,
-            message=round(self.message * part * layout.mbs / self.micro_batch),
-            overlap_messages=layout.pp > 1 and layout.vpp > 1,
-        )
-
 
 def shape_of(args: argparse.Namespace) -> Shape:
     """The shape of a job whose features are those of this process.
@@ -184,11 +152,17 @@ def _stages(args: argparse.Namespace, counts: tuple[int, ...]) -> tuple[tuple[st
     kinds = [EXPERT if expert else DENSE for expert in moe_pattern(vars(args))]
     kinds = [NOOP if i in noop else kind for i, kind in enumerate(kinds)]
     block = args.recompute_granularity == "full" and args.recompute_method == "block"
-    return _spread(kinds, counts, args.recompute_num_layers if block else 0)
+    return spread(kinds, counts, args.recompute_num_layers if block else 0)
 
 
-def _spread(kinds: list[str], counts: tuple[int, ...], again: int) -> tuple[tuple[str, ...], ...]:
-    """Layers on stages, the first ones of each recomputed."""
+def spread(kinds: list[str], counts: tuple[int, ...], again: int) -> tuple[tuple[str, ...], ...]:
+    """Layers on stages.
+
+    Args:
+        kinds: of all layers.
+        counts: layers of each stage.
+        again: how many layers of each stage are recomputed, the first ones.
+    """
     stages, start = [], 0
     for count in counts:
         stage = kinds[start : start + count]

@@ -219,17 +219,6 @@ def test_groups_of_ranks():
     assert groups.expert_ranks(wide) == (0, 4)
 
 
-def test_a_shape_under_another_layout():
-    base = shape(1, 24, 8, message=1024)
-    base = replace(base, stages=(("dense",) * 24,))
-    again = layouts.Recompute(layers=1)
-    layout = layouts.Layout(64, 64, tp=2, pp=4, vpp=2, mbs=2, recompute=again)
-    found = base.laid_out(layout)
-    assert found.stages == (("dense+recomputed", "dense", "dense"),) * 8
-    assert (found.data_parallel, found.micro_batches, found.message) == (8, 4, 1024)
-    assert found.request.kind == "interleaved"
-
-
 def test_what_a_rank_has_once_is_counted_once_for_its_chunks():
     once = {frozenset({"first", "middle"}): {"static weights": 30.0, "tail": 5.0}}
     one = replace(signature(), once=once)
