@@ -53,6 +53,23 @@ def kinds(flags: str, world: int) -> tuple[int, Counter[str], int]:
     return step.parameters, step.static, step.host
 
 
+def messages(flags: str, world: int, layers: tuple[int, int]) -> list[tuple[Any, ...]]:
+    """Of jobs with so many layers: calls, payload and bytes sent by group and operation."""
+    from mindspeed.planner.check import traffic
+    from mindspeed.planner.counted_step import count_step
+
+    found = []
+    for number in layers:
+        args = arguments(f"{flags} --num-layers {number}", world)
+        step = count_step(args, micro_batches=1)
+        rows = {
+            (row.group, row.op): (row.calls, row.payload, row.wire)
+            for row in traffic(step.communications)
+        }
+        found.append((args, step.parameters, rows))
+    return found
+
+
 def refusals() -> dict[str, str]:
     """What is said about code that reads values and operators without a fake kernel."""
     import torch

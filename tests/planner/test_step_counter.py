@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.planner.counted_jobs import kinds, refusals, twice
+from tests.planner.counted_jobs import kinds, messages, refusals, twice
 from tests.support.trainer_job import SETUP
 
 OPTIONS = {"setup": SETUP, "backend": None, "timeout": 240}
@@ -46,6 +46,31 @@ def test_kinds_have_their_closed_forms(
     for kind, nbytes in expected.items():
         assert static[kind] == pytest.approx(nbytes, abs=tolerance), kind
     assert on_host == pytest.approx(host * each, abs=tolerance)
+
+
+def test_messages_have_their_closed_forms(ranks) -> None:
+    """A layer with sequence parallelism: ``t`` bytes of activations on ``tp`` ranks.
+
+    Forward gathers before and scatters behind attention and MLP; backward does the opposite, and
+    gathers the inputs of the two weight gradients again. Two ranks share the optimizer: fp32
+    gradients are scattered and bf16 weights gathered.
+    """
+    flags = TP2 + "--sequence-parallel --use-distributed-optimizer"
+    (((args, fewer, one), (_, more, two)),) = ranks(1, messages, flags, 4, (2, 4), **OPTIONS)
+    tp, dp, layers, parameters = 2, 2, 2, more - fewer
+    t = 2 * args.seq_length * args.micro_batch_size * args.hidden_size
+
+    def difference(group: str, op: str) -> tuple[int, ...]:
+        pairs = zip(two[group, op], one[group, op], strict=True)
+        return tuple(after - before for after, before in pairs)
+
+    group = "TENSOR_MODEL_PARALLEL_GROUP"
+    for op, calls, share in (("all_gather", 6 * layers, tp), ("reduce_scatter", 4 * layers, 1)):
+        assert difference(group, op) == (calls, calls * t // share, calls * t * (tp - 1) // tp)
+    for op, width, share in (("reduce_scatter", 4, 1), ("all_gather", 2, dp)):
+        _, payload, wire = difference("DATA_PARALLEL_GROUP_WITH_CP", op)
+        assert payload == pytest.approx(width * parameters / share, abs=4096)
+        assert wire == pytest.approx(width * parameters * (dp - 1) / dp, abs=4096)
 
 
 def test_what_cannot_be_counted_is_refused_by_name(ranks) -> None:
