@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import io
 import math
 import os
 import sys
@@ -314,5 +315,5 @@ def _smallest(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without Megatron-LM's report of its arguments and sizes."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with contextlib.redirect_stdout(io.StringIO()):
         yield

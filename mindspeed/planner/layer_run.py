@@ -86,12 +86,12 @@ class _Marks:
 
     def follow(self, chunks: Any) -> None:
         """Watch the layers of the model."""
-        from megatron.core.transformer.transformer_block import TransformerBlock
+        from megatron.core.transformer import TransformerLayer
 
-        blocks = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerBlock)]
-        if not blocks or len(blocks[0].layers) != LAYERS:
+        layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)]
+        if len(layers) < LAYERS:
             raise PlanError("a model of three layers was expected")
-        for number, layer in enumerate(blocks[0].layers):
+        for number, layer in enumerate(layers[:LAYERS]):  # those of multi-token prediction follow
             layer.register_forward_pre_hook(self._entering(number), with_kwargs=True)
 
     def _entering(self, number: int) -> Any:

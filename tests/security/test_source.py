@@ -72,7 +72,10 @@ RULES: dict[str, tuple[Rule, dict[str, str]]] = {
     ),
     "no code from data": (
         runs_code,
-        {"parsing.py": "a SafeLoader of ours, which refuses more than yaml's own"},
+        {
+            "parsing.py": "a SafeLoader of ours, which refuses more than yaml's own",
+            "adaptor/script_job.py": "the training script to plan, as Python would start it",
+        },
     ),
     "no shell": (runs_shell, {}),
     "all writing goes through mindspeed.files": (
