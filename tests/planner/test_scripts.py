@@ -114,6 +114,8 @@ def test_flags_of_a_script_are_changed_as_those_of_a_recipe():
 OF_THE_LOOP = {"broadcast", "all_reduce"}
 BYTES_OF_LOSSES = 16
 """Our trainer keeps loss, count and report of each micro-batch until the step ends."""
+BYTES_OF_IDS = 8 * 64
+"""Megatron-LM's script keeps tokens and positions of a micro-batch while its loss is computed."""
 
 DENSE = f"{MODEL} {TRAINING} --bf16 --no-create-attention-mask-in-dataloader"
 LAYOUTS = {
@@ -167,7 +169,8 @@ def test_both_doors_count_the_same():
         assert "error" not in ours and "error" not in trainers, (name, ours, trainers)
         for key in ("micro_batches", "parameters", "static", "flops"):
             assert ours[key] == trainers[key], (name, key)
-        assert abs(ours["peak"] - trainers["peak"]) <= BYTES_OF_LOSSES * ours["micro_batches"], name
+        more = ours["peak"] - trainers["peak"]
+        assert -BYTES_OF_LOSSES * ours["micro_batches"] <= more <= 2 * BYTES_OF_IDS, name
         ours, trainers = (Counter(map(tuple, a["communications"])) for a in (ours, trainers))
         assert not trainers - ours, name
         assert {op for op, *_ in ours - trainers} <= OF_THE_LOOP, name
