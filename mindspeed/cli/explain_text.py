@@ -13,13 +13,14 @@ from rich.table import Table
 from mindspeed.cli.plan_check import layout_of, memory_table, modelled, traffic_table, verdict
 from mindspeed.cli.plan_program import command
 from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole
-from mindspeed.planner.changes import INTERRUPTED, Effect
 from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.effects import INTERRUPTED, Effect
 from mindspeed.planner.explain import Explanation
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.parts import Part
 from mindspeed.planner.price import Prediction
+from mindspeed.planner.signature import TOLERANCE
 
 _SECONDS_OF = {"forward": "forward", "backward": "backward", "recompute": "again"}
 
@@ -67,6 +68,8 @@ def print_page(
     if found.prediction is None:
         line("this job is counted whole: its time and changes are not predicted")
         return
+    if found.error > TOLERANCE:
+        line(f"bytes are composed of small runs, within {found.error:.2%} of those compared")
     print_whole(_time_table(found.prediction))
     line(modelled(found.prediction, cluster.name))
     if found.helpful:
@@ -100,7 +103,9 @@ def _tried(tried: Sequence[Effect]) -> str:
         f"refuse, {len(tried) - predicted - refused} cannot be among the best; --json lists them"
     )
     interrupted = any(one.skipped == INTERRUPTED for one in tried)
-    return f"{text}\ninterrupted: the best until then" if interrupted else text
+    if interrupted:
+        text += "\ninterrupted: the best until then; figures with ~ are estimates"
+    return text
 
 
 def as_data(args: argparse.Namespace, found: Explanation, commands: Commands) -> dict[str, Any]:
@@ -122,6 +127,7 @@ def as_data(args: argparse.Namespace, found: Explanation, commands: Commands) ->
         ],
         "nearest": None if found.nearest is None else _effect(found.nearest, commands),
         "tried": [_effect(one, commands) for one in found.tried],
+        "error": found.error,
         "interrupted": found.interrupted,
     }
 
@@ -130,6 +136,7 @@ def _effect(one: Effect, commands: Commands) -> dict[str, Any]:
     return {
         "what": one.change.what,
         "flags": commands.differences(one),
+        "exact": one.exact,
         "seconds": one.seconds if one.predicted else None,
         "peak_bytes": one.peak_bytes if one.predicted else None,
         "refused": one.refused,
@@ -205,7 +212,7 @@ def _changes_table(now: Prediction, helpful: Sequence[Effect], commands: Command
             one.change.what,
             f"{one.seconds * 1e3:,.3f}",
             f"{one.seconds / now.seconds - 1:+.1%}",
-            unit(one.peak_bytes),
+            ("" if one.exact else "~") + unit(one.peak_bytes),
             f"{one.peak_bytes / now.peak_bytes - 1:+.1%}",
             flag_text(commands.differences(one)),
         )

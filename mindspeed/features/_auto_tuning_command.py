@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
 from mindspeed.errors import DEBUG
 from mindspeed.features.flags import flags_of
+from mindspeed.testing.processes import die_with_parent
 
 if TYPE_CHECKING:
     from mindspeed.features.auto_tuning import AutoTuningOptions
@@ -36,7 +37,6 @@ _PRESETS = {
 
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "MASTER_", "GROUP_WORLD_SIZE", "ROLE_")
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _PLANNING = "MINDSPEED_PLANNING"
 """Set in the process that plans, which reads the same flags again."""
 
@@ -90,7 +90,8 @@ def run_with_signals(
         Exit status, 128 + N after a signal N, and what was kept.
     """
     errors = subprocess.PIPE if quiet else None
-    process = subprocess.Popen(words, env=environment, stderr=errors, preexec_fn=_end_with_parent)
+    end = partial(die_with_parent, signal.SIGTERM)
+    process = subprocess.Popen(words, env=environment, stderr=errors, preexec_fn=end)
 
     def forward(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:  # a terminal sends that to both
@@ -104,13 +105,6 @@ def run_with_signals(
             signal.signal(number, handler)
     status = process.returncode
     return (128 - status if status < 0 else status), kept or b""
-
-
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when its parent dies, where the system has that."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def plan_command(options: AutoTuningOptions, job: Sequence[str], device_name: str) -> list[str]:

@@ -26,7 +26,7 @@ from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.measurement import KnownRuns, measure
 from mindspeed.planner.price import Prediction, memory, predict
 from mindspeed.planner.shape import Shape, shape_of
-from mindspeed.planner.signature import Signature
+from mindspeed.planner.signature import TOLERANCE, Signature
 
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 """Two ways to give ``virtual_pipeline_model_parallel_size``, which is compared."""
@@ -55,6 +55,7 @@ def compose(
     memory_limit: int | None = None,
     jobs: int = 1,
     runs: KnownRuns | None = None,
+    tolerance: float = TOLERANCE,
 ) -> Composed | None:
     """The figures of a job; None where it has to be counted whole.
 
@@ -65,6 +66,7 @@ def compose(
         memory_limit: bytes that the tensors of a rank may take.
         jobs: runs at a time.
         runs: those made before, and where new ones are kept.
+        tolerance: of the composition of the runs that are compared, a part of their bytes.
 
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
@@ -77,7 +79,7 @@ def compose(
     if shape.uncomposable:
         return None
     signature = measure(job, layout, rates, jobs, runs)
-    if not signature.fits:
+    if signature.error > tolerance:
         return None
     ranks = [_figures(signature, shape, one) for one in memory(signature, shape)]
     found = Check(shape.micro_batches, tuple(alike(ranks)), memory_limit, True)

@@ -10,34 +10,25 @@ found.helpful                # changes, each with the figures that are predicted
 from __future__ import annotations
 
 import argparse
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mindspeed.errors import PlanError
+from mindspeed.errors import MindSpeedError
 from mindspeed.planner import isolated
-from mindspeed.planner.bounds import Bounds
-from mindspeed.planner.changes import (
-    INTERRUPTED,
-    Change,
-    Effect,
-    changes,
-    effects,
-    most_helpful,
-    nearest,
-)
+from mindspeed.planner.changed_job import ChangeBounds, Predictor
+from mindspeed.planner.changes import changes
 from mindspeed.planner.check import Check, check
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.composed import compose
-from mindspeed.planner.job import Job, Overrides
-from mindspeed.planner.layout import V_SHAPES, Layout, layout_of
-from mindspeed.planner.measurement import measure
+from mindspeed.planner.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import V_SHAPES, layout_of
 from mindspeed.planner.parts import Part, parts
-from mindspeed.planner.price import Prediction, predict
-from mindspeed.planner.run_cache import RunCache
-from mindspeed.planner.shape import Shape, shape_of
-from mindspeed.planner.signature import Signature
+from mindspeed.planner.price import Prediction
+from mindspeed.planner.search import LARGEST_ERROR
+from mindspeed.planner.shape import shape_of
+from mindspeed.planner.signature import TOLERANCE
 from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[str, int, int], None]
@@ -50,6 +41,7 @@ class Explanation:
 
     Attributes:
         check: bytes, FLOPs and messages of all pipeline ranks.
+        error: of composed bytes, a part of them; 0 for a job that is counted whole.
         parts: of some pipeline ranks their layers and the rest.
         prediction: where the time goes; None for a job that can only be counted whole.
         helpful: the changes that help most.
@@ -63,6 +55,7 @@ class Explanation:
     helpful: tuple[Effect, ...] = ()
     nearest: Effect | None = None
     tried: tuple[Effect, ...] = ()
+    error: float = 0.0
 
     @property
     def interrupted(self) -> bool:
@@ -95,14 +88,18 @@ def explain(
         MindSpeedError: the job cannot be counted; says what is in the way.
     """
     progress("counting the job", 0, 2)
-    predictor = Predictor(job, cluster, jobs, cache)
-    composed = compose(job, args, cluster, memory_limit, jobs, predictor.runs(job))
+    predictor = Predictor(job, args, cluster, memory_limit, jobs, cache)
+    runs = predictor.runs(job)
+    composed = compose(job, args, cluster, memory_limit, jobs, runs, LARGEST_ERROR)
     progress("counting layers", 1, 2)
-    pieces = _parts(args, cluster, jobs)
     if composed is None or composed.prediction is None:
+        pieces = _parts(args, cluster, jobs)
         return Explanation(check(args, memory_limit, jobs=jobs), pieces, None)
-    now, found = composed.prediction, list(changes(layout_of(args), args))
-    bounds = Bounds(args, cluster)
+    now, error = composed.prediction, composed.error
+    pieces = _parts(args, cluster, jobs, _shorter(job, args, cluster))
+    near = error > TOLERANCE and abs(now.peak_bytes / memory_limit - 1) <= error
+    counted = check(args, memory_limit, jobs=jobs) if near else composed.check
+    found = list(changes(layout_of(args), args))
     progress("asking which changes can start", 0, len(found))
     predictor.prepare(found)
     tried = effects(
@@ -110,23 +107,38 @@ def explain(
         predictor,
         now,
         memory_limit,
-        bound=lambda change: bounds.of(change.layout),
+        bounds=ChangeBounds(predictor, now),
         progress=lambda done, of: progress("predicting changes", done, of),
     )
     helpful = tuple(most_helpful(tried, now, memory_limit))
     fits = now.peak_bytes <= memory_limit or helpful
-    return Explanation(
-        composed.check, pieces, now, helpful, None if fits else nearest(tried, now), tuple(tried)
-    )
+    close = None if fits else nearest(tried, now)
+    return Explanation(counted, pieces, now, helpful, close, tuple(tried), error)
 
 
-def _parts(args: argparse.Namespace, cluster: Cluster, jobs: int) -> dict[int, tuple[Part, ...]]:
-    """Of the first, the second and the last pipeline rank."""
+def _parts(
+    args: argparse.Namespace,
+    cluster: Cluster,
+    jobs: int,
+    shorter: argparse.Namespace | None = None,
+) -> dict[int, tuple[Part, ...]]:
+    """Of the first, the second and the last pipeline rank.
+
+    Args:
+        args: final values of the job.
+        cluster: rates of devices and links.
+        jobs: processes.
+        shorter: those of a job with fewer pipeline ranks and the same parts (:func:`_shorter`).
+    """
     last = args.pipeline_model_parallel_size - 1
     stages = sorted({0, min(1, last), last})
-    found = isolated.map(
-        parts, [(args, cluster, rank_in_stage(args, stage)) for stage in stages], jobs
-    )
+    ranks = [
+        (args, rank_in_stage(args, stage))
+        if shorter is None
+        else (shorter, rank_in_stage(shorter, number))
+        for number, stage in enumerate(stages)
+    ]
+    found = isolated.map(parts, [(final, cluster, rank) for final, rank in ranks], jobs)
     results = {}
     for stage, one in zip(stages, found, strict=True):
         if isinstance(one, Exception):
@@ -135,79 +147,28 @@ def _parts(args: argparse.Namespace, cluster: Cluster, jobs: int) -> dict[int, t
     return results
 
 
-class Predictor:
-    """Predicts changed jobs; jobs with the same layers are measured once.
+_SHORT = 3
+"""Pipeline ranks: a first, a last and one between them."""
 
-    Args:
-        job: that is changed.
-        cluster: rates of devices and links.
-        jobs: processes that count.
-        cache: directory of tiny runs; None: they are kept in memory alone.
+
+def _shorter(job: Job, args: argparse.Namespace, cluster: Cluster) -> argparse.Namespace | None:
+    """The job with three pipeline ranks, whose layers and messages are those of the whole one.
+
+    Ranks with several chunks run as many micro-batches as there are pipeline ranks, so that a
+    shorter pipeline costs less. None where it would differ: where stages have different layers, or
+    messages of stages go over different links.
     """
-
-    def __init__(
-        self, job: Job, cluster: Cluster, jobs: int = 1, cache: str | Path | None = None
-    ) -> None:
-        self._job, self._cluster, self._jobs, self._cache = job, cluster, jobs, cache
-        self._runs: dict[tuple[str, ...], RunCache] = {}
-        self._shapes: dict[Layout, dict[str, Shape | Exception]] = {}
-        self._signatures: dict[object, Signature] = {}
-
-    def runs(self, job: Job) -> RunCache:
-        """Tiny runs of a job."""
-        if job.argv not in self._runs:
-            self._runs[job.argv] = RunCache(self._cache, job, self._cluster)
-        return self._runs[job.argv]
-
-    def prepare(self, found: Sequence[Change]) -> None:
-        """Start changed jobs dry, so that those that cannot start cost nothing later."""
-        asked = [(changed_job(self._job, one.flags), one.layout) for one in found]
-        for one, shape in zip(found, isolated.map(_shape, asked, self._jobs), strict=True):
-            self._shapes.setdefault(one.layout, {})[_text(one.flags)] = shape
-
-    def __call__(self, change: Change) -> Prediction:
-        """The price of the changed job.
-
-        Raises:
-            MindSpeedError: it cannot start, or cannot be counted.
-        """
-        layout, job = change.layout, changed_job(self._job, change.flags)
-        shape = self._shapes.get(layout, {}).get(_text(change.flags))
-        if shape is None:
-            shape = isolated.call(_shape, job, layout)
-        if isinstance(shape, Exception):
-            raise shape
-        several = layout.pp > 1 and (layout.vpp > 1 or layout.schedule in V_SHAPES)
-        piped = (layout.pp > 1, several, layout.schedule)
-        key = (layout.signature(), piped, shape.kinds, _text(change.flags))
-        if key not in self._signatures:
-            runs = self.runs(job)
-            self._signatures[key] = measure(job, layout, self._cluster, self._jobs, runs)
-        signature = self._signatures[key]
-        if not signature.fits:
-            raise PlanError("its composition is not exact; count it with --check --whole")
-        return predict(signature, shape, self._cluster, layout)
-
-
-def changed_job(job: Job, flags: Overrides) -> Job:
-    """A job with other values of some flags.
-
-    Args:
-        job: the job.
-        flags: values by their names in the namespace.
-    """
-    if not flags:
-        return job
-    words = tuple(job.flags(flags))
-    changed = copy.copy(job)
-    object.__setattr__(changed, "argv", words)
-    object.__setattr__(changed, "_words", words)
-    return changed
-
-
-def _text(flags: Overrides) -> str:
-    return repr(sorted(flags.items()))
-
-
-def _shape(job: Job, layout: Layout) -> Shape:
-    return shape_of(job.settings(layout.overrides(), layout.devices).args)
+    layout, shape = layout_of(args), shape_of(args)
+    several = layout.vpp > 1 or layout.schedule in V_SHAPES
+    if layout.pp <= _SHORT or not several or len(set(shape.stages)) > 1:
+        return None
+    stage = layout.devices // layout.pp
+    ranks = [(0, rank * stage) for rank in (1, _SHORT - 1, layout.pp - 1)]
+    if len({cluster.collective_seconds("send", 2**20, pair) for pair in ranks}) > 1:
+        return None
+    short = replace(layout, pp=_SHORT, devices=stage * _SHORT, stage_layers=None)
+    layers = {"num_layers": args.num_layers // layout.pp * _SHORT, "noop_layers": None}
+    try:
+        return job.settings(short.overrides() | layers, short.devices).args
+    except MindSpeedError:
+        return None

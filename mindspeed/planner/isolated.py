@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
 from mindspeed.errors import MindSpeedError, PlanError
+from mindspeed.testing.processes import die_with_parent
 
 _LAST_LINES = 12
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -62,7 +63,7 @@ def map(
 
     A call that fails yields its :class:`~mindspeed.errors.MindSpeedError` in place of the result.
     Arguments are drawn when a child is free. Leaving the iterator, also by Ctrl-C, kills the
-    children.
+    children; on Linux they also end with a parent that is killed.
 
     Args:
         function: any callable.
@@ -151,9 +152,10 @@ class _Child:
     ) -> _Child:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         reader, writer = os.pipe()
-        process = os.fork()
+        parent, process = os.getpid(), os.fork()
         if process == 0:
             os.close(reader)
+            _end_with(parent)
             _run(function, args, writer, output)
         os.close(writer)
         end = None if timeout is None else time.monotonic() + timeout
@@ -203,6 +205,13 @@ class _Child:
         text = "".join(f"\n    {line}" for line in lines)
         printed = f"; it printed last:{text}" if text else ""
         return PlanError(f"a process that counts {what}{printed}")
+
+
+def _end_with(parent: int) -> None:
+    """In a child: it ends when its parent is killed, which nothing else would tell it."""
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _run(

@@ -20,13 +20,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.files import make_dirs, secure_open
 from mindspeed.planner.correction import Factors, Parts
-from mindspeed.testing.processes import free_port
+from mindspeed.testing.processes import die_with_parent, free_port
 
 STEPS, WARM_UP = 8, 3
 TIMEOUT = 1800.0
@@ -239,6 +240,7 @@ class Launcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
             try:
                 status = process.wait(timeout)

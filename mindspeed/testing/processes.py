@@ -31,10 +31,14 @@ def settle_child(output: Path, stacks: Path) -> None:
     faulthandler.register(STACK_DUMP_SIGNAL, file=stack_file, all_threads=True)
 
 
-def die_with_parent() -> None:
-    """Let Linux kill this process when its parent dies."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let Linux end this process when its parent dies.
+
+    Args:
+        number: signal that it gets then.
+    """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def _redirect_output(path: Path) -> None:

@@ -9,18 +9,8 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.planner.bounds import Bound
-from mindspeed.planner.changes import (
-    BOTH,
-    INTERRUPTED,
-    MEMORY_ONLY,
-    SPEED,
-    Change,
-    Effect,
-    changes,
-    effects,
-    most_helpful,
-    nearest,
-)
+from mindspeed.planner.changes import BOTH, MEMORY_ONLY, SPEED, Change, changes
+from mindspeed.planner.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.layout_flags import MEMORY
 
@@ -31,6 +21,28 @@ LAYOUT = Layout(64, 128, tp=2, pp=4)
 class Priced:
     seconds: float
     peak_bytes: float
+
+
+@dataclass
+class Pricer:
+    """Estimates and prices by a function."""
+
+    price: object
+    estimate: object = None
+
+    def __post_init__(self):
+        self.estimate = self.estimate or self.price
+
+
+@dataclass
+class Bounds:
+    bound: object
+
+    def __call__(self, change):
+        return self.bound(change)
+
+    def refine(self, change):
+        pass
 
 
 def job(**values):
@@ -96,7 +108,7 @@ def test_a_refused_change_has_its_reason():
     tried = [Change("a", replace(LAYOUT, tp=4)), Change("b", LAYOUT)]
     told = []
     now = Priced(3.0, 5.0)
-    found = effects(tried, price, now, 9, progress=lambda *progress: told.append(progress))
+    found = effects(tried, Pricer(price), now, 9, progress=lambda *progress: told.append(progress))
     assert [(one.refused, one.seconds) for one in found] == [("heads", 0.0), ("", 2.0)]
     assert told == [(0, 2), (1, 2), (2, 2)]
 
@@ -117,13 +129,13 @@ def test_what_cannot_be_among_the_best_is_not_predicted():
         asked.append(change.what)
         return Priced(bound(change).seconds + 0.5, 1)
 
-    found = effects(tried, price, Priced(10, 50), 60, bound=bound)
-    assert asked == ["2", "1", "3"]
+    found = effects(tried, Pricer(price), Priced(10, 50), 60, bounds=Bounds(bound))
+    assert asked == ["2", "1", "3"] * 2  # estimated, then exactly
     assert [one.skipped for one in found] == [
         "takes at least 5 s", "", "", "", "needs at least 0.000 GiB", "takes at least 4 s",
     ]  # fmt: skip
     assert whats(one.change for one in most_helpful(found, Priced(10, 50), 60)) == ["2", "1", "3"]
-    everything = effects(tried, price, Priced(10, 50), 60)
+    everything = effects(tried, Pricer(price), Priced(10, 50), 60)
     best = most_helpful(everything, Priced(10, 50), 60)
     assert [one.seconds for one in best] == [1.5, 2.0, 2.5]  # also the one with most memory
 
@@ -132,7 +144,8 @@ def test_what_cannot_be_among_the_best_is_not_predicted():
 def test_what_a_job_does_not_need_is_not_predicted(peak, asked):
     tried = [Change(may, LAYOUT, may=may) for may in (SPEED, MEMORY_ONLY, BOTH)]
     predicted = []
-    effects(tried, lambda one: predicted.append(one.what) or Priced(1, 1), Priced(2, peak), 60)
+    price = Pricer(lambda one: predicted.append(one.what) or Priced(1, 1))
+    effects(tried, price, Priced(2, peak), 60)
     assert set(predicted) == asked
 
 
@@ -144,12 +157,12 @@ def test_ctrl_c_keeps_what_was_predicted():
             raise KeyboardInterrupt
         return Priced(1, 1)
 
-    found = effects(tried, price, Priced(10, 1), 60, bound=bound)
+    found = effects(tried, Pricer(price), Priced(10, 1), 60, bounds=Bounds(bound))
     assert [one.skipped for one in found] == ["", INTERRUPTED, INTERRUPTED]
 
 
 def effect(what, seconds, nbytes, refused=""):
-    return Effect(Change(what, LAYOUT), seconds, nbytes, refused)
+    return Effect(Change(what, LAYOUT), seconds, nbytes, True, refused)
 
 
 EFFECTS = [
@@ -182,3 +195,33 @@ def test_the_most_helpful(now, limit, expected):
 def test_the_nearest_where_nothing_fits():
     assert nearest(EFFECTS, Priced(2, 50)).change.what == "small"
     assert nearest(EFFECTS, Priced(2, 9)) is None
+
+
+def test_those_that_help_most_are_exact():
+    """Estimates find them; one that turns out worse makes room for what it held back."""
+    bounds = [(1, 1), (2, 1), (3, 1), (4, 1), (9, 1)]
+    tried, bound = many(bounds)
+    prices = {"0": Priced(1, 1), "1": Priced(2, 99), "2": Priced(3, 1), "3": Priced(4, 1)}
+    estimated, exact = [], []
+
+    def estimate(change):
+        estimated.append(change.what)
+        return Priced(prices[change.what].seconds, 1)
+
+    def price(change):
+        exact.append(change.what)
+        return prices[change.what]
+
+    found = effects(tried, Pricer(price, estimate), Priced(8, 50), 60, bounds=Bounds(bound))
+    assert estimated == ["0", "1", "2", "3"] and sorted(exact) == ["0", "1", "2", "3"]
+    best = most_helpful(found, Priced(8, 50), 60)
+    assert [(one.change.what, one.exact) for one in best] == [(n, True) for n in "023"]
+    assert found[4].skipped == "takes at least 9 s"
+
+
+def test_an_estimate_near_the_limit_is_made_exact():
+    tried, _ = many([(1, 1)])
+    found = effects(
+        tried, Pricer(lambda one: Priced(1, 59), lambda one: Priced(1, 61)), Priced(8, 50), 60
+    )
+    assert [(one.peak_bytes, one.exact) for one in found] == [(59, True)]

@@ -145,3 +145,38 @@ def test_leaving_kills_the_children() -> None:
         os.close(reader)
         os.close(writer)
     assert _processes_of(pids) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/proc"), reason="Linux tells a child of its parent's end")
+def test_children_end_with_a_parent_that_is_killed() -> None:
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        os.write(writer, os.getpid().to_bytes(8, "little"))
+        time.sleep(600)
+
+    parent = os.fork()
+    if parent == 0:
+        isolated.call(work)
+    try:
+        child = int.from_bytes(os.read(reader, 8), "little")
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        end = time.monotonic() + 20
+        while (running := _is_running(child)) and time.monotonic() < end:
+            time.sleep(0.01)
+        if running:
+            os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert not running
+
+
+def _is_running(pid: int) -> bool:
+    """Neither ended nor a zombie that nobody has waited for yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

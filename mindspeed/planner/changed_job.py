@@ -1,0 +1,170 @@
+"""Predictions and bounds of changed jobs, from runs that they share.
+
+predictor = Predictor(job, args, cluster, memory_limit)
+predictor.estimate(change).seconds, predictor.price(change).peak_bytes
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed.errors import MindSpeedError, PlanError
+from mindspeed.planner import isolated
+from mindspeed.planner.bounds import Bound
+from mindspeed.planner.changes import Change
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.evaluator import JobEvaluator
+from mindspeed.planner.job import Job, Overrides
+from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.measurement import measure
+from mindspeed.planner.price import Prediction, predict
+from mindspeed.planner.run_cache import RunCache
+from mindspeed.planner.search import LARGEST_ERROR
+from mindspeed.planner.shape import Shape, shape_of
+from mindspeed.planner.signature import Signature
+
+
+class Predictor:
+    """Predicts changed jobs; jobs with the same layers are measured once.
+
+    Args:
+        job: that is changed.
+        args: its final values.
+        cluster: rates of devices and links.
+        memory_limit: bytes of a rank.
+        jobs: processes that count.
+        cache: directory of tiny runs; None: they are kept in memory alone.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        args: argparse.Namespace,
+        cluster: Cluster,
+        memory_limit: float,
+        jobs: int = 1,
+        cache: str | Path | None = None,
+    ) -> None:
+        self._job, self._cluster, self._jobs, self._cache = job, cluster, jobs, cache
+        self.args, self._limit = args, memory_limit
+        self._runs: dict[tuple[str, ...], RunCache] = {}
+        self._shapes: dict[Layout, dict[str, Shape | Exception]] = {}
+        self._signatures: dict[object, Signature] = {}
+
+    def runs(self, job: Job) -> RunCache:
+        """Tiny runs of a job."""
+        if job.argv not in self._runs:
+            self._runs[job.argv] = RunCache(self._cache, job, self._cluster)
+        return self._runs[job.argv]
+
+    def bounds(self, flags: Overrides) -> JobEvaluator:
+        """Bounds of the layouts of the job with other values of some flags."""
+        args = argparse.Namespace(**{**vars(self.args), **flags})
+        runs = self.runs(self._job)
+        return JobEvaluator(self._job, args, self._cluster, runs, self._jobs, self._limit)
+
+    def prepare(self, found: Sequence[Change]) -> None:
+        """Start changed jobs dry, so that those that cannot start cost nothing later."""
+        asked = [(changed_job(self._job, one.flags), one.layout) for one in found]
+        for one, shape in zip(found, isolated.map(_shape, asked, self._jobs), strict=True):
+            self._shapes.setdefault(one.layout, {})[_text(one.flags)] = shape
+
+    def estimate(self, change: Change) -> Prediction:
+        """The price from runs of ranks with one chunk, which are not compared.
+
+        Flags that are not of the layout only change what hides messages of data-parallel groups,
+        which the clock does not see: the runs are those of the job without them.
+
+        Raises:
+            MindSpeedError: it cannot start, or cannot be counted.
+        """
+        return self._price(change, self._job, exact=False)
+
+    def price(self, change: Change) -> Prediction:
+        """The price of the changed job.
+
+        Raises:
+            MindSpeedError: it cannot start, or cannot be counted.
+        """
+        return self._price(change, changed_job(self._job, change.flags), exact=True)
+
+    def _price(self, change: Change, job: Job, exact: bool) -> Prediction:
+        layout = change.layout
+        shape = self._shapes.get(layout, {}).get(_text(change.flags))
+        if shape is None:
+            shape = isolated.call(_shape, changed_job(self._job, change.flags), layout)
+        if isinstance(shape, Exception):
+            raise shape
+        several = layout.pp > 1 and (layout.vpp > 1 or layout.schedule in V_SHAPES)
+        piped = (layout.pp > 1, several and exact, layout.schedule)
+        key = (exact, layout.signature(), piped, shape.kinds, job.argv)
+        if key not in self._signatures:
+            runs = self.runs(job)
+            self._signatures[key] = measure(
+                job, layout, self._cluster, self._jobs, runs, check=exact, chunks=exact
+            )
+        signature = self._signatures[key]
+        if exact and signature.error > LARGEST_ERROR:
+            raise PlanError("its composition is not exact; count it with --check --whole")
+        return predict(signature, shape, self._cluster, layout)
+
+
+class ChangeBounds:
+    """What changed jobs need at least.
+
+    Args:
+        predictor: of the job.
+        now: the job as it is.
+    """
+
+    def __init__(self, predictor: Predictor, now: Prediction) -> None:
+        self._predictor, self._now = predictor, now
+        self._evaluators: dict[str, JobEvaluator] = {}
+
+    def __call__(self, change: Change) -> Bound:
+        """What it cannot be below; overlaps hide no more than the waits for other replicas."""
+        found = self._of(change).bound(change.layout)
+        if not change.flags:
+            return found
+        rest = self._now.seconds - self._now.exposed.get("data parallel", 0.0)
+        return Bound(max(found.seconds, rest), found.nbytes)
+
+    def refine(self, change: Change) -> None:
+        """Run its layers for tighter bounds."""
+        if not change.flags:
+            with contextlib.suppress(MindSpeedError):  # what is in the way shows when it is priced
+                self._of(change).refine(change.layout)
+
+    def _of(self, change: Change) -> JobEvaluator:
+        text = _text(change.flags)
+        if text not in self._evaluators:
+            self._evaluators[text] = self._predictor.bounds(change.flags)
+        return self._evaluators[text]
+
+
+def changed_job(job: Job, flags: Overrides) -> Job:
+    """A job with other values of some flags.
+
+    Args:
+        job: the job.
+        flags: values by their names in the namespace.
+    """
+    if not flags:
+        return job
+    words = tuple(job.flags(flags))
+    changed = copy.copy(job)
+    object.__setattr__(changed, "argv", words)
+    object.__setattr__(changed, "_words", words)
+    return changed
+
+
+def _text(flags: Overrides) -> str:
+    return repr(sorted(flags.items()))
+
+
+def _shape(job: Job, layout: Layout) -> Shape:
+    return shape_of(job.settings(layout.overrides(), layout.devices).args)
