@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import inspect
 import io
+import logging
 import math
 import os
 import sys
@@ -314,6 +315,11 @@ def _smallest(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Megatron-LM's report of its arguments and sizes."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+    """Without Megatron-LM's report of its arguments and sizes, nor what it logs at each start."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)

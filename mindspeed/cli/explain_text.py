@@ -63,7 +63,8 @@ def print_page(
     line(f"{layout_of(args)}; {found.check.micro_batches} micro-batches of {args.micro_batch_size}")
     line(verdict(found.check, origin))
     print_whole(memory_table(found.check))
-    print_whole(traffic_table(found.check))
+    if any(rank.traffic for rank in found.check.ranks):
+        print_whole(traffic_table(found.check))
     print_whole(_parts_table(found.parts))
     if found.prediction is None:
         line("this job is counted whole: its time and changes are not predicted")
@@ -166,7 +167,7 @@ def _parts_table(parts: Mapping[int, tuple[Part, ...]]) -> Table:
                 f"{part.parameters:,}" if part.parameters else "",
                 "" if part.kept is None else size(part.kept),
                 *(flops(dict(part.flops).get(name, 0)) for name in phases),
-                f"{part.calls:g}",
+                f"{part.calls:,.0f}",
                 size(_sent(part)),
                 f"{part.seconds * 1e3:,.3f}",
                 f"{part.exposed * 1e3:,.3f}",

@@ -16,7 +16,7 @@ from mindspeed.cli.plan_progress import progress
 from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole, ranges
 
 if TYPE_CHECKING:
-    from mindspeed.planner.check import Check
+    from mindspeed.planner.check import Check, Traffic
     from mindspeed.planner.job import Job
     from mindspeed.planner.price import Prediction
 
@@ -124,7 +124,8 @@ def layout_of(args: Any) -> str:
         "data": args.data_parallel_size,
     }
     shown = (f"{name} {size}" for name, size in parts.items() if size > 1 or name == "data")
-    return f"{args.world_size} ranks: {', '.join(shown)}"
+    ranks = "1 rank" if args.world_size == 1 else f"{args.world_size} ranks"
+    return f"{ranks}: {', '.join(shown)}"
 
 
 def print_check(
@@ -138,7 +139,8 @@ def print_check(
 
     line(f"{layout_of(args)}; {found.micro_batches} micro-batches of {args.micro_batch_size}")
     print_whole(memory_table(found))
-    print_whole(traffic_table(found))
+    if any(rank.traffic for rank in found.ranks):
+        print_whole(traffic_table(found))
     peak = found.fullest.peak
     unit = bytes_unit([peak])
     for name, value in others.items():
@@ -207,9 +209,12 @@ def traffic_table(found: Check) -> Table:
         ["pipeline rank", "group", "operation"],
         ["ranks", "calls", "payload", "sent"],
     )
+    alike: dict[tuple[Traffic, ...], list[int]] = {}
     for rank in found.ranks:
-        name = ranges(rank.pipeline_ranks)
-        for row in rank.traffic:
+        alike.setdefault(rank.traffic, []).extend(rank.pipeline_ranks)
+    for traffic, numbers in alike.items():
+        name = ranges(sorted(numbers))
+        for row in traffic:
             calls = "" if row.calls is None else f"{row.calls:,}"
             figures = (f"{row.size}", calls, unit(row.payload), unit(row.wire))
             table.add_row(name, group_name(row.group), row.op, *figures)

@@ -56,9 +56,12 @@ def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> M
         plan.candidates, run, node_size=node, all_of_them=own.measure == "black", tell=tell
     )
     _write(found, out)
+    if found.interrupted and all(run.seconds is None for run in found.runs):
+        print("interrupted before a candidate ran", file=sys.stderr)
+        return found
+    best = found.best
     if not own.json:
         print(found.table())
-        best = found.best
         print(f"\nmeasured best: candidate {best.number}, {best.candidate.layout}")
         launch = launch_words(own.launch, own.cluster, plan.devices)
         print(f"\n{command(flags, best.candidate.flags, launch)}")

@@ -16,7 +16,7 @@ from mindspeed.cli import plan_program
 from mindspeed.cli.plan_interrupt import interruptible
 from mindspeed.cli.plan_program import command, is_script, launch_words
 from mindspeed.cli.plan_progress import progress
-from mindspeed.cli.plan_units import bytes_unit, new_table, print_whole
+from mindspeed.cli.plan_units import Unit, bytes_unit, new_table, print_whole
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, make_dirs
 
@@ -30,8 +30,6 @@ MANY = 1000
 """Candidates that are measured at most."""
 NOTHING_FITS = 3
 """Exit status."""
-
-_GIB = bytes_unit([2**30])
 
 
 def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -49,6 +47,7 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
     if own.measure and len(own.devices or ()) > 1:
         raise ConfigError("--measure starts what is planned for one number of --devices")
     if own.measure and own.devices:
+        plan_program.install_adaptor()
         from mindspeed.cli.plan_measure import check_devices
 
         check_devices(own.devices[0])
@@ -125,38 +124,47 @@ def print_plan(plan: Plan, flags: Sequence[str] = (), launch: str | None = None)
     def line(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
+    unit = bytes_unit([plan.memory_limit])
     line(
-        f"{plan.devices} devices of {plan.cluster}, {_GIB(plan.memory_limit)} GiB for tensors; "
+        f"{plan.devices} devices of {plan.cluster}, {unit(plan.memory_limit)} {unit.name} for "
+        "tensors; "
         f"{plan.wall_seconds:,.0f} s, {plan.measured} signatures measured"
     )
     if plan.candidates:
-        print_whole(_candidates(plan))
+        unit = bytes_unit([max(one.peak_bytes for one in plan.candidates)])
+        print_whole(_candidates(plan, unit))
         if plan.ties > 1:
             line(
                 f"=: {plan.ties} are within {100 * plan.tolerance:g} % of the fastest, a tie for "
                 "this model; less memory comes first"
             )
-        print_whole(_front(plan))
+        print_whole(_front(plan, unit))
     elif plan.closest is not None:
         line(f"nothing fits; closest: {plan.closest.layout}")
+        unit = bytes_unit([plan.closest.prediction.peak_bytes])
         line(
-            f"it needs {_GIB(plan.closest.prediction.peak_bytes)} GiB, "
-            f"{_GIB(plan.closest.deficit)} GiB too much"
+            f"it needs {unit(plan.closest.prediction.peak_bytes)} {unit.name}, "
+            f"{unit(plan.closest.deficit)} {unit.name} too much"
         )
-        print_whole(_help(plan.closest))
+        print_whole(_help(plan.closest, unit))
     elif not plan.interrupted:
-        line("nothing fits, and nothing could be counted that comes near")
+        memory = any("GiB" in reason for reason in plan.removed)
+        line(
+            "nothing fits, and nothing could be counted that comes near"
+            if memory
+            else f"none of the combinations can start on {plan.devices} devices, because:"
+        )
     for text in (*plan.counts(), *plan.notes):
         line(text)
     if plan.candidates:
         line(f"\n{command(flags, plan.best.flags, launch)}")
 
 
-def _candidates(plan: Plan) -> Table:
+def _candidates(plan: Plan, unit: Unit) -> Table:
     table = new_table(
-        "modelled seconds of a step, GiB at the peak of the fullest rank",
+        f"modelled seconds of a step, {unit.name} at the peak of the fullest rank",
         ["", "layout"],
-        ["seconds", "tokens/s/device", "MFU", "bubble", "GiB", "counted"],
+        ["seconds", "tokens/s/device", "MFU", "bubble", unit.name, "counted"],
     )
     table.add_column("limited by")
     for number, one in enumerate(plan.candidates, start=1):
@@ -168,29 +176,29 @@ def _candidates(plan: Plan) -> Table:
             _optional(found, "tokens_per_second_per_device", "{:,.0f}"),
             _optional(found, "mfu", "{:.1%}"),
             _optional(found, "bubble", "{:.1%}"),
-            _GIB(one.peak_bytes),
-            "" if one.counted is None else _GIB(one.counted),
+            unit(one.peak_bytes),
+            "" if one.counted is None else unit(one.counted),
             _optional(found, "limit", "{}"),
         )
     return table
 
 
-def _front(plan: Plan) -> Table:
+def _front(plan: Plan, unit: Unit) -> Table:
     table = new_table(
         "front of time and memory: nothing is both faster and smaller",
         ["layout"],
-        ["seconds", "GiB"],
+        ["seconds", unit.name],
     )
     for one in plan.pareto():
-        seconds, size = f"{one.prediction.seconds:,.3f}", _GIB(one.prediction.peak_bytes)
+        seconds, size = f"{one.prediction.seconds:,.3f}", unit(one.prediction.peak_bytes)
         table.add_row(str(one.layout), seconds, size)
     return table
 
 
-def _help(closest: Closest) -> Table:
-    table = new_table("with a further change", ["change"], ["GiB", "fits"])
+def _help(closest: Closest, unit: Unit) -> Table:
+    table = new_table("with a further change", ["change"], [unit.name, "fits"])
     for one in closest.help:
-        table.add_row(one.what, _GIB(one.peak_bytes), "yes" if one.fits else "no")
+        table.add_row(one.what, unit(one.peak_bytes), "yes" if one.fits else "no")
     return table
 
 

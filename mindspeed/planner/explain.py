@@ -33,6 +33,10 @@ from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[str, int, int], None]
 """Told what is done, how much of it, and how much there is."""
+Parts = Mapping[int, tuple[Part, ...]]
+"""By pipeline rank."""
+_Run = tuple[argparse.Namespace, Cluster, int, tuple[int, ...]]
+"""Arguments of :func:`mindspeed.planner.parts.parts`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Explanation:
     """
 
     check: Check
-    parts: Mapping[int, tuple[Part, ...]]
+    parts: Parts
     prediction: Prediction | None
     helpful: tuple[Effect, ...] = ()
     nearest: Effect | None = None
@@ -93,10 +97,10 @@ def explain(
     composed = compose(job, args, cluster, memory_limit, jobs, runs, LARGEST_ERROR)
     progress("counting layers", 1, 2)
     if composed is None or composed.prediction is None:
-        pieces = _parts(args, cluster, jobs)
+        pieces = _parts(args, _whole(args, cluster), jobs)
         return Explanation(check(args, memory_limit, jobs=jobs), pieces, None)
     now, error = composed.prediction, composed.error
-    pieces = _parts(args, cluster, jobs, _shorter(job, args, cluster))
+    pieces = _parts(args, _shorter(job, args, cluster), jobs)
     near = error > TOLERANCE and abs(now.peak_bytes / memory_limit - 1) <= error
     counted = check(args, memory_limit, jobs=jobs) if near else composed.check
     found = list(changes(layout_of(args), args))
@@ -116,59 +120,63 @@ def explain(
     return Explanation(counted, pieces, now, helpful, close, tuple(tried), error)
 
 
-def _parts(
-    args: argparse.Namespace,
-    cluster: Cluster,
-    jobs: int,
-    shorter: argparse.Namespace | None = None,
-) -> dict[int, tuple[Part, ...]]:
+def _parts(args: argparse.Namespace, ranks: Mapping[int, _Run], jobs: int) -> Parts:
     """Of the first, the second and the last pipeline rank.
 
     Args:
         args: final values of the job.
-        cluster: rates of devices and links.
+        ranks: what runs for each of them.
         jobs: processes.
-        shorter: those of a job with fewer pipeline ranks and the same parts (:func:`_shorter`).
     """
-    last = args.pipeline_model_parallel_size - 1
-    stages = sorted({0, min(1, last), last})
-    ranks = [
-        (args, rank_in_stage(args, stage))
-        if shorter is None
-        else (shorter, rank_in_stage(shorter, number))
-        for number, stage in enumerate(stages)
-    ]
-    found = isolated.map(parts, [(final, cluster, rank) for final, rank in ranks], jobs)
+    found = isolated.map(parts, ranks.values(), jobs)
     results = {}
-    for stage, one in zip(stages, found, strict=True):
+    for stage, one in zip(ranks, found, strict=True):
         if isinstance(one, Exception):
             raise one
         results[stage] = one
     return results
 
 
+def _whole(args: argparse.Namespace, cluster: Cluster) -> dict[int, _Run]:
+    """The ranks themselves."""
+    last = args.pipeline_model_parallel_size - 1
+    return {
+        stage: (args, cluster, rank_in_stage(args, stage), ())
+        for stage in sorted({0, min(1, last), last})
+    }
+
+
 _SHORT = 3
 """Pipeline ranks: a first, a last and one between them."""
 
 
-def _shorter(job: Job, args: argparse.Namespace, cluster: Cluster) -> argparse.Namespace | None:
-    """The job with three pipeline ranks, whose layers and messages are those of the whole one.
+def _shorter(job: Job, args: argparse.Namespace, cluster: Cluster) -> dict[int, _Run]:
+    """Ranks of the job with three pipeline ranks, whose layers and messages are the same.
 
     Ranks with several chunks run as many micro-batches as there are pipeline ranks, so that a
-    shorter pipeline costs less. None where it would differ: where stages have different layers, or
-    messages of stages go over different links.
+    shorter pipeline costs less. Only waits outside of layers may differ by some microseconds: at
+    the edges of the schedule, and for collectives of all ranks. The ranks themselves where more
+    would differ: stages have different layers, or their messages go over different links.
     """
     layout, shape = layout_of(args), shape_of(args)
     several = layout.vpp > 1 or layout.schedule in V_SHAPES
     if layout.pp <= _SHORT or not several or len(set(shape.stages)) > 1:
-        return None
+        return _whole(args, cluster)
     stage = layout.devices // layout.pp
-    ranks = [(0, rank * stage) for rank in (1, _SHORT - 1, layout.pp - 1)]
-    if len({cluster.collective_seconds("send", 2**20, pair) for pair in ranks}) > 1:
-        return None
-    short = replace(layout, pp=_SHORT, devices=stage * _SHORT, stage_layers=None)
-    layers = {"num_layers": args.num_layers // layout.pp * _SHORT, "noop_layers": None}
+    pairs = [(0, rank * stage) for rank in (1, _SHORT - 1, layout.pp - 1)]
+    if len({cluster.collective_seconds("send", 2**20, pair) for pair in pairs}) > 1:
+        return _whole(args, cluster)
+    small = replace(layout, pp=_SHORT, devices=stage * _SHORT, stage_layers=None)
+    layers = len(shape.stages[0])
+    flags = {"num_layers": layers * _SHORT * shape.chunks, "noop_layers": None}
     try:
-        return job.settings(short.overrides() | layers, short.devices).args
+        short = job.settings(small.overrides() | flags, small.devices).args
     except MindSpeedError:
-        return None
+        return _whole(args, cluster)
+    there = shape_of(short).placement.stages
+    found = {}
+    for number, rank in enumerate((0, 1, layout.pp - 1)):
+        both = zip(shape.placement.stages[rank], there[number], strict=True)
+        offsets = tuple((own - other) * layers for own, other in both)
+        found[rank] = short, cluster, rank_in_stage(short, number), offsets
+    return found

@@ -6,7 +6,8 @@
 One step with as few micro-batches as the schedule allows runs on FakeTensors, timed by the model of
 :mod:`mindspeed.planner.timed_step`. Figures of layers are of one micro-batch; those of gradients,
 of the optimizer and of the messages of data-parallel groups are of a step, however many
-micro-batches it has. Layers that are alike in every figure are put together.
+micro-batches it has. Layers that are alike in every figure, with times within 1 %, are put
+together.
 
 A layer keeps its input and what it makes for its backward, not its output: that is the input of
 what comes next. So figures of a chunk add up to what one more micro-batch in flight takes.
@@ -16,22 +17,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from mindspeed.built_model import TrainedModel, unwrap
+from mindspeed.built_model import TrainedModel
 from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.kept import kept_noted
 from mindspeed.testing.clock import Interval
 from mindspeed.testing.live_memory import LiveMemory
 from mindspeed.training.modelled_costs import NANOSECOND, Costs, by_layer, joined_names
 from mindspeed.training.modelled_step import fewest_micro_batches
 
-_SENT_ON = "sent on"
+NEAR = 0.01
+"""Difference of times of layers that are put together: those at the edges of a schedule differ."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,16 @@ class Part:
     exposed: float
 
 
-def parts(args: argparse.Namespace, cluster: Cluster, rank: int = 0) -> tuple[Part, ...]:
+def parts(
+    args: argparse.Namespace, cluster: Cluster, rank: int = 0, offsets: Sequence[int] = ()
+) -> tuple[Part, ...]:
     """The parts of a rank of the job, in the order in which they first run.
 
     Args:
         args: final values, of a dry run; their features are attached.
         cluster: rates of devices and links.
         rank: global rank.
+        offsets: of each of its chunks, what is added to the numbers of its layers.
     """
     from mindspeed.planner.balanced_routing import assumed_routing
     from mindspeed.planner.fake_world import fake_world
@@ -78,10 +82,12 @@ def parts(args: argparse.Namespace, cluster: Cluster, rank: int = 0) -> tuple[Pa
 
     args = copy.copy(args)
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args, 1.0):
-        return _parts_here(args, cluster)
+        return _parts_here(args, cluster, offsets)
 
 
-def _parts_here(args: argparse.Namespace, cluster: Cluster) -> tuple[Part, ...]:
+def _parts_here(
+    args: argparse.Namespace, cluster: Cluster, offsets: Sequence[int]
+) -> tuple[Part, ...]:
     from mindspeed.planner.rates import DeviceRates
     from mindspeed.planner.scopes import parts_named
     from mindspeed.planner.step_of_rank import StepOfRank
@@ -98,15 +104,63 @@ def _parts_here(args: argparse.Namespace, cluster: Cluster) -> tuple[Part, ...]:
     parameters = _parameters(step.model)
     sharded = bool(args.use_megatron_fsdp)
     costs = by_layer(_placed(one, sharded) for one in clock.intervals if one.scope)
-    found: dict[tuple[str, Part], list[str]] = defaultdict(list)
+    groups: list[_Alike] = []
     for name, phases in costs.items():
         batches = step.micro_batches if name.startswith("chunk") else None
         one = _part(phases, batches, parameters.get(name, 0), kept.get(name))
-        found[name.rpartition(" ")[0], one].append(name)
-    return tuple(
-        replace(one, name=joined_names(names), count=len(names))
-        for (_, one), names in found.items()
-    )
+        kind = name.partition(", ")[2].rpartition(" ")[0] or name.rpartition(" ")[0]
+        for group in groups:
+            if group.takes(kind, one):
+                break
+        else:
+            groups.append(group := _Alike(kind))
+        group.parts[_moved(name, offsets)] = one
+    return tuple(group.part() for group in groups)
+
+
+@dataclass
+class _Alike:
+    """Parts with the same figures and nearly the same times, by their names."""
+
+    kind: str
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def takes(self, kind: str, one: Part) -> bool:
+        """Whether a part is one of them."""
+        first = next(iter(self.parts.values()))
+        times = ((first.seconds, one.seconds), (first.exposed, one.exposed))
+        near = all(math.isclose(a, b, rel_tol=NEAR) for a, b in times)
+        same = first == replace(one, seconds=first.seconds, exposed=first.exposed)
+        return kind == self.kind and near and same
+
+    def part(self) -> Part:
+        """All of them as one, with their mean times."""
+        every, names = list(self.parts.values()), list(self.parts)
+        return replace(
+            every[0],
+            name=_joined(names),
+            count=len(every),
+            seconds=_rounded(sum(one.seconds for one in every) / len(every)),
+            exposed=_rounded(sum(one.exposed for one in every) / len(every)),
+        )
+
+
+def _moved(name: str, offsets: Sequence[int]) -> str:
+    """The name of a layer with its number in the job."""
+    from mindspeed.planner.scopes import chunk_of
+
+    start, _, number = name.rpartition(" ")
+    chunk = chunk_of(name)
+    if chunk is None or ", " not in name or not offsets:
+        return name
+    return f"{start} {int(number) + offsets[chunk]}"
+
+
+def _joined(names: list[str]) -> str:
+    """``chunk 0, layer 1``, ``chunk 1, layer 9`` -> ``chunks 0-1, layers 1, 9``."""
+    chunks = list(dict.fromkeys(name.partition(", ")[0] for name in names))
+    layers = [one for name in names if (one := name.partition(", ")[2])]
+    return ", ".join(joined_names(part) for part in (chunks, layers) if part)
 
 
 def _placed(one: Interval, sharded: bool) -> Interval:
@@ -166,84 +220,3 @@ def _parameters(model: TrainedModel) -> dict[str, int]:
 
 def _entries(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-@contextmanager
-def kept_noted(memory: LiveMemory, model: TrainedModel, kept: dict[str, int]) -> Iterator[None]:
-    """Note what of the first forward of each chunk is alive after it.
-
-    Args:
-        memory: counts.
-        model: whose forwards run.
-        kept: is filled, bytes by scope (:mod:`mindspeed.planner.scopes`).
-    """
-    from mindspeed.planner.scopes import named_layers
-
-    handles: list[Any] = []
-    try:
-        for index, chunk in enumerate(model.chunks):
-            handles += _Kept(memory, chunk, f"chunk {index}", kept).handles(
-                dict(named_layers(chunk, index))
-            )
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@dataclass
-class _Kept:
-    """Notes what the first forward of a chunk keeps, as kinds of memory."""
-
-    memory: LiveMemory
-    chunk: Any
-    own: str
-    kept: dict[str, int]
-    before: str | None = None  # kind outside of the chunk, while its first forward runs
-    done: bool = False
-
-    def handles(self, layers: Mapping[str, torch.nn.Module]) -> list[Any]:
-        """Hooks of the chunk and its layers, by scope."""
-        handles: list[Any] = []
-
-        def enter(module: Any, args: Any) -> None:
-            if not self.done:
-                self.before, self.memory.kind = self.memory.kind, self.own
-
-        def leave(module: Any, args: Any, output: Any) -> None:
-            if self.before is None:
-                return
-            self.memory.kind, self.before, self.done = self.before, None, True
-            if isinstance(output, torch.Tensor):
-                self._sent_on(output)
-            self.kept.update({scope: self.memory.now[scope] for scope in (*layers, self.own)})
-
-        handles.append(self.chunk.register_forward_pre_hook(enter))
-        for scope, layer in layers.items():
-            handles += self._of_layer(scope, layer)
-        handles.append(self.chunk.register_forward_hook(leave))
-        return handles
-
-    def _of_layer(self, scope: str, layer: torch.nn.Module) -> list[Any]:
-        def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.before is not None:
-                hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                self.memory.claim(hidden, scope)
-                self.memory.kind = scope
-
-        def leave(module: Any, args: Any, output: Any) -> None:
-            if self.before is not None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                self.memory.claim(hidden, self.own)
-                self.memory.kind = self.own
-
-        return [
-            layer.register_forward_pre_hook(enter, with_kwargs=True),
-            layer.register_forward_hook(leave),
-        ]
-
-    def _sent_on(self, output: torch.Tensor) -> None:
-        """Hidden states [s, b, h] that the next rank gets are dropped here."""
-        (model,) = unwrap([self.chunk])
-        if not model.post_process:
-            self.memory.claim(output, _SENT_ON)

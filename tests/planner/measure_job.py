@@ -5,33 +5,30 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import replace
 
-import mindspeed.megatron_adaptor
-from mindspeed.cli.plan_measure import measure_plan
+from mindspeed.cli.main import main as command
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.result import Candidate
+from tests.cli.plan_search_job import FOUND, GIB, Priced, invented
 
 
-def main(kind: str, directory: str, *flags: str) -> None:
-    from mindspeed.planner.layout import Layout
-
-    assert mindspeed.megatron_adaptor
-    candidates = [
-        SimpleNamespace(
-            layout=Layout(2, 4, tp=tp, mbs=mbs),
-            flags=("--tensor-model-parallel-size", str(tp)),
-            prediction=SimpleNamespace(seconds=seconds, exposed={"data parallel": 0.1 * seconds}),
+def main(kind: str, directory: str, *flags: str) -> int:
+    candidates = tuple(
+        Candidate(
+            Layout(2, 4, tp=tp, mbs=mbs),
+            Priced(seconds, GIB, exposed={"data parallel": 0.1 * seconds}),
+            ("--tensor-model-parallel-size", str(tp)),
         )
         for tp, mbs, seconds in ((1, 1, 1.0), (2, 1, 1.1), (1, 3, 1.2), (1, 2, 50.0))
-    ]
-    plan = SimpleNamespace(devices=2, candidates=candidates)
-    own = argparse.Namespace(
-        cluster="generic", out=Path(directory), measure=kind, json=False, launch=None
     )
-    measure_plan(own, flags, plan)  # type: ignore[arg-type]
+    found = replace(FOUND, cluster="generic", candidates=candidates, front=candidates[:1])
+    module, _ = invented(found)
+    sys.modules["mindspeed.planner.search"] = module
+    words = ["--cluster", "generic", "--devices", "2", "--measure", kind, "--out", directory]
+    return command(["plan", *words, "--", *flags])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

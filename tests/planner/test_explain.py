@@ -51,7 +51,7 @@ def composed(words):
 
 
 def test_a_changed_job_has_the_words_of_its_flags():
-    from mindspeed.planner.explain import changed_job
+    from mindspeed.planner.changed_job import changed_job
 
     job = jobs.Job([*FLAGS, "--seed", "1"])
     changed = changed_job(job, {"seed": 2, "overlap_grad_reduce": True})
