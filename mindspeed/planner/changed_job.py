@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,12 +21,15 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.evaluator import JobEvaluator
 from mindspeed.planner.job import Job, Overrides
 from mindspeed.planner.layout import V_SHAPES, Layout
-from mindspeed.planner.measurement import measure
+from mindspeed.planner.measurement import RUN_SECONDS, measure
+from mindspeed.planner.pieces import figures_of
 from mindspeed.planner.price import Prediction, predict
 from mindspeed.planner.run_cache import RunCache
 from mindspeed.planner.search import LARGEST_ERROR
-from mindspeed.planner.shape import Shape, shape_of
-from mindspeed.planner.signature import Signature
+from mindspeed.planner.shape import DENSE, Shape, shape_of
+from mindspeed.planner.signature import TOLERANCE, Signature
+from mindspeed.planner.signature_points import SignaturePoints
+from mindspeed.planner.tiny_run import Point, TinyRun, run
 
 
 class Predictor:
@@ -90,7 +94,30 @@ class Predictor:
         Raises:
             MindSpeedError: it cannot start, or cannot be counted.
         """
-        return self._price(change, changed_job(self._job, change.flags), exact=True)
+        job = changed_job(self._job, change.flags)
+        if change.flags and self._runs_alike(change, job):
+            job = self._job
+        return self._price(change, job, exact=True)
+
+    def _runs_alike(self, change: Change, job: Job) -> bool:
+        """Whether flags change no bytes and, but for the end of the step, no times of a run.
+
+        The end of the step must not matter: overlaps hide a part of the optimizer, too.
+        """
+        found = self.estimate(change)
+        if found.optimizer_seconds > TOLERANCE * found.seconds:
+            return False
+        kinds = shape_of(self.args).kinds or (DENSE,)
+        point = SignaturePoints(change.layout, kinds).point(0, kinds[0], 1)
+        one, other = self._run(self._job, point), self._run(job, point)
+        return _bytes_of(one) == _bytes_of(other) and _times_alike(one, other)
+
+    def _run(self, job: Job, point: Point) -> TinyRun:
+        known = self.runs(job).get(point)
+        if known is None:
+            known = isolated.call(run, job, point, self._cluster, timeout=RUN_SECONDS)
+            self.runs(job).put(point, known)
+        return known
 
     def _price(self, change: Change, job: Job, exact: bool) -> Prediction:
         layout = change.layout
@@ -111,6 +138,25 @@ class Predictor:
         if exact and signature.error > LARGEST_ERROR:
             raise PlanError("its composition is not exact; count it with --check --whole")
         return predict(signature, shape, self._cluster, layout)
+
+
+def _bytes_of(found: TinyRun) -> object:
+    actions = [(one.op, one.level, one.peak, one.dropped) for one in found.actions]
+    return found.static, found.tail, actions
+
+
+def _times_alike(one: TinyRun, other: TinyRun) -> bool:
+    """Those of actions, of which the first and the last may wait for other replicas."""
+    times = [
+        {name: value for name, value in figures_of(found).items() if name in _TIMES}
+        for found in (one, other)
+    ]
+    return times[0].keys() == times[1].keys() and all(
+        math.isclose(value, times[1][name], rel_tol=TOLERANCE) for name, value in times[0].items()
+    )
+
+
+_TIMES = ("seconds F", "seconds B", "seconds I", "seconds W")
 
 
 class ChangeBounds:

@@ -32,6 +32,8 @@ from mindspeed.testing.processes import die_with_parent, free_port
 STEPS, WARM_UP = 8, 3
 TIMEOUT = 1800.0
 """Seconds for one candidate, its start included."""
+GRACE = 40.0
+"""Seconds in which torchrun ends its ranks: after 30 it kills them."""
 _SECONDS = re.compile(r"(?:elapsed time per iteration \(ms\)|ms/iteration): +([0-9.]+)")
 _LAST_LINES = 5
 
@@ -247,10 +249,23 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 raise PlanError(f"it did not end within {timeout:g} s; see {path}") from None
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                _end(process)
         return _seconds(path, status)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let torchrun end its ranks, which are in sessions of their own; kill it if it does not."""
+    if process.poll() is not None:
+        return
+    try:
+        process.terminate()
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _seconds(path: Path, status: int) -> float:

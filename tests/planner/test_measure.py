@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +19,7 @@ import pytest
 
 from mindspeed.errors import PlanError
 from mindspeed.planner.correction import Factors, Parts, extent
-from mindspeed.planner.measure import OF_A_MEASUREMENT, WARM_UP, Launcher, measure
+from mindspeed.planner.measure import OF_A_MEASUREMENT, WARM_UP, Launcher, _seconds, measure
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,46 @@ def test_a_launcher_reads_the_log(tmp_path):
     with pytest.raises(PlanError, match="ended with status 1"):
         launcher.seconds("two", ["--train-iters", "8", "--fail"])
     with pytest.raises(PlanError, match="it logged 3 steps"):
-        launcher.seconds("three", ["--train-iters", "3"])
+        _seconds(_log(tmp_path, 3), 0)
+
+
+def _log(directory, steps):
+    path = directory / "short.log"
+    path.write_text("elapsed time per iteration (ms): 10.0 |\n" * steps)
+    return path
+
+
+WAITS = """
+import os, pathlib, sys, time
+here = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
+here.with_suffix(".new").write_text(str(os.getpid()))
+here.with_suffix(".new").rename(here)
+time.sleep(600)
+"""
+
+
+def test_no_rank_outlives_an_interrupted_launch(tmp_path):
+    """Ranks of torchrun are in sessions of their own, so killing its group is not enough."""
+    program = tmp_path / "program.py"
+    program.write_text(WAITS)
+    launcher = Launcher((str(program), str(tmp_path)), 2, tmp_path / "work", {})
+    pids = [tmp_path / str(rank) for rank in range(2)]
+
+    def interrupt():
+        while not all(path.exists() for path in pids):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launcher.seconds("one", [], timeout=120)
+        assert not any(os.path.exists(f"/proc/{path.read_text()}") for path in pids)
+    finally:
+        for path in filter(Path.exists, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.slow
