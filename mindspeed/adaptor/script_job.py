@@ -83,7 +83,8 @@ class ScriptJob:
         found: list[Mapping[str, Any]] = []
         module = ModuleType("__main__")
         module.__file__ = str(path)
-        with _environment(module, argv, 1, 0), _capture(path, found):
+        prints = contextlib.redirect_stdout(sys.stderr)  # standard output is that of the plan
+        with prints, _environment(module, argv, 1, 0), _capture(path, found):
             try:
                 exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
             except _Captured:

@@ -8,6 +8,7 @@ return stop.status if found.interrupted else 0
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,11 @@ class Stop:
 
 @contextmanager
 def interruptible() -> Iterator[Stop]:
-    """SIGTERM raises KeyboardInterrupt, once; further ones wait for the result to be printed."""
+    """SIGTERM raises KeyboardInterrupt, once; further ones wait for the result to be printed.
+
+    Raises:
+        SystemExit: SIGTERM came before there was a result.
+    """
     stop = Stop()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -45,5 +50,10 @@ def interruptible() -> Iterator[Stop]:
         return
     try:
         yield stop
+    except KeyboardInterrupt:
+        if stop.status == TERMINATED:
+            print("interrupted: nothing was found until then", file=sys.stderr)
+            raise SystemExit(TERMINATED) from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -148,11 +148,11 @@ def print_plan(plan: Plan, flags: Sequence[str] = (), launch: str | None = None)
         )
         print_whole(_help(plan.closest, unit))
     elif not plan.interrupted:
-        memory = any("GiB" in reason for reason in plan.removed)
+        memory = any(reason.startswith("need more") for reason in plan.removed)
         line(
             "nothing fits, and nothing could be counted that comes near"
             if memory
-            else f"none of the combinations can start on {plan.devices} devices, because:"
+            else f"no combination can be planned on {plan.devices} devices, because:"
         )
     for text in (*plan.counts(), *plan.notes):
         line(text)
@@ -172,7 +172,7 @@ def _candidates(plan: Plan, unit: Unit) -> Table:
         table.add_row(
             f"{number}{' =' if number <= plan.ties > 1 else ''}",
             str(one.layout),
-            f"{found.seconds:,.3f}",
+            _seconds(found.seconds),
             _optional(found, "tokens_per_second_per_device", "{:,.0f}"),
             _optional(found, "mfu", "{:.1%}"),
             _optional(found, "bubble", "{:.1%}"),
@@ -190,7 +190,7 @@ def _front(plan: Plan, unit: Unit) -> Table:
         ["seconds", unit.name],
     )
     for one in plan.pareto():
-        seconds, size = f"{one.prediction.seconds:,.3f}", unit(one.prediction.peak_bytes)
+        seconds, size = _seconds(one.prediction.seconds), unit(one.prediction.peak_bytes)
         table.add_row(str(one.layout), seconds, size)
     return table
 
@@ -200,6 +200,10 @@ def _help(closest: Closest, unit: Unit) -> Table:
     for one in closest.help:
         table.add_row(one.what, unit(one.peak_bytes), "yes" if one.fits else "no")
     return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.3f}" if value >= 1 else f"{value:.4f}"
 
 
 def _optional(found: Any, name: str, form: str) -> str:

@@ -138,6 +138,18 @@ def test_sigterm_is_ctrl_c_with_another_status(monkeypatch, capsys):
     assert found["interrupted"] and found["devices"] == 8
 
 
+def test_sigterm_before_a_result_has_its_status(monkeypatch, capsys):
+    def search(flags, cluster, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setitem(sys.modules, "mindspeed.planner.search", SimpleNamespace(plan=search))
+    monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--cluster", "h100", "--devices", "8", "--", *FLAGS])
+    assert end.value.code == 143
+    assert "nothing was found" in capsys.readouterr().err
+
+
 WRONG = {
     "no-cluster": ([], "--cluster is missing"),
     "unknown-dimension": (["--fix", "tpp=2"], "closest: tp"),

@@ -25,6 +25,7 @@ from megatron.training.training import pretrain
 assert call is pretrain and __name__ == "__main__"
 assert sys.argv[1:] == ["--size", "3"] and os.environ["WORLD_SIZE"] == "1"
 import beside
+print("of the script")
 pretrain("data", beside.provider, "kind", forward_step_func=len, args_defaults={"a": 1})
 raise SystemExit("the script went on")
 """
@@ -61,7 +62,7 @@ def script(directory, text):
     return path
 
 
-def test_a_script_runs_up_to_pretrain(tmp_path, megatron_training):
+def test_a_script_runs_up_to_pretrain(tmp_path, megatron_training, capsys):
     original, command = megatron_training.pretrain, sys.argv
     path = script(tmp_path, SCRIPT)
     job = ScriptJob.of(path, ["--size", "3"])
@@ -69,6 +70,7 @@ def test_a_script_runs_up_to_pretrain(tmp_path, megatron_training):
     assert (job.given["model_type"], job.given["forward_step_func"]) == ("kind", len)
     assert job.given["args_defaults"] == {"a": 1}
     assert megatron_training.pretrain is original and sys.argv is command
+    assert capsys.readouterr() == ("", "of the script\n")
     assert "WORLD_SIZE" not in os.environ
 
 
