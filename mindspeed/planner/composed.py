@@ -13,10 +13,13 @@ are counted whole (:mod:`mindspeed.planner.check`).
 from __future__ import annotations
 
 import argparse
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed.errors import MindSpeedError
+from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.planner import isolated
 from mindspeed.planner.check import Check, RankCheck, Traffic, alike
 from mindspeed.planner.cluster import Cluster, load_cluster
@@ -24,9 +27,10 @@ from mindspeed.planner.data_parallel import dense_ranks, expert_ranks, group_ran
 from mindspeed.planner.job import NOT_PLANNED, Job
 from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.measurement import KnownRuns, measure
-from mindspeed.planner.price import Prediction, memory, predict
+from mindspeed.planner.price import Prediction, RankFigures, memory, messages, predict
 from mindspeed.planner.shape import Shape, shape_of
 from mindspeed.planner.signature import TOLERANCE, Signature
+from mindspeed.planner.step_plan import Actions, step_plan
 
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 """Two ways to give ``virtual_pipeline_model_parallel_size``, which is compared."""
@@ -69,7 +73,7 @@ def compose(
         tolerance: of the composition of the runs that are compared, a part of their bytes.
 
     Raises:
-        MindSpeedError: the job cannot be counted; says what is in the way.
+        MindSpeedError: the job cannot start.
     """
     layout = layout_of(args)
     rates = cluster or load_cluster("generic")  # messages are counted by the clock
@@ -78,10 +82,13 @@ def compose(
     shape = shape_of(args)
     if shape.uncomposable:
         return None
-    signature = measure(job, layout, rates, jobs, runs)
+    try:
+        signature = measure(job, layout, rates, jobs, runs)
+    except MindSpeedError:  # a small pipeline refuses what a large one may accept
+        return None
     if signature.error > tolerance:
         return None
-    ranks = [_figures(signature, shape, one) for one in memory(signature, shape)]
+    ranks = ranks_of(signature, shape)
     found = Check(shape.micro_batches, tuple(alike(ranks)), memory_limit, True)
     prediction = None if cluster is None else predict(signature, shape, cluster, layout)
     return Composed(found, signature.error, prediction)
@@ -101,9 +108,22 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
     return bool(a == b) or (a is not None and b is not None and repr(a) == repr(b))
 
 
-def _figures(signature: Signature, shape: Shape, found: Any) -> RankCheck:
+def ranks_of(signature: Signature, shape: Shape) -> list[RankCheck]:
+    """Figures of every pipeline rank.
+
+    Args:
+        signature: of the shape's layers.
+        shape: of the job.
+    """
+    plans = step_plan(shape, Costs())
+    bytes_of = memory(signature, shape, plan=plans.short)
+    return [_figures(signature, shape, *one) for one in zip(bytes_of, plans.actions, strict=True)]
+
+
+def _figures(signature: Signature, shape: Shape, found: RankFigures, actions: Actions) -> RankCheck:
     """Of one pipeline rank."""
     total = signature.rank(shape.chunks_of(found.rank), shape.data_parallel)
+    sent = messages(signature, shape, found.rank, actions)
     static = {kind: round(value) for kind, value in found.static.items() if round(value)}
     return RankCheck(
         (found.rank,),
@@ -113,37 +133,43 @@ def _figures(signature: Signature, shape: Shape, found: Any) -> RankCheck:
         {**static, "activations": static.get("activations", 0) + round(found.activations)},
         round(total["flops"] * shape.micro_batches),
         round(total["recomputed"] * shape.micro_batches),
-        tuple(_traffic(total, shape)),
+        tuple(_traffic(total, sent, shape)),
     )
 
 
-def _traffic(total: Mapping[str, float], shape: Shape) -> Iterator[Traffic]:
-    """Messages within micro-batches, and collectives of data-parallel groups."""
+def _traffic(
+    total: Mapping[str, float], sent: Mapping[str, float], shape: Shape
+) -> Iterator[Traffic]:
+    """Messages within micro-batches and after them, and collectives of data-parallel groups."""
     replicas, experts = len(dense_ranks(shape)), len(expert_ranks(shape))
-    rows: list[Traffic] = []
+    rows = list(_messages(total, sent, shape))
     for name, value in total.items():
-        kind, _, rest = name.removeprefix("closing ").partition(" ")
+        kind, _, op = name.partition(" ")
         size = {"dp": replicas, "edp": experts}.get(kind, 0)
-        if kind == "payload":
-            rows += _messages(total, name, shape)
-        elif size > 1 and round(value):
-            each = value / size if rest == "all_gather" else value
-            part = (size - 1) / size * value * (2 if rest == "all_reduce" else 1)
+        if size > 1 and round(value):
+            each = value / size if op == "all_gather" else value
+            part = (size - 1) / size * value * (2 if op == "all_reduce" else 1)
             group = "DATA_PARALLEL" if kind == "dp" else "EXPERT_DATA_PARALLEL"
-            rows.append(Traffic(group, size, rest, None, round(each), round(part)))
+            rows.append(Traffic(group, size, op, None, round(each), round(part)))
     yield from sorted(rows, key=lambda row: (-row.wire, row.group, row.op))
 
 
-def _messages(total: Mapping[str, float], name: str, shape: Shape) -> Iterator[Traffic]:
-    """Those of all micro-batches, or of the end of the step."""
-    before, _, rest = name.partition("payload ")
-    group, size, op = rest.split("|")
-    times = 1 if before else shape.micro_batches
-    calls, payload, wire = (
-        round(total[f"{before}{what} {rest}"] * times) for what in ("calls", "payload", "wire")
-    )
-    ranks = len(group_ranks(group, int(size), shape))
-    if op == "all_reduce":
-        wire = round(2 * (ranks - 1) / ranks * payload)
-    if payload and ranks > 1:
-        yield Traffic(group, ranks, op, calls, payload, wire)
+def _messages(
+    total: Mapping[str, float], sent: Mapping[str, float], shape: Shape
+) -> Iterator[Traffic]:
+    """Those of all micro-batches and those of the end of the step, by group and operation."""
+    sums: dict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
+    closing = {n.removeprefix("closing "): v for n, v in total.items() if n.startswith("closing ")}
+    for figures in (sent, closing):
+        for name, value in figures.items():
+            what, _, rest = name.partition(" ")
+            if what in ("calls", "payload", "wire"):
+                group, size, op = rest.split("|")
+                ranks = len(group_ranks(group, int(size), shape))
+                sums[group, ranks, op][what] += round(value)
+    for (group, ranks, op), found in sums.items():
+        wire = found["wire"]
+        if op == "all_reduce":
+            wire = round(2 * (ranks - 1) / ranks * found["payload"])
+        if found["payload"] and ranks > 1:
+            yield Traffic(group, ranks, op, found["calls"], found["payload"], wire)

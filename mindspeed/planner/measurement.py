@@ -9,6 +9,7 @@ from typing import Protocol
 
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
+from mindspeed.planner.agreement import error_of
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.layer_run import LAYERS
@@ -17,7 +18,7 @@ from mindspeed.planner.pieces import (
     Figures,
     Need,
     Runs,
-    before,
+    divided,
     figures_of,
     halved,
     inner_of,
@@ -27,8 +28,7 @@ from mindspeed.planner.pieces import (
     note,
     note_chunks,
     of_steps,
-    place,
-    released,
+    op_of,
     stages_of,
     weighted,
     with_role,
@@ -151,10 +151,17 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
     first, last = kinds[0], kinds[-1]
     one = {kind: figures_of(runs["middle", kind, 1]) for kind in kinds}
     layers = {k: less(figures_of(runs["middle", k, 2]), one[k]) for k in kinds}
+    for kind in kinds:
+        if ("first", kind, 2) in runs:  # backward is divided, there only is it whole
+            ends = [figures_of(runs["first", kind, n]) for n in (1, 2)]
+            whole = {name: n for name, n in less(*ends[::-1]).items() if op_of(name) == "B"}
+            layers[kind] = divided(whole | layers[kind])
     roles = {"middle": less(one[first], layers[first])}
     if points.pipeline:
         roles["first"] = less(figures_of(runs["first", first, 1]), layers[first])
         roles["last"] = less(figures_of(runs["last", last, 1]), layers[last])
+    if any(op_of(name) == "I" for name in layers[first]):
+        roles = {role: divided(figures) for role, figures in roles.items()}
     once = _once(runs, roles, layers)
     alone = not any(role == "chunks" for role, *_ in runs)
     needs: dict[Need, float] = {}
@@ -194,14 +201,14 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
     role = "middle" if points.pipeline else "only"
     one_chunk = {role: less(one[first], layers[first])}
     checked = replace(signature, roles=one_chunk, needs=with_role(plain, role))
-    errors = [_error(checked, three, dict.fromkeys(stages_of(three), (role, (first,) * 3)))]
+    errors = [error_of(checked, three, dict.fromkeys(stages_of(three), (role, (first,) * 3)))]
     for (name, kind, rank), found in runs.items():
         if name == "chunks":
             rank_has = {stage: (_role_of(stage), (kind,)) for stage in stages_of(found)}
-            errors.append(_error(signature, found, rank_has, rank))
+            errors.append(error_of(signature, found, rank_has, rank))
         elif name == "mixed":
             end = "first" if points.pipeline else "only"
-            errors.append(_error(signature, found, {0: (end, (first, last))}))
+            errors.append(error_of(signature, found, {0: (end, (first, last))}))
     return replace(signature, error=max(errors))
 
 
@@ -270,28 +277,3 @@ def _chunk_needs(
     own = layers[kind]
     kept_by = {s: roles[_role_of(s)]["kept"] + own["kept"] for s in stages_of(found)}
     note_chunks(needs, kind, found, kept_by, own["stash"], _role_of, rank)
-
-
-def _error(
-    signature: Signature,
-    found: TinyRun,
-    chunks: Mapping[int, tuple[str, tuple[str, ...]]],
-    rank: int = 0,
-) -> float:
-    """Of static bytes and peak of a run whose rank has these chunks, by stage."""
-    composed = signature.rank(list(chunks.values()))
-    real = figures_of(found)
-    names = [name for name in real if name.startswith("static")]
-    static, truth = sum(composed[n] for n in names), sum(real[n] for n in names)
-    peak = truth + max(action.peak for action in found.actions)
-    figures = {stage: signature.chunk(*chunk) for stage, chunk in chunks.items()}
-    roles = [role for role, _ in chunks.values()]
-    held, last, most = 0.0, None, 0.0
-    for action in found.actions:
-        role, kinds = chunks[action.stage]
-        own = figures[action.stage]
-        need = signature.need(place(role, roles, rank), kinds, before(last, action), action.op)
-        most = max(most, held + need)
-        held += released(action.op, own["kept"], own["stash"])
-        last = action
-    return max(abs(static / truth - 1), abs((static + most) / peak - 1))

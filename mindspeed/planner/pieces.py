@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Protocol
@@ -14,6 +15,9 @@ Figures = Mapping[str, float]
 
 Need = tuple[str, str, str, str]
 """Place (:func:`place`), kind of the only layer, op before (:func:`before`), op."""
+
+OPS = ("F", "Fc", "B", "I", "W", "R")
+"""Of actions."""
 
 OTHER = "*"
 """Ends the op before if it was of another chunk."""
@@ -27,13 +31,14 @@ def figures_of(found: TinyRun) -> dict[str, float]:
 
     Bytes: ``weights``, ``gradients``, ``optimizer`` ... between steps; ``tail`` alive after the
     last action; ``kept`` by a micro-batch in flight, ``stash`` by a pending weight gradient.
-    ``flops``, ``recomputed`` of a micro-batch, ``parameters``. Seconds of an action ``seconds F``
-    ..., after the last one ``seconds tail`` without waiting; ``wait`` within a micro-batch, by
-    process group. Whole bytes of collectives of data-parallel groups, as ``dp all_gather``; the
-    messages of a micro-batch within actions, as :attr:`TinyRun.messages`, and those of a step after
-    the last one, as ``closing payload ...``.
+    ``flops``, ``recomputed`` of a micro-batch, ``parameters``. Of an action: its seconds, ``seconds
+    F`` ..., those of waiting, ``F wait GROUP``, and its messages, ``F payload ...``; messages of a
+    micro-batch between actions, ``payload ...`` (:attr:`TinyRun.messages`). Of a step: ``seconds
+    tail`` after the last action without waiting, ``closing payload ...``, and whole bytes of
+    collectives of data-parallel groups, as ``dp all_gather``.
     """
     batches = found.micro_batches
+    ops = Counter(action.op for action in found.actions)
     figures: dict[str, float] = {f"static {kind}": n for kind, n in found.static.items()}
     figures |= {
         "parameters": found.parameters,
@@ -44,15 +49,17 @@ def figures_of(found: TinyRun) -> dict[str, float]:
         "recomputed": found.recomputed / batches,
         "seconds tail": found.tail_seconds - found.tail_exposed,
     }
-    for op in dict.fromkeys(action.op for action in found.actions):
+    for op in ops:
         seconds = [action.seconds for action in found.actions if action.op == op]
         figures[f"seconds {op}"] = median(seconds)
     figures |= found.collectives
-    figures |= {name: value / batches for name, value in found.messages.items()}
+    for name, value in found.messages.items():
+        figures[name] = value / ops.get(name.partition(" ")[0], batches)
     for name, value in found.closing.items():
         figures[f"closing {_of_any_size(name)}"] = value
-    for group, waited in found.exposed.items():
-        figures[f"wait {group}"] = waited / batches
+    for name, waited in found.exposed.items():
+        op, _, group = name.partition(" ")
+        figures[f"{op} wait {group}"] = waited / ops[op]
     return figures
 
 
@@ -183,5 +190,62 @@ def inner_of(one: Mapping[Need, float], two: Mapping[Need, float], kept: float) 
 
 
 def less(one: Figures, other: Figures) -> dict[str, float]:
-    """Figures of one run without those of another, 0 where a run has none."""
-    return {name: one.get(name, 0.0) - other.get(name, 0.0) for name in {**one, **other}}
+    """The difference; of an op that only one of them has there is none."""
+    known = _ops(one) & _ops(other)
+    names = [n for n in {**one, **other} if (op := op_of(n)) is None or op in known]
+    return {name: one.get(name, 0.0) - other.get(name, 0.0) for name in names}
+
+
+def op_of(name: str) -> str | None:
+    """The op whose action a figure is of; None for other figures."""
+    first, _, rest = name.partition(" ")
+    op = rest if first == "seconds" else first
+    return op if op in OPS else None
+
+
+def of_op(name: str, op: str) -> str:
+    """The same figure of another op."""
+    first, _, rest = name.partition(" ")
+    return f"seconds {op}" if first == "seconds" else f"{op} {rest}"
+
+
+def _ops(figures: Figures) -> set[str]:
+    return {op for name in figures if (op := op_of(name)) is not None}
+
+
+def within_actions(
+    chunks: Mapping[int, Figures], actions: Mapping[tuple[str, int], float], micro_batches: int
+) -> dict[str, float]:
+    """Messages and waiting of a step, in actions and between them: ``wire ...``, ``wait ...``.
+
+    Args:
+        chunks: figures of the chunks of a rank, by stage.
+        actions: how many of each op and stage there are.
+        micro_batches: of the step.
+    """
+    total: dict[str, float] = defaultdict(float)
+    for stage, figures in chunks.items():
+        for name, value in figures.items():
+            op = op_of(name)
+            rest = name if op is None else name.partition(" ")[2]
+            if rest.startswith(("wait ", "calls ", "payload ", "wire ")):
+                times = micro_batches if op is None else actions.get((op, stage), 0.0)
+                total[rest] += value * times
+    return dict(total)
+
+
+def divided(figures: Figures) -> dict[str, float]:
+    """With those of a whole backward and of a divided one, where runs had only one of them.
+
+    Together I and W do what B does, except that a layer may gather its output gradient in both.
+    """
+    found, ops = dict(figures), _ops(figures)
+    if "B" in ops and "I" not in ops:
+        found |= {of_op(name, "I"): n for name, n in figures.items() if op_of(name) == "B"}
+        found["seconds W"] = 0.0
+    elif "I" in ops and "B" not in ops:
+        for name, value in figures.items():
+            if op_of(name) in ("I", "W"):
+                whole = of_op(name, "B")
+                found[whole] = found.get(whole, 0.0) + value
+    return found

@@ -9,7 +9,6 @@ all ranks with the seconds of their chunks, then data-parallel communication and
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,10 @@ from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.data_parallel import DataParallel, closing_seconds, data_parallel
-from mindspeed.planner.pieces import before, place, released
+from mindspeed.planner.pieces import before, place, released, within_actions
 from mindspeed.planner.shape import Shape
 from mindspeed.planner.signature import Signature
-from mindspeed.planner.step_plan import StageCosts, step_plan
+from mindspeed.planner.step_plan import Actions, StageCosts, StepPlan, step_plan
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def predict(
     ends = [_end_of_step(signature, shape, cluster, rank) for rank in range(shape.ranks)]
     slowest = max(ends, key=lambda end: end.seconds)
     seconds = pipeline + slowest.seconds
-    waits = _waits(signature, shape)
+    waits = _waits(signature, shape, plans)
     busiest = max(range(shape.ranks), key=lambda rank: sum(waits[rank].values()))
     messages = _message_seconds(shape, cluster) * 2 * shape.micro_batches * shape.chunks
     exposed = {**waits[busiest], "data parallel": slowest.exposed}
@@ -225,18 +224,31 @@ def _end_of_step(signature: Signature, shape: Shape, cluster: Cluster, rank: int
     return data_parallel(chunks, shape, cluster, optimizer)
 
 
-def _waits(signature: Signature, shape: Shape) -> list[dict[str, float]]:
+def messages(signature: Signature, shape: Shape, rank: int, actions: Actions) -> dict[str, float]:
+    """Messages and waiting of a pipeline rank in a step, in its actions and between them.
+
+    Args:
+        signature: of the shape's layers.
+        shape: of the job.
+        rank: of the pipeline.
+        actions: of the rank.
+    """
+    stages = shape.placement.stages[rank]
+    chunks = {one: signature.chunk(shape.role(one), shape.stages[one]) for one in stages}
+    return within_actions(chunks, actions, shape.micro_batches)
+
+
+def _waits(signature: Signature, shape: Shape, plans: StepPlan) -> list[dict[str, float]]:
     """Seconds that each pipeline rank waits within its actions, by process group."""
-    found = []
-    for stages in shape.placement.stages:
-        total: dict[str, float] = defaultdict(float)
-        for stage in stages:
-            chunk = signature.chunk(shape.role(stage), shape.stages[stage])
-            for name, value in chunk.items():
-                if name.startswith("wait "):
-                    total[name.removeprefix("wait ")] += value
-        found.append({name: value * shape.micro_batches for name, value in total.items()})
-    return found
+    every = [messages(signature, shape, *one) for one in enumerate(plans.actions)]
+    return [
+        {
+            name.removeprefix("wait "): value
+            for name, value in one.items()
+            if name.startswith("wait")
+        }
+        for one in every
+    ]
 
 
 def _flops(signature: Signature, shape: Shape) -> float:

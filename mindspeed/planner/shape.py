@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+from mindspeed.planner.whole_only import whole_only
 
 DENSE, EXPERT, NOOP = "dense", "expert", "noop"
 RECOMPUTED = "+recomputed"
@@ -46,6 +47,7 @@ class Shape:
         distributed_optimizer: data-parallel ranks share the optimizer.
         model_flops: of a step on all devices, without recomputation.
         tokens: of a step on all devices.
+        whole_only: flags by which layers are not composed; empty if there are none.
     """
 
     request: ScheduleRequest
@@ -67,6 +69,7 @@ class Shape:
     distributed_optimizer: bool
     model_flops: float
     tokens: int
+    whole_only: str = ""
 
     @property
     def placement(self) -> Placement:
@@ -89,7 +92,7 @@ class Shape:
 
     @property
     def uncomposable(self) -> str:
-        """What of its schedule cannot be composed of small runs; empty if everything can."""
+        """What cannot be composed of small runs; empty if everything can."""
         request = self.request
         if request.recompute:
             return f"recomputation in {request.recompute} of a pipeline schedule"
@@ -99,7 +102,7 @@ class Shape:
             return "a pipeline schedule of one's own"
         if request.swap:
             return "inputs of weight gradients on the host"
-        return ""
+        return self.whole_only
 
     def chunks_of(self, rank: int) -> list[tuple[str, tuple[str, ...]]]:
         """Role and layers of the chunks of a pipeline rank."""
@@ -141,6 +144,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
         distributed_optimizer=bool(args.use_distributed_optimizer),
         model_flops=training_flops(args, args.global_batch_size),
         tokens=args.global_batch_size * args.seq_length,
+        whole_only=whole_only(args),
     )
 
 

@@ -6,6 +6,9 @@
 | middle stage, 2 layers           | less the first run: a layer                        |
 | first stage, 1 layer             | less the first run: the embedding                  |
 | last stage, 1 layer              | less the first run: final norm, head and loss      |
+| first stage, 2 layers            | less the third: a layer's whole backward; see below |
+
+The zero-bubble schedules divide the backward of all stages but the first.
 
 Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each.
 Two further runs on twice as many data-parallel ranks, compared with two of the same layout without
@@ -62,6 +65,8 @@ class SignaturePoints:
         if self.pipeline:
             points["first", first, 1] = self.point(0, first, 1)
             points["last", last, 1] = self.point(3, last, 1)
+            if self._one_chunk == "zb-h1":
+                points |= {("first", k, n): self.point(0, k, n) for k in kinds for n in (1, 2)}
         if self._several and chunks:
             for rank in range(3 if self.layout.schedule in V_SHAPES else 4):
                 points["chunks", last if rank == 3 else first, rank] = self._chunks(
@@ -72,13 +77,17 @@ class SignaturePoints:
     def point(self, stage: int, kind: str, layers: int, data_parallel: int = 1) -> Point:
         """A stage of four, or the only one, with so many layers."""
         ranks = 4 if self.pipeline else 1
-        schedule = ONE_CHUNK.get(self.layout.schedule or "", self.layout.schedule)
+        schedule = self._one_chunk
         batches = 5 if self.pipeline else 2
         layout = self._tiny(ranks, 1, batches, data_parallel, schedule)
         total = ranks * layers
         return Point(
             layout.overrides() | self._flags(kind, total), layout.devices, stage if ranks > 1 else 0
         )
+
+    @property
+    def _one_chunk(self) -> str | None:
+        return ONE_CHUNK.get(self.layout.schedule or "", self.layout.schedule)
 
     @property
     def pipeline(self) -> bool:
@@ -144,7 +153,5 @@ class SignaturePoints:
             flags["moe_layer_freq"] = f"[{int(plain != DENSE)}]*{layers}"
         if any(k.endswith(RECOMPUTED) for k in self.kinds):
             again = kind.endswith(RECOMPUTED)
-            flags["recompute_granularity"] = "full" if again else None
-            flags["recompute_method"] = "uniform" if again else None
-            flags["recompute_num_layers"] = 1 if again else None
+            flags |= Recompute(layers=-1 if again else 0).overrides()
         return flags

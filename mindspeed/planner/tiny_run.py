@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job, Overrides
 from mindspeed.planner.rates import DeviceRates
 from mindspeed.planner.segments import BETWEEN, Clock, Segment, Segments
-from mindspeed.planner.timed_step import between_chunks
+from mindspeed.planner.timed_step import BETWEEN_CHUNKS, between_chunks
 from mindspeed.testing.clock import VirtualClock
 from mindspeed.testing.ledger import Communication
 
@@ -79,10 +80,11 @@ class TinyRun:
         recomputed: part of them that is computed a second time.
         collectives: whole bytes of those of data-parallel groups, as ``dp all_gather``; those of
             experts as ``edp all_gather``.
-        messages: within actions, over other groups, if there is a clock: ``calls``, ``payload`` and
-            ``wire``, as ``wire TENSOR_MODEL_PARALLEL_GROUP|8|all_gather`` with the group's size.
+        messages: until the last action ends, over other groups, if there is a clock: ``calls``,
+            ``payload`` and ``wire``, as ``wire PIPELINE_MODEL_PARALLEL_GROUP|4|send`` with the
+            group's size; within actions by their op: ``B wire TENSOR_MODEL_PARALLEL_GROUP|8|...``.
         closing: the same after the last action, of a step.
-        exposed: seconds of waiting within actions, by description of the process group.
+        exposed: seconds of waiting within actions, by op and description of the process group.
     """
 
     static: Counter[str]
@@ -197,7 +199,8 @@ def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:
     Raises:
         PlanError: the schedule executed something else than its plan.
     """
-    step, found, timing = observed.step, list(observed.segments), _Timing(clock)
+    step, found = observed.step, list(observed.segments)
+    timing = _Timing(clock, tuple(found))
     base = found[0].before
     actions = _actions(found, observed.stages, base)
     last = max(i for i, one in enumerate(found) if one.op != BETWEEN)
@@ -225,6 +228,7 @@ class _Timing:
     """Intervals of the clock, if there is one."""
 
     clock: Any  # a VirtualClock or None
+    segments: tuple[Segment, ...]
 
     def messages(self, end: float, closing: bool) -> Counter[str]:
         """Communication until or after ``end`` over groups that are not data-parallel."""
@@ -236,17 +240,26 @@ class _Timing:
             within = interval.start < end or one.op == "send"  # one follows the last action
             if within != closing:
                 name = f"{one.description}|{len(one.ranks)}|{one.op}"
-                found[f"calls {name}"] += 1
-                found[f"payload {name}"] += one.payload
-                found[f"wire {name}"] += one.wire
+                op = "" if closing else self._op(interval)
+                found[f"{op}calls {name}"] += 1
+                found[f"{op}payload {name}"] += one.payload
+                found[f"{op}wire {name}"] += one.wire
         return found
 
+    def _op(self, interval: Any) -> str:
+        """The op within which it begins, and a space; empty for messages between actions."""
+        if any(part in interval.communication.description for part in BETWEEN_CHUNKS):
+            return ""
+        index = bisect_right(self.segments, interval.start, key=lambda one: one.start) - 1
+        op = self.segments[index].op
+        return op if op == BETWEEN else f"{op} "
+
     def waits(self, end: float) -> Counter[str]:
-        """Seconds in which chunks waited until ``end``, by description of the group."""
+        """Seconds in which chunks waited until ``end``, by op and description of the group."""
         found: Counter[str] = Counter()
         for one in self._select(0.0, end):
             if not between_chunks(one):
-                found[one.communication.description] += one.seconds
+                found[self._op(one) + one.communication.description] += one.seconds
         return found
 
     def waited(self, start: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.cluster import load_cluster
 from tests.support.lazy import Lazy
@@ -16,10 +17,13 @@ from tests.support.lazy import Lazy
 groups = Lazy("mindspeed.planner.data_parallel")
 layouts = Lazy("mindspeed.planner.layout")
 memory = Lazy("mindspeed.planner.price", "memory")
+messages = Lazy("mindspeed.planner.price", "messages")
 pieces = Lazy("mindspeed.planner.pieces")
 predict = Lazy("mindspeed.planner.price", "predict")
 reshaped = Lazy("mindspeed.planner.evaluator", "reshaped")
 Shape = Lazy("mindspeed.planner.shape", "Shape")
+step_plan = Lazy("mindspeed.planner.step_plan", "step_plan")
+whole_only = Lazy("mindspeed.planner.whole_only", "whole_only")
 Signature = Lazy("mindspeed.planner.signature", "Signature")
 
 KEPT, STATIC, FORWARD, BACKWARD = 100.0, 1000.0, 40.0, 70.0
@@ -282,6 +286,56 @@ def test_messages_at_the_end_of_a_step_are_over_the_groups_of_the_job():
 def test_schedules_that_are_only_counted_whole(changes, what):
     one = shape(2, 4, 4, request=ScheduleRequest("1f1b", **changes))
     assert what in one.uncomposable and bool(what) == bool(one.uncomposable)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"recompute_num_layers": 2}, "groups of 2"),
+        ({"recompute_method": "block", "recompute_num_layers": 2}, ""),
+        ({"recompute_norm_num_layers": 2}, "--recompute-norm-num-layers"),
+        ({"recompute_norm_num_layers": 8}, ""),
+        ({"window_attn_skip_freq": [1, 0]}, "--window-attn-skip-freq"),
+        ({"adaptive_recompute_device_size": -1}, ""),
+        ({"adaptive_recompute_device_size": 1000}, "--adaptive-recompute-device-size"),
+        ({"zero_stage": 1}, ""),
+        ({"zero_stage": 2}, "--zero-stage 2"),
+        ({"activation_plan": "{all: {input_layernorm: recompute_output}}"}, ""),
+        ({"activation_plan": "{2: {input_layernorm: recompute_output}}"}, "--activation-plan"),
+    ],
+)
+def test_flags_by_which_layers_differ_are_only_counted_whole(changes, what, tmp_path):
+    (tmp_path / "plan.yaml").write_text(str(changes.get("activation_plan")))
+    if "activation_plan" in changes:
+        changes = {"activation_plan": str(tmp_path / "plan.yaml")}
+    values = {"recompute_granularity": "full", "recompute_method": "uniform", "num_layers": 8}
+    found = whole_only(SimpleNamespace(**values | {"recompute_num_layers": 1} | changes))
+    assert what in found and bool(what) == bool(found)
+
+
+def test_messages_are_those_of_the_actions_of_the_schedule():
+    sent = {"F": 2.0, "B": 5.0, "I": 4.0, "W": 3.0}
+    name = "calls TENSOR_MODEL_PARALLEL_GROUP|2|all_gather"
+    layer = LAYER | {f"{op} {name}": count for op, count in sent.items()}
+    one = replace(signature(), layers={"dense": layer})
+    divided = shape(4, 8, 6, request=ScheduleRequest("zb-h1"))
+    plans = step_plan(divided, Costs())
+    for rank, row in enumerate(plans.short.rows):
+        expected = 2 * sum(sent.get(action.op, 0.0) for action in row)
+        assert messages(one, divided, rank, plans.actions[rank])[name] == expected
+    whole = shape(4, 8, 3000, request=ScheduleRequest("1f1b"))
+    actions = step_plan(whole, Costs()).actions
+    assert messages(one, whole, 1, actions[1])[name] == 2 * 3000 * (2.0 + 5.0)
+
+
+def test_what_runs_had_only_whole_or_only_divided():
+    whole = pieces.divided({"seconds F": 1.0, "seconds B": 3.0, "B calls G|2|send": 2.0})
+    assert whole["seconds I"] == 3.0 and whole["seconds W"] == 0.0
+    assert whole["I calls G|2|send"] == 2.0
+    parts = pieces.divided({"seconds I": 1.0, "seconds W": 2.0, "I wait G": 4.0, "W wait G": 1.0})
+    assert parts["seconds B"] == 3.0 and parts["B wait G"] == 5.0
+    less = pieces.less({"seconds F": 3.0, "seconds B": 4.0, "kept": 2.0}, {"seconds F": 1.0})
+    assert less == {"seconds F": 2.0, "kept": 2.0}
 
 
 def test_a_shape_for_another_pipeline():
