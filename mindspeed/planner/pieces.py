@@ -59,7 +59,8 @@ def figures_of(found: TinyRun) -> dict[str, float]:
         figures[f"closing {_of_any_size(name)}"] = value
     for name, waited in found.exposed.items():
         op, _, group = name.partition(" ")
-        figures[f"{op} wait {group}"] = waited / ops[op]
+        named = f"{op} wait {group}" if op in ops else f"wait {name}"
+        figures[named] = waited / ops.get(op, batches)
     return figures
 
 
