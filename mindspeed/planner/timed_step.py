@@ -29,7 +29,10 @@ from mindspeed.planner.rates import DeviceRates
 from mindspeed.testing.clock import Interval, VirtualClock
 from mindspeed.testing.live_memory import LiveMemory
 
-BETWEEN_CHUNKS = ("PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL", "INTRA_PARTIAL", "INTER_PARTIAL")
+BETWEEN_CHUNKS = (
+    *("PIPELINE_MODEL_PARALLEL", "PIPELINE_UPWARD", "PIPELINE_DOWNWARD"),
+    *("DATA_PARALLEL", "INTRA_PARTIAL", "INTER_PARTIAL"),
+)
 """Parts of the descriptions of groups whose communication is not that of a chunk alone."""
 
 
