@@ -1,7 +1,8 @@
-"""Composed bytes are those of whole jobs, counted rank by rank."""
+"""Composed figures are those of whole jobs, counted rank by rank."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -9,102 +10,166 @@ import pytest
 from tests.planner import planner_doors
 from tests.support.lazy import Lazy
 
+check = Lazy("mindspeed.planner.check")
+clusters = Lazy("mindspeed.planner.cluster")
+composed = Lazy("mindspeed.planner.composed")
 isolated = Lazy("mindspeed.planner.isolated")
 layouts = Lazy("mindspeed.planner.layout")
-price = Lazy("mindspeed.planner.price")
 shapes = Lazy("mindspeed.planner.shape")
-clusters = Lazy("mindspeed.planner.cluster")
 
 MODEL = (
-    "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 "
-    "--num-query-groups 4 --group-query-attention --swiglu --normalization RMSNorm "
-    "--position-embedding-type rope --disable-bias-linear --vocab-size 8192 --seq-length 512 "
-    "--untie-embeddings-and-output-weights --max-position-embeddings 512 --bf16 "
-    "--use-distributed-optimizer"
+    "--hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --num-query-groups 4 "
+    "--group-query-attention --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --vocab-size 8192 --seq-length 512 --max-position-embeddings 512 "
+    "--micro-batch-size 1 --tensor-model-parallel-size 2 --sequence-parallel "
 )
-LAYOUTS = {
-    "1f1b": {},
-    "uneven": {"stage_layers": (3, 1, 2, 2)},
-    "interleaved": {"vpp": 2},
+APART = "--untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer "
+FOUR = APART + "--num-layers 8 --pipeline-model-parallel-size 4 "
+ONE = APART + "--num-layers 4 "
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
+    "--expert-model-parallel-size 2 --transformer-impl transformer_engine "
+)
+CASES = {
+    "uneven stages": (32, 48, FOUR + "--num-layer-list 3,1,2,2"),
+    "interleaved": (32, 32, FOUR + "--num-virtual-stages-per-pipeline-rank 2"),
+    "zb-h1": (32, 32, FOUR + "--pipeline-schedule zb-h1"),
+    "tied, two ends": (8, 8, "--fp16 --num-layers 4 --pipeline-model-parallel-size 2"),
+    "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),
+    "context": (
+        16,
+        8,
+        ONE + "--context-parallel-size 2 --use-flash-attn --context-parallel-algo ulysses_cp_algo",
+    ),
+    "some layers again": (
+        8,
+        8,
+        ONE + "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    ),
+    "one copy of weights": (8, 8, ONE + "--reuse-fp32-param"),
+    "prediction layer": (8, 8, ONE + "--mtp-num-layers 1"),
 }
+"""Name -> ranks, samples of a step, flags."""
 
 
-class Known(dict[Any, Any]):
-    """Runs by their flags; layouts of one signature share them."""
+class Known:
+    """Runs by the command lines of their jobs, which share them.
 
-    def get(self, point: Any, default: Any = None) -> Any:
+    Args:
+        job: whose runs these are.
+        runs: of all jobs.
+    """
+
+    def __init__(self, job: Any, runs: dict[Any, Any]) -> None:
+        self._job, self._runs = job, runs
+
+    def _key(self, point: Any) -> Any:
+        return tuple(self._job.flags(point.overrides)), point.devices, point.stage
+
+    def get(self, point: Any) -> Any:
         """The run of a point."""
-        return super().get(str(point), default)
+        return self._runs.get(self._key(point))
 
     def put(self, point: Any, run: Any) -> None:
         """Keep a run."""
-        self[str(point)] = run
+        self._runs[self._key(point)] = run
 
 
 @pytest.fixture(scope="module")
-def known():
-    """Runs of all layouts of this file."""
+def runs():
+    """Runs of all jobs of this file."""
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
 
-    return Known()
+    return {}
 
 
-def shape_of(job: Any, layout: Any) -> Any:
-    """The shape of the whole job."""
-    return shapes.shape_of(job.settings(layout.overrides(), layout.devices).args)
+def job_of(name: str) -> tuple[Any, int]:
+    """A job and its ranks."""
+    from mindspeed.planner.job import Job
+
+    devices, batch, flags = CASES[name]
+    return Job(f"{MODEL} {flags} --global-batch-size {batch}".split()), devices
 
 
-def count(job: Any, layout: Any, stage: int) -> Any:
-    """Static bytes and peak of a pipeline rank of the whole job."""
+def signature_of(name: str, runs: dict[Any, Any]) -> tuple[Any, Any]:
+    """What is composed, and the shape of the whole job."""
+    from mindspeed.planner.measurement import measure
+
+    def described() -> Any:
+        args = job.settings({}, devices).args
+        layout = layouts.layout_of(args)
+        return layout, shapes.shape_of(args), composed._describes(job, layout, args)
+
+    job, devices = job_of(name)
+    layout, shape, described = isolated.call(described)
+    assert described and not shape.uncomposable
+    return measure(job, layout, clusters.load_cluster("h100"), runs=Known(job, runs)), shape
+
+
+def whole(job: Any, devices: int, stage: int) -> Any:
+    """Figures of a pipeline rank of the whole job."""
     from mindspeed.planner.counted_step import count_step
+    from mindspeed.planner.tiny_run import first_may_be_short
     from mindspeed.training.fake_job import rank_in_stage
 
-    args = job.settings(layout.overrides(), layout.devices).args
-    found = count_step(args, rank_in_stage(args, stage))
-    return found.static.total(), found.peak
+    args = job.settings({}, devices).args
+    step = count_step(args, rank_in_stage(args, stage), short=first_may_be_short(args))
+    return check._figures(stage, step)
 
 
-def seconds(job: Any, layout: Any, stage: int) -> Any:
+def seconds(job: Any, devices: int, stage: int) -> Any:
     """Of a forward and a backward of a pipeline rank of the whole job."""
     from mindspeed.planner.timed_step import time_step
     from mindspeed.training.fake_job import rank_in_stage
 
-    args = job.settings(layout.overrides(), layout.devices).args
-    found = time_step(args, clusters.load_cluster("h100"), rank_in_stage(args, stage))
+    args = job.settings({}, devices).args
+    cluster = clusters.load_cluster("h100")
+    found = time_step(args, cluster, rank_in_stage(args, stage), micro_batches=4)
     return found.chunks[0].forward, found.chunks[0].backward + found.chunks[0].recompute
 
 
+def figures(found: Any) -> dict[str, float]:
+    """What is compared, by name; groups of data-parallel ranks by what they share."""
+    sums: dict[str, float] = defaultdict(float)
+    for name in ("parameters", "peak", "flops", "recomputed"):
+        sums[name] = getattr(found, name)
+    sums["static"] = sum(found.static.values())
+    for row in found.traffic:
+        group, what = row.group, ("calls", "payload", "wire")
+        if "DATA_PARALLEL" in group:  # calls depend on the sizes of buckets
+            group, what = "experts" if "EXPERT" in group else "dense", ("payload", "wire")
+        for name in what:
+            sums[f"{name} {group}|{row.size}|{row.op}"] += getattr(row, name)
+    return dict(sums)
+
+
 @pytest.mark.slow
-def test_composed_seconds_are_those_of_the_whole_job(known):
-    from mindspeed.planner.job import Job
-    from mindspeed.planner.measurement import measure
-
-    job = Job(MODEL.split())
-    layout = layouts.Layout(16, 32, tp=2, pp=4, mbs=1, stage_layers=(1, 1, 2, 4))
-    signature = measure(job, layout, clusters.load_cluster("h100"), runs=known)
-    for stage, role, layers in ((0, "first", 1), (3, "last", 4)):
-        forward, backward = isolated.call(seconds, job, layout, stage)
-        composed = signature.chunk(role, ["dense"] * layers)
-        assert composed["seconds F"] == pytest.approx(forward, rel=0.01)
-        assert composed["seconds B"] == pytest.approx(backward, rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_composed_bytes_are_those_of_the_whole_job(name, known):
-    from mindspeed.planner.job import Job
-    from mindspeed.planner.measurement import measure
-
-    job = Job(MODEL.split())
-    layout = layouts.Layout(16, 32, tp=2, pp=4, mbs=1, **LAYOUTS[name])
-    signature = measure(job, layout, clusters.load_cluster("h100"), runs=known)
-    assert signature.fits
-    shape = isolated.call(shape_of, job, layout)
-    ranks = list(price.memory(signature, shape))
+def test_composed_seconds_are_those_of_the_whole_job(runs):
+    job, devices = job_of("uneven stages")
+    signature, shape = signature_of("uneven stages", runs)
     for stage in (0, 3):
-        static, peak = isolated.call(count, job, layout, stage)
-        assert sum(ranks[stage].static.values()) == pytest.approx(static, rel=1e-3)
-        assert ranks[stage].peak == pytest.approx(peak, rel=1e-3)
+        forward, backward = isolated.call(seconds, job, devices, stage)
+        chunk = signature.chunk(shape.role(stage), shape.stages[stage])
+        assert chunk["seconds F"] == pytest.approx(forward, rel=0.01)
+        assert chunk["seconds B"] == pytest.approx(backward, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_composed_figures_are_those_of_the_whole_job(name, runs):
+    job, devices = job_of(name)
+    signature, shape = signature_of(name, runs)
+    assert signature.fits
+    ranks = composed.ranks_of(signature, shape)
+    for stage in {0, shape.ranks - 1}:
+        expected = figures(isolated.call(whole, job, devices, stage))
+        found = figures(ranks[stage])
+        far = {
+            name: (found.get(name, 0.0), expected.get(name, 0.0))
+            for name in found.keys() | expected.keys()
+            if found.get(name, 0.0) != pytest.approx(expected.get(name, 0.0), rel=1e-3, abs=100)
+        }
+        assert not far
 
 
 def test_the_adaptor_comes_before_megatron_whichever_module_is_first(ranks: Any) -> None:
