@@ -275,5 +275,7 @@ def _chunk_needs(
     another chunk runs are among the bytes of a forward.
     """
     own = layers[kind]
-    kept_by = {s: roles[_role_of(s)]["kept"] + own["kept"] for s in stages_of(found)}
-    note_chunks(needs, kind, found, kept_by, own["stash"], _role_of, rank)
+    stages = stages_of(found)
+    kept_by = {s: roles[_role_of(s)]["kept"] + own["kept"] for s in stages}
+    freed = sum(roles[_role_of(s)]["freed"] + own["freed"] for s in stages)
+    note_chunks(needs, kind, found, kept_by, own["stash"], freed, _role_of, rank)

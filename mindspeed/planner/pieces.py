@@ -30,7 +30,8 @@ def figures_of(found: TinyRun) -> dict[str, float]:
     """Figures of a rank with one chunk that are linear in its layers.
 
     Bytes: ``weights``, ``gradients``, ``optimizer`` ... between steps; ``tail`` alive after the
-    last action; ``kept`` by a micro-batch in flight, ``stash`` by a pending weight gradient.
+    last action; ``freed`` before the first one; ``kept`` by a micro-batch in flight, ``stash`` by a
+    pending weight gradient.
     ``flops``, ``recomputed`` of a micro-batch, ``parameters``. Of an action: its seconds, ``seconds
     F`` ..., those of waiting, ``F wait GROUP``, and its messages, ``F payload ...``; messages of a
     micro-batch between actions, ``payload ...`` (:attr:`TinyRun.messages`). Of a step: ``seconds
@@ -43,6 +44,7 @@ def figures_of(found: TinyRun) -> dict[str, float]:
     figures |= {
         "parameters": found.parameters,
         "tail": found.tail,
+        "freed": -found.actions[0].level,
         "kept": kept(found),
         "stash": _stash(found),
         "flops": found.flops / batches,
@@ -94,7 +96,8 @@ def stages_of(found: TinyRun) -> list[int]:
 def note(needs: dict[Need, float], role: str, kind: str, found: TinyRun, kept: float) -> None:
     """What each action of a rank with one chunk needs."""
     kept_by = dict.fromkeys(stages_of(found), kept)
-    note_chunks(needs, kind, found, kept_by, _stash(found), lambda stage: role)
+    freed = -found.actions[0].level
+    note_chunks(needs, kind, found, kept_by, _stash(found), freed, lambda stage: role)
 
 
 def note_chunks(
@@ -103,12 +106,13 @@ def note_chunks(
     found: TinyRun,
     kept: Mapping[int, float],
     stash: float,
+    freed: float,
     role_of: Callable[[int], str],
     rank: int = 0,
 ) -> None:
     """What each action needs beyond what the micro-batches in flight keep in the chunks."""
     roles = [role_of(stage) for stage in stages_of(found)]
-    held, last = 0.0, None
+    held, last = -freed, None
     for action in found.actions:
         key = place(role_of(action.stage), roles, rank), kind, before(last, action), action.op
         needs[key] = max(needs.get(key, -math.inf), action.peak - held)
@@ -157,7 +161,7 @@ def of_steps(figures: Figures) -> dict[str, float]:
 
 def halved(one: Figures, wide: Figures) -> dict[str, float]:
     """The part of each figure that halves on twice as many data-parallel ranks."""
-    names = [n for n in one if n.startswith("static") or n in ("tail", "seconds tail")]
+    names = [n for n in one if n.startswith("static") or n in ("tail", "freed", "seconds tail")]
     return {n: 2 * (one[n] - wide.get(n, 0.0)) / one[n] if one[n] else 0.0 for n in names}
 
 

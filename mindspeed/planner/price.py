@@ -159,7 +159,9 @@ def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Actio
     """Most bytes beyond those between steps, along the actions of a rank."""
     kept, stash, needs = {}, {}, dict[tuple[int, str, str], float]()
     roles = [role for role, _ in shape.chunks_of(rank)]
-    held, last, most = 0.0, None, 0.0
+    chunks = [signature.chunk(*one, shape.data_parallel) for one in shape.chunks_of(rank)]
+    held = -sum(chunk.get("freed", 0.0) for chunk in chunks)
+    last, most = None, 0.0
     for action in row:
         op, stage = action.op, action.stage
         if action.microbatch is None:
