@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from mindspeed.planner.pieces import before, figures_of, place, released, stages_of, within_actions
+from mindspeed.planner.pieces import before, figures_of, place, released, within_actions
 from mindspeed.planner.signature import Signature
 from mindspeed.planner.tiny_run import TinyRun
 
@@ -47,7 +47,7 @@ def _peak(
     """Composed bytes at the peak of a run beyond those between steps."""
     figures = {stage: signature.chunk(*chunk) for stage, chunk in chunks.items()}
     roles = [role for role, _ in chunks.values()]
-    held = -sum(figures[stage]["freed"] for stage in stages_of(found))
+    held = -signature.rank(list(chunks.values()))["freed"]
     last, most = None, 0.0
     for action in found.actions:
         role, kinds = chunks[action.stage]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -168,7 +168,7 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
     for (role, kind, n), found in runs.items():
         if role == "chunks":
             _chunk_needs(found, n, kind, roles, layers, needs)
-        elif n == 1 and role not in ("plain", "wide", "mixed") and alone:
+        elif n == 1 and role in ("first", "middle", "last") and alone:
             note(needs, role, kind, found, kept(found))
     plain = needs_of(runs, [("middle", first, 1)])
     inner = {
@@ -202,9 +202,16 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
     one_chunk = {role: less(one[first], layers[first])}
     checked = replace(signature, roles=one_chunk, needs=with_role(plain, role))
     errors = [error_of(checked, three, dict.fromkeys(stages_of(three), (role, (first,) * 3)))]
+    if ("last", last, 2) in runs:
+        at_end = replace(signature, needs=needs_of(runs, [("middle", last, 1), ("last", last, 1)]))
+        found = runs["last", last, 2]
+        errors.append(error_of(at_end, found, {stages_of(found)[0]: ("last", (last,) * 2)}))
     for (name, kind, rank), found in runs.items():
         if name == "chunks":
             rank_has = {stage: (_role_of(stage), (kind,)) for stage in stages_of(found)}
+            errors.append(error_of(signature, found, rank_has, rank))
+        elif name == "three":
+            rank_has = {stage: ("middle", (kind,)) for stage in stages_of(found)}
             errors.append(error_of(signature, found, rank_has, rank))
         elif name == "mixed":
             end = "first" if points.pipeline else "only"
@@ -248,12 +255,19 @@ def _once(
         if role == "chunks":
             names = [_role_of(stage) for stage in stages_of(real)]
             once = of_steps(figures_of(real))
+            once["freed"] = len(names) * layers[kind]["freed"] + _freed(roles, names)
             twice = [roles[name] for name in names] + [layers[kind]] * len(names)
             found[frozenset(names)] = {
                 name: sum(one.get(name, 0.0) for one in twice) - value
                 for name, value in once.items()
             }
     return found
+
+
+def _freed(roles: Mapping[str, Figures], names: Sequence[str]) -> float:
+    """What the chunks of a rank find released; the message that arrived is there once."""
+    total = sum(roles[name]["freed"] for name in names)
+    return total - (len(names) - 1) * roles["middle"]["freed"]
 
 
 def _role_of(stage: int) -> str:
@@ -277,5 +291,5 @@ def _chunk_needs(
     own = layers[kind]
     stages = stages_of(found)
     kept_by = {s: roles[_role_of(s)]["kept"] + own["kept"] for s in stages}
-    freed = sum(roles[_role_of(s)]["freed"] + own["freed"] for s in stages)
+    freed = len(stages) * own["freed"] + _freed(roles, [_role_of(s) for s in stages])
     note_chunks(needs, kind, found, kept_by, own["stash"], freed, _role_of, rank)

@@ -159,8 +159,7 @@ def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Actio
     """Most bytes beyond those between steps, along the actions of a rank."""
     kept, stash, needs = {}, {}, dict[tuple[int, str, str], float]()
     roles = [role for role, _ in shape.chunks_of(rank)]
-    chunks = [signature.chunk(*one, shape.data_parallel) for one in shape.chunks_of(rank)]
-    held = -sum(chunk.get("freed", 0.0) for chunk in chunks)
+    held = -signature.rank(shape.chunks_of(rank), shape.data_parallel).get("freed", 0.0)
     last, most = None, 0.0
     for action in row:
         op, stage = action.op, action.stage

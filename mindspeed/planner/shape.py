@@ -152,7 +152,8 @@ def _stages(args: argparse.Namespace, counts: tuple[int, ...]) -> tuple[tuple[st
     """Kinds of the layers of each stage."""
     from mindspeed.profiling.model_flops import moe_pattern
 
-    noop = set(getattr(args, "noop_layers", None) or ())
+    words = getattr(args, "noop_layers", None) or ()  # as they were given, or numbers
+    noop = {int(number) for word in words for number in str(word).split(",")}
     kinds = [EXPERT if expert else DENSE for expert in moe_pattern(vars(args))]
     kinds = [NOOP if i in noop else kind for i, kind in enumerate(kinds)]
     block = args.recompute_granularity == "full" and args.recompute_method == "block"

@@ -140,10 +140,12 @@ class Signature:
                 around = 0.0
             own, inner = self._need(place, kind, before, op), self.inner.get((kind, op), 0.0)
             if len(real) > 1:  # on the last stage either the head needs most, or a layer
-                layer = self._need("middle", kind, before, op) + inner
+                layer = self._need("middle", kind, before, op)
                 if op in ("B", "I") and role == "last":  # the head's are released before
                     layer -= self._kept_by_head
-                own = max(own, layer) if role == "last" else own + inner
+                if any(key[0].endswith("last") and key[1::2] == (kind, op) for key in self.needs):
+                    layer = min(layer, own)  # which has such a layer
+                own = max(own, layer + inner) if role == "last" else own + inner
             best = max(best, own + around)
         return best
 

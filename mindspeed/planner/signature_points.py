@@ -12,9 +12,10 @@ The zero-bubble schedules divide the backward of all stages but the first.
 
 Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each.
 Two further runs on twice as many data-parallel ranks, compared with two of the same layout without
-recomputation, tell what those ranks share. Ranks with several chunks run as such; one with three
-layers and one with layers of two kinds are compared with their composition. Without a pipeline the
-only stage takes the place of the middle one.
+recomputation, tell what those ranks share. Ranks with several chunks run as such. Compared with
+their composition are a middle stage with three layers, a last one with two, layers of two kinds on
+one stage, all ranks with two chunks, and one with three. Without a pipeline the only stage takes
+the place of the middle one.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class SignaturePoints:
         points = {("middle", kind, n): self.point(1, kind, n) for kind in kinds for n in (1, 2)}
         if check:
             points["middle", first, 3] = self.point(1, first, 3)
+            if self.pipeline:
+                points["last", last, 2] = self.point(3, last, 2)
+            if self.pipeline and self.layout.vpp > 2 and chunks:
+                points["three", first, 1] = self._chunks(1, first, 3)
             if first != last:
                 points["mixed", first, 2] = self._mixed(first, last)
         plain = self._plain()
@@ -125,10 +130,10 @@ class SignaturePoints:
             flags["recompute_method"] = "block"
         return Point(flags, point.devices, point.stage)
 
-    def _chunks(self, rank: int, kind: str) -> Point:
-        """A rank of four with two chunks each of one layer."""
-        layout = self._tiny(4, 2, 8, 1, self.layout.schedule)
-        return Point(layout.overrides() | self._flags(kind, 8), layout.devices, rank)
+    def _chunks(self, rank: int, kind: str, count: int = 2) -> Point:
+        """A rank of four with several chunks each of one layer."""
+        layout = self._tiny(4, count, 8, 1, self.layout.schedule)
+        return Point(layout.overrides() | self._flags(kind, 4 * count), layout.devices, rank)
 
     def _tiny(
         self, pp: int, vpp: int, batches: int, data_parallel: int, schedule: str | None

@@ -140,15 +140,17 @@ def test_backward_of_a_layer_finds_what_the_head_kept_released():
     head = 350.0
     one = signature(last=LAST | {"kept": head})
     needs = {**one.needs, ("last", "dense", "F", "B"): 20.0, ("middle", "dense", "F", "B"): 90.0}
-    one = replace(one, needs=needs)
+    one = replace(one, needs=needs, inner={("dense", "B"): 15.0})
     kinds = ("dense", "dense")
     # The layer that runs first needs 90 beyond what layers keep; the head's 350 are gone by then.
     assert one.need("last", kinds, "F", "B") == 20.0
+    # Its own run has a layer, which needs 20 at most, and 15 more with another before it.
     small = replace(one, roles={**one.roles, "last": LAST | {"kept": 30.0}})
-    assert small.need("last", kinds, "F", "B") == 90.0 - 30.0
+    assert small.need("last", kinds, "F", "B") == 20.0 + 15.0
     # Forward of the layers comes before the head has kept anything.
     needs[("middle", "dense", "F", "F")] = 90.0
-    assert replace(one, needs=needs).need("last", kinds, "F", "F") == 90.0 + KEPT
+    forward = replace(one, needs=needs, inner={("dense", "F"): 15.0})
+    assert forward.need("last", kinds, "F", "F") == FORWARD + 15.0 + KEPT
 
 
 @pytest.mark.parametrize("batches", [4, 12, 4001])
