@@ -124,7 +124,7 @@ def check(
             raise step
         steps.append(step)
         progress(len(steps), stages)
-    ranks = [_figures(stage, step) for stage, step in enumerate(steps)]
+    ranks = [figures_of_step(stage, step) for stage, step in enumerate(steps)]
     return Check(steps[0].micro_batches, tuple(alike(ranks)), memory_limit)
 
 
@@ -148,7 +148,13 @@ def alike(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:
     yield from found
 
 
-def _figures(stage: int, step: CountedStep) -> RankCheck:
+def figures_of_step(stage: int, step: CountedStep) -> RankCheck:
+    """The figures of a counted step.
+
+    Args:
+        stage: pipeline rank.
+        step: one of its ranks.
+    """
     return RankCheck(
         (stage,),
         step.parameters,

@@ -32,8 +32,13 @@ from mindspeed.planner.shape import Shape, shape_of
 from mindspeed.planner.signature import TOLERANCE, Signature
 from mindspeed.planner.step_plan import Actions, step_plan
 
-_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-"""Two ways to give ``virtual_pipeline_model_parallel_size``, which is compared."""
+_CHUNKS = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("pipeline_num_transformer_layers", "num_layer_list"),
+    *("manual_layers", "use_manual_layer_allocation"),
+)
+"""Ways to give ``virtual_pipeline_model_parallel_size`` and ``pipeline_model_parallel_layout``,
+which are compared."""
 _OF_THE_LAUNCH = ("rank", "recipe", "planned_loop", *_CHUNKS, *NOT_PLANNED)
 
 
@@ -77,7 +82,7 @@ def compose(
     """
     layout = layout_of(args)
     rates = cluster or load_cluster("generic")  # messages are counted by the clock
-    if not isolated.call(_describes, job, layout, args):
+    if not isolated.call(describes, job, layout, args):
         return None
     shape = shape_of(args)
     if shape.uncomposable:
@@ -94,8 +99,14 @@ def compose(
     return Composed(found, signature.error, prediction)
 
 
-def _describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:
-    """Whether the layout's flags give the same job again."""
+def describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:
+    """Whether the layout's flags give the same job again; changes the state of this process.
+
+    Args:
+        job: the job.
+        layout: of its values.
+        args: its final values.
+    """
     again = job.settings(layout.overrides(), layout.devices).args
     names = vars(args).keys() | vars(again).keys()
     return not [name for name in names if not _same(vars(args), vars(again), name)]

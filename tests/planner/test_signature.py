@@ -98,7 +98,7 @@ def signature_of(name: str, runs: dict[Any, Any]) -> tuple[Any, Any]:
     def described() -> Any:
         args = job.settings({}, devices).args
         layout = layouts.layout_of(args)
-        return layout, shapes.shape_of(args), composed._describes(job, layout, args)
+        return layout, shapes.shape_of(args), composed.describes(job, layout, args)
 
     job, devices = job_of(name)
     layout, shape, described = isolated.call(described)
@@ -114,7 +114,7 @@ def whole(job: Any, devices: int, stage: int) -> Any:
 
     args = job.settings({}, devices).args
     step = count_step(args, rank_in_stage(args, stage), short=first_may_be_short(args))
-    return check._figures(stage, step)
+    return check.figures_of_step(stage, step)
 
 
 def seconds(job: Any, devices: int, stage: int) -> Any:
