@@ -69,8 +69,7 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
         rows = tuple(Action(op, 0, i) for i in range(min(count, 2)) for op in "FB")
         plan = Plan(shape.placement, (rows,), min(count, 2))
         one = sum(costs.seconds(plan, Action(op, 0, 0)) for op in "FB")
-        every = tuple({(op, 0): float(count) for op in "FB"} for _ in rows)
-        return StepPlan(plan, count * one, 0.0, every)
+        return StepPlan(plan, count * one, 0.0, ({(op, 0): float(count) for op in "FB"},))
     request = replace(shape.request, costs=costs)
     group = (request.group_size or ranks) if chunks > 1 else 1
     enough = 2 * ranks + 2 * group

@@ -99,6 +99,17 @@ def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_behind():
     assert ranks[3].static["weights"] == 2 * STATIC + 500.0
 
 
+def test_what_the_first_action_finds_released_is_not_alive_at_the_peak():
+    one = signature()
+    freed = replace(
+        one, layers={"dense": LAYER | {"freed": 30.0}}, shared={"dense": {"freed": 1.0}}
+    )
+    for ranks, share in ((2, 1.0), (8, 0.25)):  # measured with two data-parallel ranks
+        wide = shape(4, 8, 12, data_parallel=ranks)
+        with_it, without = next(memory(freed, wide)), next(memory(one, wide))
+        assert with_it.activations == without.activations - 2 * 30.0 * share
+
+
 def test_interleaved_keeps_p_plus_p_minus_1_over_v():
     ranks, chunks = 4, 2
     found = next(memory(signature(), shape(ranks, 16, 16, chunks)))

@@ -34,20 +34,20 @@ CASES = {
     "uneven stages": (32, 48, FOUR + "--num-layer-list 3,1,2,2"),
     "interleaved": (32, 32, FOUR + "--num-virtual-stages-per-pipeline-rank 2"),
     "zb-h1": (32, 32, FOUR + "--pipeline-schedule zb-h1"),
-    "tied, two ends": (8, 8, "--fp16 --num-layers 4 --pipeline-model-parallel-size 2"),
+    "tied, two ends": (8, 8, "--fp16 --num-layers 6 --pipeline-model-parallel-size 2"),
     "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),
     "context": (
         16,
         8,
         ONE + "--context-parallel-size 2 --use-flash-attn --context-parallel-algo ulysses_cp_algo",
     ),
-    "some layers again": (
+    "core attention again": (
         8,
         8,
-        ONE + "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        ONE + "--recompute-granularity selective",
     ),
     "one copy of weights": (8, 8, ONE + "--reuse-fp32-param"),
-    "prediction layer": (8, 8, ONE + "--mtp-num-layers 1"),
+    "prediction layer, no-op layer": (8, 8, ONE + "--mtp-num-layers 1 --noop-layers 1"),
 }
 """Name -> ranks, samples of a step, flags."""
 
