@@ -6,8 +6,8 @@
 :mod:`mindspeed.planner.measurement` counts pipelines with one or two layers in a stage;
 :mod:`mindspeed.planner.price` composes memory and time of the whole job. Composition is for jobs
 that a :class:`~mindspeed.planner.layout.Layout` describes, and only as exact as
-:data:`~mindspeed.planner.signature.TOLERANCE` where that of the runs that are compared is; other jobs
-are counted whole (:mod:`mindspeed.planner.check`).
+:data:`~mindspeed.planner.signature.TOLERANCE` where that of the runs that are compared is;
+other jobs are counted whole (:mod:`mindspeed.planner.check`).
 """
 
 from __future__ import annotations
