@@ -100,7 +100,5 @@ def _changes(layout: Layout) -> Iterator[tuple[str, Layout]]:
     for name in MEMORY:
         if name not in has:
             yield name, replace(layout, memory=tuple(sorted({*has, name})))
-    if layout.pp == 1 and layout.optimizer != "zero3":
-        yield "--zero-stage 3", replace(layout, optimizer="zero3")
     if layout.global_batch_size % (2 * layout.mbs * layout.dp) == 0:
         yield f"{2 * layout.devices} devices", replace(layout, devices=2 * layout.devices)
