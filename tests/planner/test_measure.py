@@ -205,12 +205,14 @@ def test_no_rank_outlives_an_interrupted_launch(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt, daemon=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             launcher.seconds("one", [], timeout=120)
         assert not any(os.path.exists(f"/proc/{path.read_text()}") for path in pids)
     finally:
+        signal.signal(signal.SIGINT, before)
         for path in filter(Path.exists, pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
