@@ -229,8 +229,9 @@ def _proven(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM, as ``timeout`` sends it, is an interruption as Ctrl-C is."""
-    if threading.current_thread() is not threading.main_thread():
+    """SIGTERM, as ``timeout`` sends it, is an interruption as Ctrl-C is, unless it is handled."""
+    handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if handled or threading.current_thread() is not threading.main_thread():
         yield
         return
 

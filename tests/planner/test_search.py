@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -208,3 +210,19 @@ def test_counts_name_the_constraint() -> None:
         "devices are not divisible by tp x cp x pp": 4,
     }
     assert len(kept) == 8
+
+
+def test_a_handler_of_sigterm_stays_and_its_absence_is_an_interruption():
+    """The command has one, which knows the exit status."""
+    from mindspeed.planner.search import _interruptible
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with _interruptible():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with _interruptible(), pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
