@@ -31,6 +31,10 @@ Runs = Mapping[str, "LayerRun"]
 _ON_HOST = ("swap-optimizer",)
 
 
+NEAR = 0.1
+"""Part of the memory within which estimated bytes do not tell whether a layout fits."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """Attributes: seconds of a step and bytes of the fullest rank, at least."""

@@ -20,8 +20,8 @@ from mindspeed.planner.changes import Change
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.evaluator import JobEvaluator
 from mindspeed.planner.job import Job, Overrides
-from mindspeed.planner.layout import V_SHAPES, Layout
-from mindspeed.planner.measurement import RUN_SECONDS, measure
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.measurement import RUN_SECONDS, measure, shape_of_layout
 from mindspeed.planner.pieces import figures_of
 from mindspeed.planner.price import Prediction, predict
 from mindspeed.planner.run_cache import RunCache
@@ -74,7 +74,7 @@ class Predictor:
     def prepare(self, found: Sequence[Change]) -> None:
         """Start changed jobs dry, so that those that cannot start cost nothing later."""
         asked = [(changed_job(self._job, one.flags), one.layout) for one in found]
-        for one, shape in zip(found, isolated.map(_shape, asked, self._jobs), strict=True):
+        for one, shape in zip(found, isolated.map(shape_of_layout, asked, self._jobs), strict=True):
             self._shapes.setdefault(one.layout, {})[_text(one.flags)] = shape
 
     def estimate(self, change: Change) -> Prediction:
@@ -123,11 +123,10 @@ class Predictor:
         layout = change.layout
         shape = self._shapes.get(layout, {}).get(_text(change.flags))
         if shape is None:
-            shape = isolated.call(_shape, changed_job(self._job, change.flags), layout)
+            shape = isolated.call(shape_of_layout, changed_job(self._job, change.flags), layout)
         if isinstance(shape, Exception):
             raise shape
-        several = layout.pp > 1 and (layout.vpp > 1 or layout.schedule in V_SHAPES)
-        piped = (layout.pp > 1, several and exact, layout.schedule)
+        piped = (layout.pp > 1, layout.several_chunks and exact, layout.schedule)
         key = (exact, layout.signature(), piped, shape.kinds, job.argv)
         if key not in self._signatures:
             runs = self.runs(job)
@@ -210,7 +209,3 @@ def changed_job(job: Job, flags: Overrides) -> Job:
 
 def _text(flags: Overrides) -> str:
     return repr(sorted(flags.items()))
-
-
-def _shape(job: Job, layout: Layout) -> Shape:
-    return shape_of(job.settings(layout.overrides(), layout.devices).args)

@@ -22,15 +22,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mindspeed.errors import MindSpeedError
-from mindspeed.planner.bounds import Bound
+from mindspeed.planner.bounds import NEAR, Bound
 from mindspeed.planner.changes import MEMORY_ONLY, SPEED, Change
 from mindspeed.planner.result import GIB
 
 INTERRUPTED = "interrupted"
 LEAST = 0.001
 """Part of a step's time that a change has to save."""
-NEAR = 0.1
-"""Part of the memory within which an estimate does not tell whether a job fits."""
 
 
 class Priced(Protocol):

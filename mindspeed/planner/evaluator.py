@@ -10,19 +10,22 @@ from mindspeed.errors import ConfigError
 from mindspeed.pipeline.layout import evenly
 from mindspeed.pipeline.layout import stage_layers as in_order
 from mindspeed.planner import isolated
-from mindspeed.planner.bounds import Bound, Bounds
+from mindspeed.planner.bounds import NEAR, Bound, Bounds
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.layer_run import LayerRun, layer_run
 from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
-from mindspeed.planner.measurement import RUN_SECONDS, import_ahead, layer_point, measure
+from mindspeed.planner.measurement import (
+    RUN_SECONDS,
+    import_ahead,
+    layer_point,
+    measure,
+    shape_of_layout,
+)
 from mindspeed.planner.price import Prediction, predict
 from mindspeed.planner.run_cache import RunCache
 from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
 from mindspeed.planner.signature import Signature
-
-NEAR = 0.1
-"""Part of the memory within which estimated bytes do not tell whether a layout fits."""
 
 
 class JobEvaluator:
@@ -90,7 +93,7 @@ class JobEvaluator:
     def key(self, layout: Layout) -> Hashable:
         """What the tiny runs of a signature depend on."""
         again = layout.recompute.layers if layout.recompute is not None else 0
-        several = layout.pp > 1 and (layout.vpp > 1 or layout.schedule in V_SHAPES)
+        several = layout.several_chunks
         return layout.signature(), layout.pp > 1, several, layout.schedule, again > 0
 
     def check(self, layout: Layout) -> None:
@@ -107,7 +110,7 @@ class JobEvaluator:
         Raises:
             MindSpeedError: it cannot be counted.
         """
-        shape = shape_of(self._job.settings(layout.overrides(), layout.devices).args)
+        shape = shape_of_layout(self._job, layout)
         signature = self._signature(layout, chunks=False)
         self._measured[self.key(layout)] = signature, shape
 
@@ -146,7 +149,7 @@ class JobEvaluator:
         """
         key = self.key(layout)
         signature, shape = self._measured[key]
-        if layout.pp > 1 and (layout.vpp > 1 or layout.schedule in V_SHAPES):
+        if layout.several_chunks:
             if key not in self._exact:
                 self._exact[key] = self._signature(layout, chunks=True)
             signature = self._exact[key]

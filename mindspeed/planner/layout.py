@@ -101,6 +101,11 @@ class Layout:
         """Of a step, on one data-parallel rank."""
         return self.global_batch_size // (self.mbs * self.dp)
 
+    @property
+    def several_chunks(self) -> bool:
+        """Whether a pipeline rank has more than one."""
+        return self.pp > 1 and (self.vpp > 1 or self.schedule in V_SHAPES)
+
     def overrides(self) -> dict[str, Any]:
         """Values of the job's flags, by their names in the namespace."""
         flags: dict[str, Any] = dict.fromkeys(_SPLITS)

@@ -80,7 +80,7 @@ def measure(
         PlanError: its schedule is one that is only counted whole.
     """
     import_ahead()
-    shape: Shape = isolated.call(_shape, job, layout)
+    shape: Shape = isolated.call(shape_of_layout, job, layout)
     if shape.uncomposable:
         raise PlanError(
             f"{shape.uncomposable}: not composed of small runs; count the whole job with "
@@ -120,7 +120,16 @@ def import_ahead() -> None:
     import mindspeed.training.step  # noqa: F401
 
 
-def _shape(job: Job, layout: Layout) -> Shape:
+def shape_of_layout(job: Job, layout: Layout) -> Shape:
+    """The shape of a job in a layout; changes the state of this process.
+
+    Args:
+        job: the job.
+        layout: its layout.
+
+    Raises:
+        MindSpeedError: a start refuses it.
+    """
     return shape_of(job.settings(layout.overrides(), layout.devices).args)
 
 

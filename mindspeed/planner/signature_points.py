@@ -102,7 +102,7 @@ class SignaturePoints:
     @property
     def _several(self) -> bool:
         """Whether a rank has several chunks, so that runs with one do not have its schedule."""
-        return self.pipeline and (self.layout.vpp > 1 or self.layout.schedule in V_SHAPES)
+        return self.layout.several_chunks
 
     def _plain(self) -> SignaturePoints:
         """The layout with what data-parallel ranks share, and without what they do not.
