@@ -378,7 +378,7 @@ for size in ("small", "large"):  # the small one imports what writing needs
 
 @pytest.mark.slow
 def test_a_large_model_is_never_fully_in_memory(tmp_path):
-    """What the kernel says of a process that writes 218 MB in every format: at most 64 MB."""
+    """What the kernel says of a process that writes 218 MB in every format: at most 48 MB."""
     config = {
         "model_type": "llama",
         "num_attention_heads": 8,
@@ -394,7 +394,14 @@ def test_a_large_model_is_never_fully_in_memory(tmp_path):
             "vocab_size": vocabulary,
         }
         (tmp_path / folder / "config.json").write_text(json.dumps({**config, **sizes}))
-    environment = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "MINDSPEED_DEVICE": "cpu",
+        "PYTHONWARNINGS": "ignore",
+        # glibc raises both while tensors are freed, and then keeps freed ones: 92 MB were seen.
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
+        "MALLOC_TRIM_THRESHOLD_": "1048576",
+    }
     done = subprocess.run(
         [sys.executable, "-c", LARGE, str(tmp_path)],
         env=environment,
@@ -406,7 +413,7 @@ def test_a_large_model_is_never_fully_in_memory(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     figures = {form: int(used) for size, form, used in lines if size == "large"}
     assert figures.pop("total") > 200_000_000
-    assert all(size < 64_000_000 for size in figures.values()), figures
+    assert all(0 < size < 48_000_000 for size in figures.values()), figures
     assert len(figures) == 5
 
 
