@@ -166,7 +166,7 @@ class Signature:
                 return self._need("middle", kind, before, op) + own - less
         for fits in (
             lambda key: key[:3] == (place, kind, before),
-            lambda key: key[:3] == (place, kind, same),
+            lambda key: (*key[:2], key[2].removesuffix(OTHER)) == (place, kind, same),
             lambda key: key[:2] == (place, kind),
             lambda key: key[0].endswith(role) and key[1] == kind,
             lambda key: key[0].endswith("middle") and key[1:3] == (kind, same),

@@ -131,8 +131,11 @@ class SignaturePoints:
         return Point(flags, point.devices, point.stage)
 
     def _chunks(self, rank: int, kind: str, count: int = 2) -> Point:
-        """A rank of four with several chunks each of one layer."""
-        layout = self._tiny(4, count, 8, 1, self.layout.schedule)
+        """A rank of four with several chunks each of one layer.
+
+        In a step of eight micro-batches not every action has run after every other one.
+        """
+        layout = self._tiny(4, count, 12, 1, self.layout.schedule)
         return Point(layout.overrides() | self._flags(kind, 4 * count), layout.devices, rank)
 
     def _tiny(

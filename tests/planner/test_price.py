@@ -266,7 +266,12 @@ def test_messages_around_an_action_depend_on_the_rank_and_on_the_action_before()
     assert one.need(pieces.place("middle", roles, 2), ("dense",), "F", "B") == 10.0
     assert one.need(pieces.place("middle", roles, 2), ("dense",), "F*", "B") == 12.0
     assert one.need(pieces.place("middle", roles, 1), ("dense",), "F*", "B") == 14.0
-    # What was not seen is the most of what is nearest to it.
+    # What was not seen is the most of what is nearest to it: first after the same action of
+    # another chunk, not after another action.
+    seen = {key: value for key, value in needs.items() if key[2] != "F"}
+    seen |= {("middle 0:middle", "dense", "B", "B"): 30.0}
+    other = replace(signature(), needs=seen)
+    assert other.need(pieces.place("middle", roles, 2), ("dense",), "F", "B") == 12.0
     assert one.need(pieces.place("middle", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
     assert one.need(pieces.place("last", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
 
