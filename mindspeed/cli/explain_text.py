@@ -10,7 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.cli.plan_check import layout_of, memory_table, modelled, traffic_table, verdict
+from mindspeed.cli.plan_check import (
+    composed_within,
+    layout_of,
+    memory_table,
+    modelled,
+    traffic_table,
+    verdict,
+)
 from mindspeed.cli.plan_program import command
 from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole
 from mindspeed.planner.cluster import Cluster
@@ -20,7 +27,6 @@ from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.parts import Part
 from mindspeed.planner.price import Prediction
-from mindspeed.planner.signature import TOLERANCE
 
 _SECONDS_OF = {"forward": "forward", "backward": "backward", "recompute": "again"}
 
@@ -69,8 +75,8 @@ def print_page(
     if found.prediction is None:
         line("this job is counted whole: its time and changes are not predicted")
         return
-    if found.error > TOLERANCE:
-        line(f"bytes are composed of small runs, within {found.error:.2%} of those compared")
+    if text := composed_within(found.error):
+        line(text)
     print_whole(_time_table(found.prediction))
     line(modelled(found.prediction, cluster.name))
     if found.helpful:

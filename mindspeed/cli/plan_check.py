@@ -17,6 +17,7 @@ from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_wh
 
 if TYPE_CHECKING:
     from mindspeed.planner.check import Check, Traffic
+    from mindspeed.planner.composed import Composed
     from mindspeed.planner.job import Job
     from mindspeed.planner.price import Prediction
 
@@ -34,14 +35,18 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
     limit, origin = memory_limit(own)
     job = job_of(flags)
     args = job.settings(None, own.devices).args
-    found, prediction = _counted(own, job, args, limit)
+    counted = _counted(own, job, args, limit)
+    found, prediction = counted.check, counted.prediction
     others = other_figures(args, found)
     if own.json:
-        print(json.dumps(as_data(args, found, others, prediction), indent=2))
+        print(json.dumps(as_data(args, counted, others), indent=2))
     else:
         print_check(args, found, others, origin)
+        console = Console(soft_wrap=True)
+        if text := composed_within(counted.error):
+            console.print(text, highlight=False)
         if prediction is not None:
-            Console(soft_wrap=True).print(modelled(prediction, own.cluster), highlight=False)
+            console.print(modelled(prediction, own.cluster), highlight=False)
     if own.plot is not None:
         from mindspeed.cli.plan_picture import draw_memory
 
@@ -51,21 +56,18 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
 
 def _counted(
     own: argparse.Namespace, job: Job, args: argparse.Namespace, limit: int | None
-) -> tuple[Check, Prediction | None]:
+) -> Composed:
     """Composed from small runs, or counted whole."""
-    from mindspeed.planner.check import check
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed import compose
+    from mindspeed.planner.composed import compose, count_where_needed
 
-    cluster = None if own.cluster is None else load_cluster(own.cluster)
+    cluster, composed = None if own.cluster is None else load_cluster(own.cluster), None
     if not own.whole:
         with progress("counting small runs") as tell:
             tell(0, 1)
             composed = compose(job, args, cluster, limit, own.jobs)
-        if composed is not None:
-            return composed.check, composed.prediction
     with progress("counting ranks of the pipeline") as tell:
-        return check(args, limit, jobs=own.jobs, progress=tell), None
+        return count_where_needed(composed, args, limit, own.jobs, tell)
 
 
 def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:
@@ -95,14 +97,13 @@ def other_figures(args: argparse.Namespace, found: Check) -> dict[str, float | N
 
 
 def as_data(
-    args: argparse.Namespace,
-    found: Check,
-    others: Mapping[str, float | None],
-    prediction: Prediction | None,
+    args: argparse.Namespace, counted: Composed, others: Mapping[str, float | None]
 ) -> dict[str, Any]:
     """Everything as plain data; bytes, and modelled seconds of a step."""
+    found, prediction = counted.check, counted.prediction
     return {
         "composed": found.composed,
+        "error": counted.error,
         "modelled_seconds": None if prediction is None else prediction.seconds,
         "layout": layout_of(args),
         "micro_batches": found.micro_batches,
@@ -150,6 +151,15 @@ def print_check(
             text = f"{unit(value)} {unit.name}, {percent:+.0f} % of what is counted"
         line(f"{name}: {text}")
     line(verdict(found, origin))
+
+
+def composed_within(error: float) -> str:
+    """How exact composed bytes are, if that has to be said; empty otherwise."""
+    from mindspeed.planner.signature import TOLERANCE
+
+    if error <= TOLERANCE:
+        return ""
+    return f"bytes are composed of small runs, within {error:.2%} by those that were compared"
 
 
 def modelled(prediction: Prediction, cluster: str) -> str:

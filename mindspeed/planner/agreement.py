@@ -1,26 +1,48 @@
-"""How far the composition of a tiny run is from what was counted."""
+"""How far the composition of a tiny run is from what was counted.
+
+What grows with layers must agree as a part of itself. Which messages are alive at the peak of a
+rank with several chunks, and what is alive where layers of two kinds meet, is a number of bytes
+that does not grow with layers: it counts as a part of what the whole job needs.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mindspeed.planner.pieces import before, figures_of, place, released, within_actions
 from mindspeed.planner.signature import Signature
 from mindspeed.planner.tiny_run import TinyRun
 
 
-def error_of(
+@dataclass(frozen=True)
+class Difference:
+    """Between composed and counted figures of a run.
+
+    Attributes:
+        linear: largest relative error of bytes between steps, FLOPs and bytes of messages.
+        peak: bytes at the peak beyond those between steps, composed or counted too many.
+        counted_peak: the counted ones.
+    """
+
+    linear: float
+    peak: float
+    counted_peak: float
+
+    @property
+    def largest(self) -> float:
+        """The largest relative error; bytes at the peak count by themselves, too."""
+        return max(self.linear, _relative(self.counted_peak + self.peak, self.counted_peak))
+
+
+def difference_of(
     signature: Signature,
     found: TinyRun,
     chunks: Mapping[int, tuple[str, tuple[str, ...]]],
     rank: int = 0,
-) -> float:
-    """Of a run whose rank has these chunks, by stage: the largest of its figures' errors.
-
-    Bytes between steps and those at the peak beyond them count by themselves: a whole job may have
-    more of either.
-    """
+) -> Difference:
+    """Of a run whose rank has these chunks, by stage."""
     composed, real = signature.rank(list(chunks.values())), figures_of(found)
     names = [name for name in real if name.startswith("static")]
     figures = {stage: signature.chunk(*chunk) for stage, chunk in chunks.items()}
@@ -28,14 +50,22 @@ def error_of(
     sent = within_actions(figures, actions, found.micro_batches)
     pairs = [
         (sum(composed[n] for n in names), sum(real[n] for n in names)),
-        (_peak(signature, found, chunks, rank), max(action.peak for action in found.actions)),
         (composed["flops"], real["flops"]),
         (
             sum(value for name, value in sent.items() if name.startswith("payload ")),
             sum(value for name, value in found.messages.items() if "payload " in name),
         ),
     ]
-    return max(abs(one / truth - 1) if truth else abs(one) for one, truth in pairs)
+    peak = max(action.peak for action in found.actions)
+    return Difference(
+        max(_relative(*pair) for pair in pairs),
+        abs(_peak(signature, found, chunks, rank) - peak),
+        peak,
+    )
+
+
+def _relative(one: float, truth: float) -> float:
+    return abs(one / truth - 1) if truth else abs(one)
 
 
 def _peak(

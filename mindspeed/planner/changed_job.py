@@ -25,9 +25,8 @@ from mindspeed.planner.measurement import RUN_SECONDS, measure, shape_of_layout
 from mindspeed.planner.pieces import figures_of
 from mindspeed.planner.price import Prediction, predict
 from mindspeed.planner.run_cache import RunCache
-from mindspeed.planner.search import LARGEST_ERROR
 from mindspeed.planner.shape import DENSE, Shape, shape_of
-from mindspeed.planner.signature import TOLERANCE, Signature
+from mindspeed.planner.signature import LARGEST_ERROR, TOLERANCE, Signature
 from mindspeed.planner.signature_points import SignaturePoints
 from mindspeed.planner.tiny_run import Point, TinyRun, run
 
@@ -134,9 +133,10 @@ class Predictor:
                 job, layout, self._cluster, self._jobs, runs, check=exact, chunks=exact
             )
         signature = self._signatures[key]
-        if exact and signature.error > LARGEST_ERROR:
+        found = predict(signature, shape, self._cluster, layout)
+        if exact and signature.error_at(found.peak_bytes) > LARGEST_ERROR:
             raise PlanError("its composition is not exact; count it with --check --whole")
-        return predict(signature, shape, self._cluster, layout)
+        return found
 
 
 def _bytes_of(found: TinyRun) -> object:

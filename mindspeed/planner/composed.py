@@ -1,13 +1,14 @@
 """A configuration of any size in seconds: its figures composed from small counted runs.
 
     found = compose(job, settings.args, cluster, jobs=2)
-    found.prediction.seconds, found.ranks[0].peak
+    found.prediction.seconds, found.check.ranks[0].peak
 
 :mod:`mindspeed.planner.measurement` counts pipelines with one or two layers in a stage;
 :mod:`mindspeed.planner.price` composes memory and time of the whole job. Composition is for jobs
-that a :class:`~mindspeed.planner.layout.Layout` describes, and only as exact as
-:data:`~mindspeed.planner.signature.TOLERANCE` where that of the runs that are compared is;
-other jobs are counted whole (:mod:`mindspeed.planner.check`).
+that a :class:`~mindspeed.planner.layout.Layout` describes, and whose compared runs agree within
+:data:`~mindspeed.planner.signature.LARGEST_ERROR`; other jobs are counted whole
+(:mod:`mindspeed.planner.check`). So is the memory of a job that is as near to its limit as
+composition may err: composed bytes never decide whether a job fits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from mindspeed.errors import MindSpeedError
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.planner import isolated
-from mindspeed.planner.check import Check, RankCheck, Traffic, alike
+from mindspeed.planner.check import Check, Progress, RankCheck, Traffic, alike, check
 from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.data_parallel import dense_ranks, expert_ranks, group_ranks
 from mindspeed.planner.job import NOT_PLANNED, Job
@@ -29,7 +30,7 @@ from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.measurement import KnownRuns, measure
 from mindspeed.planner.price import Prediction, RankFigures, memory, messages, predict
 from mindspeed.planner.shape import Shape, shape_of
-from mindspeed.planner.signature import TOLERANCE, Signature
+from mindspeed.planner.signature import LARGEST_ERROR, TOLERANCE, Signature
 from mindspeed.planner.step_plan import Actions, step_plan
 
 _CHUNKS = (
@@ -44,12 +45,14 @@ _OF_THE_LAUNCH = ("rank", "recipe", "planned_loop", *_CHUNKS, *NOT_PLANNED)
 
 @dataclass(frozen=True)
 class Composed:
-    """A composed configuration.
+    """A composed configuration, or one that is counted whole.
 
     Attributes:
         check: figures of all pipeline ranks.
-        error: of the run that was compared with its composition, a part of its bytes.
-        prediction: seconds and what they are spent on; None without a cluster.
+        error: of composed bytes, a part of them, as far as runs tell that were compared with their
+            composition; 0 where all is counted.
+        prediction: seconds and what they are spent on; None without a cluster, and for a job that
+            cannot be composed.
     """
 
     check: Check
@@ -64,9 +67,8 @@ def compose(
     memory_limit: int | None = None,
     jobs: int = 1,
     runs: KnownRuns | None = None,
-    tolerance: float = TOLERANCE,
 ) -> Composed | None:
-    """The figures of a job; None where it has to be counted whole.
+    """The figures of a job; None where it cannot be composed.
 
     Args:
         job: the job.
@@ -75,7 +77,6 @@ def compose(
         memory_limit: bytes that the tensors of a rank may take.
         jobs: runs at a time.
         runs: those made before, and where new ones are kept.
-        tolerance: of the composition of the runs that are compared, a part of their bytes.
 
     Raises:
         MindSpeedError: the job cannot start.
@@ -91,12 +92,48 @@ def compose(
         signature = measure(job, layout, rates, jobs, runs)
     except MindSpeedError:  # a small pipeline refuses what a large one may accept
         return None
-    if signature.error > tolerance:
-        return None
     ranks = ranks_of(signature, shape)
     found = Check(shape.micro_batches, tuple(alike(ranks)), memory_limit, True)
+    error = signature.error_at(found.fullest.peak)
+    if error > LARGEST_ERROR:
+        return None
     prediction = None if cluster is None else predict(signature, shape, cluster, layout)
-    return Composed(found, signature.error, prediction)
+    return Composed(found, error, prediction)
+
+
+def count_where_needed(
+    composed: Composed | None,
+    args: argparse.Namespace,
+    memory_limit: int | None = None,
+    jobs: int = 1,
+    progress: Progress = lambda done, of: None,
+) -> Composed:
+    """The figures of a job that was composed, or of one that could not be.
+
+    Ranks are counted whole in the latter case, and where composed bytes are so near to the limit
+    that they could be on the wrong side of it.
+
+    Args:
+        composed: what :func:`compose` returned.
+        args: final values of the job.
+        memory_limit: bytes that the tensors of a rank may take.
+        jobs: processes that count.
+        progress: is told how many pipeline ranks are counted.
+
+    Raises:
+        MindSpeedError: the job cannot be counted; says what is in the way.
+    """
+    if composed is not None and not _near(composed, memory_limit):
+        return composed
+    counted = check(args, memory_limit, jobs=jobs, progress=progress)
+    return Composed(counted, 0.0, None if composed is None else composed.prediction)
+
+
+def _near(composed: Composed, memory_limit: int | None) -> bool:
+    if memory_limit is None:
+        return False
+    distance = abs(composed.check.fullest.peak / memory_limit - 1)
+    return distance <= max(composed.error, TOLERANCE)
 
 
 def describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:

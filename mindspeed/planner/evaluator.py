@@ -125,13 +125,18 @@ class JobEvaluator:
             chunks=chunks,
         )
 
-    def error(self, layout: Layout) -> float:
-        """Largest relative error of the composed bytes of runs that a search itself leaves out.
+    def error(self, layout: Layout, peak: float) -> float:
+        """Largest relative error of composed bytes, by runs that a search itself leaves out.
+
+        Args:
+            layout: whose bytes they are.
+            peak: of its fullest rank.
 
         Raises:
             MindSpeedError: they cannot be counted.
         """
-        return measure(self._job, layout, self._cluster, self._jobs, runs=self._cache).error
+        found = measure(self._job, layout, self._cluster, self._jobs, runs=self._cache)
+        return found.error_at(peak)
 
     def price(self, layout: Layout) -> Prediction:
         """From the signature of its key; exact where the estimate is near the limit."""

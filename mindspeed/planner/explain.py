@@ -18,17 +18,15 @@ from mindspeed.errors import MindSpeedError
 from mindspeed.planner import isolated
 from mindspeed.planner.changed_job import ChangeBounds, Predictor
 from mindspeed.planner.changes import changes
-from mindspeed.planner.check import Check, check
+from mindspeed.planner.check import Check
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed import compose
+from mindspeed.planner.composed import compose, count_where_needed
 from mindspeed.planner.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import V_SHAPES, layout_of
 from mindspeed.planner.parts import Part, parts
 from mindspeed.planner.price import Prediction
-from mindspeed.planner.search import LARGEST_ERROR
 from mindspeed.planner.shape import shape_of
-from mindspeed.planner.signature import TOLERANCE
 from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[str, int, int], None]
@@ -94,15 +92,13 @@ def explain(
     progress("counting the job", 0, 2)
     predictor = Predictor(job, args, cluster, memory_limit, jobs, cache)
     runs = predictor.runs(job)
-    composed = compose(job, args, cluster, memory_limit, jobs, runs, LARGEST_ERROR)
+    composed = compose(job, args, cluster, memory_limit, jobs, runs)
+    counted = count_where_needed(composed, args, memory_limit, jobs)
     progress("counting layers", 1, 2)
-    if composed is None or composed.prediction is None:
-        pieces = _parts(args, _whole(args, cluster), jobs)
-        return Explanation(check(args, memory_limit, jobs=jobs), pieces, None)
-    now, error = composed.prediction, composed.error
+    now = counted.prediction
+    if now is None:
+        return Explanation(counted.check, _parts(args, _whole(args, cluster), jobs), None)
     pieces = _parts(args, _shorter(job, args, cluster), jobs)
-    near = error > TOLERANCE and abs(now.peak_bytes / memory_limit - 1) <= error
-    counted = check(args, memory_limit, jobs=jobs) if near else composed.check
     found = list(changes(layout_of(args), args))
     progress("asking which changes can start", 0, len(found))
     predictor.prepare(found)
@@ -117,7 +113,7 @@ def explain(
     helpful = tuple(most_helpful(tried, now, memory_limit))
     fits = now.peak_bytes <= memory_limit or helpful
     close = None if fits else nearest(tried, now)
-    return Explanation(counted, pieces, now, helpful, close, tuple(tried), error)
+    return Explanation(counted.check, pieces, now, helpful, close, tuple(tried), counted.error)
 
 
 def _parts(args: argparse.Namespace, ranks: Mapping[int, _Run], jobs: int) -> Parts:

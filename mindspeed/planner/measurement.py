@@ -9,7 +9,7 @@ from typing import Protocol
 
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
-from mindspeed.planner.agreement import error_of
+from mindspeed.planner.agreement import difference_of
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.layer_run import LAYERS
@@ -179,7 +179,6 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
             _chunk_needs(found, n, kind, roles, layers, needs)
         elif n == 1 and role in ("first", "middle", "last") and alone:
             note(needs, role, kind, found, kept(found))
-    plain = needs_of(runs, [("middle", first, 1)])
     inner = {
         (kind, op): value
         for kind in kinds
@@ -202,30 +201,43 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
         once=once,
         shared=shared,
         data_parallel=runs["middle", first, 1].data_parallel,
-        error=0.0,
+        error=math.nan,
     )
-    three = runs.get(("middle", first, 3))
-    if three is None:
-        return replace(signature, error=math.nan)
+    if ("middle", first, 3) not in runs:
+        return signature
+    return _compared(signature, points, runs)
+
+
+def _compared(signature: Signature, points: SignaturePoints, runs: Runs) -> Signature:
+    """The signature with its errors: runs that were compared with their composition."""
+    first, last = points.kinds[0], points.kinds[-1]
     role = "middle" if points.pipeline else "only"
-    one_chunk = {role: less(one[first], layers[first])}
-    checked = replace(signature, roles=one_chunk, needs=with_role(plain, role))
-    errors = [error_of(checked, three, dict.fromkeys(stages_of(three), (role, (first,) * 3)))]
+    one_chunk = {role: less(figures_of(runs["middle", first, 1]), signature.layers[first])}
+    plain = with_role(needs_of(runs, [("middle", first, 1)]), role)
+    checked = replace(signature, roles=one_chunk, needs=plain)
+    three = runs["middle", first, 3]
+    layers_of_three = dict.fromkeys(stages_of(three), (role, (first,) * 3))
+    grown = [difference_of(checked, three, layers_of_three)]
     if ("last", last, 2) in runs:
         at_end = replace(signature, needs=needs_of(runs, [("middle", last, 1), ("last", last, 1)]))
-        found = runs["last", last, 2]
-        errors.append(error_of(at_end, found, {stages_of(found)[0]: ("last", (last,) * 2)}))
+        two = runs["last", last, 2]
+        grown.append(difference_of(at_end, two, {stages_of(two)[0]: ("last", (last,) * 2)}))
+    others = []
     for (name, kind, rank), found in runs.items():
         if name == "chunks":
             rank_has = {stage: (_role_of(stage), (kind,)) for stage in stages_of(found)}
-            errors.append(error_of(signature, found, rank_has, rank))
+            others.append(difference_of(signature, found, rank_has, rank))
         elif name == "three":
             rank_has = {stage: ("middle", (kind,)) for stage in stages_of(found)}
-            errors.append(error_of(signature, found, rank_has, rank))
+            others.append(difference_of(signature, found, rank_has, rank))
         elif name == "mixed":
             end = "first" if points.pipeline else "only"
-            errors.append(error_of(signature, found, {0: (end, (first, last))}))
-    return replace(signature, error=max(errors))
+            others.append(difference_of(signature, found, {0: (end, (first, last))}))
+    return replace(
+        signature,
+        error=max([one.largest for one in grown] + [one.linear for one in others]),
+        shift=max((one.peak for one in others), default=0.0),
+    )
 
 
 def _shared(

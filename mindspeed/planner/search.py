@@ -26,12 +26,10 @@ from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.proof import counted_peak
 from mindspeed.planner.ranking import TOLERANCE, front_of
 from mindspeed.planner.result import GIB, Candidate, Plan
+from mindspeed.planner.signature import LARGEST_ERROR
 from mindspeed.planner.space import Sizes, Space
 
 __all__ = ["DIMENSIONS", "plan", "search"]
-
-LARGEST_ERROR = 0.01
-"""Of composed bytes of a candidate that is not counted as a whole."""
 
 DIMENSIONS = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split", "recompute")
 """What is searched by default; the schedule, the optimizer, the expert program and memory features
@@ -213,10 +211,10 @@ def _proven(
     for index, (layout, prediction) in enumerate(outcome.best):
         counted = None
         if prove and not outcome.interrupted:
-            fullest = max(prediction.ranks, key=lambda rank: rank.peak).rank
+            fullest = max(prediction.ranks, key=lambda rank: rank.peak)
             try:
-                if index < prove or evaluator.error(layout) > LARGEST_ERROR:
-                    counted = counted_peak(job, layout, fullest)
+                if index < prove or evaluator.error(layout, fullest.peak) > LARGEST_ERROR:
+                    counted = counted_peak(job, layout, fullest.rank)
             except MindSpeedError:
                 counted = None
             except KeyboardInterrupt:

@@ -20,7 +20,9 @@ from mindspeed.planner.pieces import OTHER, Figures, Need
 from mindspeed.planner.shape import EXPERT, NOOP
 
 TOLERANCE = 0.001
-"""Of the composition of the run that is compared."""
+"""Of composed figures that are said without their error."""
+LARGEST_ERROR = 0.01
+"""Of composed figures that are used."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Signature:
         shared: for each kind of layer and each role the part of its figures that data-parallel
             ranks share.
         data_parallel: size in the runs.
-        error: largest relative error of the runs that were compared with their composition: of
-            static bytes and of the peak.
+        error: largest relative error of figures that grow with layers, in the runs that were
+            compared with their composition.
+        shift: bytes at the peak that these runs have more or less, which do not grow with layers.
     """
 
     layers: Mapping[str, Figures]
@@ -51,11 +54,15 @@ class Signature:
     shared: Mapping[str, Figures]
     data_parallel: int
     error: float
+    shift: float = 0.0
 
-    @property
-    def fits(self) -> bool:
-        """Whether composition is as exact as is promised; otherwise count whole jobs."""
-        return self.error <= TOLERANCE
+    def error_at(self, peak: float) -> float:
+        """Largest relative error of a job, as far as the compared runs tell.
+
+        Args:
+            peak: its composed bytes.
+        """
+        return max(self.error, self.shift / peak)
 
     def chunk(
         self, role: str, kinds: Iterable[str], data_parallel: int | None = None

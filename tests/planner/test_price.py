@@ -376,7 +376,7 @@ def test_candidates_whose_bytes_do_not_compose_are_counted(monkeypatch, error, c
     best = [(layouts.Layout(n, n), prediction) for n in (1, 2, 4)]
     outcome = SimpleNamespace(best=best, interrupted=False)
     job = SimpleNamespace(flags=lambda overrides: [])
-    evaluator = SimpleNamespace(error=lambda layout: error)
+    evaluator = SimpleNamespace(error=lambda layout, peak: error * peak / 5.0)
     found = list(module._proven(job, evaluator, outcome, 10.0, 1))
     assert asked == [layout for layout, _ in best[:counts]]
     assert [one.counted for one in found] == [7] * counts + [None] * (3 - counts)

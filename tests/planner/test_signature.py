@@ -16,6 +16,7 @@ composed = Lazy("mindspeed.planner.composed")
 isolated = Lazy("mindspeed.planner.isolated")
 layouts = Lazy("mindspeed.planner.layout")
 shapes = Lazy("mindspeed.planner.shape")
+TOLERANCE = 0.001
 
 MODEL = (
     "--hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --num-query-groups 4 "
@@ -159,8 +160,8 @@ def test_composed_seconds_are_those_of_the_whole_job(runs):
 def test_composed_figures_are_those_of_the_whole_job(name, runs):
     job, devices = job_of(name)
     signature, shape = signature_of(name, runs)
-    assert signature.fits
     ranks = composed.ranks_of(signature, shape)
+    assert signature.error_at(max(rank.peak for rank in ranks)) <= TOLERANCE
     for stage in STAGES.get(name, (0,)):
         expected = figures(isolated.call(whole, job, devices, stage))
         found = figures(ranks[stage])

@@ -1,0 +1,74 @@
+"""Which bytes are composed, and which are counted because they decide."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed.planner.check import Check, RankCheck
+from tests.support.lazy import Lazy
+
+agreement = Lazy("mindspeed.planner.agreement")
+composed = Lazy("mindspeed.planner.composed")
+signatures = Lazy("mindspeed.planner.signature")
+
+LIMIT = 1_000_000
+
+
+def job(peak: int, error: float) -> object:
+    """A composed job whose fullest rank needs ``peak`` bytes."""
+    rank = RankCheck((0,), 1, {}, peak, {}, 0, 0, ())
+    return composed.Composed(Check(4, (rank,), LIMIT, True), error, SimpleNamespace(seconds=1.0))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """What whole ranks need, and how often they are counted."""
+    calls: list[int | None] = []
+
+    def check(args, limit, *, jobs, progress):
+        calls.append(limit)
+        return Check(4, (RankCheck((0,), 1, {}, 77, {}, 0, 0, ()),), limit)
+
+    monkeypatch.setattr("mindspeed.planner.composed.check", check)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("peak", "error", "limit", "counts"),
+    [
+        (900_000, 0.005, LIMIT, False),
+        (996_000, 0.005, LIMIT, True),
+        (1_004_000, 0.005, LIMIT, True),
+        (1_006_000, 0.005, LIMIT, False),
+        (999_500, 0.0, LIMIT, True),  # nothing differed, but not all was compared
+        (998_500, 0.0, LIMIT, False),
+        (996_000, 0.005, None, False),
+    ],
+)
+def test_composed_bytes_do_not_decide_whether_a_job_fits(counted, peak, error, limit, counts):
+    one = job(peak, error)
+    found = composed.count_where_needed(one, None, limit)
+    assert counted == [limit] * counts
+    assert found.check.fullest.peak == (77 if counts else peak)
+    assert found.error == (0.0 if counts else error)
+    assert found.prediction is one.prediction
+
+
+def test_a_job_that_cannot_be_composed_is_counted(counted):
+    found = composed.count_where_needed(None, None, LIMIT)
+    assert counted == [LIMIT] and not found.check.composed
+    assert (found.error, found.prediction) == (0.0, None)
+
+
+def test_bytes_that_do_not_grow_with_layers_count_as_a_part_of_the_job():
+    one = signatures.Signature({}, {}, {}, {}, {}, {}, 1, error=0.002, shift=50.0)
+    assert one.error_at(10_000.0) == 0.005
+    assert one.error_at(100_000.0) == 0.002
+
+
+def test_bytes_at_the_peak_of_runs_that_grow_count_by_themselves():
+    """Between steps a job may have much more than at its peak beyond them."""
+    assert agreement.Difference(0.001, 5.0, 100.0).largest == pytest.approx(0.05)
+    assert agreement.Difference(0.2, 5.0, 100.0).largest == 0.2
