@@ -53,7 +53,6 @@ class JobEvaluator:
     ) -> None:
         self._job, self._cluster, self._cache, self._jobs = job, cluster, cache, jobs
         self._bounds = Bounds(args, cluster)
-        self._dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
         self._limit = memory_limit
         self._measured: dict[Hashable, tuple[Signature, Shape]] = {}
         self._exact: dict[Hashable, Signature] = {}
@@ -161,7 +160,7 @@ class JobEvaluator:
         return self._priced(signature, shape, layout)
 
     def _priced(self, signature: Signature, shape: Shape, layout: Layout) -> Prediction:
-        return predict(signature, reshaped(shape, layout), self._cluster, layout, self._dtype)
+        return predict(signature, reshaped(shape, layout), self._cluster, layout)
 
 
 _HIDE_LAYERS = (

@@ -84,7 +84,6 @@ def predict(
     shape: Shape,
     cluster: Cluster,
     layout: Any = None,
-    dtype: str = "bf16",
 ) -> Prediction:
     """The price of a shape.
 
@@ -93,7 +92,6 @@ def predict(
         shape: of the job.
         cluster: to run on.
         layout: is handed on.
-        dtype: of most matrix products, for the MFU.
 
     Raises:
         ConfigError: the schedule does not exist for this shape.
@@ -111,7 +109,7 @@ def predict(
     if shape.ranks > 1 and not shape.overlap_messages:
         exposed["messages"] = messages
     idle = plans.bubble * pipeline
-    devices, peak = shape.devices, cluster.device.peak(dtype)
+    devices, peak = shape.devices, cluster.device.peak(shape.dtype)
     rate = seconds * devices
     share = {**exposed, "bubble": idle}
     share["compute"] = seconds - sum(share.values())

@@ -47,6 +47,7 @@ class Shape:
         distributed_optimizer: data-parallel ranks share the optimizer.
         model_flops: of a step on all devices, without recomputation.
         tokens: of a step on all devices.
+        dtype: of parameters and activations, whose peak MFU is a part of.
         whole_only: flags by which layers are not composed; empty if there are none.
     """
 
@@ -69,6 +70,7 @@ class Shape:
     distributed_optimizer: bool
     model_flops: float
     tokens: int
+    dtype: str = "bf16"
     whole_only: str = ""
 
     @property
@@ -144,6 +146,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
         distributed_optimizer=bool(args.use_distributed_optimizer),
         model_flops=training_flops(args, args.global_batch_size),
         tokens=args.global_batch_size * args.seq_length,
+        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         whole_only=whole_only(args),
     )
 

@@ -221,6 +221,14 @@ def test_a_gather_hides_behind_the_next_forward():
     assert hidden.exposed["data parallel"] == pytest.approx(seconds - forward)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_mfu_is_a_part_of_the_peak_of_the_dtype(dtype):
+    cluster = load_cluster("a100")
+    found = predict(signature(), shape(2, 4, 4, dtype=dtype, model_flops=1e15), cluster)
+    peak = 1e12 * cluster.device.peak_tflops[dtype]
+    assert found.mfu == pytest.approx(1e15 / (found.seconds * 4 * peak))  # on four devices
+
+
 def test_what_fits():
     cluster = load_cluster("h100")
     big = replace(signature(), layers={"dense": LAYER | {"static weights": 60e9}})
