@@ -75,6 +75,11 @@ def print_page(
     if found.prediction is None:
         line("this job is counted whole: its time and changes are not predicted")
         return
+    if not found.tried:
+        print_whole(_time_table(found.prediction))
+        line(modelled(found.prediction, cluster.name))
+        line("this job is counted whole: its changes are not predicted")
+        return
     if text := composed_within(found.error):
         line(text)
     print_whole(_time_table(found.prediction))

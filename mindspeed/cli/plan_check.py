@@ -67,7 +67,7 @@ def _counted(
             tell(0, 1)
             composed = compose(job, args, cluster, limit, own.jobs)
     with progress("counting ranks of the pipeline") as tell:
-        return count_where_needed(composed, args, limit, own.jobs, tell)
+        return count_where_needed(composed, args, cluster, limit, own.jobs, tell)
 
 
 def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:

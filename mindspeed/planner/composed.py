@@ -52,7 +52,7 @@ class Composed:
         error: of composed bytes, a part of them, as far as runs tell that were compared with their
             composition; 0 where all is counted.
         prediction: seconds and what they are spent on; None without a cluster, and for a job that
-            cannot be composed.
+            cannot be composed nor timed by its whole ranks.
     """
 
     check: Check
@@ -104,6 +104,7 @@ def compose(
 def count_where_needed(
     composed: Composed | None,
     args: argparse.Namespace,
+    cluster: Cluster | None,
     memory_limit: int | None = None,
     jobs: int = 1,
     progress: Progress = lambda done, of: None,
@@ -116,6 +117,7 @@ def count_where_needed(
     Args:
         composed: what :func:`compose` returned.
         args: final values of the job.
+        cluster: rates of devices and links; None: no times.
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
         progress: is told how many pipeline ranks are counted.
@@ -126,7 +128,13 @@ def count_where_needed(
     if composed is not None and not _near(composed, memory_limit):
         return composed
     counted = check(args, memory_limit, jobs=jobs, progress=progress)
-    return Composed(counted, 0.0, None if composed is None else composed.prediction)
+    if composed is not None:
+        return Composed(counted, 0.0, composed.prediction)
+    if cluster is None:
+        return Composed(counted, 0.0)
+    from mindspeed.planner.whole_time import predict_whole
+
+    return Composed(counted, 0.0, predict_whole(args, counted, cluster, jobs))
 
 
 def _near(composed: Composed, memory_limit: int | None) -> bool:

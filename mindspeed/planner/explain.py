@@ -93,11 +93,11 @@ def explain(
     predictor = Predictor(job, args, cluster, memory_limit, jobs, cache)
     runs = predictor.runs(job)
     composed = compose(job, args, cluster, memory_limit, jobs, runs)
-    counted = count_where_needed(composed, args, memory_limit, jobs)
+    counted = count_where_needed(composed, args, cluster, memory_limit, jobs)
     progress("counting layers", 1, 2)
     now = counted.prediction
-    if now is None:
-        return Explanation(counted.check, _parts(args, _whole(args, cluster), jobs), None)
+    if composed is None or now is None:
+        return Explanation(counted.check, _parts(args, _whole(args, cluster), jobs), now)
     pieces = _parts(args, _shorter(job, args, cluster), jobs)
     found = list(changes(layout_of(args), args))
     progress("asking which changes can start", 0, len(found))

@@ -9,7 +9,7 @@ all ranks with the seconds of their chunks, then data-parallel communication and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,16 +98,42 @@ def predict(
     """
     plans = step_plan(shape, _costs(signature, shape, cluster))
     ranks = tuple(memory(signature, shape, cluster.memory_limit, plans.short))
-    pipeline = plans.seconds
     ends = [_end_of_step(signature, shape, cluster, rank) for rank in range(shape.ranks)]
+    waits = _waits(signature, shape, plans)
+    flops = _flops(signature, shape)
+    return assembled(shape, cluster, plans, ranks, ends, waits, flops, layout)
+
+
+def assembled(
+    shape: Shape,
+    cluster: Cluster,
+    plans: StepPlan,
+    ranks: tuple[RankFigures, ...],
+    ends: Sequence[DataParallel],
+    waits: Sequence[Mapping[str, float]],
+    flops: float,
+    layout: Any = None,
+) -> Prediction:
+    """A prediction from a simulated schedule and what is added to it.
+
+    Args:
+        shape: of the job.
+        cluster: to run on.
+        plans: the schedule with the seconds of its actions.
+        ranks: memory of each pipeline rank.
+        ends: of each pipeline rank, what follows its last action.
+        waits: of each pipeline rank the seconds that it waits within its actions, by what for.
+        flops: executed by the mean device.
+        layout: is handed on.
+    """
+    pipeline = plans.seconds
     slowest = max(ends, key=lambda end: end.seconds)
     seconds = pipeline + slowest.seconds
-    waits = _waits(signature, shape, plans)
     busiest = max(range(shape.ranks), key=lambda rank: sum(waits[rank].values()))
-    messages = _message_seconds(shape, cluster) * 2 * shape.micro_batches * shape.chunks
     exposed = {**waits[busiest], "data parallel": slowest.exposed}
     if shape.ranks > 1 and not shape.overlap_messages:
-        exposed["messages"] = messages
+        each = message_seconds(shape, cluster)
+        exposed["messages"] = each * 2 * shape.micro_batches * shape.chunks
     idle = plans.bubble * pipeline
     devices, peak = shape.devices, cluster.device.peak(shape.dtype)
     rate = seconds * devices
@@ -121,7 +147,7 @@ def predict(
         bubble=plans.bubble,
         exposed=exposed,
         optimizer_seconds=slowest.optimizer,
-        flops_per_device=_flops(signature, shape),
+        flops_per_device=flops,
         mfu=shape.model_flops / (rate * peak) if rate else 0.0,
         tokens_per_second_per_device=shape.tokens / rate if rate else 0.0,
         limit=max(share, key=lambda name: share[name]),
@@ -177,17 +203,31 @@ def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Actio
 
 
 def _costs(signature: Signature, shape: Shape, cluster: Cluster) -> StageCosts:
-    message = _message_seconds(shape, cluster)
-    blocking = 0.0 if shape.overlap_messages else message
     stages = []
     for stage, kinds in enumerate(shape.stages):
         figures = signature.chunk(shape.role(stage), kinds)
-        seconds = {
-            name.removeprefix("seconds "): value
-            for name, value in figures.items()
-            if name.startswith("seconds ")
-        }
-        seconds["F"] = seconds.get("F", 0.0) + (blocking if stage + 1 < len(shape.stages) else 0)
+        named = {n: value for n, value in figures.items() if n.startswith("seconds ")}
+        stages.append({n.removeprefix("seconds "): value for n, value in named.items()})
+    return stage_costs(stages, shape, cluster)
+
+
+def stage_costs(
+    chunks: Sequence[Mapping[str, float]], shape: Shape, cluster: Cluster
+) -> StageCosts:
+    """Costs of the actions of a schedule, with the messages that block them.
+
+    Args:
+        chunks: of each stage the seconds of its ops; a whole backward or a divided one may be
+            missing.
+        shape: of the job.
+        cluster: to run on.
+    """
+    message = message_seconds(shape, cluster)
+    blocking = 0.0 if shape.overlap_messages else message
+    stages = []
+    for stage, known in enumerate(chunks):
+        seconds = dict(known)
+        seconds["F"] = seconds.get("F", 0.0) + (blocking if stage + 1 < len(chunks) else 0)
         for op in ("B", "I"):
             if op in seconds:
                 seconds[op] += blocking if stage else 0
@@ -206,8 +246,13 @@ def _costs(signature: Signature, shape: Shape, cluster: Cluster) -> StageCosts:
     )
 
 
-def _message_seconds(shape: Shape, cluster: Cluster) -> float:
-    """Of a message to the next pipeline rank."""
+def message_seconds(shape: Shape, cluster: Cluster) -> float:
+    """Of a message to the next pipeline rank.
+
+    Args:
+        shape: of the job.
+        cluster: to run on.
+    """
     if shape.ranks == 1:
         return 0.0
     return cluster.collective_seconds("send", shape.message, (0, shape.devices // shape.ranks))

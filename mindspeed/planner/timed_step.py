@@ -108,11 +108,12 @@ def time_step(
         micro_batches: default: those of the job.
         watch: is around the step that is timed.
     """
+    from mindspeed.planner.balanced_routing import assumed_routing
     from mindspeed.planner.fake_world import fake_world
     from mindspeed.planner.values import PlannedTensors
 
     args = copy.copy(args)
-    with fake_world(args, rank), PlannedTensors():
+    with fake_world(args, rank), PlannedTensors(), assumed_routing(args):
         return time_here(args, cluster, rank, micro_batches, watch)
 
 

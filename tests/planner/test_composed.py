@@ -49,17 +49,20 @@ def counted(monkeypatch):
 )
 def test_composed_bytes_do_not_decide_whether_a_job_fits(counted, peak, error, limit, counts):
     one = job(peak, error)
-    found = composed.count_where_needed(one, None, limit)
+    found = composed.count_where_needed(one, None, None, limit)
     assert counted == [limit] * counts
     assert found.check.fullest.peak == (77 if counts else peak)
     assert found.error == (0.0 if counts else error)
     assert found.prediction is one.prediction
 
 
-def test_a_job_that_cannot_be_composed_is_counted(counted):
-    found = composed.count_where_needed(None, None, LIMIT)
+@pytest.mark.parametrize("cluster", [None, "a cluster"])
+def test_a_job_that_cannot_be_composed_is_counted_and_timed_whole(counted, monkeypatch, cluster):
+    timed = Lazy("mindspeed.planner.whole_time")
+    monkeypatch.setattr(timed, "predict_whole", lambda args, found, where, jobs: (where, jobs))
+    found = composed.count_where_needed(None, None, cluster, LIMIT, 3)
     assert counted == [LIMIT] and not found.check.composed
-    assert (found.error, found.prediction) == (0.0, None)
+    assert (found.error, found.prediction) == (0.0, cluster and (cluster, 3))
 
 
 def test_bytes_that_do_not_grow_with_layers_count_as_a_part_of_the_job():

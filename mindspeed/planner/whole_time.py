@@ -1,0 +1,138 @@
+"""Seconds of a step of a job that is counted whole: those of whole ranks, in the job's schedule.
+
+    prediction = predict_whole(args, found, load_cluster("h100"), jobs=2)
+
+Every pipeline rank runs a step of few micro-batches on the clock
+(:mod:`mindspeed.planner.timed_step`). The seconds of its chunks are those of the actions that
+:func:`mindspeed.planner.step_plan.step_plan` simulates for all micro-batches of the job, and what
+the slowest rank does after its last action is added. Without a pipeline, steps of two and three
+micro-batches tell what one more takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindspeed.planner import isolated
+from mindspeed.planner.check import Check
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.data_parallel import DataParallel
+from mindspeed.planner.price import Prediction, RankFigures, assembled, stage_costs
+from mindspeed.planner.proof import enough_micro_batches
+from mindspeed.planner.scopes import GRADIENTS, OPTIMIZER
+from mindspeed.planner.shape import shape_of
+from mindspeed.planner.step_plan import step_plan
+from mindspeed.planner.timed_step import between_chunks, exposed_by_group, time_step
+from mindspeed.training.fake_job import rank_in_stage
+
+
+def predict_whole(
+    args: argparse.Namespace, found: Check, cluster: Cluster, jobs: int = 1
+) -> Prediction | None:
+    """Where the time of a step goes; None where whole ranks do not tell.
+
+    Args:
+        args: final values of the job; its features are attached.
+        found: its counted bytes and FLOPs.
+        cluster: rates of devices and links.
+        jobs: processes.
+
+    Raises:
+        MindSpeedError: the job cannot be timed; says what is in the way.
+    """
+    shape = shape_of(args)
+    if shape.uncomposable != shape.whole_only:  # of its schedule: actions differ from chunks
+        return None
+    ranks = range(shape.ranks)
+    counts = [(2, 3)] if shape.ranks == 1 else [(enough_micro_batches(shape, r),) for r in ranks]
+    asked = [
+        (args, cluster, rank_in_stage(args, rank), count)
+        for rank in ranks
+        for count in counts[rank]
+    ]
+    results = isolated.map(_figures, asked, jobs)
+    figures = []
+    for one in results:
+        if isinstance(one, Exception):
+            raise one
+        figures.append(one)
+    if shape.ranks == 1:
+        figures = [_continued(*figures)]
+    seconds = [dict[str, float]()] * len(shape.stages)
+    for rank, stages in enumerate(shape.placement.stages):
+        for stage, (forward, backward) in zip(stages, figures[rank].chunks, strict=True):
+            seconds[stage] = {"F": forward, "B": backward}
+    plans = step_plan(shape, stage_costs(seconds, shape, cluster))
+    waits = [{n: t * shape.micro_batches for n, t in one.waits.items()} for one in figures]
+    flops = sum(one.flops * len(one.pipeline_ranks) for one in found.ranks) / shape.ranks
+    ends = [one.end for one in figures]
+    return assembled(shape, cluster, plans, tuple(_memory(found, cluster)), ends, waits, flops)
+
+
+def _memory(found: Check, cluster: Cluster) -> Iterator[RankFigures]:
+    for one in found.ranks:
+        more = one.peak - sum(one.static.values())
+        fits = one.peak <= cluster.memory_limit
+        for rank in one.pipeline_ranks:
+            yield RankFigures(rank, one.static, more, one.peak, fits)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Seconds of a pipeline rank.
+
+    Attributes:
+        chunks: forward and backward of a micro-batch, recomputation included.
+        waits: within them, of a micro-batch, by what for.
+        end: after the last action, and waits for data-parallel groups anywhere in the step.
+        step: of the whole step.
+        exposed: all waits of the step.
+    """
+
+    chunks: tuple[tuple[float, float], ...]
+    waits: dict[str, float]
+    end: DataParallel
+    step: float
+    exposed: dict[str, float]
+
+
+_SHARED = "DATA_PARALLEL"
+"""In the descriptions of groups of data-parallel ranks."""
+
+
+def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batches: int) -> _Figures:
+    found = time_step(args, cluster, rank, micro_batches=micro_batches)
+    waits = Counter[str]()
+    closing, earlier = 0.0, 0.0  # waits for data-parallel ranks, which count at the end of the step
+    for one in found.intervals:
+        if one.kind != "wait" or one.communication is None:
+            continue
+        group = one.communication.description
+        if one.scope in (GRADIENTS, OPTIMIZER):
+            closing += one.seconds if _SHARED in group else 0.0
+        elif _SHARED in group:
+            earlier += one.seconds
+        elif not between_chunks(one):
+            waits[group] += one.seconds / found.micro_batches  # type: ignore[assignment]
+    end = found.gradient_seconds + found.optimizer_seconds
+    return _Figures(
+        tuple((chunk.forward, chunk.backward + chunk.recompute) for chunk in found.chunks),
+        dict(waits),
+        DataParallel(closing + earlier, end - closing),
+        found.seconds,
+        exposed_by_group(found.intervals),
+    )
+
+
+def _continued(two: _Figures, three: _Figures) -> _Figures:
+    """The rank of a job without a pipeline, from steps of two and three micro-batches."""
+    more = three.step - two.step
+    waits = {name: t - two.exposed.get(name, 0.0) for name, t in three.exposed.items()}
+    waits = {name: t for name, t in waits.items() if t > 1e-9}
+    shared = [name for name in two.exposed if _SHARED in name]
+    exposed = sum(two.exposed[name] - 2 * waits.get(name, 0.0) for name in shared)
+    end = DataParallel(exposed, two.step - 2 * more - exposed)
+    return _Figures(((more, 0.0),), waits, end, two.step, two.exposed)
