@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.device.wrapped_tensors import any_wraps, held
 from mindspeed.journal import Journal
 
 _active: list[MemoryTracker] = []
@@ -41,7 +42,8 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in existing:
-            self._see(tensor)
+            for one in held(tensor):
+                self._see(one)
         self.reset_peak()
 
     def reset_peak(self) -> None:
@@ -72,6 +74,8 @@ class MemoryTracker(TorchDispatchMode):
         return resize_
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_wraps(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor):

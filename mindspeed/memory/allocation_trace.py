@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.memory.caching_allocator import Event
 
 
@@ -54,6 +55,8 @@ class AllocationTrace(TorchDispatchMode):
             self._long_lived = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_wraps(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

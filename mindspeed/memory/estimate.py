@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from mindspeed.device import Device
+from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.memory.plan import LayerPlan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.segment import Segment
@@ -140,6 +141,8 @@ class _Roofline(TorchDispatchMode):
         self._rates, self.seconds = rates, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_wraps(types):
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         computes = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))

@@ -37,7 +37,7 @@ class CountedStep:
     Attributes:
         rank: global rank.
         micro_batches: of the step.
-        parameters: entries on this rank.
+        parameters: entries on this rank; of Megatron-FSDP those of its shards.
         static: bytes between steps, by kind (:mod:`mindspeed.planner.kinds`).
         peak: most bytes alive at once during a step.
         at_peak: these bytes by kind.

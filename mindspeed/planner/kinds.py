@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mindspeed.built_model import TrainedModel
 from mindspeed.testing.live_memory import LiveMemory
@@ -68,7 +69,8 @@ def _of_chunks(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield WEIGHTS, buffer.param_data
         for module in chunk.modules():
             for tensor in [*module._parameters.values(), *module._buffers.values()]:
-                if tensor is not None:
+                # Shards of Megatron-FSDP are weights since they were built, or main weights.
+                if tensor is not None and not is_traceable_wrapper_subclass(tensor):
                     yield WEIGHTS, tensor
 
 

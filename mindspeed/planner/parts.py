@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed.built_model import TrainedModel
+from mindspeed.device.wrapped_tensors import held
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.kept import kept_noted
 from mindspeed.testing.clock import Interval
@@ -219,4 +220,4 @@ def _parameters(model: TrainedModel) -> dict[str, int]:
 
 
 def _entries(module: Any) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(one.numel() for p in module.parameters() for one in held(p))

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.ops import _registry
 from mindspeed.planner.products import Product, product_of
 from mindspeed.profiling import flops as flop_reports
@@ -125,6 +126,8 @@ class _Mode(CommunicationMode):
         self._depth = 0  # of operators of ours that communicate
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_wraps(types):
+            return NotImplemented
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two of three calls ask for it
         kwargs = kwargs or {}

@@ -14,6 +14,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from mindspeed.built_model import TrainedModel
+from mindspeed.device.wrapped_tensors import held
 from mindspeed.planner.loop import loop_of
 from mindspeed.testing.live_memory import LiveMemory
 from mindspeed.training.pretrain import count_batches
@@ -37,7 +38,8 @@ class StepOfRank:
         memory.kind = "weights"
         loop = loop_of(args)
         self.model: TrainedModel = loop.build(args)
-        self.parameters = sum(p.numel() for chunk in self.model.chunks for p in chunk.parameters())
+        parameters = (p for chunk in self.model.chunks for p in chunk.parameters())
+        self.parameters = sum(one.numel() for p in parameters for one in held(p))
         self._step = loop.step_of(args, self.model)
         self._temporary_inside(self.model.chunks[0].config, "finalize_model_grads_func")
         self._temporary_inside(self.model.optimizer, "step")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.profiling.flop_formulas import formula_of, repeated_in
 from mindspeed.profiling.instrument import Instrument
 
@@ -90,6 +91,8 @@ class _Mode(TorchDispatchMode):
         self._add = add
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_wraps(types):
+            return NotImplemented
         kwargs = kwargs or {}
         operator = getattr(func, "_overloadpacket", func)
         formula = formula_of(operator)

@@ -34,9 +34,9 @@ from typing import Any, Literal
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.journal import Journal
 from mindspeed.ops import _registry
 from mindspeed.profiling.flop_formulas import formula_of
@@ -211,8 +211,8 @@ class _Mode(CommunicationMode):
         self._clock = clock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if AsyncCollectiveTensor in types:
-            return NotImplemented  # it unwraps itself: wait_tensor and func are dispatched again
+        if any_wraps(types):  # of AsyncCollectiveTensor, wait_tensor and func come again
+            return NotImplemented
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a FakeTensor is asked for its device
             return func(*args, **kwargs)

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.ops import _registry
 from mindspeed.ops._process_groups import resolve
 from mindspeed.profiling.instrument import Instrument
@@ -156,6 +157,8 @@ class CommunicationMode(TorchDispatchMode):
         self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_wraps(types):
+            return NotImplemented
         kwargs = kwargs or {}
         for event in self.communications(func, args, kwargs):
             self._record(event)

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.device import host_tensors
+from mindspeed.device.wrapped_tensors import any_wraps, held
 from mindspeed.journal import Journal
 from mindspeed.profiling.instrument import Instrument
 
@@ -104,12 +105,13 @@ class LiveMemory(Instrument):
 
     def claim(self, tensor: torch.Tensor, kind: str) -> None:
         """The storage of a tensor (any shape and dtype) is of this kind; host memory stays it."""
-        key = tensor.untyped_storage()._cdata
-        nbytes, before = self._storages.get(key, (0, HOST))
-        if before != HOST:
-            self._storages[key] = nbytes, kind
-            self.now[before] -= nbytes
-            self.now[kind] += nbytes
+        for one in held(tensor):
+            key = one.untyped_storage()._cdata
+            nbytes, before = self._storages.get(key, (0, HOST))
+            if before != HOST:
+                self._storages[key] = nbytes, kind
+                self.now[before] -= nbytes
+                self.now[kind] += nbytes
 
     def see(self, tensor: torch.Tensor) -> None:
         """A tensor of any shape and dtype that exists; its storage may be new."""
@@ -196,6 +198,8 @@ class _Mode(TorchDispatchMode):
         self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_wraps(types):
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "c10d":

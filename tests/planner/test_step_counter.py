@@ -22,27 +22,32 @@ def test_one_mode_counts_what_nested_instruments_count(ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "world", "shards", "host"),
+    ("flags", "divided", "gradients", "host"),
     [
-        (TP2, 4, 1, 0),
-        (TP2 + "--use-distributed-optimizer", 4, 2, 0),
-        (TP2 + "--use-distributed-optimizer --swap-optimizer", 4, 2, 12),
+        (TP2, 1, 1, 0),
+        (TP2 + "--use-distributed-optimizer", 2, 1, 0),
+        (TP2 + "--use-distributed-optimizer --swap-optimizer", 2, 1, 12),
+        (TP2 + "--zero-stage 2", 2, 2, 0),
+        (TP2 + "--zero-stage 3", 2, 2, 0),
     ],
-    ids=["replicated", "divided", "on the host"],
+    ids=["replicated", "divided", "on the host", "gradients divided", "weights divided"],
 )
 def test_kinds_have_their_closed_forms(
-    ranks, flags: str, world: int, shards: int, host: int
+    ranks, flags: str, divided: int, gradients: int, host: int
 ) -> None:
     """bf16 weights 2 bytes, fp32 gradients 4, main weights 4 and two moments 8 of each shard."""
-    ((parameters, static, on_host),) = ranks(1, kinds, flags, world, **OPTIONS)
+    ((parameters, static, on_host),) = ranks(1, kinds, flags, 4, **OPTIONS)
     tolerance = 4096  # padding of buckets, counters of steps and rotary frequencies
-    each = parameters / shards
+    whole = parameters * gradients  # with Megatron-FSDP those of a shard are counted
+    each = whole / divided
     expected = {
-        "weights": 2 * parameters,
-        "gradients": 4 * parameters,
+        "weights": 2 * whole,
+        "gradients": 4 * whole / gradients,
         "main weights": 0 if host else 4 * each,
         "optimizer": 0 if host else 8 * each,
     }
+    if "--zero-stage 3" in flags:  # and what of them is gathered between steps
+        assert 2 * each < static["weights"] <= 2 * each + expected.pop("weights") + tolerance
     for kind, nbytes in expected.items():
         assert static[kind] == pytest.approx(nbytes, abs=tolerance), kind
     assert on_host == pytest.approx(host * each, abs=tolerance)
