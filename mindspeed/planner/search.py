@@ -26,7 +26,6 @@ from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.proof import counted_peak
 from mindspeed.planner.ranking import TOLERANCE, front_of
 from mindspeed.planner.result import GIB, Candidate, Plan
-from mindspeed.planner.signature import LARGEST_ERROR
 from mindspeed.planner.space import Sizes, Space
 
 __all__ = ["DIMENSIONS", "plan", "search"]
@@ -208,6 +207,8 @@ def _proven(
 
     The first ones are counted, and all whose bytes are not composed exactly enough.
     """
+    from mindspeed.planner.signature import LARGEST_ERROR
+
     for index, (layout, prediction) in enumerate(outcome.best):
         counted = None
         if prove and not outcome.interrupted:
