@@ -17,6 +17,8 @@ seconds with that rank's traceback, exit code or stack on top.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import os
 import pickle
 import socket
@@ -61,6 +63,23 @@ class RankError(RuntimeError):
                 self.original = pickle.loads(first.exception)
         parts = [f"{_headline(failure, function, world_size)}" for failure in failures]
         super().__init__("\n\n".join(parts))
+
+
+class _Result(pickle.Unpickler):
+    """A result: its types are imported as on the ranks, what they set up before.
+
+    Megatron, which a result may be the first here to need, comes after the adaptor.
+    """
+
+    def __init__(self, file: io.BytesIO, setup: str) -> None:
+        super().__init__(file)
+        self._setup = setup
+
+    def find_class(self, module: str, name: str) -> Any:
+        foreign = module.partition(".")[0] != __package__.partition(".")[0]
+        if self._setup and foreign and module not in sys.modules:
+            importlib.import_module(self._setup)
+        return super().find_class(module, name)
 
 
 def _headline(failure: Failure, function: str, world_size: int) -> str:
@@ -135,7 +154,7 @@ class RankPool:
         for rank, output in enumerate(reply.outputs):
             if output:
                 print("".join(f"[rank {rank}] {line}\n" for line in output.splitlines()), end="")
-        return [pickle.loads(result) for result in reply.results]
+        return [_Result(io.BytesIO(result), setup).load() for result in reply.results]
 
     def _server(self, setup: str) -> _Server:
         server = self._servers.get(setup)

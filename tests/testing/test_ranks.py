@@ -138,6 +138,22 @@ def test_a_setup_that_cannot_be_imported_is_reported(ranks):
         ranks(1, own_environment, setup="mindspeed.no_such_module")
 
 
+def early_and_late() -> object:
+    import late_of_ranks
+
+    return late_of_ranks.Thing()
+
+
+def test_types_of_a_result_are_imported_after_what_the_ranks_set_up(ranks, tmp_path, monkeypatch):
+    (tmp_path / "early_of_ranks.py").write_text("")
+    (tmp_path / "late_of_ranks.py").write_text(
+        "import sys\nassert 'early_of_ranks' in sys.modules\nclass Thing: pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = ranks(1, early_and_late, setup="early_of_ranks", backend=None)
+    assert type(found).__name__ == "Thing"
+
+
 def test_nothing_is_left_after_ctrl_c(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
