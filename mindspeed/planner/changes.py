@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.layout_flags import MEMORY, Recompute
+from mindspeed.planner.layout_flags import FLASH_ATTENTION, MEMORY, Recompute
 
 _SIZES = {
     "tp": "tensor parallel size",
@@ -36,6 +36,7 @@ _OVERLAPS: Mapping[str, Mapping[str, Any]] = {
 
 
 _MEMORY_WORDS = {
+    FLASH_ATTENTION: "attention is one operator that keeps no scores",
     "swap-attention": "inputs of attention layers wait on the host",
     "recompute-norm": "norms are computed again",
     "recompute-activation": "activation functions are computed again",
@@ -43,7 +44,7 @@ _MEMORY_WORDS = {
     "swap-optimizer": "optimizer states are on the host",
     "grad-reduce-in-bf16": "gradients are kept and reduced in bf16, which rounds their sums",
 }
-_ALSO_FASTER = ("grad-reduce-in-bf16",)
+_ALSO_FASTER = ("grad-reduce-in-bf16", FLASH_ATTENTION)
 """Memory features that may make a step faster."""
 SPEED, MEMORY_ONLY, BOTH = "speed", "memory", "both"
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from mindspeed.planner.layout_flags import (
     EXPERT_PROGRAMS,
+    FLASH_ATTENTION,
     MEMORY,
     OPTIMIZERS,
     Recompute,
@@ -137,8 +138,9 @@ class Layout:
             flags |= dict.fromkeys(name for table in EXPERT_PROGRAMS.values() for name in table)
             flags |= EXPERT_PROGRAMS[self.expert_program]
         if self.memory is not None:
+            others = [table for name, table in MEMORY.items() if name != FLASH_ATTENTION]
             flags |= dict.fromkeys(
-                name for table in MEMORY.values() for name, value in table.items() if value is True
+                name for table in others for name, value in table.items() if value is True
             )
             for name in self.memory:
                 flags |= MEMORY[name]

@@ -21,7 +21,9 @@ CP_ALGORITHMS: dict[str, Flags] = {
 }
 """Context parallelism; a hybrid has ``ulysses_degree_in_cp``, from its name ``hybrid:4``."""
 
+FLASH_ATTENTION = "flash-attention"
 MEMORY: dict[str, Flags] = {
+    FLASH_ATTENTION: {"use_flash_attn": True},
     "swap-attention": {"swap_attention": True},
     "recompute-norm": {"recompute_norm": True},
     "recompute-activation": {"recompute_activation_function": True},
@@ -33,7 +35,7 @@ MEMORY: dict[str, Flags] = {
         "release_fp32_grad": True,
     },
 }
-"""Features that save memory."""
+"""Features that save memory. A job that has flash attention keeps it: nothing is better without."""
 
 OPTIMIZERS: dict[str, Flags] = {
     "replicated": {"use_distributed_optimizer": None, "zero_stage": None},

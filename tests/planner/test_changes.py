@@ -84,6 +84,19 @@ def test_a_feature_that_is_on_stays_on():
     assert changed.memory == ("recompute-norm", "swap-attention")
 
 
+def test_attention_that_keeps_its_scores_is_tried_as_one_operator():
+    what = "attention is one operator that keeps no scores"
+    found = {one.what: one for one in changes(LAYOUT, job())}
+    assert found[what].may == BOTH
+    given = {name: n for name, n in found[what].differences(LAYOUT).items() if n is not None}
+    assert given == {"use_flash_attn": True}
+    on = {one.what: one for one in changes(LAYOUT, job(use_flash_attn=True))}
+    assert what not in on
+    # Another layout's memory features do not take it away.
+    other = replace(LAYOUT, memory=("swap-optimizer",)).overrides()
+    assert "use_flash_attn" not in other and other["recompute_norm"] is None
+
+
 def test_what_a_change_may_make_better():
     found = {one.what: one.may for one in changes(LAYOUT, job(recompute_granularity="full"))}
     assert found["nothing is computed again"] == SPEED
