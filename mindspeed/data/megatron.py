@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.utils import Split
@@ -28,6 +27,8 @@ class _InOrder(GPTDataset):
     """Overrides the method that shuffles."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        from megatron.core.datasets import helpers  # a fresh checkout has not built them
+
         config = self.config
         tokens = self._get_num_tokens_per_epoch()
         epochs = self._get_num_epochs(tokens)

@@ -36,3 +36,13 @@ def doors() -> dict[str, bool]:
         except _Reached as reached:
             found[module.name] = reached.args[0]
     return found
+
+
+def without_helpers() -> bool:
+    """Import what counts a step where Megatron's compiled helpers are missing."""
+    import importlib
+    import sys
+
+    sys.modules["megatron.core.datasets.helpers_cpp"] = None  # type: ignore[assignment]
+    importlib.import_module("mindspeed.planner.step_of_rank")
+    return "mindspeed.data.megatron" in sys.modules

@@ -173,6 +173,11 @@ def test_composed_figures_are_those_of_the_whole_job(name, runs):
         assert not far
 
 
+def test_megatrons_index_helpers_need_not_be_built(ranks: Any) -> None:
+    """A fresh checkout of Megatron-LM builds them when it trains."""
+    assert ranks(1, planner_doors.without_helpers, backend=None) == [True]
+
+
 def test_the_adaptor_comes_before_megatron_whichever_module_is_first(ranks: Any) -> None:
     (found,) = ranks(1, planner_doors.doors, backend=None)
     assert {"job", "signature", "scripts", "scopes", "step_of_rank"} <= found.keys()
