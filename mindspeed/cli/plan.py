@@ -24,6 +24,7 @@ from pathlib import Path
 
 from mindspeed.cli.plan_values import DIMENSIONS, dimensions, fixed
 from mindspeed.errors import ConfigError
+from mindspeed.planner.space import SEARCHED
 from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
 
 HELP = "plan a job without a device: memory of every rank, FLOPs, messages, the best layout"
@@ -129,7 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--search",
         type=dimensions,
         metavar="NAME,..",
-        help="search these only; the others are as the flags of the job say (default: all)",
+        help="search these only; the others are as the flags of the job say (default: "
+        f"{','.join(SEARCHED)})",
     )
     add(
         "--measure",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from mindspeed.planner.result import Plan
 
 _LIMIT = "#dc2626"
+_WIDE = 72
+"""Characters above one of two pictures."""
 _FAR = 20
 """A limit that is so many times what is needed is left out: it would hide all else."""
 
@@ -56,7 +59,7 @@ def draw_plans(plans: Sequence[Plan], output: Path) -> None:
             ranks = {r: {**one.static, "activations": one.activations} for r, one in found.items()}
             _stack(axes, ranks, plan.memory_limit)
             title = f"the best: {plan.best.layout} [{axes.get_title(loc='left').split()[0]}]"
-            axes.set_title(title, loc="left", fontsize=9)
+            axes.set_title(textwrap.fill(title, _WIDE), loc="left", fontsize=9)
         else:
             axes.set_axis_off()
     write_figure(figure, output)

@@ -26,13 +26,9 @@ from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.proof import counted_peak
 from mindspeed.planner.ranking import TOLERANCE, front_of
 from mindspeed.planner.result import GIB, Candidate, Plan
-from mindspeed.planner.space import Sizes, Space
+from mindspeed.planner.space import SEARCHED, Sizes, Space
 
-__all__ = ["DIMENSIONS", "plan", "search"]
-
-DIMENSIONS = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split", "recompute")
-"""What is searched by default; the schedule, the optimizer, the expert program and memory features
-are as the job has them, unless ``search`` names them."""
+__all__ = ["SEARCHED", "plan", "search"]
 
 
 def plan(
@@ -58,7 +54,7 @@ def plan(
         top: how many layouts are wanted.
         fix: values of dimensions (fields of :class:`~mindspeed.planner.space.Space`); a list gives
             several.
-        search: names of the dimensions that are searched; default :data:`DIMENSIONS`.
+        search: names of the dimensions that are searched; default :data:`~.space.SEARCHED`.
         memory_limit: bytes that the tensors of a rank may take; default: the cluster's.
         jobs: processes that count.
         cache: directory for counts, so that the next search goes on from them.
@@ -79,7 +75,7 @@ def plan(
         argv = job_of(argv)
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     limit = machine.memory_limit if memory_limit is None else memory_limit
-    names = DIMENSIONS if search is None else tuple(search)
+    names = SEARCHED if search is None else tuple(search)
     _check_names([*names, *(fix or {})])
     args, own = _own(argv, devices)
     sizes = Sizes.of(args, own.devices)

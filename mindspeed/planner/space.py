@@ -21,6 +21,10 @@ from mindspeed.planner.combinations import Sizes, Split, reason_against, stage_l
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.layout_flags import Recompute
 
+SEARCHED = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split", "recompute")
+"""Dimensions of a search that names none; the schedule, the optimizer, the expert program and
+memory features are then as the job has them."""
+
 SAME = "the same as another combination"
 
 
