@@ -67,6 +67,10 @@ def draw_plans(plans: Sequence[Plan], output: Path) -> None:
 
 def _front(axes: Any, plan: Plan) -> None:
     sizes = [one.prediction.peak_bytes for one in (*plan.pareto(), *plan.candidates)]
+    if not sizes:
+        axes.set_axis_off()
+        axes.set_title(f"no layout fits {plan.devices} devices of {plan.cluster}", fontsize=10)
+        return
     unit = bytes_unit(sizes)
     front = [
         (one.prediction.peak_bytes / unit.size, one.prediction.seconds) for one in plan.pareto()
@@ -79,12 +83,11 @@ def _front(axes: Any, plan: Plan) -> None:
         place = one.prediction.peak_bytes / unit.size, one.prediction.seconds
         axes.plot(*place, "s", color=COLORS[2], label="candidates" if number == 1 else None)
         axes.annotate(f"{number}", place, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    if plan.memory_limit <= _FAR * max(sizes, default=plan.memory_limit):
+    if plan.memory_limit <= _FAR * max(sizes):
         limit = plan.memory_limit / unit.size
         axes.axvline(limit, color=_LIMIT, linestyle="--", label="limit")
     axes.set_xlabel(f"{unit.name} on the fullest rank", fontsize=9, color=GREY)
-    if sizes:
-        axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9)
     _plain(axes, f"{plan.devices} devices of {plan.cluster}: modelled seconds of a step")
 
 

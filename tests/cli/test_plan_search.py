@@ -83,12 +83,14 @@ def test_json_files_and_picture(ranks, tmp_path):
     }
 
 
-def test_nothing_fits(plan):
+def test_nothing_fits(plan, tmp_path):
     help_ = Help("full recomputation", SLOW, 70 * GIB, True)
     closest = Closest(BEST, Priced(1.5, 80 * GIB), 3 * GIB, (help_,))
     found = replace(FOUND, candidates=(), front=(), closest=closest, fitting=0)
-    status, printed, _ = plan("--cluster", "h100", found=found)
+    picture = tmp_path / "plan.svg"
+    status, printed, _ = plan("--cluster", "h100", "--plot", picture, found=found)
     assert status == 3, printed.err
+    assert "no layout fits" in picture.read_text()  # matplotlib writes texts as comments, too
     assert "nothing fits; closest: tp=2 pp=2 " in printed.out
     assert "it needs 80.000 GiB, 3.000 GiB too much" in printed.out
     row = next(line for line in printed.out.splitlines() if "full recomputation" in line)
