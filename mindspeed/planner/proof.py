@@ -1,12 +1,13 @@
 """The memory of a candidate counted again, without composition.
 
-Whole steps of the ranks that can be fullest: the first and the last stage of the pipeline, and the
-one whose composed bytes are most. A step has as many micro-batches as its schedule needs to have
-most of them in flight, and as many more as it takes them in turns.
+Whole steps of the ranks that can be fullest: the one whose composed bytes are most, and the first
+and the last one of the pipeline, if theirs are near them. A step has as many micro-batches as its
+schedule needs to have most of them in flight, and as many more as it takes them in turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mindspeed.errors import MindSpeedError
@@ -19,24 +20,36 @@ from mindspeed.planner.shape import Shape, shape_of
 if TYPE_CHECKING:
     from mindspeed.planner.job import Job
 
+NEAR = 0.05
+"""Several times what composition may err."""
 COUNT_SECONDS = 600.0
 """After which a count is given up."""
 
 
-def counted_peak(job: Job, layout: Layout, fullest: int = 0) -> int:
-    """Bytes of the fullest of some pipeline ranks.
+def counted_peak(job: Job, layout: Layout, composed: Sequence[float]) -> int:
+    """Bytes of the pipeline rank that needs most.
 
     Args:
         job: that is planned.
         layout: its layout.
-        fullest: pipeline rank that needs most, as far as is known; it is counted besides the first
-            and the last one.
+        composed: bytes of each pipeline rank.
 
     Raises:
         MindSpeedError: it cannot be counted.
     """
-    stages = sorted({0, fullest, layout.pp - 1})
+    stages = ranks_to_count(composed)
     return max(isolated.call(_peak, job, layout, one, timeout=COUNT_SECONDS) for one in stages)
+
+
+def ranks_to_count(composed: Sequence[float]) -> list[int]:
+    """Pipeline ranks one of which is the fullest, though composed bytes may err.
+
+    Args:
+        composed: bytes of each.
+    """
+    most = max(composed)
+    chosen = {0, composed.index(most), len(composed) - 1}
+    return sorted(rank for rank in chosen if composed[rank] >= (1 - NEAR) * most)
 
 
 def _peak(job: Job, layout: Layout, stage: int) -> int:

@@ -208,10 +208,10 @@ def _proven(
     for index, (layout, prediction) in enumerate(outcome.best):
         counted = None
         if prove and not outcome.interrupted:
-            fullest = max(prediction.ranks, key=lambda rank: rank.peak)
             try:
-                if index < prove or evaluator.error(layout, fullest.peak) > LARGEST_ERROR:
-                    counted = counted_peak(job, layout, fullest.rank)
+                composed = [rank.peak for rank in prediction.ranks]
+                if index < prove or evaluator.error(layout, max(composed)) > LARGEST_ERROR:
+                    counted = counted_peak(job, layout, composed)
             except MindSpeedError:
                 counted = None
             except KeyboardInterrupt:
