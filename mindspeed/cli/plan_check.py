@@ -61,12 +61,13 @@ def _counted(
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.composed import compose, count_where_needed
 
-    cluster, composed = None if own.cluster is None else load_cluster(own.cluster), None
+    cluster = None if own.cluster is None else load_cluster(own.cluster)
+    composed = None
     if not own.whole:
         with progress("counting small runs") as tell:
             tell(0, 1)
             composed = compose(job, args, cluster, limit, own.jobs)
-    with progress("counting ranks of the pipeline") as tell:
+    with progress("counting and timing ranks of the pipeline") as tell:
         return count_where_needed(composed, args, cluster, limit, own.jobs, tell)
 
 

@@ -120,7 +120,7 @@ def count_where_needed(
         cluster: rates of devices and links; None: no times.
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
-        progress: is told how many pipeline ranks are counted.
+        progress: is told how many pipeline ranks are counted, and then how many are timed.
 
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
@@ -134,7 +134,7 @@ def count_where_needed(
         return Composed(counted, 0.0)
     from mindspeed.planner.whole_time import predict_whole
 
-    return Composed(counted, 0.0, predict_whole(args, counted, cluster, jobs))
+    return Composed(counted, 0.0, predict_whole(args, counted, cluster, jobs, progress))
 
 
 def _near(composed: Composed, memory_limit: int | None) -> bool:

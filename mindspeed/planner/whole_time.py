@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindspeed.planner import isolated
-from mindspeed.planner.check import Check
+from mindspeed.planner.check import Check, Progress
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.data_parallel import DataParallel
 from mindspeed.planner.price import Prediction, RankFigures, assembled, stage_costs
@@ -30,7 +30,11 @@ from mindspeed.training.fake_job import rank_in_stage
 
 
 def predict_whole(
-    args: argparse.Namespace, found: Check, cluster: Cluster, jobs: int = 1
+    args: argparse.Namespace,
+    found: Check,
+    cluster: Cluster,
+    jobs: int = 1,
+    progress: Progress = lambda done, of: None,
 ) -> Prediction | None:
     """Where the time of a step goes; None where whole ranks do not tell.
 
@@ -39,6 +43,7 @@ def predict_whole(
         found: its counted bytes and FLOPs.
         cluster: rates of devices and links.
         jobs: processes.
+        progress: is told how many steps are timed.
 
     Raises:
         MindSpeedError: the job cannot be timed; says what is in the way.
@@ -59,6 +64,7 @@ def predict_whole(
         if isinstance(one, Exception):
             raise one
         figures.append(one)
+        progress(len(figures), len(asked))
     if shape.ranks == 1:
         figures = [_continued(*figures)]
     seconds = [dict[str, float]()] * len(shape.stages)

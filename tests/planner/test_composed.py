@@ -58,8 +58,10 @@ def test_composed_bytes_do_not_decide_whether_a_job_fits(counted, peak, error, l
 
 @pytest.mark.parametrize("cluster", [None, "a cluster"])
 def test_a_job_that_cannot_be_composed_is_counted_and_timed_whole(counted, monkeypatch, cluster):
-    timed = Lazy("mindspeed.planner.whole_time")
-    monkeypatch.setattr(timed, "predict_whole", lambda args, found, where, jobs: (where, jobs))
+    def timed(args, found, where, jobs, progress):
+        return where, jobs
+
+    monkeypatch.setattr("mindspeed.planner.whole_time.predict_whole", timed)
     found = composed.count_where_needed(None, None, cluster, LIMIT, 3)
     assert counted == [LIMIT] and not found.check.composed
     assert (found.error, found.prediction) == (0.0, cluster and (cluster, 3))
