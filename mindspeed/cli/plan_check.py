@@ -47,6 +47,9 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
             console.print(text, highlight=False)
         if prediction is not None:
             console.print(modelled(prediction, own.cluster), highlight=False)
+        elif counted.untimed:
+            text = f"the time of a step is not modelled: {counted.untimed}"
+            console.print(text, highlight=False, markup=False)
     if own.plot is not None:
         from mindspeed.cli.plan_picture import draw_memory
 

@@ -53,11 +53,13 @@ class Composed:
             composition; 0 where all is counted.
         prediction: seconds and what they are spent on; None without a cluster, and for a job that
             cannot be composed nor timed by its whole ranks.
+        untimed: why there are no times, of a job that was to be timed.
     """
 
     check: Check
     error: float
     prediction: Prediction | None = None
+    untimed: str = ""
 
 
 def compose(
@@ -134,7 +136,10 @@ def count_where_needed(
         return Composed(counted, 0.0)
     from mindspeed.planner.whole_time import predict_whole
 
-    return Composed(counted, 0.0, predict_whole(args, counted, cluster, jobs, progress))
+    try:
+        return Composed(counted, 0.0, predict_whole(args, counted, cluster, jobs, progress))
+    except MindSpeedError as error:
+        return Composed(counted, 0.0, untimed=str(error).strip().splitlines()[0])
 
 
 def _near(composed: Composed, memory_limit: int | None) -> bool:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mindspeed.errors import PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.check import Check, Progress
 from mindspeed.planner.cluster import Cluster
@@ -35,8 +36,8 @@ def predict_whole(
     cluster: Cluster,
     jobs: int = 1,
     progress: Progress = lambda done, of: None,
-) -> Prediction | None:
-    """Where the time of a step goes; None where whole ranks do not tell.
+) -> Prediction:
+    """Where the time of a step goes.
 
     Args:
         args: final values of the job; its features are attached.
@@ -46,11 +47,12 @@ def predict_whole(
         progress: is told how many steps are timed.
 
     Raises:
-        MindSpeedError: the job cannot be timed; says what is in the way.
+        MindSpeedError: the job cannot be timed, or whole ranks do not tell how long the actions of
+            its schedule take.
     """
     shape = shape_of(args)
-    if shape.uncomposable != shape.whole_only:  # of its schedule: actions differ from chunks
-        return None
+    if shape.uncomposable != shape.whole_only:
+        raise PlanError(shape.uncomposable)
     ranks = range(shape.ranks)
     counts = [(2, 3)] if shape.ranks == 1 else [(enough_micro_batches(shape, r),) for r in ranks]
     asked = [

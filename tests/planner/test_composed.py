@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed.errors import PlanError
 from mindspeed.planner.check import Check, RankCheck
 from tests.support.lazy import Lazy
 
@@ -77,3 +78,13 @@ def test_bytes_at_the_peak_of_runs_that_grow_count_by_themselves():
     """Between steps a job may have much more than at its peak beyond them."""
     assert agreement.Difference(0.001, 5.0, 100.0).largest == pytest.approx(0.05)
     assert agreement.Difference(0.2, 5.0, 100.0).largest == 0.2
+
+
+def test_a_job_without_times_says_why(counted, monkeypatch):
+    def refused(*given):
+        raise PlanError("micro-batches of different sizes\nmore")
+
+    monkeypatch.setattr("mindspeed.planner.whole_time.predict_whole", refused)
+    found = composed.count_where_needed(None, None, "a cluster", LIMIT)
+    assert found.check.fullest.peak == 77 and found.prediction is None
+    assert found.untimed == "micro-batches of different sizes"
