@@ -50,7 +50,7 @@ ATTACKS = {
     "utime": "os.utime(PATH, (1, 1))",
     "setxattr": "os.setxattr(PATH, 'user.x', b'x')",
     "flags": "import fcntl; fcntl.ioctl(os.open(PATH, os.O_RDONLY), 0x80086601, bytes(8))",
-    "command lines": "assert SECRET in ''.join(open(p).read() for p in glob('/proc/*/cmdline'))",
+    "command lines": "assert SECRET.encode() in b''.join(map(quietly, glob('/proc/*/cmdline')))",
     "environments": "assert b'HIDDEN' in b''.join(map(quietly, glob('/proc/*/environ')))",
     "limits of others": "resource.prlimit(VICTIM, resource.RLIMIT_NOFILE)",
     "priority of others": "os.setpriority(os.PRIO_PROCESS, VICTIM, 19)",
