@@ -1,7 +1,7 @@
 """``--pipeline-schedule``: in which order a pipeline runs its forwards and backwards.
 
     --pipeline-schedule zb-h1            a schedule by its name
-    --pipeline-schedule auto             the fastest of all within the memory limit
+    --pipeline-schedule auto             the fastest candidate within the memory limit
     --pipeline-schedule FILE.csv         one row per rank, as torch.distributed.pipelining writes it
     --pipeline-memory-limit FACTOR       activations, relative to Megatron's own schedule
     --pipeline-schedule-dump FILE        write the schedule that runs

@@ -183,9 +183,10 @@ def test_every_flag_of_an_example_exists(command: str) -> None:
     assert flags - _options_of(name) == set()
 
 
-def test_the_operator_table_is_up_to_date() -> None:
+@pytest.mark.parametrize("tool", ["operator_table", "pipeline_tables"])
+def test_generated_tables_are_up_to_date(tool: str) -> None:
     if sys.version_info < (3, 11):
         pytest.skip("tools/feature_table.py needs tomllib of Python 3.11")
-    command = [sys.executable, "tools/operator_table.py", "--check"]
+    command = [sys.executable, f"tools/{tool}.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,8 @@
-"""The fastest schedule that fits in memory, by simulation of all that exist.
+"""The fastest of the known schedules that fits in memory, by simulation.
 
-Candidates: every order of the stages' placement (``flush`` with several warm-ups k and groups g;
-on a V-shape ``vee`` and DualPipeV), with whole backwards and with weight gradients in idle times.
+Candidates: every order of the stages' placement (``flush`` with several warm-ups k and with groups
+of p, 2 p, 4 p, ... and all micro-batches; on a V-shape ``vee`` and DualPipeV), with whole backwards
+and with weight gradients in idle times. An order of another kind may be faster.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule import orders
+from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
 from mindspeed.pipeline.schedule.join import joined
@@ -58,16 +60,19 @@ def fastest(
     """
     found: list[_Candidate] = []
     least = float("inf")
-    for rows in _orders(placement, num_microbatches, costs, split):
-        plan = Plan(placement, rows, num_microbatches, sizes, "auto")
-        whole = _priced(with_reductions(plan), costs)
-        least = min(least, whole.peak)
-        if memory_limit is not None and whole.peak > memory_limit + _ROUNDING:
-            continue
-        found.append(whole)
-        if split and all(action.op != "I" for _, action in plan):
-            caps = {whole.peak, memory_limit or whole.peak}
-            found += [_filled(plan, costs, cap) for cap in sorted(caps)]
+    for group in _orders(placement, num_microbatches, split):
+        for rows in group:
+            plan = Plan(placement, rows, num_microbatches, sizes, "auto")
+            whole = _priced(with_reductions(plan), costs)
+            least = min(least, whole.peak)
+            if memory_limit is not None and whole.peak > memory_limit + _ROUNDING:
+                continue
+            found.append(whole)
+            if split and all(action.op != "I" for _, action in plan):
+                caps = {whole.peak, memory_limit or whole.peak}
+                found += [_filled(plan, costs, cap) for cap in sorted(caps)]
+        if found and min(one.time for one in found) <= _bound(found[0].plan, costs) + _ROUNDING:
+            break
     if not found:
         raise ConfigError(
             f"no pipeline schedule of {num_microbatches} micro-batches on {placement.ranks} ranks "
@@ -77,25 +82,32 @@ def fastest(
     return min(found, key=_Candidate.rank).plan
 
 
-def _orders(placement: Placement, m: int, costs: Costs, split: bool) -> Iterator[orders.Rows]:
+def _orders(placement: Placement, m: int, split: bool) -> Iterator[list[orders.Rows]]:
+    """Orders of about the same memory together, those that need more of it later."""
     p, v = placement.ranks, placement.chunks
     if placement != Placement.loop(p, v):
-        yield orders.vee(p, m)
-        if m >= 2 * p:
-            yield orders.dualpipev(p, m, split)
+        yield [orders.vee(p, m), *([orders.dualpipev(p, m, split)] if m >= 2 * p else [])]
         return
     seen: set[orders.Rows] = set()
-    for g in _groups(p, v, m, costs):
-        for k in WARMUPS:
-            rows = orders.flush(p, v, m, g, k)
-            if rows not in seen:
-                seen.add(rows)
-                yield rows
+    for g in _groups(p, v, m):
+        new = dict.fromkeys(orders.flush(p, v, m, g, k) for k in WARMUPS)
+        yield [rows for rows in new if rows not in seen]
+        seen |= new.keys()
 
 
-def _groups(p: int, v: int, m: int, costs: Costs) -> Sequence[int]:
-    """Larger groups only hide more of the reduction, for more memory."""
-    if v == 1 or not costs.reduction:
+def _bound(plan: Plan, costs: Costs) -> float:
+    """No order of this placement is faster: a rank waits for its first input, then never again."""
+    smallest = min(range(plan.num_microbatches), key=plan.size)
+    last = plan.placement.ranks - 1
+    start = sum(
+        costs.seconds(plan, Action("F", stage, smallest)) + costs.latency for stage in range(last)
+    )
+    return start + sum(costs.seconds(plan, action) for action in plan.rows[last])
+
+
+def _groups(p: int, v: int, m: int) -> Sequence[int]:
+    """Larger groups hide more of the reduction and of the latency, for more memory."""
+    if v == 1:
         return [p]
     sizes = [p]
     while 2 * sizes[-1] < m:

@@ -12,7 +12,7 @@
 | zb-v        | vee                      | where it helps  | p                                 |
 | dualpipev   | DeepSeek's               | some            | p + 1/2                           |
 | aiao        | flush, g=m (or breadth)  | no              | (2 (p - 1) + (v - 1) m + 1) / v   |
-| auto        | the fastest of all       | where it helps  | the limit, if there is one        |
+| auto        | the fastest of auto.py's | where it helps  | the limit, if there is one        |
 """
 
 from __future__ import annotations

@@ -14,18 +14,33 @@ def auto(p, v, m, costs=None, **changes):
     return simulate(build_plan(request, p, v, m), costs)
 
 
-@pytest.mark.parametrize("costs", [Costs(), Costs(latency=0.1), Costs(1, 1.5, 0.7, latency=0.3)])
+def step(simulation):
+    return simulation.makespan + simulation.exposed_reduction
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [Costs(), Costs(latency=0.1), Costs(1, 1.5, 0.7, latency=0.3), Costs(latency=1, reduction=9)],
+)
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 4), (4, 1, 8), (4, 2, 8), (4, 4, 8)])
 def test_no_named_schedule_is_faster(p, v, m, costs):
     found = auto(p, v, m, costs)
-    for kind in ("1f1b", "zb-h1", "nanopipe"):
-        plan = build_plan(ScheduleRequest(kind=kind, costs=costs), p, v, m)
-        assert found.makespan <= simulate(plan, costs).makespan + 1e-6
+    for kind in ("1f1b", "zb-h1", "nanopipe", *(["aiao"] if v > 1 else [])):
+        named = simulate(build_plan(ScheduleRequest(kind=kind, costs=costs), p, v, m), costs)
+        assert step(found) <= step(named) + 1e-6
     if v == 2:
         found = auto(p, v, m, costs, v_shape=True)
         for kind in ("zb-v", "dualpipev"):
-            plan = build_plan(ScheduleRequest(kind=kind, costs=costs), p, v, m)
-            assert found.makespan <= simulate(plan, costs).makespan + 1e-6
+            named = simulate(build_plan(ScheduleRequest(kind=kind, costs=costs), p, v, m), costs)
+            assert step(found) <= step(named) + 1e-6
+
+
+def test_larger_groups_hide_latency():
+    """With slow messages all micro-batches at once are faster than groups of p."""
+    costs = Costs(latency=1)
+    aiao = simulate(build_plan(ScheduleRequest(kind="aiao", costs=costs), 4, 4, 12), costs)
+    small = simulate(build_plan(ScheduleRequest(kind="nanopipe", costs=costs), 4, 4, 12), costs)
+    assert auto(4, 4, 12, costs).makespan <= aiao.makespan < 0.8 * small.makespan
 
 
 def test_among_equally_fast_ones_it_takes_that_of_least_memory():

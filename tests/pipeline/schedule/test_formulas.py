@@ -1,6 +1,7 @@
 """The closed formulas for bubble, memory and exposed reduction equal the simulator."""
 
 import math
+import random
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_loops(v, ranks, times):
             k = 2 if v > 1 else 1
             assert max(whole.peak_chunks) == min(k * (p - 1) + (v - 1) * g + 1, v * m)
             split = priced("zb-h1", p, v, m, costs)
-            assert split.bubble_time == pytest.approx((p - 1) * max(f, f + i - w) / v)
+            assert split.bubble_time == pytest.approx((p - 1) * max(f, i, f + i - w) / v)
             assert set(split.peak_chunks) <= {min(p - 1 + (v - 1) * g + 1, v * m)}
             if v > 1:
                 nano = priced("nanopipe", p, v, m, costs)
@@ -53,6 +54,30 @@ def test_loops(v, ranks, times):
                 out = priced("aiao", p, v, m, costs)
                 assert out.bubble_time == pytest.approx(whole.bubble_time)
                 assert max(out.peak_chunks) == min(2 * (p - 1) + (v - 1) * m + 1, v * m)
+
+
+def test_conditions_of_the_formulas_of_the_documentation():
+    """docs/pipeline.md: what holds for all times, and what only where they are nearly equal."""
+    draw = random.Random(7)
+    for case in range(120):
+        p = draw.choice((2, 3, 4, 6))
+        m = p * draw.choice((2, 3))
+        f, i, w = (draw.uniform(0.4, 2.2) for _ in range(3))
+        for v in (1, 2, 4):
+            split = priced("zb-h1", p, v, m, Costs(f, i, w)).bubble_time
+            assert split == pytest.approx((p - 1) * max(f, i, f + i - w) / v)
+            nano = priced("nanopipe", p, v, m, Costs(f, i, w)).bubble_time
+            assert nano <= split + 1e-9 and nano >= (p - 1) * f / v - 1e-9
+        near = [draw.uniform(0.955, 1.045) for _ in range(3)] if case else [1, 1, 1]
+        f, i, w = near
+        found = {
+            kind: priced(kind, p, 2, m, Costs(f, i, w)).bubble_time
+            for kind in ("nanopipe", "zb-v", "dualpipev")
+        }
+        assert found["nanopipe"] == pytest.approx((p - 1) / 2 * f)
+        assert found["dualpipev"] == pytest.approx((p - 1) / 2 * max(f, f + i - w))
+        least = (p - 1) / 2 * max(f, i)
+        assert least - 1e-9 <= found["zb-v"] <= least * (1.05 if case else 1) + 1e-9
 
 
 def test_the_v_shape():
