@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from mindspeed.device import Device
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.memory.plan import LayerPlan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.segment import Segment
+from mindspeed.profiling.flop_formulas import formula_of
 
 Clock = Callable[[Callable[[], object]], float]
 """Runs a function; returns its seconds."""
@@ -150,7 +150,7 @@ class _Roofline(TorchDispatchMode):
             return result
         leaves = tree_leaves((args, kwargs, result))
         moved = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        count = flop_registry.get(getattr(func, "overloadpacket", None))
+        count = formula_of(getattr(func, "overloadpacket", None))
         flops = count(*args, **kwargs, out_val=result) if count is not None else 0
         self.seconds += max(flops / self._rates.flops, moved / self._rates.bandwidth)
         return result

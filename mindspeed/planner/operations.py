@@ -9,8 +9,6 @@ A step that was executed once can so be timed for any device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 from mindspeed.planner.chains import Chain
 from mindspeed.planner.products import Product, dtype_of, product_of
@@ -23,7 +21,7 @@ class Operation:
 
     Attributes:
         name: of the operator.
-        flops: computed; of attention without those of masked pairs.
+        flops: computed.
         nbytes: read and written once.
         product: the matrix product that it computes, if any.
         batch: how many of them.
@@ -35,7 +33,7 @@ class Operation:
     """
 
     name: str
-    flops: float
+    flops: int
     nbytes: int
     product: Product | None = None
     batch: int = 1
@@ -62,17 +60,4 @@ def operation_of(call: Call, chain: Chain) -> Operation:
         product, batch = found
         return Operation(name, call.flops, call.nbytes, product, batch, dtype)
     attention = "attention" in name
-    flops = call.flops * _causal_part(call) if attention else call.flops
-    return Operation(name, flops, call.nbytes, dtype=dtype, attention=attention)
-
-
-def _causal_part(call: Call) -> float:
-    """The part of the counted score matrix that a causal kernel of torch computes."""
-    given: dict[str, Any] = dict(call.kwargs)
-    names = [argument.name for argument in call.func._schema.arguments]
-    given.update(zip(names, call.args, strict=False))
-    if not given.get("is_causal", given.get("causal")) or call.func.namespace != "aten":
-        return 1.0
-    query, key = given["query"].shape[-2], given["key"].shape[-2]
-    seen = prod((min(query, key), min(query, key) + 1)) / 2 + max(0, query - key) * key
-    return seen / (query * key)
+    return Operation(name, call.flops, call.nbytes, dtype=dtype, attention=attention)

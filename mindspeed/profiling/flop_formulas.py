@@ -5,10 +5,11 @@ CUDA. The formulas here complete it: products with an accumulator written in pla
 gradients), grouped products of MoE experts, vector products, and the attention kernels of the CPU
 and of devices outside torch.
 
-A multiplication and an addition count as two operations. torch's attention counts the full score
-matrix, masked or not, and its backward five products, because the kernels recompute the scores
-(:func:`repeated_in`). Operators of mindspeed register their formula where they are defined, with
-``torch.utils.flop_counter.register_flop_formula``; their attention counts unmasked pairs only.
+A multiplication and an addition count as two operations. Fused attention counts what its kernels
+compute: of a causal mask (``is_causal``) only the pairs of queries and keys that see each other,
+where torch's own formulas count all, of a mask given as a tensor all; its backward five products,
+because the kernels recompute the scores (:func:`repeated_in`). Operators of mindspeed register
+their formula where they are defined, with ``torch.utils.flop_counter.register_flop_formula``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,34 @@ Formula = Callable[..., int]
 
 def formula_of(operator: Any) -> Formula | None:
     """The formula of an operator such as ``torch.ops.aten.mm``; None if it has no FLOPs."""
-    return flop_registry.get(operator) or _FORMULAS.get(operator)
+    formula = flop_registry.get(operator) or _FORMULAS.get(operator)
+    names = _ARGUMENTS.get(operator)
+    return formula if formula is None or names is None else _of_visible_pairs(formula, names)
+
+
+def _of_visible_pairs(formula: Formula, names: tuple[str, ...]) -> Formula:
+    """``formula`` counts all pairs of queries and keys; without those that a causal mask hides.
+
+    Args:
+        formula: of an attention on ``[b, n, s, d]``.
+        names: of the operator's arguments.
+    """
+
+    def counted(*args: Any, **kwargs: Any) -> int:
+        flops = formula(*args, **kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if not given.get("is_causal"):
+            return flops
+        queries, keys = given["query"].shape[-2], given["key"].shape[-2]
+        return flops * _causal_pairs(queries, keys) // max(1, queries * keys)
+
+    return counted
+
+
+def _causal_pairs(queries: int, keys: int) -> int:
+    """Query i sees the keys 0 to i."""
+    seen = min(queries, keys)
+    return seen * (seen + 1) // 2 + max(0, queries - keys) * keys
 
 
 def repeated_in(operator: Any, args: Sequence[Any], flops: int) -> int:
@@ -120,6 +148,14 @@ _FORMULAS: dict[Any, Formula] = {
     getattr(torch.ops.aten, name): formula
     for name, formula in _BY_NAME.items()
     if hasattr(torch.ops.aten, name)  # some are newer than the oldest supported torch
+}
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {  # of the attention operators with is_causal
+    packet: tuple(argument.name for argument in packet.default._schema.arguments)
+    for packet in (
+        getattr(torch.ops.aten, name)
+        for name in dir(torch.ops.aten)
+        if name.startswith("_scaled_dot_product_") and not name.endswith("_for_mps")
+    )
 }
 _OUR_ATTENTION_BACKWARD = "mindspeed.attention_backward"
 _ATTENTION_BACKWARDS = {
