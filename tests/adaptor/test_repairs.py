@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.repairs import absent_triton, dataset_helpers
+from mindspeed.adaptor.repairs import absent_triton, dataset_helpers, first_report
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
@@ -208,3 +208,42 @@ def test_mtp_loss_is_averaged_over_the_whole_sequence(ranks):
     # Rank 0 of the zigzag holds the two ends of the sequence.
     assert ranks(2, count, False, setup=ADAPTOR, timeout=120) == [[3.0, 2.0], [4.0, 4.0]]
     assert ranks(2, count, True, setup=ADAPTOR, timeout=120) == [[3.5, 3.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("interval", "started", "printed"),
+    [
+        (1, 0, {1: 10, 2: 20, 3: 30, 4: 40, 5: 50, 6: 60}),
+        (3, 0, {1: 10, 3: 20, 6: 50}),  # the first report lies within an interval
+        (3, 2, {3: 30, 6: 50}),
+    ],
+)
+def test_every_report_has_the_iterations_of_its_interval(interval, started, printed, monkeypatch):
+    global_vars = types.ModuleType("megatron.training.global_vars")
+    global_vars.get_args = lambda: types.SimpleNamespace(log_interval=interval)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", global_vars)
+
+    def run(training_log):
+        sums = {"loss": 0, "advanced iterations": 0}
+        values = (
+            training_log(
+                {"loss": 10 * number}, sums, number, is_first_iteration=number == started + 1
+            )
+            for number in range(started + 1, 7)
+        )
+        return {number: mean for number, mean in values if mean is not None}
+
+    def training_log(loss_dict, total_loss_dict, iteration, is_first_iteration=False):
+        """Sums and resets as Megatron-LM's does; returns what it prints."""
+        total_loss_dict["advanced iterations"] += 1
+        total_loss_dict["loss"] += loss_dict["loss"]
+        if iteration % interval and not is_first_iteration:
+            return iteration, None
+        mean = total_loss_dict["loss"] / total_loss_dict["advanced iterations"]
+        if not is_first_iteration:
+            total_loss_dict.update({"loss": 0, "advanced iterations": 0})
+        return iteration, mean
+
+    assert run(first_report.reset_at_the_end_of_an_interval(training_log)) == printed
+    unrepaired = run(training_log)
+    assert (unrepaired == printed) == (interval == 3 and started == 0)

@@ -19,10 +19,7 @@ _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)", r
 
 @dataclass(frozen=True)
 class Run:
-    """The printed losses and gradient norms of a run, without those of its second iteration.
-
-    Megatron-LM prints the mean of the first two iterations (of a resumed run, too) as the second.
-    """
+    """The printed losses and gradient norms of a run."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -70,5 +67,4 @@ def pretrain(directory: Path, nproc: int, *flags: str, timeout: int = 300) -> Ru
 def _read(output: str) -> Run:
     rows = [(int(number), float(loss), float(norm)) for number, loss, norm in _LOSS.findall(output)]
     assert rows, output[-6000:]
-    del rows[1:2]
     return Run(tuple(r[1] for r in rows), tuple(r[2] for r in rows), output)

@@ -128,6 +128,5 @@ def test_losses_continue_those_of_one_run(chain, saved, tmp_path):
     whole, checkpoint = saved(model, ranks, saving)
     load = f"--load {checkpoint} --train-iters 5"
     rest = pretrain(tmp_path, further_ranks, *f"{model} {TRAINING} {going_on} {load}".split())
-    # Printed: 1, 3, 4, 5 of the whole run, 3 and 5 of the rest.
-    assert rest.losses == pytest.approx((whole.losses[1], whole.losses[3]), rel=2e-6)
-    assert rest.grad_norms == pytest.approx((whole.grad_norms[1], whole.grad_norms[3]), abs=2e-3)
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=2e-6)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[2:], abs=2e-3)

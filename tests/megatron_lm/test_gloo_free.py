@@ -24,4 +24,4 @@ def test_legacy_checkpoints_are_written_and_read_without_gloo(tmp_path):
     assert files["staged"] == files["gloo"]
     (tmp_path / "gloo" / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = pretrain(tmp_path, 2, *f"{base} --load {tmp_path / 'gloo'} {STAGED}".split())
-    assert resumed.losses[0] == runs["gloo"].losses[1]
+    assert resumed.losses == runs["gloo"].losses[2:]

@@ -181,7 +181,7 @@ def test_layout_equals_the_one_rank_run(layout, reference, tmp_path):
     nproc, model, flags = LAYOUTS[layout]
     one_rank = reference(model)
     run = one_rank.train(tmp_path, nproc, flags)
-    assert len(run.losses) == 3
+    assert len(run.losses) == 4
     assert run.losses == pytest.approx(one_rank.run.losses, rel=2e-6)
     assert run.grad_norms == pytest.approx(one_rank.run.grad_norms, abs=2e-3)
 

@@ -16,6 +16,7 @@ from typing import Any
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
     dataset_helpers,
+    first_report,
     fsdp_swiglu,
     fused_kernels,
     gpu_affinity,
@@ -39,7 +40,7 @@ from mindspeed.adaptor.repairs import (
 )
 from mindspeed.device import Device
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient)
+_EVERYWHERE = (rng_tracker, latent_key_gradient, first_report)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_HOST = (process_groups, yarn)
