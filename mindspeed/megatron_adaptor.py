@@ -31,12 +31,12 @@ def repatch(args: Mapping[str, Any] | argparse.Namespace) -> Configuration:
     modules that are built later, so call it before the model is built.
 
     Args:
-        args: a mapping or a namespace; names that are no option of ours are Megatron's.
+        args: a mapping or a namespace; names that are no option of ours are Megatron's. Values
+            that cannot work here are corrected in a namespace; a mapping is only read.
 
     Returns:
-        The new configuration.
+        The new configuration; its ``corrections`` are the values that were or are to be corrected.
     """
-    values = vars(args) if isinstance(args, argparse.Namespace) else args
     active = session.install()
     active.detach_features()
-    return active.configure(values)
+    return active.configure(args)

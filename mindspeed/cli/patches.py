@@ -39,7 +39,7 @@ def _list(flags: list[str]) -> int:
     active = session.install()
     parser = add_feature_flags(argparse.ArgumentParser("mindspeed patches --"))
     values, _ = parser.parse_known_args(flags)
-    active.configure(vars(values))
+    active.configure(values)
     console = Console(soft_wrap=True, highlight=False)
     stacks = active.engine.stacks()
     for target, (patches, _) in stacks.items():

@@ -94,11 +94,13 @@ class ContextParallelOptions:
     )
 
 
-_RING, _ULYSSES, _HYBRID, _GATHER = ["p2p"], ["a2a"], ["a2a+p2p"], ["all_gather"]
-COMM_TYPE_NOT_GIVEN = ["p2p"]
-"""Default of ``--cp-comm-type`` in the parsers, known by its identity: nobody gave it."""
+# A tuple: words of ours, which nobody gave; parsers and callers give a list or a word. Its type
+# survives copies, pickles and checkpoints of the arguments, and Megatron reads it like a list.
+COMM_TYPE_NOT_GIVEN = ("p2p",)
+"""Default of ``--cp-comm-type`` in the parsers."""
+_RING, _ULYSSES, _HYBRID, _GATHER = ("p2p",), ("a2a",), ("a2a+p2p",), ("all_gather",)
 
-_ALGORITHMS: dict[str, tuple[str, list[str]]] = {
+_ALGORITHMS: dict[str, tuple[str, tuple[str]]] = {
     "ulysses_cp_algo": ("ulysses", _ULYSSES),
     "megatron_cp_algo": ("ring", _RING),
     "hybrid_cp_algo": ("hybrid", _HYBRID),
@@ -108,13 +110,11 @@ _ALGORITHMS: dict[str, tuple[str, list[str]]] = {
 }
 """Name of the strategy, and of what Megatron calls the groups that it needs."""
 
-_OURS = (COMM_TYPE_NOT_GIVEN, _RING, _ULYSSES, _HYBRID, _GATHER)
-
 
 def comm_types(megatron: Megatron) -> list[str] | None:
     """``--cp-comm-type`` where the user gave it."""
     value = megatron.get("cp_comm_type")
-    if value is None or any(value is own for own in _OURS):
+    if value is None or isinstance(value, tuple):
         return None
     return [value] if isinstance(value, str) else list(value)
 

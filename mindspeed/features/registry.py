@@ -12,7 +12,7 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -122,11 +122,19 @@ def own_flags() -> list[str]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The resolved choice: level, options of every feature, and the enabled ones in order."""
+    """The resolved choice.
+
+    Attributes:
+        level: ``--optimization-level``.
+        options: of every feature, by its name.
+        enabled: features that are on, in order.
+        corrections: values of Megatron's arguments that take the place of those given.
+    """
 
     level: int
     options: Mapping[str, Any]
     enabled: tuple[Feature, ...]
+    corrections: Mapping[str, Any] = field(default_factory=dict)
 
     def changed_values(self) -> dict[str, Any]:
         """Flat ``{flag name: value}`` of everything that differs from its default."""

@@ -108,7 +108,7 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
 def load_model(source: Source, world_size: int, provider: ModelProvider = gpt_model) -> LoadedModel:
     """Create the process groups, build and load this rank's stage. Collective."""
     args = resolve_source(source, world_size)
-    session.install().configure(vars(args))
+    session.install().configure(args)
     setup.initialize(args)
     if is_hf(source.root) and args.tokenizer_type == "NullTokenizer":  # the directory has none
         tokenizer = without_text(args.vocab_size)

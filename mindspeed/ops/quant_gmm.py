@@ -2,12 +2,13 @@
 
     y[g] = act((x[g] @ w[g] + bias[g]) * scale[g] * per_token_scale)
 
-Sums of products are exact in int32. Forward only. Source: the A8W8 form of torch_npu's
-``npu_grouped_matmul``.
+Sums of products are exact in int32 on every processor. Forward only. Source: the A8W8 form of
+torch_npu's ``npu_grouped_matmul``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -186,10 +187,27 @@ def _reference(
 
 def int_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """``x @ w`` of int8 matrices ``[m, k]`` and ``[k, n]``, exact, as int32 ``[m, n]``."""
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and _library_is_exact():
         return torch._int_mm(x, w.contiguous())
     # Integer products of other devices are picky about sizes; 2^53 holds any sum of int8 products.
     return (x.double() @ w.double()).to(torch.int32)
+
+
+@functools.cache
+def _library_is_exact() -> bool:
+    """Whether torch's int8 product is exact on this processor.
+
+    Without VNNI instructions oneDNN adds pairs of products in saturating 16-bit numbers. Extreme
+    values show it, of each sign, in matrices and vectors, in whole registers and their rests.
+    """
+    for m, k, n in ((1, 64, 32), (16, 64, 1), (16, 67, 32), (5, 2, 3)):
+        for left in (-128, 127):
+            for right in (-128, 127):
+                x = torch.full((m, k), left, dtype=torch.int8)
+                w = torch.full((k, n), right, dtype=torch.int8)
+                if not bool((torch._int_mm(x, w) == left * right * k).all()):
+                    return False
+    return True
 
 
 _CODES = {torch.float16: 5, torch.bfloat16: 15}

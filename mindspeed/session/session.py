@@ -18,6 +18,7 @@ import os
 import sys
 from collections import ChainMap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -96,28 +97,39 @@ class Session:
             ):
                 self.engine.add(patch)
 
-    def configure(self, values: Mapping[str, Any], *, strict: bool = False) -> Configuration:
+    def configure(
+        self, values: Mapping[str, Any] | argparse.Namespace, *, strict: bool = False
+    ) -> Configuration:
         """Phase B: decide which features are on and attach them.
 
         Another call replaces the choice, until the parallel groups exist. A value of Megatron's
-        that cannot work on this device is corrected in ``values``.
+        that cannot work here is corrected: in a namespace, which is Megatron's own. A mapping is
+        only read.
 
         Args:
-            values: Megatron's arguments and our options in one mapping.
+            values: Megatron's arguments and our options together.
             strict: refuse names that are no option of ours.
+
+        Returns:
+            The choice; ``corrections`` are values that Megatron should get for those given.
 
         Raises:
             ConfigError: wrong options, or another choice after the parallel groups exist.
         """
         from_file = read_config_file()
         refuse_unknown(from_file, f"{CONFIG_FILE}: ")
-        if strict:
-            refuse_unknown(values)
         # A view, not a copy: Megatron sets some values later (the padded vocabulary size).
-        values = ChainMap(values, from_file)  # type: ignore[arg-type]  # it is only read
-        for name, value in corrected_arguments(values, self.device.name).items():
-            values[name] = value  # in Megatron's own namespace
-        values.update(derived(values))
+        if isinstance(values, argparse.Namespace):
+            values = ChainMap(vars(values), from_file)
+        else:
+            if strict:
+                refuse_unknown(values)
+            values = ChainMap({}, values, from_file)  # type: ignore[arg-type]  # it is only read
+        corrections = dict(corrected_arguments(values, self.device.name))
+        values.update(corrections)
+        of_layout = derived(values)
+        values.update(of_layout)
+        corrections.update(of_layout)
         new = resolve(values, self.device.name)
         old = self.configuration
         if old is not None and model_parallel_is_initialized():
@@ -131,10 +143,11 @@ class Session:
         with self.engine.batch():
             self.detach_features()
             for feature in new.enabled:
-                for name, value in feature.corrects(new.options[feature.name], values).items():
-                    values[name] = value
+                of_feature = feature.corrects(new.options[feature.name], values)
+                values.update(of_feature)
+                corrections.update(of_feature)
             self._attach(new, MappingProxyType(values))
-        self.configuration = new
+        self.configuration = new = replace(new, corrections=MappingProxyType(corrections))
         _log_choice(new)
         return new
 
@@ -155,7 +168,7 @@ class Session:
         self.journal.undo()
 
     def _configure_from_namespace(self, args: argparse.Namespace) -> None:
-        self.configure(vars(args))
+        self.configure(args)
         if shown := dict(self.seams.shown_arguments):
             self.seams.journal.call_on_undo(
                 functools.partial(setattr, args, "__class__", type(args))

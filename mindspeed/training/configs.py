@@ -49,7 +49,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         values["init_method"] = torch.nn.init.xavier_uniform_
     for name in ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         value = values[name]
-        if isinstance(value, list) and len(value) == 1:
+        if isinstance(value, list | tuple) and len(value) == 1:
             values[name] = value[0]
     return config_class(**values)
 

@@ -65,7 +65,7 @@ def prepare(
     settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe, training=training)
     if auto_tuning.asked(vars(args)):
         vars(args)[WORDS] = tuple(argv)
-    session.install().configure(vars(args))
+    session.install().configure(args)
     configs.check(args)
     if training and not assumed:
         check_files(args)

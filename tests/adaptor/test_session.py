@@ -285,9 +285,36 @@ def test_features_survive_subclassed_and_copied_configs_and_apply_again(result):
 def test_mla_rope_fusion_is_switched_off_where_its_kernels_cannot_run(result):
     values = result(
         "from mindspeed import session\n"
-        "args = {'multi_latent_attention': True, 'apply_rope_fusion': True}\n"
-        "gpt = {'multi_latent_attention': False, 'apply_rope_fusion': True}\n"
+        "from argparse import Namespace\n"
+        "args = Namespace(multi_latent_attention=True, apply_rope_fusion=True)\n"
+        "gpt = Namespace(multi_latent_attention=False, apply_rope_fusion=True)\n"
         "session.install().configure(args); session.current().configure(gpt)\n"
-        "print(json.dumps([args['apply_rope_fusion'], gpt['apply_rope_fusion']]))"
+        "print(json.dumps([args.apply_rope_fusion, gpt.apply_rope_fusion]))"
     )
     assert values == [False, True]
+
+
+READ_ONLY = """
+import json
+from argparse import Namespace
+from types import MappingProxyType
+import mindspeed.megatron_adaptor as adaptor
+
+given = {
+    "context_parallel_size": 2, "cp_comm_type": None, "seq_length": 64, "num_layers": 2,
+    "num_attention_heads": 4, "tensor_model_parallel_size": 1, "apply_rope_fusion": True,
+    "multi_latent_attention": True,
+}
+before = dict(given)
+corrected = adaptor.repatch(MappingProxyType(given)).corrections
+assert adaptor.repatch(given).corrections == corrected and given == before, given
+args = Namespace(**before)
+adaptor.repatch(args)
+assert vars(args) == before | dict(corrected)
+print(json.dumps(dict(corrected)))
+"""
+
+
+def test_a_mapping_is_only_read_and_a_namespace_is_corrected(result):
+    corrected = result(READ_ONLY)
+    assert corrected["cp_comm_type"] == ["a2a"] and corrected["apply_rope_fusion"] is False

@@ -27,7 +27,7 @@ def weights(folder: str, load: str, flags: Sequence[str] = ()) -> list[tuple[Any
 
     words = (*flags, f"--load={load}", "--exit-on-missing-checkpoint")
     args = model_ranks.resolved(folder, words, dist.get_world_size())
-    session.install().configure(vars(args))
+    session.install().configure(args)
     setup.initialize(args)
     model = build(args)
     loaded = load_checkpoint(args, model)

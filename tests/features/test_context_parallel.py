@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
+import pickle
+
 import pytest
 
 from mindspeed.attention.strategy import Strategy
@@ -9,6 +13,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.features import context_parallel as feature
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN, ContextParallelOptions
 from mindspeed.features.registry import resolve
+from mindspeed.training.arguments import build_parser, parse
 
 MODEL = {
     "context_parallel_size": 8,
@@ -31,6 +36,26 @@ def resolved(**values):
     return options, feature.FEATURE.corrects(options, megatron)
 
 
+def test_copies_of_the_arguments_keep_the_algorithm():
+    """Whether --cp-comm-type was given is not lost in copies, before and after corrections."""
+    for algorithm in ("ulysses_cp_algo", "adaptive_cp_algo", "megatron_cp_algo"):
+        args = parse(["--context-parallel-algo", algorithm], build_parser())
+        by_caller = argparse.Namespace(**{**vars(args), "cp_comm_type": ["p2p"]})
+        args.context_parallel_size = 8
+        corrected = argparse.Namespace(**vars(args))
+        vars(corrected).update(feature.FEATURE.corrects(_options(args), vars(args)))
+        for copied in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+            assert feature.comm_types(vars(copied(args))) is None
+            assert feature.comm_types(vars(copied(corrected))) is None
+            assert feature.comm_types(vars(copied(by_caller))) == ["p2p"]
+        given = parse(["--cp-comm-type", "p2p"], build_parser())
+        assert feature.comm_types(vars(copy.deepcopy(given))) == ["p2p"]
+
+
+def _options(args):
+    return resolve(vars(args), "cpu").options["context-parallel"]
+
+
 def strategy(**values):
     return feature.strategy_of(resolved(**values)[0])
 
@@ -39,7 +64,7 @@ def test_default_is_ulysses():
     options, corrections = resolved()
     assert feature.strategy_of(options) == Strategy("ulysses")
     assert corrections == {
-        "cp_comm_type": ["a2a"],
+        "cp_comm_type": ("a2a",),
         "create_attention_mask_in_dataloader": False,
     }
 
@@ -95,7 +120,7 @@ def test_default_is_ulysses():
 def test_algorithms(values, expected, comm_type):
     options, corrections = resolved(**values)
     assert feature.strategy_of(options) == expected
-    assert corrections["cp_comm_type"] == [comm_type]
+    assert corrections["cp_comm_type"] == (comm_type,)
     if expected.hybrid:
         sizes = [expected.ulysses_degree, 8 // expected.ulysses_degree]
         assert corrections["hierarchical_context_parallel_sizes"] == sizes
@@ -116,7 +141,7 @@ def test_reconfiguring_uses_the_algorithm_not_its_previous_correction():
     _, again = resolved(
         cp_comm_type=corrections["cp_comm_type"], context_parallel_algo="megatron_cp_algo"
     )
-    assert again["cp_comm_type"] == ["p2p"]
+    assert again["cp_comm_type"] == ("p2p",)
 
 
 def test_cache_interval():

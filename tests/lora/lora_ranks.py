@@ -68,7 +68,7 @@ def built(folder: str, flags: Sequence[str]) -> tuple[Any, Any]:
     from mindspeed.training.model import build
 
     args = resolved(folder, flags, dist.get_world_size())
-    session.install().configure(vars(args))
+    session.install().configure(args)
     setup.initialize(args)
     pretrain.count_batches(args)
     model = build(args)
@@ -317,7 +317,7 @@ def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
 
     flags = [*flags, "--micro-batch-size=1", "--lr=0.01", "--lr-decay-style=constant"]
     args = resolved(folder, flags, dist.get_world_size())
-    session.install().configure(vars(args))
+    session.install().configure(args)
     setup.initialize(args)
     pretrain.count_batches(args)
     model = build(args)

@@ -202,7 +202,7 @@ def compare(ranks, size, flags, truth, config, out, family="llama"):
     run = lora_ranks.loss_and_gradients
     results = ranks(size, run, str(folder), str(adapter), flags, setup=SETUP, timeout=120)
     losses = [found for found, _ in results if found is not None]
-    assert sum(losses) / len(losses) == pytest.approx(loss, rel=2e-6)
+    assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-5)
     shape = shape_of(lora_ranks.resolved(str(folder), flags, size))
     peft_write.write(out, config, lora_ranks.assembled(results), FAMILIES[family], shape)
     found = load_file(out / peft.WEIGHTS)
@@ -210,6 +210,7 @@ def compare(ranks, size, flags, truth, config, out, family="llama"):
     for name, expected in gradients.items():
         largest = expected.abs().max().item()
         assert largest > 1e-4, name
+        # fp32 sums whose terms are larger than the sum, in the order of this processor.
         torch.testing.assert_close(
-            found[name].double(), expected, rtol=1e-4, atol=1e-5 * largest, msg=name
+            found[name].double(), expected, rtol=1e-4, atol=1e-4 * largest, msg=name
         )

@@ -45,7 +45,7 @@ def loaded(folder: str, flags: Sequence[str]) -> tuple[Any, Any]:
     from mindspeed.training.model import build
 
     args = resolved(folder, flags, dist.get_world_size())
-    session.install().configure(vars(args))
+    session.install().configure(args)
     setup.initialize(args)
     model = build(args)
     assert load_hf(args, model.modules, folder) == []

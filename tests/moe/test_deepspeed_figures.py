@@ -70,20 +70,22 @@ def test_dropless_sends_what_there_is(ranks, largest, ratio):
         assert padded.calls == window.calls == ["dispatch.rows", "combine.rows"]
         assert overflow.calls == ["dispatch.rows", "rest.rest", "combine.rows"]
         for other in (padded, window, overflow):
-            torch.testing.assert_close(other.output, exact.output, rtol=0, atol=1e-6)
-            for name, gradient in exact.gradients.items():
-                torch.testing.assert_close(other.gradients[name], gradient, rtol=5e-6, atol=4e-6)
+            assert_same(other, exact)
 
 
 def test_all_tokens_to_one_expert_and_uneven_ranks(ranks):
     needs("megatron.core")
     for exact, *others in ranks(2, jobs.adversarial, setup=ADAPTOR):
-        for number, other in enumerate(others):
-            torch.testing.assert_close(other.output, exact.output, rtol=0, atol=1e-6)
-            for name, gradient in exact.gradients.items():
-                torch.testing.assert_close(
-                    other.gradients[name], gradient, rtol=0, atol=2e-6, msg=f"{number} {name}"
-                )
+        for other in others:
+            assert_same(other, exact)
+
+
+def assert_same(found: jobs.Sent, expected: jobs.Sent) -> None:
+    """Equal but for fp32 sums of up to 80 rows in another order, which the processor decides."""
+    for name, truth in {"output": expected.output, **expected.gradients}.items():
+        value = found.output if name == "output" else found.gradients[name]
+        largest = truth.abs().max().item()
+        torch.testing.assert_close(value, truth, rtol=0, atol=1e-5 * largest, msg=name)
 
 
 def test_noise_is_drawn_once_for_ranks_with_the_same_tokens_and_again_in_a_recomputation(ranks):

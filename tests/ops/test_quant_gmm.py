@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,11 @@ from mindspeed.ops.ffn import npu_ffn
 from mindspeed.ops.quant_gmm import int_product, npu_quant_gmm, npu_quant_gmm_v2
 from mindspeed.ops.weight_quant_gmm import npu_weight_quant_gmm, npu_weight_quant_gmm_v2
 
+WITHOUT_VNNI = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
 SIZES = [3, 0, 5]
 ENDS = [3, 3, 8]
 K, N = 24, 6
@@ -94,6 +102,36 @@ def test_sums_of_products_are_exact():
     expected = -128 * 1 + 4000 * 128 * 127
     assert int_product(x, w).item() == expected
     assert float(torch.tensor(float(expected), dtype=torch.float32)) != expected + 1
+
+
+_PRODUCTS = """
+import torch
+from mindspeed.ops.quant_gmm import int_product
+
+for seed, (m, k, n) in enumerate([(16, 64, 32), (1, 64, 32), (16, 33, 1), (1, 1, 1), (7, 300, 65)]):
+    draw = torch.Generator().manual_seed(seed)
+    x, w = (torch.randint(-128, 128, s, generator=draw).to(torch.int8) for s in ((m, k), (k, n)))
+    x[0], w[:, 0] = 127, -128
+    for left, right in ((x, w), (x.t().contiguous().t(), w.t().contiguous().t())):
+        assert torch.equal(int_product(left, right).long(), x.long() @ w.long()), (m, k, n)
+for dtype in (torch.bfloat16, torch.float16):  # more ones than its digits can count
+    ones, zeros = torch.ones(4, 4096, dtype=dtype), torch.zeros(4, 4, dtype=dtype)
+    for product in (ones @ ones.t(), torch.addmm(zeros, ones, ones.t()), ones[:1] @ ones.t()):
+        assert (product == 4096).all(), (dtype, product)
+"""
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["as it is", "AVX2"])
+def test_products_are_exact_on_processors_without_vnni(limited):
+    """oneDNN's sums of pairs saturate there, in more than half of random entries.
+
+    Its other products that operators rest on, of 16-bit floats, add in fp32 there too.
+    """
+    environment = os.environ | (WITHOUT_VNNI if limited else {})
+    found = subprocess.run(
+        [sys.executable, "-c", _PRODUCTS], env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("code", BY_CODE)

@@ -82,20 +82,6 @@ def metrics(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if "lm_loss" in record]
 
 
-def printed(path: Path) -> list[tuple[str, str, str]]:
-    """Loss, gradient norm and learning rate of every iteration in Megatron-LM's digits."""
-    import numpy as np
-
-    return [
-        (
-            f"{record['lm_loss']:.6E}",
-            f"{record['grad_norm']:.3f}",
-            f"{np.float32(record['learning_rate']):.6E}",
-        )
-        for record in metrics(path)
-    ]
-
-
 def runs(pool: Any, folder: Path, flags_for: Callable[..., list[str]]) -> Callable[..., list[dict]]:
     """Runs of the trainer that begin with the same weights.
 

@@ -31,7 +31,7 @@ def build(flags: str, whole: bool) -> dict[str, Any]:
     from mindspeed.training import setup
 
     args = _prepare(command(flags.split()), int(os.environ["WORLD_SIZE"])).args
-    session.install().configure(vars(args))
+    session.install().configure(args)
     setup.initialize(args)
     if whole:
         builder._never_whole = lambda args: False
