@@ -11,6 +11,18 @@ from mindspeed.errors import DataError
 
 ROLES = ("system", "user", "assistant")
 
+# Remarks on an answer; they are reported after the number of answers.
+CHANGED = (
+    "answers are trained as the chat template renders them, without a part (such as reasoning)"
+)
+BEGUN = (
+    "answers begin with text of the chat template (such as an empty block of reasoning); it is "
+    "trained, because the prompt of `mindspeed chat` ends before it"
+)
+OTHER_PROMPT = (
+    "answers follow another prompt than the one that the chat template writes to generate"
+)
+
 Message = Mapping[str, str]
 Span = tuple[int, int]
 
@@ -24,11 +36,13 @@ class Rendered:
         spans: ``[start, end)`` characters of every answer with its stop token, in order.
         replaced: ``(start, end, text)``: the label of the token at ``[start, end)`` is the token
             ``text`` (formats without an end mark after earlier answers).
+        remarks: per answer where it differs from the conversation, one of the constants above.
     """
 
     text: str
     spans: tuple[Span, ...]
     replaced: tuple[tuple[int, int, str], ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 class ChatTemplate(ABC):

@@ -20,7 +20,10 @@ from tests.support.lazy import Lazy, needs
 needs("megatron.core")
 
 
-from mindspeed.data import file_formats
+from rich.console import Console
+
+from mindspeed.cli.preprocess import print_report
+from mindspeed.data import file_formats, templates
 from mindspeed.data import preprocess as module
 from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
 from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer, train_bpe
@@ -343,6 +346,52 @@ def test_long_conversations_lose_their_oldest_turns_first(conversations):
     ids, labels = (read(tiny.outputs[i])[0] for i in (0, 2))
     assert len(ids) == 9
     assert build_tokenizer(options.tokenizer).detokenize(labels[labels != -100]) == "42\n"
+
+
+@pytest.mark.parametrize("prompt_type", templates.names())
+@pytest.mark.parametrize("flags", [{}, {"train_on": "last"}, {"train_on_inputs": True}])
+def test_an_answer_of_weight_0_is_not_trained(conversations, tmp_path, prompt_type, flags):
+    """The mask is proven by decoding it."""
+    turns = [("first", 1), ("wrong", 0), ("third", None), ("final", 0)]
+    messages = []
+    for text, weight in turns:
+        messages.append({"role": "user", "content": "please"})
+        messages.append({"role": "assistant", "content": text, "weight": weight})
+    record = {"messages": messages, "id": 1}
+    conversations.inputs[0].write_text(json.dumps(record) + "\n" + json.dumps(record))
+    handler = "OpenAIInstructionHandler"
+    options = dataclasses.replace(conversations, handler=handler, prompt_type=prompt_type, **flags)
+    if "train_on" in flags:  # the last answer has weight 0
+        with pytest.raises(DataError, match="2 samples without a label"):
+            preprocess(options)
+        return
+    report = preprocess(options)
+    ids, _, labels = map(read, report.outputs)
+    tokenizer = build_tokenizer(options.tokenizer)
+    text = tokenizer.detokenize(labels[0][labels[0] != -100])
+    assert [text.count(said) for said, _ in turns] == [1, 0, 1, 0]
+    assert tokenizer.detokenize(ids[0]).count("wrong") == 1
+    assert text.count("please") == (4 if flags else 0)
+    assert report.totals.remarks == {
+        "answers have weight 0 and are not trained": 4,
+        "records have a column 'id' that is not used": 2,
+    }
+
+
+def test_columns_and_truncation_are_reported_once_with_their_counts(conversations, capsys):
+    records = [{**record, "chosen": "x"} for record in CONVERSATIONS[:1]]
+    records += [{**record, "id": 1, "output": "word " * 40} for record in CONVERSATIONS[:3]]
+    conversations.inputs[0].write_text("\n".join(map(json.dumps, records)))
+    report = preprocess(dataclasses.replace(conversations, seq_length=16))
+    totals = report.totals
+    assert (totals.broken, totals.shortened, totals.documents) == (1, 3, 3)
+    whole = preprocess(dataclasses.replace(conversations, overwrite=True)).totals
+    assert totals.lost == whole.trained - totals.trained > 0
+    print_report(report, Console(stderr=True))
+    said = capsys.readouterr().err
+    assert "the column 'chosen' is not read: a preference pair" in said
+    assert "3 records have a column 'id' that is not used" in said
+    assert f"3 samples were truncated to --seq-length, {totals.lost} tokens of answers" in said
 
 
 def test_records_without_an_answer_are_counted_by_reason(conversations):
