@@ -112,7 +112,8 @@ class TextEncoder:
         self._split: Callable[[str], list[str]] | None = None
         if options.split_sentences:
             self._split = partial(sentences, keep_newlines=options.keep_newlines)
-        self._tail = [tokenizer.eod] if options.append_eod else []
+        self._eod = tokenizer.eod if options.append_eod else None
+        self._nothing = tokenizer.tokenize("")  # what the tokenizer adds to every text
         # The rule of DType.optimal_dtype, without importing megatron.core into every worker.
         self.dtype: type[np.generic] = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
 
@@ -127,9 +128,10 @@ class TextEncoder:
             sequences: list[list[int]] = []
             sizes: list[int] = []
             for number, record in enumerate(records):
-                document = [ids for _ in record[index] if (ids := next(encoded))]
+                document = [ids for _ in record[index] if (ids := next(encoded)) != self._nothing]
                 if document:
-                    document[-1] = document[-1] + self._tail
+                    if self._eod is not None and document[-1][-1] != self._eod:
+                        document[-1] = [*document[-1], self._eod]
                     sequences += document
                     sizes.append(len(document))
                     filled[number] = True
@@ -238,7 +240,10 @@ class ConversationEncoder:
             return samples
         eod = np.array([self.tokenizer.eod], np.int32)
         return [
-            Sample(np.concatenate([s.ids, eod]), np.concatenate([s.labels, eod])) for s in samples
+            sample
+            if sample.ids[-1:] == eod  # of the chat template or the tokenizer
+            else Sample(np.append(sample.ids, eod), np.append(sample.labels, eod))
+            for sample in samples
         ]
 
     def _truncate(self, messages: handlers.Conversation, sample: Sample, counts: Counts) -> Sample:

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -21,13 +22,15 @@ needs("megatron.core")
 
 
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from mindspeed.cli.preprocess import print_report
 from mindspeed.data import file_formats, templates
 from mindspeed.data import preprocess as module
 from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
 from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer, train_bpe
-from mindspeed.data.tokenizer_types import TokenizerOptions
+from mindspeed.data.tokenizer_types import END_OF_TEXT, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 
 IndexedDataset = Lazy("megatron.core.datasets.indexed_dataset", "IndexedDataset")
@@ -72,6 +75,24 @@ def test_megatron_reads_back_every_document_with_its_end_token(options, tokenize
     assert dataset.index.dtype == np.uint16
     assert report.totals.tokens == sum(map(len, expected))
     assert report.totals.bytes_done == report.totals.bytes_total == options.inputs[0].stat().st_size
+
+
+def test_a_tokenizer_that_adds_its_own_eos_gives_one(options, tokenizer_options, tmp_path):
+    """``PretrainedFromHF`` keeps what the tokenizer adds; empty documents stay empty."""
+    directory = tmp_path / "adds"
+    shutil.copytree(tokenizer_options.tokenizer_model, directory)
+    plain = build_tokenizer(tokenizer_options)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    special = [(END_OF_TEXT, plain.eod)]
+    both = f"{END_OF_TEXT} $A {END_OF_TEXT}"
+    tokenizer.post_processor = TemplateProcessing(single=both, special_tokens=special)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    adds = TokenizerOptions("PretrainedFromHF", str(directory))
+    options.inputs[0].write_text("".join(f'{{"text": "{t}"}}\n' for t in ("Hello", "", "Bye")))
+    report = preprocess(dataclasses.replace(options, tokenizer=adds, append_eod=True))
+    expected = [[plain.eod, *plain.tokenize(text), plain.eod] for text in ("Hello", "Bye")]
+    assert [ids.tolist() for ids in read(report.outputs[0])] == expected
+    assert report.totals.empty == 1
 
 
 def test_gpt_dataset_cuts_the_documents_into_training_samples(options, tokenizer_options):
@@ -299,6 +320,16 @@ def test_conversations_are_byte_identical_for_any_number_of_workers(
     alone = files(preprocess(options))
     several = dataclasses.replace(options, workers=workers, overwrite=True)
     assert files(preprocess(several)) == alone
+
+
+def test_a_conversation_that_ends_with_eos_gets_no_second_one(conversations):
+    end = f"{{content}}{END_OF_TEXT}"
+    file = conversations.inputs[0].with_name("eos.yaml")
+    file.write_text(f"user: '{{content}}\\n'\nassistant: '{end}'\nspecial: ['{END_OF_TEXT}']\n")
+    options = dataclasses.replace(conversations, prompt_type=str(file), append_eod=True)
+    ids, _, labels = map(read, preprocess(options).outputs)
+    eod = build_tokenizer(conversations.tokenizer).eod
+    assert all(i.tolist().count(eod) == 1 and i[-1] == eod for i in (*ids, *labels))
 
 
 @pytest.mark.parametrize("boundary", ["exact", "legacy"])
