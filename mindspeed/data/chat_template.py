@@ -73,6 +73,26 @@ class ChatTemplate(ABC):
             DataError: the format does not support a role or content.
         """
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation up to the start of the assistant's next message.
+
+        Raises:
+            DataError: the format does not support a role, a content or another field.
+        """
+        self._check(messages)
+        return self.render(messages, add_generation_prompt=True).text
+
+    def _check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for index, message in enumerate(messages):
+            if unknown := self.not_rendered(message):
+                raise DataError(
+                    f"message {index + 1}: the chat template {self.name} does not render {unknown}"
+                )
+
+    def not_rendered(self, message: Mapping[str, Any]) -> str | None:
+        """The first field of a message that the format does not know; None if it knows all."""
+        return next((name for name in message if name not in ("role", "content")), None)
+
 
 def checked(message: Any, index: int) -> tuple[str, str]:
     """Role and content of a message.

@@ -23,6 +23,7 @@ from mindspeed.data.chat_template import (
     BEGUN,
     CHANGED,
     OTHER_PROMPT,
+    ROLES,
     ChatTemplate,
     Message,
     Rendered,
@@ -76,7 +77,7 @@ class JinjaTemplate(ChatTemplate):
 
     def __init__(self, name: str, source: str, config: Mapping[str, Any]) -> None:
         self.name = name
-        self._program = JinjaProcess(name, source)
+        self._program, self._source = JinjaProcess(name, source), source
         self._marks_answers = bool(_GENERATION_TAG.search(source))
         self._tokens = {key: _content(config.get(key)) for key in _TOKEN_NAMES}
         self._known = _special_tokens(config)
@@ -135,6 +136,17 @@ class JinjaTemplate(ChatTemplate):
             return Rendered(text, tuple(spans), remarks=(CHANGED,) * len(answers))
         changed = [_remarks(text[slice(*s)], a) for s, a in zip(spans, answers, strict=True)]
         return Rendered(text, tuple(spans), remarks=tuple(c for c in chain(*changed) if c != BEGUN))
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        self._check(messages)
+        return self._run(True, {"messages": messages})[0]
+
+    def not_rendered(self, message: Mapping[str, Any]) -> str | None:
+        """A field or role other than the usual ones that does not occur in the Jinja program."""
+        known = ("role", "content", "name", "tool_call_id")
+        names = [name for name in message if name not in known]
+        names += [role] if (role := message.get("role")) not in ROLES else []
+        return next((n for n in names if not re.search(rf"\b{re.escape(n)}\b", self._source)), None)
 
     def _generation_header(self) -> str:
         """The text with which an answer is generated; empty if the template writes none."""
