@@ -45,7 +45,7 @@ def read_text(path: Path | str, where: str, error: Error = ConfigError) -> str:
             )
         if file.stat().st_size > _MOST_BYTES:
             raise error(f"{where} has more than {_MOST_BYTES >> 20} MiB")
-        return file.read_text("utf-8")
+        return file.read_text("utf-8-sig")  # editors of Windows write a byte order mark
     except UnicodeDecodeError as problem:
         raise error(f"{where} is no text in UTF-8 (byte {problem.start})") from problem
     except FileNotFoundError as problem:
