@@ -45,7 +45,7 @@ def read_text(path: Path | str, where: str, error: Error = ConfigError) -> str:
             )
         if file.stat().st_size > _MOST_BYTES:
             raise error(f"{where} has more than {_MOST_BYTES >> 20} MiB")
-        return file.read_text("utf-8")
+        return file.read_text("utf-8-sig")  # editors of Windows write a byte order mark
     except UnicodeDecodeError as problem:
         raise error(f"{where} is no text in UTF-8 (byte {problem.start})") from problem
     except FileNotFoundError as problem:
@@ -82,6 +82,8 @@ def parse_yaml(text: str, where: str, error: Error = ConfigError) -> Any:
 def decode_json(text: str | bytes) -> Any:
     """``json.loads`` for text that may be damaged: deep nesting is an error like all others.
 
+    An integer of more digits than Python converts stays a text.
+
     Raises:
         JSONDecodeError: it is no JSON, or is nested deeper than Python can follow.
     """
@@ -89,6 +91,18 @@ def decode_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise json.JSONDecodeError("it is nested too deep", "", 0) from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=int_or_text)
+
+
+def int_or_text(digits: str) -> int | str:
+    """An integer; its digits where there are more than Python converts."""
+    try:
+        return int(digits)
+    except ValueError:
+        return digits
 
 
 def parse_json(text: str, where: str, error: Error = ConfigError) -> Any:

@@ -265,9 +265,16 @@ def print_report(report: data.PreprocessReport, console: Console) -> None:
     if totals.trained < totals.tokens:
         _say(console, f"{totals.trained / totals.tokens:.1%} of the tokens have labels")
     if totals.shortened:
-        _say(console, f"{totals.shortened:,} samples were truncated to --seq-length", "yellow")
+        _say(
+            console,
+            f"{totals.shortened:,} samples were truncated to --seq-length, {totals.lost:,} tokens "
+            "of answers are not trained",
+            "yellow",
+        )
     if totals.untrained:
         _say(console, f"{totals.untrained:,} samples without labels were skipped", "yellow")
+    for remark, count in totals.remarks.items():
+        _say(console, f"{count:,} {remark}", "yellow")
     for note in report.notes:
         _say(console, note)
     for output in report.outputs:

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _texts(paths: list[Path], key: str) -> Iterator[str]:
     for path in paths:
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig") as file:
                 for number, line in enumerate(file, start=1):
                     if path.suffix != ".jsonl":
                         yield line

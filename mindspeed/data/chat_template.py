@@ -11,6 +11,18 @@ from mindspeed.errors import DataError
 
 ROLES = ("system", "user", "assistant")
 
+# Remarks on an answer; they are reported after the number of answers.
+CHANGED = (
+    "answers are trained as the chat template renders them, without a part (such as reasoning)"
+)
+BEGUN = (
+    "answers begin with text of the chat template (such as an empty block of reasoning); it is "
+    "trained, because the prompt of `mindspeed chat` ends before it"
+)
+OTHER_PROMPT = (
+    "answers follow another prompt than the one that the chat template writes to generate"
+)
+
 Message = Mapping[str, str]
 Span = tuple[int, int]
 
@@ -24,11 +36,13 @@ class Rendered:
         spans: ``[start, end)`` characters of every answer with its stop token, in order.
         replaced: ``(start, end, text)``: the label of the token at ``[start, end)`` is the token
             ``text`` (formats without an end mark after earlier answers).
+        remarks: per answer where it differs from the conversation, one of the constants above.
     """
 
     text: str
     spans: tuple[Span, ...]
     replaced: tuple[tuple[int, int, str], ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 class ChatTemplate(ABC):
@@ -58,6 +72,26 @@ class ChatTemplate(ABC):
         Raises:
             DataError: the format does not support a role or content.
         """
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation up to the start of the assistant's next message.
+
+        Raises:
+            DataError: the format does not support a role, a content or another field.
+        """
+        self._check(messages)
+        return self.render(messages, add_generation_prompt=True).text
+
+    def _check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for index, message in enumerate(messages):
+            if unknown := self.not_rendered(message):
+                raise DataError(
+                    f"message {index + 1}: the chat template {self.name} does not render {unknown}"
+                )
+
+    def not_rendered(self, message: Mapping[str, Any]) -> str | None:
+        """The first field of a message that the format does not know; None if it knows all."""
+        return next((name for name in message if name not in ("role", "content")), None)
 
 
 def checked(message: Any, index: int) -> tuple[str, str]:

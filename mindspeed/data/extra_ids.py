@@ -65,6 +65,10 @@ class ExtraIds:
         mark = self._mark(_MARK.fullmatch(text))
         return self._inner.token_id(text) if mark is None else mark
 
+    def piece(self, token: int) -> str | None:
+        """The vocabulary's own spelling of a token, None where it has none."""
+        return self._inner.piece(token) if token < self._first else self.detokenize([token])
+
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""
         return self.tokenize_batch([text])[0]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mindspeed.errors import DataError
+from mindspeed.parsing import int_or_text
 
 BLOCK_BYTES = 1 << 20
 BLOCK_RECORDS = 1000
@@ -147,7 +148,7 @@ def _line_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[Block]
 
 def _array(path: Path, text: IO[str]) -> Iterator[Any]:
     """Elements of a JSON array, decoded incrementally: the file is never completely in memory."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_int=int_or_text)
     buffer, line, complete = "", 1, False
     allowed = "["  # punctuation that may come next; without any, a record must follow
     while True:

@@ -19,13 +19,19 @@ OpenAIInstructionHandler           messages [role, content]             one conv
 ================================== ==================================== ==========================
 
 ``--map-keys`` names other columns. A missing column is a ValueError that lists those of the record.
+
+Nothing is dropped in silence: :class:`Fields` knows which columns a handler has read. Of the others
+those that change what an answer means (:data:`REFUSED`, in a message
+:data:`REFUSED_IN_MESSAGE`) make the record invalid, and the rest is counted in
+:attr:`Fields.remarks`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -34,7 +40,33 @@ from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError
 from mindspeed.parsing import decode_json
 
-Conversation = list[dict[str, str]]
+Conversation = list[dict[str, Any]]  # role, content, and weight 0 of an answer not to train
+
+_TOOLS = "tools are not rendered: the model would be trained without their part of the conversation"
+_PAIR = "a preference pair is not one answer: name the column to train with --map-keys"
+_REASONING = "it is not rendered: write it into the content as <think>...</think>"
+REFUSED: dict[str, str] = {
+    "tools": _TOOLS,
+    "functions": _TOOLS,
+    "tool_calls": _TOOLS,
+    "function_call": _TOOLS,
+    "chosen": _PAIR,
+    "rejected": _PAIR,
+}
+REFUSED_IN_MESSAGE: dict[str, str] = {
+    "tool_calls": _TOOLS,
+    "function_call": _TOOLS,
+    "tool_call_id": _TOOLS,
+    "reasoning_content": _REASONING,
+    "reasoning": _REASONING,
+    "thinking": _REASONING,
+    "refusal": "it is not rendered: write it into the content",
+    "audio": "only text is supported",
+}
+_SWITCHES = ("loss", "train", "training", "trainable")  # other tools' ways to say weight 0
+_TOOL_ROLES = ("tool", "function", "observation", "ipython", "function_call", "function_response")
+# Columnar files fill the fields that a record lacks with null.
+_EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
 
 _BELLE_TURN = re.compile(r"(?:^|(?<=\n))[ \t]*(Human|Assistant)[ \t]*[:\uff1a]")
 _BELLE_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -52,6 +84,27 @@ class Fields:
     def __init__(self, record: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         self._record = record
         self._keys = keys
+        self._read: set[str] = set()
+        self.remarks: Counter[str] = Counter()
+
+    def _get(self, key: str) -> Any:
+        self._read.add(self._keys[key])
+        return self._record.get(self._keys[key])
+
+    def check_rest(self) -> None:
+        """Count the columns that were not read in :attr:`remarks`.
+
+        Raises:
+            ValueError: one of them changes what the record means for training.
+        """
+        unread = unused_columns(self._record, self._read)
+        for column in unread:
+            pair = column == "rejected" and "chosen" in self._read
+            if column in REFUSED and not pair:
+                raise ValueError(f"the column {column!r} is not read: {REFUSED[column]}")
+        if self._record.get("label") is False and "label" in unread:
+            raise ValueError("'label' is false: an undesired answer is not trained")
+        self.remarks.update(map(unused_column, unread))
 
     def value(self, key: str) -> Any:
         """The value of a required column."""
@@ -59,7 +112,7 @@ class Fields:
         if column not in self._record:
             has = ", ".join(map(repr, self._record)) or "nothing"
             raise ValueError(f"no column {column!r} ({key}); the record has {has}")
-        return self._record[column]
+        return self._get(key)
 
     def text(self, key: str) -> str:
         """The text of a required column."""
@@ -67,12 +120,12 @@ class Fields:
 
     def optional(self, key: str) -> str:
         """The text of an optional column; empty if it is missing or null."""
-        value = self._record.get(self._keys[key])
+        value = self._get(key)
         return "" if value is None else _text(value, self._keys[key])
 
     def items(self, key: str, required: bool = True) -> list[Any]:
         """The list in a column."""
-        value = self.value(key) if required else self._record.get(self._keys[key])
+        value = self.value(key) if required else self._get(key)
         if value is None and not required:
             return []
         if not isinstance(value, list):
@@ -130,6 +183,16 @@ def find(name: str) -> Handler:
     return HANDLERS[name or "GeneralPretrainHandler"]
 
 
+def unused_columns(record: Mapping[str, Any], used: Collection[str]) -> list[str]:
+    """The columns with a value that are not among ``used``."""
+    return [name for name, value in record.items() if name not in used and value not in _EMPTY]
+
+
+def unused_column(name: str) -> str:
+    """How a column that nothing reads is reported, after the number of records."""
+    return f"records have a column {name!r} that is not used"
+
+
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{column!r} is {type(value).__name__}, a string is expected")
@@ -161,15 +224,17 @@ def _alpaca_style(fields: Fields) -> list[Conversation]:
 
 
 def _belle(fields: Fields) -> list[Conversation]:
-    _, *parts = _BELLE_TURN.split(fields.text("prompt"))
+    before, *parts = _BELLE_TURN.split(fields.text("prompt"))
+    if parts and before.strip():
+        raise ValueError(f"text before the first turn is not trained: {before.strip()[:40]!r}")
     messages = [
         _message(_BELLE_ROLES[who], said.strip())
         for who, said in zip(parts[::2], parts[1::2], strict=True)
     ]
     if not messages:  # a single question without role marks
         messages = [_message("user", fields.text("prompt").strip())]
-    if messages[-1]["role"] == "assistant":
-        messages.pop()
+    if messages[-1]["role"] == "assistant" and (said := messages.pop()["content"]):
+        raise ValueError(f"an answer before the column of the answer: {said[:40]!r}")
     return [[*messages, _message("assistant", fields.text("response"))]]
 
 
@@ -189,6 +254,10 @@ def _moss_turns(fields: Fields) -> list[Conversation]:
                 raise ValueError(f"{name} of 'chat' has no {who!r}")
         said = [_MOSS_MARKS.sub("", _text(turn[who], who)).strip() for who in ("Human", "MOSS")]
         turns.append([_message("user", said[0]), _message("assistant", said[1])])
+        for part in unused_columns(turn, ("Human", "MOSS")):
+            text = str(turn[part]).partition("|>:")[2].strip()
+            if not text.startswith("None"):  # <|Commands|>: None<eoc>
+                fields.remarks[f"turns have a part {part!r} that is not used"] += 1
     return turns
 
 
@@ -220,15 +289,44 @@ def _tagged(fields: Fields) -> list[Conversation]:
             raise ValueError(f"{column!r}: message {number} has no {role_tag!r}")
         role = roles.get(item[role_tag])
         if role is None:
+            why = f": {_TOOLS}" if item[role_tag] in _TOOL_ROLES else ""
             raise ValueError(
                 f"{column!r}: message {number} has the role {item[role_tag]!r}; allowed are "
-                f"{', '.join(roles)}"
+                f"{', '.join(roles)}{why}"
             )
-        messages.append(_message(role, _joined(item.get(content_tag), f"{column}[{number}]")))
+        where = f"{column}[{number}]"
+        more = _message_options(item, role, (role_tag, content_tag), where, fields.remarks)
+        messages.append(_message(role, _joined(item.get(content_tag), where)) | more)
     system = fields.optional("system")
     if system and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, _message("system", system))
+    elif system and messages[0]["content"] != system:
+        raise ValueError(f"two system messages: a column and the first message of {column!r}")
     return [messages]
+
+
+def _message_options(
+    item: Mapping[str, Any],
+    role: str,
+    used: Collection[str],
+    where: str,
+    remarks: Counter[str],
+) -> dict[str, Any]:
+    """``{"weight": 0}`` for an answer that is not trained; other keys are refused or counted."""
+    for name in unused_columns(item, used):
+        if name in REFUSED_IN_MESSAGE:
+            raise ValueError(f"{where!r} has {name!r}: {REFUSED_IN_MESSAGE[name]}")
+        if name in _SWITCHES and not item[name]:
+            raise ValueError(f"{where!r} has {name!r}: mark an answer not to train with weight 0")
+        if name != "weight" or role != "assistant":
+            remarks[f"messages have a key {name!r} that is not used"] += 1
+    weight = item.get("weight")
+    if role != "assistant" or weight is None or weight == 1:
+        return {}
+    if weight != 0:
+        raise ValueError(f"{where!r} has weight {weight!r}: allowed are 0 and 1")
+    remarks["answers have weight 0 and are not trained"] += 1
+    return {"weight": 0}
 
 
 def _joined(content: Any, where: str) -> str:
@@ -237,6 +335,8 @@ def _joined(content: Any, where: str) -> str:
         if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
             raise ValueError(f"{where!r}: only parts of type text are supported")
         content = "".join(_text(part.get("text"), where) for part in content)
+    if content is None:
+        raise ValueError(f"{where!r} has no content (null); an empty text is ''")
     return _text(content, where)
 
 

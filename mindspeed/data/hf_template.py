@@ -5,7 +5,9 @@ transformers, in Jinja's sandbox and in a child process with time and memory lim
 (:mod:`mindspeed.data.jinja_process`). Jinja does not tell which characters come from the assistant,
 so the template runs twice: once with the answers, once with marks in their place. The text around
 the marks is the format; removing it from the first rendering leaves the answers, even if a template
-strips them or drops the reasoning of earlier turns. In a template with ``{% generation %}`` tags
+strips them or drops the reasoning of earlier turns. What a template writes between the prompt that
+it generates from and an answer (Qwen3: an empty block of reasoning) belongs to the answer: at
+inference the model has to write it. In a template with ``{% generation %}`` tags
 exactly the text between the tags is trained.
 """
 
@@ -13,10 +15,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mindspeed.data.chat_template import ChatTemplate, Message, Rendered, Span
+from mindspeed.data.chat_template import (
+    BEGUN,
+    CHANGED,
+    OTHER_PROMPT,
+    ROLES,
+    ChatTemplate,
+    Message,
+    Rendered,
+    Span,
+)
 from mindspeed.data.hf_tokenizer import check_config, read_config
 from mindspeed.data.jinja_process import JinjaProcess
 from mindspeed.data.jinja_renderer import GENERATION
@@ -65,11 +77,12 @@ class JinjaTemplate(ChatTemplate):
 
     def __init__(self, name: str, source: str, config: Mapping[str, Any]) -> None:
         self.name = name
-        self._program = JinjaProcess(name, source)
+        self._program, self._source = JinjaProcess(name, source), source
         self._marks_answers = bool(_GENERATION_TAG.search(source))
         self._tokens = {key: _content(config.get(key)) for key in _TOKEN_NAMES}
         self._known = _special_tokens(config)
         self.special = ()
+        self._header = self._generation_header()
         self.stop = self._stop()
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
@@ -82,14 +95,22 @@ class JinjaTemplate(ChatTemplate):
         answers = [index for index, m in enumerate(messages) if m.get("role") == "assistant"]
         text, frame = self._run(add_generation_prompt, {"messages": messages}, {"messages": marked})
         parts = _split(frame, [_mark(index) for index in answers])
-        spans = _locate(text, parts, [messages[index]["content"] for index in answers])
+        contents = [messages[index]["content"] for index in answers]
+        ends = [_end_of_header(part, self._header) for part in (parts or ())[:-1]]
+        spans = _locate(text, parts, ends, contents)
         if parts is None or spans is None:
             raise DataError(
                 f"the chat template {self.name} changes the assistant's messages, so they cannot "
                 "be located in the text: choose another --prompt-type, or remove reasoning "
                 "(<think>...</think>) from the answers"
             )
-        return Rendered(text, tuple((a, b + self._stop_length(text[b:])) for a, b in spans))
+        remarks = []
+        for (start, end), answer in zip(spans, contents, strict=True):
+            remarks += _remarks(text[start:end], answer)
+            if not text.endswith(self._header, 0, start):
+                remarks.append(OTHER_PROMPT)
+        spans = [(a, b + self._stop_length(text[b:])) for a, b in spans]
+        return Rendered(text, tuple(spans), remarks=tuple(remarks))
 
     def _render_marked(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
         """Spans of a template with ``{% generation %}`` tags, as in transformers."""
@@ -110,7 +131,31 @@ class JinjaTemplate(ChatTemplate):
                 f"the chat template {self.name} renders different text with and without its "
                 "{% generation %} tags: choose another --prompt-type"
             )
-        return Rendered(text, tuple(spans))
+        answers = [m["content"] for m in messages if m.get("role") == "assistant"]
+        if len(answers) != len(spans):
+            return Rendered(text, tuple(spans), remarks=(CHANGED,) * len(answers))
+        changed = [_remarks(text[slice(*s)], a) for s, a in zip(spans, answers, strict=True)]
+        return Rendered(text, tuple(spans), remarks=tuple(c for c in chain(*changed) if c != BEGUN))
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        self._check(messages)
+        return self._run(True, {"messages": messages})[0]
+
+    def not_rendered(self, message: Mapping[str, Any]) -> str | None:
+        """A field or role other than the usual ones that does not occur in the Jinja program."""
+        known = ("role", "content", "name", "tool_call_id")
+        names = [name for name in message if name not in known]
+        names += [role] if (role := message.get("role")) not in ROLES else []
+        return next((n for n in names if not re.search(rf"\b{re.escape(n)}\b", self._source)), None)
+
+    def _generation_header(self) -> str:
+        """The text with which an answer is generated; empty if the template writes none."""
+        example = {"messages": [{"role": "user", "content": "a"}]}
+        try:
+            [before], [prompt] = self._run(False, example), self._run(True, example)
+        except DataError:  # the template does not accept this example
+            return ""
+        return prompt.removeprefix(before) if prompt.startswith(before) else ""
 
     def _run(self, add_generation_prompt: bool, *conversations: Mapping[str, Any]) -> list[str]:
         """Render conversations as texts."""
@@ -126,11 +171,12 @@ class JinjaTemplate(ChatTemplate):
     def _stop(self) -> tuple[str, ...]:
         """The end-of-text token, and the token after an answer if it differs."""
         found = [self._tokens["eos_token"]]
-        example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        answer = _mark(0)
+        example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
         try:
             rendered = self.render(example)
             for span in rendered.spans[:1]:
-                found.insert(0, rendered.text[slice(*span)].removeprefix("b").strip())
+                found.insert(0, rendered.text[slice(*span)].partition(answer)[2].strip())
         except DataError:  # the template does not accept this example
             pass
         return tuple(dict.fromkeys(token for token in found if token))
@@ -157,21 +203,42 @@ def _split(frame: str, marks: Sequence[str]) -> list[str] | None:
     return [*parts, frame]
 
 
-def _locate(text: str, parts: list[str] | None, answers: Sequence[str]) -> list[Span] | None:
-    """Span of each answer in ``text``, which must consist of ``parts`` and the answers."""
+def _end_of_header(part: str, header: str) -> int:
+    """Where the last ``header`` ends in the text before an answer; without one, its end."""
+    at = part.rfind(header) if header else -1
+    return len(part) if at < 0 else at + len(header)
+
+
+def _remarks(rendered: str, answer: str) -> list[str]:
+    """How the text of an answer differs from it, apart from blanks."""
+    shown, expected = ("".join(text.split()) for text in (rendered, answer))
+    if expected not in shown:
+        return [CHANGED]
+    return [] if shown.startswith(expected) else [BEGUN]
+
+
+def _locate(
+    text: str, parts: list[str] | None, ends: Sequence[int], answers: Sequence[str]
+) -> list[Span] | None:
+    """Span of each answer in ``text``, which must consist of ``parts`` and the answers.
+
+    A span begins where its prompt ends, at ``ends`` in the part before it.
+    """
     if parts is None:
         return None
     for strip in (str, str.strip):
         stripped = [strip(answer) for answer in answers]
         texts = [parts[0]]
         spans = []
-        for answer, part in zip(stripped, parts[1:], strict=True):
+        for index, (answer, part) in enumerate(zip(stripped, parts[1:], strict=True)):
             start = sum(map(len, texts))
-            spans.append((start, start + len(answer)))
+            begin = start - len(parts[index]) + ends[index]
+            spans.append((begin, start + len(answer)))
             texts += [answer, part]
         if "".join(texts) == text:
             return spans
-    return _align(text, parts)
+    cut = [part[:end] for part, end in zip(parts, ends, strict=False)]
+    return _align(text, [*cut, parts[-1]])
 
 
 def _align(text: str, parts: list[str]) -> list[Span] | None:

@@ -15,6 +15,7 @@ import json
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,14 @@ class HuggingFaceTokenizer:
     def token_id(self, text: str) -> int | None:
         """The id of a single token, None where the vocabulary lacks it."""
         return self._vocabulary.get(text)
+
+    def piece(self, token: int) -> str | None:
+        """The vocabulary's own spelling of a token, None where it has none."""
+        return self._pieces.get(token)
+
+    @cached_property
+    def _pieces(self) -> Mapping[int, str]:
+        return {token: piece for piece, token in self._vocabulary.items()}
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` without special tokens."""

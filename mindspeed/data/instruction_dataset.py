@@ -8,17 +8,20 @@ whose next token has no label are masked in the loss:
                                               loss_mask   0  0  1  1  1
 
 Every epoch has its own order, which depends only on the seed and the epoch: nothing is cached on
-disk, and all ranks agree without communication. Samples longer than ``--seq-length`` are truncated
-at the start of their prompt. With ``pack`` an item is a packed sequence of several samples.
+disk, and all ranks agree without communication. Samples longer than ``--seq-length`` are truncated,
+first at the start of their prompt, then at their end; rank 0 says how many are, and how many tokens
+of answers they lose. With ``pack`` an item is a packed sequence of several samples.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -113,6 +116,8 @@ class InstructionDataset(MegatronDataset):
         self._usable = indices[dataset.lengths[indices] > 1]
         if not len(self._usable):
             raise DataError(f"{dataset_path}: no sample for the {index_split.name} split")
+        if (said := self._losses(indices)) and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(f"{dataset_path} ({index_split.name}): {said}", stacklevel=2)
         self._epochs: dict[int, np.ndarray] = {}
         self._packed_samples = self._pack(num_samples) if config.pack else None
 
@@ -125,6 +130,28 @@ class InstructionDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str, config: InstructionConfig) -> InstructionFiles:
         """Open the files of a prefix."""
         return InstructionFiles(dataset_path, config.mmap_bin_files)
+
+    def _losses(self, indices: np.ndarray) -> str:
+        """What of the samples is not trained because of their lengths; empty if all is."""
+        limit = self._capacity + self._label_offset
+        long = self._usable[self.dataset.lengths[self._usable] > limit]
+        lost = untrained = 0
+        for index in long:
+            whole = self.dataset[int(index)]
+            left = whole.fit(limit).num_trained
+            lost += whole.num_trained - left
+            untrained += not left
+        said = []
+        if len(long):
+            said.append(
+                f"{len(long):,} of {len(indices):,} samples are longer than --seq-length "
+                f"{self._capacity} and truncated: {lost:,} tokens of answers are not trained, "
+                f"{untrained:,} samples keep none; raise it, or shorten whole turns with "
+                "mindspeed preprocess --seq-length"
+            )
+        if short := len(indices) - len(self._usable):
+            said.append(f"{short:,} samples of fewer than 2 tokens are left out")
+        return "; ".join(said)
 
     def __len__(self) -> int:
         if self._packed_samples is not None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from mindspeed.data.chat_template import Rendered, Span
 from mindspeed.data.tokenizer_types import TextTokenizer
+from mindspeed.errors import DataError
 
 IGNORED = -100
 CONVERSATION_KEYS = ("input_ids", "attention_mask", "labels")  # one data set each
@@ -42,7 +43,12 @@ class Sample:
     @property
     def trained(self) -> bool:
         """Whether there is any label to train on (the first token is never predicted)."""
-        return bool((self.labels[1:] != IGNORED).any())
+        return self.num_trained > 0
+
+    @property
+    def num_trained(self) -> int:
+        """Number of labels to train on."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORED))
 
     def fit(self, limit: int) -> Sample:
         """Truncate to ``limit`` ids: first the start of the prompt, then the end of the answer."""
@@ -53,6 +59,47 @@ class Sample:
         prompt = int(trained[0]) if trained.size else 0
         kept = slice(min(excess, max(prompt - 1, 0)), None)
         return Sample(self.ids[kept][:limit], self.labels[kept][:limit])
+
+
+def select(
+    rendered: Rendered, trained: Sequence[bool], *, last: bool = False, inputs: bool = False
+) -> Rendered:
+    """Restrict a conversation to the spans to train.
+
+    Args:
+        rendered: with the spans of all answers.
+        trained: one entry per answer.
+        last: only the last answer.
+        inputs: everything but the answers that are not trained.
+
+    Raises:
+        DataError: an answer is not trained, and the template's spans are not the answers.
+    """
+    spans, replaced = rendered.spans, rendered.replaced
+    if not all(trained):
+        if len(trained) != len(spans):
+            raise DataError(
+                f"the chat template marks {len(spans)} passages for {len(trained)} answers, so an "
+                "answer with weight 0 cannot be located"
+            )
+        untrained = [span for span, kept in zip(spans, trained, strict=True) if not kept]
+        spans = tuple(span for span in spans if span not in untrained)
+        # An end mark that replaces a token of the next turn belongs to the answer before it.
+        replaced = tuple(
+            item
+            for item in replaced
+            if max(span for span in rendered.spans if span[1] <= item[0]) not in untrained
+        )
+    if inputs:
+        edges = [0, *(e for span in rendered.spans if span not in spans for e in span)]
+        edges.append(len(rendered.text))
+        return replace(
+            rendered, spans=tuple(zip(edges[::2], edges[1::2], strict=True)), replaced=()
+        )
+    if last:
+        ends = rendered.spans[-1:]
+        return replace(rendered, spans=tuple(s for s in ends if s in spans), replaced=())
+    return replace(rendered, spans=spans, replaced=replaced)
 
 
 def encode(
@@ -114,6 +161,8 @@ def _overlapping(offsets: np.ndarray, span: Span) -> np.ndarray:
 def _legacy_labels(
     tokenizer: TextTokenizer, rendered: Rendered, ids: np.ndarray, plain: bool
 ) -> np.ndarray:
+    if not rendered.spans:
+        return np.full(len(ids), IGNORED, np.int32)
     prompt = rendered.text[: rendered.spans[-1][0]]
     tokens = tokenizer.tokenize_with_offsets([prompt], plain)
     length = len(tokenizer.tokenize(prompt) if tokens is None else tokens[0].ids)

@@ -53,6 +53,10 @@ class MegatronTokenizer:
             return vocabulary.get(text)
         return vocabulary.index(text) if vocabulary is not None and text in vocabulary else None
 
+    def piece(self, token: int) -> None:
+        """These tokenizers do not spell parts of characters."""
+        return None
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ``ids``."""
         return self._inner.detokenize(list(ids))

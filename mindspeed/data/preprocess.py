@@ -50,6 +50,7 @@ from mindspeed.errors import DataError, MindSpeedError
 
 BLOCKS_IN_FLIGHT_PER_WORKER = 4
 REPORTED_BROKEN_LINES = 5
+REPORTED_REMARKS = 50
 CHECKPOINT_SECONDS = 20.0  # between the points from which an interrupted run can continue
 
 
@@ -65,10 +66,12 @@ class Progress:
     tokens: int = 0
     trained: int = 0
     shortened: int = 0
+    lost: int = 0
     untrained: int = 0
     blocks: int = 0
     seconds: float = 0.0
     first_broken: list[BrokenLine] = field(default_factory=list)
+    remarks: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
@@ -232,11 +235,16 @@ def _count(totals: Progress, encoded: Encoded, strict: bool) -> None:
     counts = encoded.counts
     if strict and counts.broken:
         raise DataError(f"{counts.broken[0]} (--strict stops at the first broken line)")
-    for name in ("documents", "empty", "tokens", "trained", "shortened", "untrained"):
+    names = ("documents", "empty", "tokens", "trained", "shortened", "lost", "untrained")
+    for name in names:
         setattr(totals, name, getattr(totals, name) + getattr(counts, name))
     totals.bytes_done += encoded.size
     totals.blocks += 1
     totals.broken += len(counts.broken)
+    for remark, count in counts.remarks.items():
+        known = remark in totals.remarks or len(totals.remarks) < REPORTED_REMARKS
+        key = remark if known else "other columns and keys are not used"
+        totals.remarks[key] = totals.remarks.get(key, 0) + count
     room = REPORTED_BROKEN_LINES - len(totals.first_broken)
     totals.first_broken += counts.broken[:room]
 

@@ -8,6 +8,7 @@ other skipped records are counted by kind in :class:`Counts`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ import numpy as np
 from mindspeed.data import handlers, templates
 from mindspeed.data.chat_template import ChatTemplate, Rendered
 from mindspeed.data.file_formats import Block
-from mindspeed.data.loss_mask import IGNORED, Sample, encode
+from mindspeed.data.loss_mask import IGNORED, Sample, encode, select
 from mindspeed.data.preprocess_options import PreprocessOptions
 from mindspeed.data.sentence_splitting import sentences
 from mindspeed.data.tokenizer import build_tokenizer
@@ -52,8 +53,10 @@ class Counts:
         tokens: written ids (of a conversation once, not per file).
         trained: ids with a label.
         shortened: samples truncated to the sequence length.
+        lost: labels lost by truncation.
         untrained: skipped samples without any label.
         broken: invalid records.
+        remarks: what did not reach the samples, or reached them changed -> how many.
     """
 
     documents: int = 0
@@ -61,8 +64,10 @@ class Counts:
     tokens: int = 0
     trained: int = 0
     shortened: int = 0
+    lost: int = 0
     untrained: int = 0
     broken: list[BrokenLine] = field(default_factory=list)
+    remarks: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -107,13 +112,14 @@ class TextEncoder:
         self._split: Callable[[str], list[str]] | None = None
         if options.split_sentences:
             self._split = partial(sentences, keep_newlines=options.keep_newlines)
-        self._tail = [tokenizer.eod] if options.append_eod else []
+        self._eod = tokenizer.eod if options.append_eod else None
+        self._nothing = tokenizer.tokenize("")  # what the tokenizer adds to every text
         # The rule of DType.optimal_dtype, without importing megatron.core into every worker.
         self.dtype: type[np.generic] = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
 
     def __call__(self, block: Block) -> Encoded:
         counts = Counts()
-        records = list(_valid(block, counts, self._texts))
+        records = list(_valid(block, counts, partial(self._texts, counts.remarks)))
         tokens, lengths, documents = [], [], []
         filled = [False] * len(records)
         for index in range(len(self._keys)):
@@ -122,9 +128,10 @@ class TextEncoder:
             sequences: list[list[int]] = []
             sizes: list[int] = []
             for number, record in enumerate(records):
-                document = [ids for _ in record[index] if (ids := next(encoded))]
+                document = [ids for _ in record[index] if (ids := next(encoded)) != self._nothing]
                 if document:
-                    document[-1] = document[-1] + self._tail
+                    if self._eod is not None and document[-1][-1] != self._eod:
+                        document[-1] = [*document[-1], self._eod]
                     sequences += document
                     sizes.append(len(document))
                     filled[number] = True
@@ -138,13 +145,16 @@ class TextEncoder:
         counts.tokens = counts.trained = sum(map(len, tokens))
         return Encoded(tokens, lengths, documents, counts, block.size)
 
-    def _texts(self, record: Mapping[str, Any]) -> list[list[str]]:
+    def _texts(self, remarks: Counter[str], record: Mapping[str, Any]) -> list[list[str]]:
         """The texts of every key; the value of a key may be a list of sentences."""
         if self._handler.text is not None and self._template is not None:
             fields = handlers.Fields(record, self._columns)
             found = [[_unicode(self._handler.text(fields, self._template), "text")]]
+            fields.check_rest()
+            remarks.update(fields.remarks)
         else:
             found = [_sentences(record, key) for key in self._keys]
+            remarks.update(map(handlers.unused_column, handlers.unused_columns(record, self._keys)))
         if self._split is None:
             return found
         return [[part for text in texts for part in self._split(text)] for texts in found]
@@ -167,8 +177,10 @@ class ConversationEncoder:
 
     def __call__(self, block: Block) -> Encoded:
         counts = Counts()
-        records = _valid(block, counts, self._read)
+        records = _valid(block, counts, partial(self._read, counts.remarks))
         conversations = [item for record in records for item in record]
+        for _, rendered in conversations:
+            counts.remarks.update(rendered.remarks)
         samples = self._encode([rendered for _, rendered in conversations])
         kept = []
         for (messages, _), sample in zip(conversations, samples, strict=True):
@@ -187,9 +199,14 @@ class ConversationEncoder:
         tokens = [ids, np.ones_like(ids), labels]
         return Encoded(tokens, [lengths] * 3, [np.ones_like(lengths)] * 3, counts, block.size)
 
-    def _read(self, record: Mapping[str, Any]) -> list[tuple[handlers.Conversation, Rendered]]:
+    def _read(
+        self, remarks: Counter[str], record: Mapping[str, Any]
+    ) -> list[tuple[handlers.Conversation, Rendered]]:
+        fields = handlers.Fields(record, self._columns)
         found = []
-        for messages in self._conversations(handlers.Fields(record, self._columns)):
+        conversations = self._conversations(fields)
+        fields.check_rest()
+        for messages in conversations:
             if not any(message["role"] == "assistant" for message in messages):
                 raise ValueError("the conversation has no message of the assistant")
             for message in messages:
@@ -198,15 +215,18 @@ class ConversationEncoder:
                 found.append((messages, self._render(messages)))
             except DataError as error:
                 raise ValueError(str(error)) from error
+        remarks.update(fields.remarks)
         return found
 
     def _render(self, messages: handlers.Conversation) -> Rendered:
-        rendered = self._template.render(messages)
-        if self._options.train_on_inputs:
-            return Rendered(rendered.text, ((0, len(rendered.text)),))
-        if self._options.train_on == "last":
-            return Rendered(rendered.text, rendered.spans[-1:])
-        return rendered
+        plain = [{"role": m["role"], "content": m["content"]} for m in messages]
+        trained = [m.get("weight") != 0 for m in messages if m["role"] == "assistant"]
+        options = self._options
+        if options.label_boundary == "legacy" and not all(trained):
+            raise DataError("weight 0 needs --label-boundary exact")
+        rendered = self._template.render(plain)
+        last = options.train_on == "last"
+        return select(rendered, trained, last=last, inputs=options.train_on_inputs)
 
     def _encode(self, conversations: list[Rendered]) -> list[Sample]:
         samples = encode(
@@ -220,7 +240,10 @@ class ConversationEncoder:
             return samples
         eod = np.array([self.tokenizer.eod], np.int32)
         return [
-            Sample(np.concatenate([s.ids, eod]), np.concatenate([s.labels, eod])) for s in samples
+            sample
+            if sample.ids[-1:] == eod  # of the chat template or the tokenizer
+            else Sample(np.append(sample.ids, eod), np.append(sample.labels, eod))
+            for sample in samples
         ]
 
     def _truncate(self, messages: handlers.Conversation, sample: Sample, counts: Counts) -> Sample:
@@ -228,10 +251,13 @@ class ConversationEncoder:
         if self._limit is None or len(sample.ids) <= self._limit:
             return sample
         counts.shortened += 1
+        targets = sample.num_trained
         while len(sample.ids) > self._limit and (shorter := _without_oldest_turn(messages)):
             messages = shorter
             sample = self._encode([self._render(messages)])[0]
-        return sample.fit(self._limit)
+        sample = sample.fit(self._limit)
+        counts.lost += targets - sample.num_trained
+        return sample
 
 
 def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatTemplate:
@@ -260,6 +286,8 @@ def _record(item: Any) -> Mapping[str, Any]:
             raise ValueError(f"invalid JSON: {error.msg} (column {error.colno})") from error
     if not isinstance(item, Mapping):
         raise ValueError(f"a JSON object is expected, found {type(item).__name__}")
+    if None in item:  # of csv.DictReader
+        raise ValueError("the row has more cells than the first row has names of columns")
     return item
 
 

@@ -96,6 +96,10 @@ class SentencePieceTokenizer:
         found = self._model.piece_to_id(text)
         return None if found == self._model.unk_id() else found
 
+    def piece(self, token: int) -> str | None:
+        """The vocabulary's own spelling of a token, None where it has none."""
+        return self._model.id_to_piece(token) if 0 <= token < len(self._model) else None
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` without special tokens."""
         return self._model.decode([int(i) for i in ids if int(i) not in self._by_id])

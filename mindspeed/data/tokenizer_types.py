@@ -7,8 +7,10 @@ describe.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,10 +65,38 @@ class TextTokenizer(Protocol):
     def token_id(self, text: str) -> int | None:
         """The id of a single token, None where the vocabulary lacks it."""
 
+    def piece(self, token: int) -> str | None:
+        """The vocabulary's own spelling of a token, None where it has none."""
+
     def tokenize_with_offsets(
         self, texts: Sequence[str], add_special_tokens: bool
     ) -> list[Tokens] | None:
         """Ids and characters; None where the tokenizer cannot say the characters."""
+
+
+REPLACEMENT = "\ufffd"  # how a part of a character is decoded
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's letters for the 256 bytes: printable ones are themselves, others follow 255."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def token_bytes(tokenizer: TextTokenizer, token: int) -> bytes:
+    """The bytes of a token, which may be a part of a character."""
+    text = tokenizer.detokenize([token])
+    piece = tokenizer.piece(token) if REPLACEMENT in text else None
+    if piece is None:
+        return text.encode()
+    if byte := _BYTE.fullmatch(piece):
+        return bytes([int(byte[1], 16)])
+    letters = _byte_level_alphabet()
+    return bytes(letters[c] for c in piece) if letters.keys() >= set(piece) else text.encode()
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,13 @@ from collections.abc import Callable
 
 from mindspeed.evaluation.task import function_named
 
-_CONCLUSION = re.compile(r"the answer is\s*:?", re.IGNORECASE)
+_CONCLUSION = re.compile(r"the (?:final )?answer is\s*:?", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _LETTER = re.compile(r"(?<![A-Za-z])([A-G])(?![A-Za-z])")
 _LETTERS = re.compile(r"(?<![A-Za-z])([A-G]+)(?![A-Za-z])")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\{| )")
+_VARIABLE = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_\w|_\{\w+\})?=(?=[^=]+$)")
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def is_correct(score: str, text: str, target: str) -> bool:
@@ -79,28 +82,57 @@ def _conclusion(text: str, target: str) -> bool:
 
 
 def _formula(text: str, target: str) -> bool:
-    found, expected = normal_formula(conclusion(text)), normal_formula(target)
+    found, expected = normal_formula(formula_of(text)), normal_formula(target)
+    sides = [_VARIABLE.match(formula) for formula in (found, expected)]
+    if all(sides) or not expected:
+        return found == expected and bool(expected)
+    found, expected = _VARIABLE.sub("", found), _VARIABLE.sub("", expected)
     if found == expected:
-        return bool(expected)
+        return True
     left, right = _value(found), _value(expected)
     return left is not None and right is not None and abs(left - right) < 1e-9
 
 
+def formula_of(text: str) -> str:
+    """The answer in a text: its conclusion, or what it puts into the last box."""
+    line = conclusion(text)
+    return line if "\\boxed" in line or not _BOX.search(text) else _boxed(text)
+
+
 def normal_formula(text: str) -> str:
-    """A short LaTeX formula in canonical form."""
-    boxed = re.search(r"\\boxed\{(.*)\}", text)
-    text = boxed[1] if boxed else text
-    dollars = re.search(r"\$([^$]+)\$", text)
-    text = dollars[1] if dollars else text
-    text = re.sub(r"\\(left|right|!|,|;|:|%|\$)", "", text)
+    """A short LaTeX formula in canonical form, by the rules of the MATH benchmark.
+
+    Of several formulas between dollar signs, all are kept, and so is the left side of an equation.
+    """
+    text = _boxed(text.strip()).replace("\\\\", "\\").replace("\\$", "")
+    first, last = text.find("$"), text.rfind("$")
+    text = text[first + 1 : last] if first < last else text
+    text = re.sub(r"\\text\{ [^{}]*\}(?:\^\{?\d\}?)?[\s.]*$", "", text)  # units
+    text = re.sub(r"\\(left|right|!|,|;|:|%)", "", text)
     text = re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\frac\s*(\w)", r"\\frac{\1}", text)
+    text = re.sub(r"\\frac(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}", text)
+    text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
     text = re.sub(r"\^(?:\{\\circ\}|\\circ)", "", text)
     text = re.sub(r"[\s$%]", "", text).rstrip(".。")
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    return text.rpartition("=")[2] if text.count("=") == 1 else text
+    text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text)
+    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+
+
+def _boxed(text: str) -> str:
+    """The content of the last ``\\boxed{...}``, with its inner braces; the text without one."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return text
+    start, depth = boxes[-1].end(), 1
+    if not boxes[-1][0].endswith("{"):  # \boxed 5
+        return text[start:].partition("$")[0]
+    for at in range(start, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return text[start:at]
+    return text[start:]
 
 
 def _value(formula: str) -> float | None:

@@ -150,8 +150,9 @@ class MindSpeedLM(TemplateLM):
         pairs: list[Pair] = []
         counts = []
         for request in requests:
+            tokens, start = self.tok_encode(request.args[0]), len(self.generator.start)
             windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
+                token_list=tokens[start:],  # the prefix token is the only bos
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mindspeed.data import templates
 from mindspeed.data.chat_template import ChatTemplate
@@ -76,15 +77,14 @@ class Conversation:
 
 
 def prompt_of(
-    generator: TextGenerator, template: ChatTemplate, messages: Sequence[Message]
+    generator: TextGenerator, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:
     """Token ids of a conversation, ending with the start of the assistant's message.
 
     Raises:
         DataError: The template cannot render a message.
     """
-    text = template.render(messages, add_generation_prompt=True).text
-    return generator.encode(text, start=template.plain)
+    return generator.encode(template.prompt(messages), start=template.plain)
 
 
 def template_of(generator: TextGenerator, name: str | None) -> ChatTemplate:

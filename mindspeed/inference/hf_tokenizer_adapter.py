@@ -56,6 +56,9 @@ class _HFTokenizer:
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.get_vocab().get(text)
 
+    def piece(self, token: int) -> str | None:
+        return self._tokenizer.convert_ids_to_tokens(token)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
@@ -81,6 +84,9 @@ class _IdsOnly:
         return None
 
     def token_id(self, text: str) -> int | None:
+        return None
+
+    def piece(self, token: int) -> str | None:
         return None
 
     def detokenize(self, ids: Sequence[int]) -> str:

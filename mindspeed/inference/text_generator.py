@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed.data.tokenizer_types import TextTokenizer
+from mindspeed.data.tokenizer_types import TextTokenizer, token_bytes
 from mindspeed.inference.beam_search import Hypothesis, beam_search
 from mindspeed.inference.generate import TokenScores, check_prompts, decode_steps
 from mindspeed.inference.load import LoadedModel
@@ -106,6 +106,10 @@ class TextGenerator:
         """The text of ids; ids beyond the tokenizer's vocabulary have none."""
         limit = self.tokenizer.vocab_size
         return self.tokenizer.detokenize([token for token in ids if token < limit])
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, which may be a part of a character."""
+        return token_bytes(self.tokenizer, token) if token < self.tokenizer.vocab_size else b""
 
     @property
     def context_length(self) -> int:

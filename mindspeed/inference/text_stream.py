@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "\ufffd"  # how an incomplete character is decoded
+from mindspeed.data.tokenizer_types import REPLACEMENT
+
 _CONTEXT = 6  # tokens of the prompt that the first new token is decoded with
 
 

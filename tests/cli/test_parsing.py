@@ -96,3 +96,14 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
             read_text(tmp_path / name, "--config F")
     with pytest.raises(ConfigError, match=r"^--config F: "):
         read_text("a\0b", "--config F")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text('{"a": 1}', "utf-8-sig")
+    assert read_text(file, "x.json") == '{"a": 1}'
+
+
+def test_integers_that_python_does_not_convert_stay_texts():
+    digits = "9" * 5000
+    assert decode_json(f'{{"n": {digits}, "m": 7}}') == {"n": digits, "m": 7}

@@ -155,3 +155,93 @@ def test_unknown_handlers_are_listed():
 def test_wrong_records_are_named(name, record, said):
     with pytest.raises(ValueError, match=said):
         conversations(name, record)
+
+
+U = {"role": "user", "content": "q"}
+A = {"role": "assistant", "content": "a"}
+CALL = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+PAIR = {"messages": [U, A], "chosen": [A], "rejected": [A]}
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": [U, A], "tools": [{"type": "function"}]}, "'tools' is not read: tools are"),
+        ({"messages": [U, A], "function_call": {"name": "f"}}, "'function_call' is not read"),
+        (PAIR, "'chosen' is not read: a preference pair"),
+        ({"messages": [U, A], "label": False}, "an undesired answer"),
+        ({"messages": [U, A | {"tool_calls": CALL}]}, r"messages\[2\]' has 'tool_calls'"),
+        ({"messages": [U, A | {"function_call": {"name": "f"}}]}, "has 'function_call'"),
+        ({"messages": [U, A | {"reasoning_content": "x"}]}, "content as <think>"),
+        ({"messages": [U, A | {"loss": False}]}, "with weight 0"),
+        ({"messages": [U, A | {"weight": 0.5}]}, "weight 0.5: allowed are 0 and 1"),
+        ({"messages": [U, A, {"role": "tool", "content": "7"}]}, "'tool'; .*tools are not"),
+        ({"messages": [U, A | {"content": None}]}, r"messages\[2\]' has no content \(null\)"),
+        ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "t"}, "two system"),
+    ],
+)
+def test_fields_that_change_the_answer_are_refused(record, said):
+    fields = handlers.Fields(record, handlers.find("OpenAIInstructionHandler").keys)
+    with pytest.raises(ValueError, match=said):
+        handlers.find("OpenAIInstructionHandler").conversations(fields)
+        fields.check_rest()
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "said"),
+    [
+        (
+            "BelleMultiTurnInstructionHandler",
+            {"instruction": "Context.\nHuman:a\nAssistant:", "output": "b"},
+            "text before the first turn is not trained: 'Context.'",
+        ),
+        (
+            "BelleMultiTurnInstructionHandler",
+            {"instruction": "Human:a\nAssistant:lost", "output": "b"},
+            "an answer before the column of the answer: 'lost'",
+        ),
+    ],
+)
+def test_text_that_a_handler_would_drop_is_refused(name, record, said):
+    with pytest.raises(ValueError, match=said):
+        conversations(name, record)
+
+
+def test_fields_without_effect_are_counted():
+    empty = {"tools": "[]", "tool_calls": None, "label": True}
+    messages = [U | {"name": "Eve"}, A | {"tool_calls": None, "weight": 1, "name": "Bob"}]
+    records = {
+        "OpenAIInstructionHandler": {"messages": messages, "id": 7, **empty},
+        "MOSSMultiTurnHandler": {
+            "chat": {"turn_1": MOSS["turn_1"] | {"Inner Thoughts": "<|Inner Thoughts|>: x<eot>"}},
+            "category": "",
+        },
+        "GeneralInstructionHandler": {"instruction": "i", "chosen": "c", "rejected": "r"},
+    }
+    keys = {"GeneralInstructionHandler": {"response": "chosen"}}
+    found = {}
+    for name, record in records.items():
+        handler = handlers.find(name)
+        fields = handlers.Fields(record, handler.with_keys(keys.get(name, {})))
+        handler.conversations(fields)
+        fields.check_rest()
+        found[name] = dict(fields.remarks)
+    assert found == {
+        "OpenAIInstructionHandler": {
+            "messages have a key 'name' that is not used": 2,
+            "records have a column 'id' that is not used": 1,
+            "records have a column 'label' that is not used": 1,
+        },
+        "MOSSMultiTurnHandler": {"turns have a part 'Inner Thoughts' that is not used": 1},
+        "GeneralInstructionHandler": {"records have a column 'rejected' that is not used": 1},
+    }
+
+
+@pytest.mark.parametrize("name", [n for n, h in handlers.HANDLERS.items() if h.conversations])
+def test_every_handler_counts_a_column_that_it_does_not_know(name):
+    record = CASES[name][0] | {"unknown": "x"}
+    handler = handlers.find(name)
+    fields = handlers.Fields(record, handler.keys)
+    handler.conversations(fields)
+    fields.check_rest()
+    assert dict(fields.remarks) == {"records have a column 'unknown' that is not used": 1}

@@ -252,3 +252,21 @@ def test_reader_processes_get_a_copy(tmp_path, pack):
     copy = pickle.loads(pickle.dumps(data))
     for name, value in data[5].items():
         assert copy[5][name].equal(value)
+
+
+def test_truncated_samples_and_what_they_lose_are_said_once(tmp_path):
+    lengths = [5, 1, 40, 30, 6]  # the second half is trained
+    with pytest.warns(UserWarning, match="longer than --seq-length 12") as found:
+        data = dataset(tmp_path, lengths, sequence_length=12, shuffle=False)
+    [said] = [str(warning.message) for warning in found if "--seq-length" in str(warning.message)]
+    trained = [sum(data[i]["loss_mask"].sum().item() for i in range(len(data)))]
+    whole = [sum((length + 1) // 2 for length in lengths if length > 1)]
+    lost = int(whole[0] - trained[0])
+    assert lost == 20 - 12 + 15 - 12
+    assert f"2 of 5 samples are longer than --seq-length 12 and truncated: {lost} tokens" in said
+    assert "0 samples keep none" in said and "1 samples of fewer than 2 tokens" in said
+
+
+def test_nothing_is_said_where_every_sample_fits(tmp_path, recwarn):
+    dataset(tmp_path, [ROOM + 1, 5])
+    assert not [w for w in recwarn if "--seq-length" in str(w.message)]

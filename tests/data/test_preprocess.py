@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -20,11 +21,16 @@ from tests.support.lazy import Lazy, needs
 needs("megatron.core")
 
 
-from mindspeed.data import file_formats
+from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from mindspeed.cli.preprocess import print_report
+from mindspeed.data import file_formats, templates
 from mindspeed.data import preprocess as module
 from mindspeed.data.preprocess import PreprocessOptions, Progress, preprocess
 from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer, train_bpe
-from mindspeed.data.tokenizer_types import TokenizerOptions
+from mindspeed.data.tokenizer_types import END_OF_TEXT, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 
 IndexedDataset = Lazy("megatron.core.datasets.indexed_dataset", "IndexedDataset")
@@ -69,6 +75,24 @@ def test_megatron_reads_back_every_document_with_its_end_token(options, tokenize
     assert dataset.index.dtype == np.uint16
     assert report.totals.tokens == sum(map(len, expected))
     assert report.totals.bytes_done == report.totals.bytes_total == options.inputs[0].stat().st_size
+
+
+def test_a_tokenizer_that_adds_its_own_eos_gives_one(options, tokenizer_options, tmp_path):
+    """``PretrainedFromHF`` keeps what the tokenizer adds; empty documents stay empty."""
+    directory = tmp_path / "adds"
+    shutil.copytree(tokenizer_options.tokenizer_model, directory)
+    plain = build_tokenizer(tokenizer_options)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    special = [(END_OF_TEXT, plain.eod)]
+    both = f"{END_OF_TEXT} $A {END_OF_TEXT}"
+    tokenizer.post_processor = TemplateProcessing(single=both, special_tokens=special)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    adds = TokenizerOptions("PretrainedFromHF", str(directory))
+    options.inputs[0].write_text("".join(f'{{"text": "{t}"}}\n' for t in ("Hello", "", "Bye")))
+    report = preprocess(dataclasses.replace(options, tokenizer=adds, append_eod=True))
+    expected = [[plain.eod, *plain.tokenize(text), plain.eod] for text in ("Hello", "Bye")]
+    assert [ids.tolist() for ids in read(report.outputs[0])] == expected
+    assert report.totals.empty == 1
 
 
 def test_gpt_dataset_cuts_the_documents_into_training_samples(options, tokenizer_options):
@@ -298,6 +322,16 @@ def test_conversations_are_byte_identical_for_any_number_of_workers(
     assert files(preprocess(several)) == alone
 
 
+def test_a_conversation_that_ends_with_eos_gets_no_second_one(conversations):
+    end = f"{{content}}{END_OF_TEXT}"
+    file = conversations.inputs[0].with_name("eos.yaml")
+    file.write_text(f"user: '{{content}}\\n'\nassistant: '{end}'\nspecial: ['{END_OF_TEXT}']\n")
+    options = dataclasses.replace(conversations, prompt_type=str(file), append_eod=True)
+    ids, _, labels = map(read, preprocess(options).outputs)
+    eod = build_tokenizer(conversations.tokenizer).eod
+    assert all(i.tolist().count(eod) == 1 and i[-1] == eod for i in (*ids, *labels))
+
+
 @pytest.mark.parametrize("boundary", ["exact", "legacy"])
 def test_only_the_last_answer_or_everything_can_be_trained(conversations, boundary):
     turns = [("user", "one"), ("assistant", "1"), ("user", "two"), ("assistant", "2")]
@@ -343,6 +377,52 @@ def test_long_conversations_lose_their_oldest_turns_first(conversations):
     ids, labels = (read(tiny.outputs[i])[0] for i in (0, 2))
     assert len(ids) == 9
     assert build_tokenizer(options.tokenizer).detokenize(labels[labels != -100]) == "42\n"
+
+
+@pytest.mark.parametrize("prompt_type", templates.names())
+@pytest.mark.parametrize("flags", [{}, {"train_on": "last"}, {"train_on_inputs": True}])
+def test_an_answer_of_weight_0_is_not_trained(conversations, tmp_path, prompt_type, flags):
+    """The mask is proven by decoding it."""
+    turns = [("first", 1), ("wrong", 0), ("third", None), ("final", 0)]
+    messages = []
+    for text, weight in turns:
+        messages.append({"role": "user", "content": "please"})
+        messages.append({"role": "assistant", "content": text, "weight": weight})
+    record = {"messages": messages, "id": 1}
+    conversations.inputs[0].write_text(json.dumps(record) + "\n" + json.dumps(record))
+    handler = "OpenAIInstructionHandler"
+    options = dataclasses.replace(conversations, handler=handler, prompt_type=prompt_type, **flags)
+    if "train_on" in flags:  # the last answer has weight 0
+        with pytest.raises(DataError, match="2 samples without a label"):
+            preprocess(options)
+        return
+    report = preprocess(options)
+    ids, _, labels = map(read, report.outputs)
+    tokenizer = build_tokenizer(options.tokenizer)
+    text = tokenizer.detokenize(labels[0][labels[0] != -100])
+    assert [text.count(said) for said, _ in turns] == [1, 0, 1, 0]
+    assert tokenizer.detokenize(ids[0]).count("wrong") == 1
+    assert text.count("please") == (4 if flags else 0)
+    assert report.totals.remarks == {
+        "answers have weight 0 and are not trained": 4,
+        "records have a column 'id' that is not used": 2,
+    }
+
+
+def test_columns_and_truncation_are_reported_once_with_their_counts(conversations, capsys):
+    records = [{**record, "chosen": "x"} for record in CONVERSATIONS[:1]]
+    records += [{**record, "id": 1, "output": "word " * 40} for record in CONVERSATIONS[:3]]
+    conversations.inputs[0].write_text("\n".join(map(json.dumps, records)))
+    report = preprocess(dataclasses.replace(conversations, seq_length=16))
+    totals = report.totals
+    assert (totals.broken, totals.shortened, totals.documents) == (1, 3, 3)
+    whole = preprocess(dataclasses.replace(conversations, overwrite=True)).totals
+    assert totals.lost == whole.trained - totals.trained > 0
+    print_report(report, Console(stderr=True))
+    said = capsys.readouterr().err
+    assert "the column 'chosen' is not read: a preference pair" in said
+    assert "3 records have a column 'id' that is not used" in said
+    assert f"3 samples were truncated to --seq-length, {totals.lost} tokens of answers" in said
 
 
 def test_records_without_an_answer_are_counted_by_reason(conversations):

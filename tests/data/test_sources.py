@@ -11,6 +11,7 @@ import pytest
 from mindspeed.data import file_formats
 from mindspeed.data.sources import find_files, hub_dataset
 from mindspeed.errors import DataError
+from mindspeed.parsing import decode_json
 
 RECORDS = [{"text": f'first\nsecond {i}, "quoted" ä', "id": str(i)} for i in range(2500)]
 
@@ -72,6 +73,29 @@ def test_compressed_formats_agree(tmp_path, kind, compression):
     if compression == "gz":
         with pytest.raises(DataError, match=rf"y\.{kind}\.gz is damaged after line"):
             read(find_files([path]))
+
+
+BOM = "\ufeff"
+HUGE = "9" * 5000
+ODD = {
+    "bom.csv": f'{BOM}"text",id\r\nx,1\r\n',
+    "bom.jsonl": f'{BOM}{{"text": "x", "id": "1"}}\r\n',
+    "separator.jsonl": '{"text": "x", "id": "1\u2028\x85"}\n',
+    "huge.jsonl": f'{{"text": "x", "id": {HUGE}}}\n',
+    "huge.json": f'[{{"text": "x", "id": {HUGE}}}]',
+    "long.jsonl": json.dumps({"text": "x", "id": "1" * (9 << 20)}) + "\n",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_marks_separators_and_numbers_of_other_tools_are_read(tmp_path, name):
+    file = tmp_path / name
+    file.write_bytes(ODD[name].encode())
+    [block] = find_files([file]).blocks()
+    [record] = [decode_json(row) if isinstance(row, bytes) else row for row in block.records]
+    assert list(record) == ["text", "id"] and record["text"] == "x"
+    expected = {"separator": "1\u2028\x85", "huge": HUGE, "long": "1" * (9 << 20)}
+    assert record["id"] == expected.get(name.split(".")[0], "1")
 
 
 @pytest.mark.parametrize(

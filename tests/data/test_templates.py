@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from mindspeed.data import hf_template, templates
+from mindspeed.data.chat_template import BEGUN, CHANGED, OTHER_PROMPT
 from mindspeed.errors import ConfigError, DataError
 
 CONVERSATION = [
@@ -224,3 +225,52 @@ def test_an_empty_answer_keeps_its_end(name):
     full = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     (empty,), (whole,) = (said(template.render(c)) for c in (conversation, full))
     assert empty == whole.replace("yes", "") and empty
+
+
+# In the manner of Qwen3: earlier turns lose their reasoning, the last answer always has some.
+REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% if loop.last %}<think>\n"
+    "{{ parts[0].removeprefix('<think>').strip() if parts | length > 1 else '' }}\n</think>\n\n"
+    "{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+).replace(".removeprefix('<think>')", ".replace('<think>', '')")
+
+
+@pytest.mark.parametrize(
+    ("answers", "trained", "remarks"),
+    [
+        (["a"], ["<think>\n\n</think>\n\na<|im_end|>"], (BEGUN,)),
+        (["<think>\nr\n</think>\n\na"], ["<think>\nr\n</think>\n\na<|im_end|>"], ()),
+        (
+            ["<think>r</think>a", "<think>r</think>b"],
+            ["a<|im_end|>", "<think>\nr\n</think>\n\nb<|im_end|>"],
+            (CHANGED,),
+        ),
+    ],
+)
+def test_an_answer_is_all_that_the_model_has_to_write_after_its_prompt(
+    tmp_path, answers, trained, remarks
+):
+    config = TOKENS["chatml"] | {"chat_template": REASONING}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    template = hf_template.load(tmp_path)
+    turns = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": a}] for a in answers
+    ]
+    messages = [message for turn in turns for message in turn]
+    rendered = template.render(messages)
+    assert said(rendered) == trained and rendered.remarks == remarks
+    prompt = template.render(messages[:1], add_generation_prompt=True).text
+    assert rendered.text.startswith(prompt) and rendered.spans[0][0] == len(prompt)
+    assert template.stop == ("<|im_end|>",)
+
+
+def test_a_prompt_that_generation_does_not_write_is_said(tmp_path):
+    """In the manner of DeepSeek-R1: generation begins with reasoning, the history has none."""
+    source = JINJA["chatml"].replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    config = TOKENS["chatml"] | {"chat_template": source}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    rendered = hf_template.load(tmp_path).render(CONVERSATION)
+    assert rendered.remarks == (OTHER_PROMPT, OTHER_PROMPT)
+    assert templates.load("chatml").render(CONVERSATION).remarks == ()

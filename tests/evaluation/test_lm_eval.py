@@ -75,6 +75,12 @@ def test_the_harness_finds_the_model_by_name_and_its_replicas(ranks, folders):
     assert first["empty"] == []
 
 
+def test_a_whole_text_is_scored_after_one_bos(ranks, folders):
+    texts = ["It is 7. yes", "no"]
+    [(ours, right)] = ranks(1, lm_eval_ranks.rolling, folders[0], texts, setup=SETUP, timeout=200)
+    assert ours == pytest.approx(right, abs=1e-3)
+
+
 def test_more_new_tokens_than_the_model_has_positions_are_refused(ranks, folders):
     message = ranks(1, lm_eval_ranks.too_long, folders[0], setup=SETUP, timeout=200)[0]
     assert "a task generates 100 tokens, the model has 100 positions" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,12 @@ def greedy_text(tiny, prompt, tokens):
 
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+SPECIAL = ("<|endoftext|>", "<|padding|>")
+TOOLS_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{{ m.reasoning_content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}"
+    "{% endfor %}{% if m.role == 'tool' %}!{% endif %}\n{% endfor %}assistant: "
+)
 CHAT_TEXT = "system: be brief\nuser: hello\nassistant: "
 
 
@@ -156,6 +163,79 @@ def test_log_probabilities_have_openais_form(ask, tiny):
     assert streamed == pytest.approx([token["logprob"] for token in content])
 
 
+def test_offsets_and_bytes_where_a_character_is_several_tokens(ask, tiny):
+    _, model, tokenizer = tiny
+    smile = tokenizer("\U0001f601")["input_ids"]  # not in the corpus: parts of a character
+    size = len(smile)
+    assert size > 2
+    base = {"temperature": 0, "max_tokens": 4, "logprobs": 5}
+    whole, stream, echo, scored, nothing = ask(
+        completion(prompt="the cat", **base),
+        completion(prompt="the cat", stream=True, **base),
+        completion(prompt=smile, echo=True, **base),
+        completion(prompt=smile, echo=True, **{**base, "max_tokens": 0}),
+        completion(prompt=smile, echo=True, stream=True, **{**base, "max_tokens": 0}),
+    )
+    found = [answer[1]["choices"][0]["logprobs"] for answer in (whole, echo, scored)]
+    pieces = [piece["choices"][0]["logprobs"] for piece in events(stream[1])]
+    assert [o for p in pieces if p for o in p["text_offset"]] == found[0]["text_offset"]
+    assert found[0]["text_offset"][0] == 0 and found[1]["text_offset"][: size + 1] == [0] * size + [
+        1
+    ]
+    # max_tokens 0: the prompt and its scores, no more
+    assert scored[1]["choices"][0]["text"] == "\U0001f601"
+    assert found[2] == {name: values[:size] for name, values in found[1].items()}
+    assert scored[1]["usage"]["completion_tokens"] == 0
+    assert "".join(piece["choices"][0]["text"] for piece in events(nothing[1])) == "\U0001f601"
+
+    [(_, talk, _)] = ask(
+        chat(messages=MESSAGES, logprobs=True, top_logprobs=20, temperature=0, max_tokens=1)
+    )
+    prompt = torch.tensor([tokenizer(CHAT_TEXT)["input_ids"]])
+    best = model(prompt).logits[0, -1].topk(20).indices.tolist()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    pieces = [tokenizer.convert_ids_to_tokens(token) for token in best]
+    expected = [[alphabet[c] for c in p] if p not in SPECIAL else [] for p in pieces]
+    top = talk["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    assert [entry["bytes"] for entry in top] == expected
+    assert any(max(b, default=0) > 127 for b in expected)
+
+
+def test_fields_of_the_history_are_rendered_or_refused(ask, ranks, tiny, tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+    result = {"role": "tool", "tool_call_id": "1", "content": "sat"}
+    thought = {"role": "assistant", "content": "hello", "reasoning_content": "the cat"}
+    user = MESSAGES[1]
+    requests = [
+        chat(messages=[user, called, result], max_tokens=1),
+        chat(messages=[user, thought, user], max_tokens=1),
+    ]
+    answers = ask(*requests, chat(messages=[user, {"role": "assistant", "content": None}]))
+    said = [answer[1]["error"]["message"] for answer in answers]
+    assert [answer[0] for answer in answers] == [400] * 3
+    assert "does not render tool_calls" in said[0] and "reasoning_content" in said[1]
+    assert "content is null" in said[2]
+
+    folder = tmp_path / "tools"
+    shutil.copytree(tiny[0], folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = TOOLS_TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (answers,) = ranks(1, server_ranks.ask, str(folder), requests, setup=SETUP)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    call = {**call, "function": {"name": "f", "arguments": {"a": 1}}}  # as templates expect it
+    for answer, history in zip(
+        answers,
+        ([user, {**called, "tool_calls": [call]}, result], [user, thought, user]),
+        strict=True,
+    ):
+        right = tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=False)
+        assert answer[1]["usage"]["prompt_tokens"] == len(tokenizer(right)["input_ids"])
+
+
 def test_concurrent_requests_share_forward_passes_and_get_unbatched_text(ranks, tiny):
     prompts = ["the cat", "hello there, how are you", "a", "mat and looked at"]
     (seen,) = ranks(1, server_ranks.at_once, str(tiny[0]), prompts, 3, setup=SETUP, timeout=120)
@@ -241,6 +321,8 @@ REFUSED = {
     "model": (completion(**CAT, model="gpt-9"), 404, "gpt-9 does not exist"),
     "penalty": (completion(**CAT, presence_penalty=1), 400, "presence_penalty is not supported"),
     "unknown": (completion(**CAT, heat=1), 400, "the field heat is unknown"),
+    "no tokens": (completion(**CAT, max_tokens=0), 400, "without echo: true"),
+    "no answer": (chat(messages=MESSAGES, max_tokens=0), 400, "needs at least 1"),
     "stop": (completion(**CAT, stop=[""]), 400, "--stop ''"),
     "role": (chat(messages=[{"role": "robot", "content": "x"}]), 400, "messages.0.role"),
     "no messages": (chat(messages=[]), 400, "messages"),

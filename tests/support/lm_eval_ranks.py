@@ -163,6 +163,28 @@ def the_rest(model: str) -> dict[str, Any]:
     }
 
 
+def rolling(model: str, texts: list[str]) -> tuple[list[float], list[float]]:
+    """Log-likelihoods of whole texts: ours, and transformers' of bos and text."""
+    import torch
+    import transformers
+    from lm_eval.api.instance import Instance
+
+    from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
+
+    requests = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts)]
+    ours = MindSpeedLM(f"hf:{model}").loglikelihood_rolling(requests, disable_tqdm=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    expected = []
+    for text in texts:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        assert ids[0].tolist().count(tokenizer.bos_token_id) == 1
+        with torch.no_grad():
+            logprobs = reference(ids).logits[0, :-1].log_softmax(-1)
+        expected.append(logprobs.gather(1, ids[0, 1:, None]).sum().item())
+    return ours, expected
+
+
 def too_long(model: str) -> str:
     """What the harness' own settings lead to on a short model."""
     from lm_eval.api.instance import Instance

@@ -115,3 +115,44 @@ def _losses_and_gradients(args: Any, model: Any, items: list[Any], packed: bool)
         "total": total.detach(),
         "gradients": gradients,
     }
+
+
+def transformers_step(prefix: str, folder: str, samples: int) -> tuple[float, float]:
+    """Loss and gradient norm of transformers on the first samples, in fp64.
+
+    The loss is the mean over all trained tokens of the batch; the model is written to ``folder``.
+    """
+    import torch
+    import transformers
+
+    from mindspeed.data.instruction_dataset import InstructionFiles
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=64,
+        intermediate_size=176,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    model = model.double()
+    files = InstructionFiles(prefix)
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for sample in map(files.__getitem__, range(samples)):
+        ids, labels = (
+            torch.from_numpy(part.astype("int64")) for part in (sample.ids, sample.labels)
+        )
+        logits = model(ids[None]).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
+        count += sample.num_trained
+    loss = total / count
+    loss.backward()
+    norms = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
+    return float(loss.detach()), float(norms.norm())

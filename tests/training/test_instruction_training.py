@@ -7,15 +7,17 @@ set of samples, whatever ranks, lengths and rows it is spread over.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.trainer_job import SETUP, runs, train
+from tests.support.trainer_job import SETUP, metrics, runs, train
 from tests.training.instruction_job import (
     batches,
     flags_for,
     packed_and_padded,
+    transformers_step,
     write_conversations,
 )
 
@@ -68,6 +70,41 @@ def one_rank(run) -> list[dict]:
 )
 def test_every_layout_and_length_gives_the_losses_of_one_rank(run, one_rank, world, flags):
     same(run(world, flags), one_rank)
+
+
+@pytest.fixture(scope="module")
+def by_transformers(rank_pool, prefix, tmp_path_factory) -> tuple[Path, float, float]:
+    """A model's folder; loss and gradient norm of its first batch of 8 samples."""
+    folder = tmp_path_factory.mktemp("llama")
+    step = (transformers_step, prefix, str(folder), 8)
+    ((loss, norm),) = rank_pool.run(1, *step, setup=SETUP, backend=None, timeout=60)
+    return folder, loss, norm
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, "--micro-batch-size 2"),  # accumulates 4 micro-batches
+        (2, "--micro-batch-size 1"),  # 4 on each data rank
+        (2, "--micro-batch-size 4 --use-distributed-optimizer --variable-seq-lengths"),
+        (2, "--micro-batch-size 2 --context-parallel-size 2"),
+        (2, f"--micro-batch-size 2 {PP}"),
+    ],
+    ids=str,
+)
+def test_the_loss_is_the_mean_over_all_trained_tokens_of_the_batch(
+    rank_pool, prefix, by_transformers, tmp_path, world, flags
+):
+    """The samples have from 1 to 50 trained tokens, so a mean of means is another number."""
+    folder, loss, norm = by_transformers
+    file = tmp_path / "metrics.jsonl"
+    words = f"--load hf:{folder} --no-shuffle --train-iters 1 --metrics-file {file} {flags}"
+    command = flags_for(prefix, words)
+    results = rank_pool.run(world, train, command, setup=SETUP, backend=None, timeout=120)
+    assert {result["error"] for result in results} == {None}, results
+    [step] = metrics(file)
+    assert step["lm_loss"] == pytest.approx(loss, rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_only_tokens_of_samples_count_as_throughput(run, prefix):

@@ -114,8 +114,10 @@ def _completion_job(service: Service, body: CompletionRequest) -> GenerationJob:
     _check(service, body)
     generator = service.generator
     prompts = [generator.encode(prompt) for prompt in body.prompts]
-    tokens = body.max_tokens or _COMPLETION_TOKENS
-    job = _job(service, body, prompts, tokens, body.logprobs)
+    tokens = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if not tokens and not body.echo:
+        raise ApiError(400, "max_tokens=0 returns nothing without echo: true", param="max_tokens")
+    job = _job(service, body, prompts, max(tokens, 1), body.logprobs)
     return replace(job, prompt_scores=body.echo and body.logprobs is not None)
 
 
@@ -134,6 +136,8 @@ def _chat_job(service: Service, body: ChatRequest) -> GenerationJob:
         )
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.max_tokens == 0:
+        raise ApiError(400, "max_tokens=0: an answer needs at least 1", param="max_tokens")
     messages = [message.plain for message in body.messages]
     prompt = prompt_of(service.generator, service.template, messages)
     available = service.generator.context_length - len(prompt)
@@ -201,13 +205,19 @@ async def _respond(
     writer = Writer(
         isinstance(body, ChatRequest),
         service.name,
-        lambda token: generator.detokenize([token]),
+        generator,
         job.options.logprobs is not None,
+        [
+            () if job.prompt_scores else job.prompts[index // body.n]
+            for index in range(job.num_sequences)
+        ],
     )
     choices = [
         Choice(echoed[index // body.n] if echoed else "") for index in range(job.num_sequences)
     ]
     chunks = service.engine.stream(job)
+    if body.max_tokens == 0:
+        chunks = _prompts_only(chunks)
     if body.stream:
         first = await anext(chunks, None)  # an immediate error still gets its HTTP status
         if first is None:
@@ -242,6 +252,16 @@ def _token_scores(event: Event) -> list[tuple[Any, TokenScores | None]]:
         return list(zip(event.tokens, (None, *event.scores), strict=True))
     token = event.end if event.token is None else event.token
     return [] if event.scores is None else [(token, event.scores)]
+
+
+async def _prompts_only(chunks: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """The scores of the prompts; of every sequence the end, without its one new token."""
+    try:
+        async for event in chunks:
+            prompt = isinstance(event, PromptScores)
+            yield event if prompt else OutputChunk(event.index, "", finish="length")
+    finally:
+        await chunks.aclose()  # type: ignore[attr-defined]
 
 
 async def _chain(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Event]:

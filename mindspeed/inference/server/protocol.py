@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,6 +20,9 @@ from mindspeed.errors import ConfigError
 from mindspeed.inference.generate import TokenScores
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.server.middleware import ApiError
+from mindspeed.inference.text_generator import TextGenerator
+from mindspeed.inference.text_stream import TextStream
+from mindspeed.parsing import decode_json
 
 _UNSUPPORTED = {
     "presence_penalty": (0, None),
@@ -61,7 +63,7 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1)
@@ -164,18 +166,46 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a conversation."""
+    """A message of a conversation; other fields are passed to the chat template."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is null or missing; only a message of tool_calls has none")
+        return self
 
     @property
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates take."""
+    def plain(self) -> dict[str, Any]:
+        """The message in the form that chat templates take, without fields that say nothing."""
         content = self.content
-        if not isinstance(content, str):
+        if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        role = "system" if self.role == "developer" else self.role
+        more = {name: value for name, value in (self.model_extra or {}).items() if value}
+        if self.tool_calls:
+            more["tool_calls"] = list(map(_with_arguments, self.tool_calls))
+        return {"role": role, "content": content, **more}
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object: OpenAI sends JSON as text, templates write it."""
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = decode_json(arguments)
+    except ValueError:
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
 
 
 class ChatRequest(Request):
@@ -202,12 +232,21 @@ class Writer:
     Args:
         chat: Chat completion; otherwise a completion.
         model: Name of the model.
-        decode: Token id -> its text.
+        generator: Tokens -> texts and bytes.
         logprobs: Whether log-probabilities are requested.
+        contexts: Tokens before the text of each choice.
     """
 
-    def __init__(self, chat: bool, model: str, decode: Any, logprobs: bool) -> None:
-        self._chat, self._decode, self._logprobs = chat, decode, logprobs
+    def __init__(
+        self,
+        chat: bool,
+        model: str,
+        generator: TextGenerator,
+        logprobs: bool,
+        contexts: Sequence[Sequence[int]],
+    ) -> None:
+        self._chat, self._generator, self._logprobs = chat, generator, logprobs
+        self._texts = [TextStream(generator.detokenize, context) for context in contexts]
         prefix, kind = ("chatcmpl-", "chat.completion") if chat else ("cmpl-", "text_completion")
         self._head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
         self._kind = kind
@@ -223,7 +262,7 @@ class Writer:
                 {
                     "index": index,
                     "message" if self._chat else "text": text,
-                    "logprobs": self._scores(found),
+                    "logprobs": self._scores(index, found),
                     "finish_reason": choice.finish,
                 }
             )
@@ -240,7 +279,7 @@ class Writer:
                 choice["delta"]["content"] = text
         else:
             choice["text"] = text or ""
-        choice["logprobs"] = self._scores(scores) if scores else None
+        choice["logprobs"] = self._scores(index, scores) if scores else None
         kind = self._kind + ".chunk" if self._chat else self._kind
         return {**self._head, "object": kind, "choices": [choice]}
 
@@ -249,7 +288,8 @@ class Writer:
         kind = self._kind + ".chunk" if self._chat else self._kind
         return {**self._head, "object": kind, "choices": [], "usage": usage}
 
-    def _scores(self, found: Sequence[tuple[int, Any]]) -> Any:
+    def _scores(self, index: int, found: Sequence[tuple[int, Any]]) -> Any:
+        """Of the next tokens of a choice."""
         if not self._logprobs:
             return None
         if self._chat:
@@ -259,8 +299,18 @@ class Writer:
             "tokens": texts,
             "token_logprobs": [None if scores is None else scores.sampled for _, scores in found],
             "top_logprobs": [None if scores is None else self._top(scores) for _, scores in found],
-            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+            "text_offset": [self._offset(index, token) for token, _ in found],
         }
+
+    def _offset(self, index: int, token: int) -> int:
+        """Where in the text of a choice its next token begins: after all complete characters."""
+        text = self._texts[index]
+        start = len(text.text)
+        text.push(token)
+        return start
+
+    def _decode(self, token: int) -> str:
+        return self._generator.detokenize([token])
 
     def _top(self, scores: TokenScores) -> dict[str, float]:
         """Text -> log-probability; of tokens with equal text the most likely one."""
@@ -272,7 +322,7 @@ class Writer:
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text = self._decode(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        return {"token": text, "logprob": value, "bytes": list(self._generator.token_bytes(token))}
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

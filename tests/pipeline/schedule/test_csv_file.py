@@ -26,6 +26,14 @@ def test_a_plan_comes_back_as_it_was(name, tmp_path):
     assert again.rows == plan.rows
 
 
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    plan = build_plan(ScheduleRequest(kind="1f1b"), 2, 1, 4)
+    file = tmp_path / "plan.csv"
+    write_plan(file, plan)
+    file.write_text(file.read_text(), "utf-8-sig")
+    assert read_plan(file).rows == plan.rows
+
+
 def test_reductions_are_written_only_where_they_are_not_the_usual_ones(tmp_path):
     file = tmp_path / "plan.csv"
     write_plan(file, build_plan(ScheduleRequest(), 2, 1, 2))
