@@ -46,6 +46,8 @@ def _check(patch: Patch, root: Path, version: Version) -> Finding:
     if source is None:
         problem = f"module {patch.module} is absent" if _is_core(patch) else ""
         return Finding(patch, "no such module", problem)
+    if patch.kind == "define":
+        return _check_new_name(patch, source, version)
     node = _find(_parse(source), patch.qualname)
     if node is None:
         return Finding(patch, "missing", f"{patch.target} is absent in megatron-core {version}")
@@ -58,6 +60,17 @@ def _check(patch: Patch, root: Path, version: Version) -> Finding:
     if not fits(signature, actual):
         given = f"({', '.join(actual)})"
         return Finding(patch, "changed", f"{patch.target}: expected {signature}, found {given}")
+    return Finding(patch, "ok")
+
+
+def _check_new_name(patch: Patch, source: Path, version: Version) -> Finding:
+    """A name that Megatron must not have, in a class that it must have."""
+    holder, _, _ = patch.qualname.rpartition(".")
+    if holder and _find(_parse(source), holder) is None:
+        problem = f"{patch.module}:{holder} is absent in megatron-core {version}"
+        return Finding(patch, "missing", problem)
+    if _find(_parse(source), patch.qualname) is not None:
+        return Finding(patch, "changed", f"{patch.target} exists in megatron-core {version}")
     return Finding(patch, "ok")
 
 

@@ -257,14 +257,48 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; there are {', '.join(found)}" if found else ""
 
 
+def remember_counts(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
+    """What a run of ``modules`` adds to; the result takes it back.
+
+    Buffers that count (tokens of experts), and the losses of experts and of multi-token prediction
+    that are summed for the log.
+    """
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    buffers = [(x, x._version, x.clone()) for module in modules for x in module.buffers()]
+    logged = get_moe_layer_wise_logging_tracker()
+    before = {name: _copied(entry) for name, entry in logged.items()}
+    predicted = _copied(MTPLossLoggingHelper.tracker)
+
+    def restore() -> None:
+        for table, values in (
+            (logged, before),
+            (MTPLossLoggingHelper.tracker, predicted),
+        ):
+            table.clear()
+            table.update(values)
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+    return restore
+
+
+def _copied(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in entry.items()
+    }
+
+
 def _environment(model: torch.nn.Module) -> Callable[..., Any]:
     """What a second run must find, and what it must not leave behind.
 
-    Random states of Megatron's tracker; buffers of the layer that count (tokens of experts); the
-    auxiliary losses that are logged, which the router would add a second time.
+    Random states of Megatron's tracker, and what :func:`remember_counts` finds.
     """
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     layers = layers_of(model)
 
@@ -273,26 +307,13 @@ def _environment(model: torch.nn.Module) -> Callable[..., Any]:
 
         @contextlib.contextmanager
         def restored() -> Iterator[None]:
-            buffers = [(x, x._version, x.clone()) for x in layers[layer].buffers()]
-            losses = get_moe_layer_wise_logging_tracker()
-            before = {
-                name: {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in entry.items()
-                }
-                for name, entry in losses.items()
-            }
+            restore = remember_counts([layers[layer]])
             with random._fork_rng():
                 random._set_all_rng_states(*states)
                 try:
                     yield
                 finally:
-                    losses.clear()
-                    losses.update(before)
-                    with torch.no_grad():
-                        for buffer, version, value in buffers:
-                            if buffer._version != version:
-                                buffer.copy_(value)
+                    restore()
 
         return restored
 

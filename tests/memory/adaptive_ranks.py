@@ -131,6 +131,55 @@ def different_sites():
     megatron.sites_of = plain
 
 
+def counted_in_a_repeated_step(repeats):
+    """Losses, counts and logged losses of a step with experts and multi-token prediction.
+
+    Args:
+        repeats: The second micro-batch finds no memory, once, after its forward.
+    """
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from mindspeed import device
+    from mindspeed.journal import Journal
+    from mindspeed.memory.adaptive.megatron import Controller
+    from mindspeed.memory.adaptive.settings import Settings
+
+    gpt_ranks.start()
+    config = gpt_ranks.config(
+        "moe-grouped", mtp_num_layers=1, moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1, moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )  # fmt: skip
+    model = gpt_ranks.build(config, "te").train()
+    journal, calls = Journal(), []
+    settings = Settings("", 2**40, 2**40, profiled_steps=9, min_bytes=0, rescue=True)
+    controller = Controller(settings, device.current(), journal, lambda text: None)
+
+    def step(iterator, chunk):
+        tokens, positions, labels = gpt_ranks.batch()
+        loss = chunk(
+            (tokens + next(iterator)) % gpt_ranks.VOCABULARY, positions, None, labels=labels
+        )
+        calls.append(1)
+        if repeats and len(calls) == 2:
+            raise torch.OutOfMemoryError("pretended")
+        return loss, lambda out: (out.mean(), {"loss": out.mean().detach()})
+
+    losses = controller.with_schedule(forward_backward_no_pipelining)(
+        forward_step_func=step, data_iterator=iter([0, 1, 2]), model=[model],
+        num_microbatches=3, seq_length=gpt_ranks.SEQUENCE, micro_batch_size=gpt_ranks.BATCH,
+        forward_only=False,
+    )  # fmt: skip
+    logged = {**moe_utils.get_moe_layer_wise_logging_tracker(), "mtp": MTPLossLoggingHelper.tracker}
+    found = {name: entry["values"] for name, entry in logged.items()}
+    found |= {name: value for name, value in model.named_buffers() if "tokens" in name}
+    found |= {name: weight.grad for name, weight in model.named_parameters()}
+    journal.undo()
+    return len(calls), found | {"loss": torch.stack([one["loss"] for one in losses])}
+
+
 def costs(name, spec, fake):
     """Costs of all candidate plans of a layer, with real tensors or with FakeTensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
@@ -101,6 +102,17 @@ def test_out_of_memory_is_survived_by_swapping(train, plain):
     assert results == plain[0]
     assert losses(printed) == losses(plain[1]) and len(losses(printed)) == 6
     assert printed.count("is repeated: pretended") == 1
+
+
+def test_a_repeated_step_counts_tokens_and_losses_once(ranks):
+    function = jobs.counted_in_a_repeated_step
+    setup = "tests.support.warm"
+    ((runs, expected),) = ranks(1, function, False, setup=setup, timeout=120)
+    ((again, found),) = ranks(1, function, True, setup=setup, timeout=120)
+    assert (runs, again) == (3, 5)
+    assert {"load_balancing_loss", "z_loss", "mtp", "loss"} <= set(expected)
+    assert sum(name.endswith("local_tokens_per_expert") for name in expected) == 3
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -80,14 +80,18 @@ def config(name: str, **overrides: Any) -> Any:
 def build(cfg: Any, spec: str) -> torch.nn.Module:
     """Build a GPT model from a spec (te, local or reference) and give it the seeded weights."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    layers = get_gpt_decoder_block_spec(cfg, use_transformer_engine=spec == "te")
+    layers = specs.get_gpt_decoder_block_spec(cfg, use_transformer_engine=spec == "te")
     if spec == "reference":
         _use_reference_modules(layers)
+    prediction = None
+    if cfg.mtp_num_layers:
+        prediction = specs.get_gpt_mtp_block_spec(cfg, layers, use_transformer_engine=spec == "te")
     model = GPTModel(
-        cfg, layers, VOCABULARY, SEQUENCE, position_embedding_type="rope", parallel_output=True
-    )
+        cfg, layers, VOCABULARY, SEQUENCE, position_embedding_type="rope", parallel_output=True,
+        mtp_block_spec=prediction,
+    )  # fmt: skip
     for name, parameter in weights_of(model).items():
         parameter.data.copy_(_slice(parameter, name))
     return model

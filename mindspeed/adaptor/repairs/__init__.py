@@ -16,6 +16,7 @@ from typing import Any
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
     dataset_helpers,
+    expert_counts,
     first_report,
     fsdp_swiglu,
     fused_kernels,
@@ -36,11 +37,18 @@ from mindspeed.adaptor.repairs import (
     process_groups,
     rng_shards,
     rng_tracker,
+    router_loss_scale,
     yarn,
 )
 from mindspeed.device import Device
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient, first_report)
+_EVERYWHERE = (
+    rng_tracker,
+    latent_key_gradient,
+    first_report,
+    router_loss_scale,
+    expert_counts,
+)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_HOST = (process_groups, yarn)

@@ -30,7 +30,14 @@ from mindspeed.memory.candidates import ALL_ON_HOST, KEEP_ALL, LEAST, name_of, p
 from mindspeed.memory.estimate import Clock, device_clock
 from mindspeed.memory.in_flight import most_held
 from mindspeed.memory.in_flight.megatron import held_by_stage
-from mindspeed.memory.megatron import install, layers_of, sites_of, stage_groups, wrap
+from mindspeed.memory.megatron import (
+    install,
+    layers_of,
+    remember_counts,
+    sites_of,
+    stage_groups,
+    wrap,
+)
 from mindspeed.memory.plan import LayerPlan, Plan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.solver import Budget, LayerCosts, NothingFits, Solution
@@ -175,14 +182,17 @@ class Controller:
                 raise self._exhausted(error, "only a run of one rank can repeat a step") from error
         data = Replay(options["data_iterator"])
         states = random._get_all_rng_states()
+        chunks = _as_list(options["model"])
         while True:
+            uncount = remember_counts(chunks)
             try:
                 return function(**{**options, "data_iterator": data.from_the_start()})
             except _OUT_OF_MEMORY as error:
                 reason = str(error)
                 self._reduce(error)
             self._show(f"activations: step {self._steps + 1} is repeated: {reason}")
-            for chunk in _as_list(options["model"]):
+            uncount()
+            for chunk in chunks:
                 _zero_gradients(chunk)
             random._set_all_rng_states(*states)
             self._device.empty_cache()

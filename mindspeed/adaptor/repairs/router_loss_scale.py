@@ -1,0 +1,168 @@
+"""Defect: losses of the router have another strength on several ranks, and count wrongly.
+
+Where: ``megatron.core.transformer.moe``. ``TopKRouter`` under ``calculate_per_token_loss``
+multiplies its losses with the tokens of one rank, while the gradients are divided by the tokens of
+all ranks that share a micro-batch (Megatron-LM PR 5047); for the loss per sequence it takes the
+tokens of one sequence of the micro-batch (PR 5798).
+``moe_utils.get_tokens_per_expert_and_token_count`` sums the counts of a rank in place over the
+ranks before it reads them (PR 7481). The z-loss in the log is that of one rank (PR 3199).
+Symptom: silent; experts are balanced with 1 / (TP x CP), or 1 / micro-batch size, of the
+coefficient that the user gave. With a padding mask, the weight of a rank depends on the others.
+Fix: losses are multiplied with the tokens of the micro-batch on all ranks that share it, without
+padding; the z-loss is logged as the mean over the ranks. Cost: one scalar all-reduce per loss and
+layer, only with a padding mask.
+Versions: 0.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.adaptor.patch import Patch
+
+OWNER = "repair:router-loss-scale"
+_SEQUENCES = "_sequences_of_loss"  # of the micro-batch, while the loss per sequence is attached
+
+
+def count_own_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function that counts tokens per expert, of this rank, and of all ranks."""
+
+    def get_tokens_per_expert_and_token_count(
+        routing_map: torch.Tensor,
+        reduce_group: Any,
+        topk: int | None = None,
+        with_padding_mask: bool = False,
+    ) -> Any:
+        own = routing_map.sum() / topk if with_padding_mask else routing_map.shape[0]
+        counts, _, total = original(routing_map, reduce_group, topk, with_padding_mask)
+        return counts, own, total
+
+    return get_tokens_per_expert_and_token_count
+
+
+def count_sequences(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap ``_apply_seq_aux_loss``, which counts the tokens of one sequence."""
+
+    def _apply_seq_aux_loss(
+        self: Any,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        setattr(self, _SEQUENCES, bsz)
+        try:
+            return original(
+                self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask
+            )
+        finally:
+            delattr(self, _SEQUENCES)
+
+    return _apply_seq_aux_loss
+
+
+def scale_by_micro_batch(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap the method that attaches a load-balancing loss: only its number of tokens changes."""
+
+    def attach_and_log_load_balancing_loss(
+        self: Any,
+        activation: torch.Tensor,
+        *args: Any,
+        valid_token_count: int | torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if self.calculate_per_token_loss:
+            own: int | torch.Tensor = activation.shape[0]
+            if valid_token_count is not None:
+                own = valid_token_count * getattr(self, _SEQUENCES, 1)
+            valid_token_count = _over_ranks(own, self.tp_cp_group)
+        return original(self, activation, *args, valid_token_count=valid_token_count, **kwargs)
+
+    return attach_and_log_load_balancing_loss
+
+
+def apply_z_loss(
+    self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attach the z-loss of a router to its logits.
+
+    Args:
+        self: The router.
+        logits: ``[n, experts]``, tokens of this rank.
+        padding_mask: bool ``[n]``, tokens that are left out.
+
+    Returns:
+        The logits; their backward adds the gradient of the loss.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    config, ranks = self.config, self.tp_cp_group.size()
+    if config.moe_z_loss_coeff is None or not (self.training and torch.is_grad_enabled()):
+        return logits
+    loss = moe_utils.z_loss_func(logits, 1.0, padding_mask=padding_mask)
+    strength: Any = config.moe_z_loss_coeff / ranks
+    if self.calculate_per_token_loss:
+        own = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
+        strength = config.moe_z_loss_coeff * own  # gradients of the ranks are added
+    moe_utils.save_to_aux_losses_tracker(
+        "z_loss",
+        loss,
+        self.layer_number,
+        config.num_layers + (config.mtp_num_layers or 0),
+        avg_group=self.tp_dp_cp_group,
+    )
+    return moe_utils.MoEAuxLossAutoScaler.apply(logits, loss * strength)  # type: ignore[no-any-return]
+
+
+def _over_ranks(tokens: int | torch.Tensor, group: Any) -> int | torch.Tensor:
+    """The sum over the group; numbers are equal on all ranks, tensors need not be."""
+    if not isinstance(tokens, torch.Tensor):
+        return tokens * int(group.size())
+    total = tokens.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
+_VERSIONS = ">=0.16,<0.17"
+PATCHES = (
+    Patch(
+        "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+        count_own_tokens,
+        OWNER,
+        "the tokens of this rank are not those of all ranks",
+        expects="(routing_map, reduce_group, topk, with_padding_mask)",
+        versions=_VERSIONS,
+    ),
+    Patch(
+        _ROUTER + "_apply_seq_aux_loss",
+        count_sequences,
+        OWNER,
+        "the tokens of a micro-batch are those of all its sequences",
+        expects="(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, ...)",
+        versions=_VERSIONS,
+    ),
+    Patch(
+        _ROUTER + "attach_and_log_load_balancing_loss",
+        scale_by_micro_batch,
+        OWNER,
+        "with a loss per token, balancing losses have the same strength under TP and CP",
+        expects="(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, ...)",
+        versions=_VERSIONS,
+    ),
+    Patch(
+        _ROUTER + "apply_z_loss",
+        lambda original: apply_z_loss,
+        OWNER,
+        "the z-loss too, and the log has its mean over the ranks",
+        kind="replace",
+        expects="(self, logits, padding_mask)",
+        versions=_VERSIONS,
+    ),
+)
