@@ -27,7 +27,7 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
         if args.auto_resume and tracked(args.save or "") is not None and asked(args):
             args.lora_load, args.finetune = args.save, False
         if args.lora_load and not _asked_anew(args):
-            described = config_of(args.lora_load)
+            described = config_of(args.lora_load, train=True)
             for flag, field in _DESCRIBED.items():
                 setattr(args, flag, getattr(described, field))
         config = LoraConfig.from_args(args)

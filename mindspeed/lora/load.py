@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
@@ -15,7 +16,7 @@ from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted, attach
 from mindspeed.lora.config import DESCRIPTION, LoraConfig
 from mindspeed.lora.hf_names import shape_of_model
-from mindspeed.lora.names import in_whole_model, is_end, is_expert
+from mindspeed.lora.names import in_whole_model, is_adapter_weight, is_end, is_expert
 from mindspeed.lora.state import base_of, check_base, sharded_state
 from mindspeed.models.shape import Shape
 from mindspeed.storage import directory
@@ -35,32 +36,45 @@ def is_peft(path: str | Path) -> bool:
     return (Path(path) / peft.CONFIG).is_file()
 
 
-def config_of(path: str | Path) -> LoraConfig:
+def config_of(path: str | Path, *, train: bool = False) -> LoraConfig:
     """Options of the adapter in a directory.
 
+    Args:
+        path: As for :func:`load`.
+        train: It is to be trained on.
+
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is none, it is damaged, or cannot be trained on.
     """
     if is_peft(path):
-        return peft.read(path).config
+        files = peft.read(path)
+        if train:
+            files.check_attached(tied_model=False, train=True)
+        return files.config
     return LoraConfig.from_json(iteration_of(path) / DESCRIPTION)
 
 
-def load(chunks: Iterable[Any], path: str | Path) -> LoraConfig:
+def load(chunks: Iterable[Any], path: str | Path, *, train: bool = False) -> LoraConfig:
     """Load an adapter into a model; attach it first if the model has none. Collective.
 
     Args:
         chunks: This rank's pipeline stages, wrapped or not; the base model's weights are in them.
         path: ``--save`` of a LoRA training, one iteration of it, or a PEFT directory.
+        train: It is to be trained on.
 
     Returns:
         Its options.
 
     Raises:
-        CheckpointError: There is no adapter, or it belongs to another model; names the tensor.
+        CheckpointError: There is no adapter, or it belongs to another model; names the tensor. Or
+            it can only be merged.
     """
     modules = unwrap(chunks)
-    config = config_of(path)
+    files = peft.read(path) if is_peft(path) else None
+    if files is not None:
+        tied = any(module.share_embeddings_and_output_weights for module in modules)
+        files.check_attached(tied_model=tied, train=train)
+    config = config_of(path) if files is None else files.config
     present = adapted(modules)
     if present is None:
         attach(modules, config)
@@ -69,8 +83,8 @@ def load(chunks: Iterable[Any], path: str | Path) -> LoraConfig:
             f"{path}: the adapter has rank {config.r} and scale {config.scale:g}, the flags ask "
             f"for {present.r} and {present.scale:g}; leave out --lora-r and --lora-alpha"
         )
-    if is_peft(path):
-        _load_peft(modules, peft.read(path))
+    if files is not None:
+        _load_peft(modules, files, config.r)
     else:
         _load_checkpoint(modules, iteration_of(path))
     return config
@@ -172,22 +186,33 @@ def is_weight(key: str) -> bool:
 
 
 @torch.no_grad()
-def _load_peft(modules: list[Any], files: peft.PeftFiles) -> None:
+def _load_peft(modules: list[Any], files: peft.PeftFiles, r: int) -> None:
     from megatron.core import parallel_state
 
+    partial = files.not_trained is not None
     for module in modules:
         tensors = peft.whole_tensors(files, shape_of_model(module))
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
             key = in_whole_model(module, name)
+            if key not in tensors and partial and is_adapter_weight(key):
+                parameter.zero_()
+                continue
             if key not in tensors:
                 raise CheckpointError(f"{files.folder}: there is nothing for {key}")
             if is_expert(key):
                 rank = parallel_state.get_expert_tensor_parallel_rank()
             else:
                 rank = parallel_state.get_tensor_model_parallel_rank()
-            _copy_slice(parameter, tensors[key], rank)
+            _copy_slice(parameter, _padded(key, tensors[key], r), rank)
+
+
+def _padded(key: str, whole: torch.Tensor, r: int) -> torch.Tensor:
+    """A and B of a smaller rank with zeros up to ``r``; other tensors as they are."""
+    if ".lora_A." in key:
+        return F.pad(whole, (0, 0, 0, r - whole.shape[0]))
+    return F.pad(whole, (0, r - whole.shape[1])) if ".lora_B." in key else whole
 
 
 def _copy_slice(parameter: Any, whole: torch.Tensor, rank: int) -> None:

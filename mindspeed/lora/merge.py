@@ -1,7 +1,11 @@
-"""Adapters into weights: ``W += (alpha / r) B A`` in fp32, then cast to the weight's type."""
+"""Adapters into weights: ``W += (alpha / r) B A`` in fp32, then cast to the weight's type.
+
+With magnitudes m (DoRA) every row of the sum gets its length: ``W := m (W + s B A) / |W + s B A|``.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,16 +14,19 @@ import torch
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
+from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted_layers, detach
 from mindspeed.lora.hf_names import whole_parts
 from mindspeed.lora.layers import order_of
 from mindspeed.lora.linear import as_one, take_adapter
-from mindspeed.lora.load import config_of, samples_of, whole_adapter
+from mindspeed.lora.load import config_of, is_peft, samples_of, whole_adapter
 from mindspeed.lora.state import check_samples
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_shards import source_rows, with_tensors
 from mindspeed.models.weight_source import WeightSource
 
 _OUTPUT = "output_layer."
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @torch.no_grad()
@@ -43,6 +50,8 @@ def merge(chunks: Iterable[Any]) -> None:
 class Merged(WeightSource):
     """The weights of a model with an adapter merged in, one parameter at a time.
 
+    A tied model whose embedding or output layer was saved alone has both afterwards, as PEFT's has.
+
     Args:
         source: The base model, in any format.
         adapter: Directory of an adapter, ours or PEFT's.
@@ -52,19 +61,29 @@ class Merged(WeightSource):
     """
 
     def __init__(self, source: WeightSource, adapter: str | Path) -> None:
-        super().__init__(source.where, source.args, source.family)
+        self._files = peft.read(adapter) if is_peft(adapter) else None
+        args = argparse.Namespace(**vars(source.args))
+        if self._files is not None and self._files.ends and "untied" not in source.shape.has:
+            args.untie_embeddings_and_output_weights = not self._files.tied
+        super().__init__(source.where, args, source.family)
         self.unused = source.unused
         self._source, self._adapter = source, adapter
-        self._config = config_of(adapter)
+        self._originals = {parameter.name: parameter for parameter in source.table}
+        self._config = config_of(adapter) if self._files is None else self._files.config
         self._base = samples_of(adapter)
         self._layers: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         self._whole: dict[str, torch.Tensor] = {}
-        for key, tensor in whole_adapter(adapter, self.shape).items():
+        if self._files is None:
+            tensors = whole_adapter(adapter, self.shape)
+        else:
+            tensors = peft.whole_tensors(self._files, self.shape)
+            self._check_saved(self._files)
+        for key, tensor in tensors.items():
             layer, dot, rest = key.partition(".lora_")
             if dot:
                 matrix, _, part = rest.partition(".")
                 self._layers.setdefault(layer, {}).setdefault(matrix, {})[part] = tensor.float()
-            else:
+            elif self._files is None:
                 self._whole[key] = tensor
         table = {parameter.name: parameter for parameter in self.table}
         for layer, matrices in self._layers.items():
@@ -72,12 +91,14 @@ class Merged(WeightSource):
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """The base model's."""
-        return self._source.dtype(parameter)
+        return self._source.dtype(self._original(parameter))
 
     def read(self, parameter: Parameter) -> torch.Tensor:
         """A merged parameter, whole, ``[*parameter.shape]``, in the base model's dtype."""
-        weight = self._source.read(parameter)
+        weight = self._source.read(self._original(parameter))
         layer = parameter.name.removesuffix(".weight")
+        if self._files is not None:
+            weight = with_tensors(weight, self._files.whole, parameter.segments)
         if parameter.name in self._whole:
             weight = weight.clone()
             rows = min(weight.shape[0], self._whole[parameter.name].shape[0])
@@ -85,8 +106,45 @@ class Merged(WeightSource):
         if layer in self._layers:
             check_samples(parameter.name, weight, self._base, Path(self._adapter))
             a, b = self._matrices(layer, parameter)
-            weight = (weight.float() + self._config.scale * (b @ a)).to(weight.dtype)
+            merged = weight.float() + self._config.scale * (b @ a)
+            if "magnitude" in self._layers[layer]:
+                merged = _with_lengths(merged, self._lengths(layer, parameter))
+            weight = merged.to(weight.dtype)
         return weight
+
+    def _original(self, parameter: Parameter) -> Parameter:
+        """The base model's; of a tied one the embedding is the output layer."""
+        found = self._originals.get(parameter.name)
+        return self._originals[_EMBEDDING] if found is None else found
+
+    def _lengths(self, layer: str, parameter: Parameter) -> torch.Tensor:
+        """Lengths of the rows of a merged weight, ``[rows]``; NaN where they follow from it."""
+        parts = whole_parts(layer, parameter, self.shape)
+        order = order_of(parts, self.shape["head"])
+        found = self._layers[layer]["magnitude"]
+        unknown = torch.full((sum(parts.values()),), float("nan"))
+        slices = zip(parts, unknown.split(tuple(parts.values())), strict=True)
+        lengths = torch.cat([found.get(name, rows) for name, rows in slices])
+        return lengths if order is None else lengths[order]
+
+    def _check_saved(self, files: peft.PeftFiles) -> None:
+        """See that the model has the tensors that were saved whole, as large."""
+        rows: dict[str, int] = {}
+        columns: dict[str, tuple[int, ...]] = {}
+        for parameter in self.table:
+            rows |= source_rows(parameter.segments)
+            columns |= dict.fromkeys(parameter.sources, parameter.shape[1:])
+        for name, tensor in files.whole.items():
+            shape = (rows[name], *columns[name]) if name in rows else None
+            if shape == tuple(tensor.shape):
+                continue
+            there = "has no such tensor" if shape is None else f"has {list(shape)}"
+            more = "; add its tokens to the base with mindspeed convert --added-token-num"
+            grown = shape is not None and peft.end_of(name) and len(tensor) > shape[0]
+            raise CheckpointError(
+                f"{self._adapter}: {name} is {list(tensor.shape)} there, and {self.where} {there}"
+                + (more if grown else "")
+            )
 
     def _matrices(self, layer: str, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         parts = whole_parts(layer, parameter, self.shape)
@@ -118,3 +176,9 @@ class Merged(WeightSource):
             f"{self._adapter} is an adapter of another model: it changes {layer}, and "
             f"{self.where} {there}"
         )
+
+
+def _with_lengths(weight: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Rows ``[rows, columns]`` of given lengths ``[rows]``, fp32; those of NaN as they are."""
+    factor = lengths / torch.linalg.vector_norm(weight, dim=1)
+    return torch.where(lengths.isnan(), torch.ones_like(lengths), factor)[:, None] * weight

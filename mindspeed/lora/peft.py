@@ -6,13 +6,18 @@
 PEFT knows Hugging Face's layers, where q, k and v are three; the family's mapping table says which
 rows of a Megatron layer they are. Experts are one module each, or, as transformers 5 has them, one
 parameter of three dimensions for all (``target_parameters``).
+
+Merged into weights, every adapter that :mod:`mindspeed.lora.peft_fields` lets pass is exact. Ranks
+and scales by module become one of each: the smaller A and B are padded with zeros, the other B
+multiplied. That computes the same, but would train otherwise, so such adapters are not trained.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +33,11 @@ from mindspeed.lora.hf_names import (
     whole_parts,
 )
 from mindspeed.lora.peft_blocks import Block, divided, unfused
+from mindspeed.lora.peft_fields import check_fields
 from mindspeed.models.finite import check_finite
 from mindspeed.models.shape import Shape
 from mindspeed.models.table import Parameter
 from mindspeed.parsing import read_json
-from mindspeed.ranges import ABOVE_ZERO, POSITIVE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -42,18 +47,6 @@ EXPERT_LAYERS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
 FUSED = re.compile(r"(.*\.layers\.(\d+)\.mlp\.experts)(\.base_layer)?")
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _ENDS = {"embed_tokens": "embedding.word_embeddings", "lm_head": "output_layer"}
-# What peft offers beyond a plain adapter, with the values that mean "no".
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "layers_to_transform": (None,),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "megatron_config": (None,),
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,11 @@ class PeftFiles:
         config: Options of the adapter.
         pairs: Hugging Face module -> its A and B, or those of its parts.
         experts: Layer and parameter that holds all its experts -> the same of each expert.
-        whole: Hugging Face module that is saved whole -> its weight.
+        whole: Hugging Face tensor of a module that is saved whole -> the tensor.
+        magnitudes: Hugging Face module -> length of each row of its weight, ``[rows]`` (DoRA).
+        tied: An embedding that is saved whole is the tied output layer, too.
+        not_attached: Why it can only be merged; None if a model can have it attached.
+        not_trained: Why it cannot be trained on; None if it can.
     """
 
     folder: Path
@@ -73,115 +70,253 @@ class PeftFiles:
     pairs: Mapping[str, tuple[Block, ...]]
     experts: Mapping[tuple[int, str], list[tuple[Block, ...]]]
     whole: Mapping[str, torch.Tensor]
+    magnitudes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tied: bool = False
+    not_attached: str | None = None
+    not_trained: str | None = None
+
+    @property
+    def ends(self) -> dict[str, torch.Tensor]:
+        """Embedding and output layer that are saved whole -> weight ``[vocabulary, hidden]``."""
+        weights = {n.removesuffix(".weight"): w for n, w in self.whole.items()}
+        return {name: w for name, w in weights.items() if name.rpartition(".")[2] in _ENDS}
+
+    def check_attached(self, *, tied_model: bool, train: bool) -> None:
+        """See that a model can have the adapter without merging it.
+
+        Args:
+            tied_model: The model's embedding is its output layer, too.
+            train: It is to be trained on.
+
+        Raises:
+            CheckpointError: It cannot; names the reason and the command that merges it.
+        """
+        reason = self.not_attached or (self.not_trained if train else None)
+        if reason is None and tied_model and self.ends and not self.tied:
+            reason = f"modules_to_save = {sorted(self.ends)} unties the embedding"
+        if reason is not None:
+            what = "trained on" if train else "used"
+            raise CheckpointError(
+                f"{self.folder}: {reason}; such an adapter is merged before it is {what}: "
+                f"mindspeed merge-lora --load BASE --lora-load {self.folder} --save MERGED"
+            )
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """``adapter_config.json`` of a plain LoRA adapter.
+    """``adapter_config.json`` of an adapter that can be read.
 
     Raises:
-        CheckpointError: It is damaged, or uses more than plain LoRA.
+        CheckpointError: It is damaged, or describes another kind of adapter.
     """
     path = Path(folder) / CONFIG
     values = read_json(path, str(path), CheckpointError)
-    if problem := _problem(values):
-        raise CheckpointError(f"{path}: {problem}")
-    for name, allowed in _PLAIN.items():
-        if name in values and values[name] not in allowed:
-            raise CheckpointError(
-                f"{path}: {name} = {values[name]!r} is not supported; only plain LoRA adapters are"
-            )
-    return values
-
-
-def _problem(values: Any) -> str | None:
-    """Errors in the numbers of an ``adapter_config.json``."""
     if not isinstance(values, dict):
-        return "a JSON object is expected"
-    for name, limits in {"r": POSITIVE, "lora_alpha": ABOVE_ZERO}.items():
-        pattern = values.get("rank_pattern" if name == "r" else "alpha_pattern") or {}
-        if not isinstance(pattern, dict):
-            return f"{name}: patterns are a JSON object of modules and numbers"
-        for number in (values.get(name), *pattern.values()):
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                return f"{name} must be a number, not {number!r:.60}"
-            if wrong := limits.problem(number):
-                return f"{name} {wrong}"
-            if name == "r" and number != int(number):
-                return f"r must be a whole number, not {number}"
-    dropout = values.get("lora_dropout") or 0.0
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-        return f"lora_dropout must be a number, not {dropout!r:.60}"
-    for name in ("target_modules", "modules_to_save", "exclude_modules"):
-        named = values.get(name) or []
-        if not isinstance(named, str) and not (
-            isinstance(named, list) and all(isinstance(one, str) for one in named)
-        ):
-            return f"{name} must be names of modules, not {named!r:.60}"
-    return None
+        raise CheckpointError(f"{path}: a JSON object is expected")
+    check_fields(values, path)
+    return values
 
 
 def read(folder: str | Path) -> PeftFiles:
     """Read a PEFT directory.
 
     Raises:
-        CheckpointError: Files are missing, damaged or more than a plain adapter.
+        CheckpointError: Files are missing, damaged or of another kind of adapter.
     """
+    folder = Path(folder)
+    values = read_config(folder)
+    found = _sorted(_tensors_of(folder), folder)
+    if values.get("ensure_weight_tying"):
+        _drop_copy(found.whole, folder)
+    pairs: dict[str, tuple[Block, ...]] = {}
+    experts: dict[tuple[int, str], list[tuple[Block, ...]]] = {}
+    try:
+        for module, pair in found.halves.items():
+            if set(pair) != {"A", "B"}:
+                raise CheckpointError(f"{module} has no A and B of rank {values['r']}")
+            if match := FUSED.fullmatch(module):
+                name = _fused_parameter(match, f"{match[1]}.base_layer" in found.halves, values)
+                experts[int(match[2]), name] = unfused(
+                    f"{match[1]}.{name}", pair["A"], pair["B"], values
+                )
+            else:
+                _check_named(module, values)
+                pairs[module] = divided(module, pair["A"], pair["B"], values)
+        if bool(values.get("use_dora")) != bool(found.magnitudes):
+            raise CheckpointError("lora_magnitude_vector and use_dora belong together")
+        if missing := pairs.keys() ^ found.magnitudes.keys() if found.magnitudes else ():
+            raise CheckpointError(f"{min(missing)} has no lora_magnitude_vector, or nothing else")
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    every = [*pairs.values(), *(blocks for each in experts.values() for blocks in each)]
+    ranks = {block.a.shape[0] for blocks in every for block in blocks}
+    scales = [block.scale for blocks in every for block in blocks]
+    described = _scale(values)
+    scale = described if not scales or any(_same(s, described) for s in scales) else scales[0]
+    targets = {_target(module, block) for module, blocks in pairs.items() for block in blocks}
+    for (_, name), found_experts in experts.items():
+        targets |= {f"experts.{block.name or name}" for block in found_experts[0]}
+    r = max(ranks, default=values["r"])
+    ends = {name for name in found.whole if end_of(name)}
+    config = LoraConfig(
+        target_modules=tuple(sorted(targets)),
+        r=r,
+        alpha=values["lora_alpha"]
+        if (r, scale) == (values["r"], described)
+        else scale * _divisor(values, r),
+        dropout=values.get("lora_dropout") or 0.0,
+        modules_to_save=tuple(sorted({end_of(name) for name in ends})),
+        use_rslora=bool(values.get("use_rslora")),
+    )
+    others = sorted(found.whole.keys() - ends)
+    not_attached = None
+    if found.magnitudes:
+        not_attached = "use_dora = true"
+    elif others:
+        not_attached = f"modules_to_save has {others[0]}"
+    not_trained = None
+    if len(ranks) > 1:
+        not_trained = "rank_pattern gives modules different ranks"
+    elif not all(_same(one, scale) for one in scales):
+        not_trained = "alpha_pattern gives modules different scales"
+    elif _some_layers(values):
+        not_trained = "layers_to_transform or target_modules leave out layers"
+    return PeftFiles(
+        folder,
+        config,
+        {module: _rescaled(blocks, scale) for module, blocks in pairs.items()},
+        {key: [_rescaled(blocks, scale) for blocks in each] for key, each in experts.items()},
+        found.whole,
+        found.magnitudes,
+        bool(values.get("ensure_weight_tying")),
+        not_attached,
+        not_trained,
+    )
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Tensors of a file by their role; modules and tensors by their Hugging Face names."""
+
+    halves: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    magnitudes: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder = Path(folder)
-    values = read_config(folder)
     try:
-        tensors = load_file(check_path(folder / WEIGHTS, "input"))
+        tensors: dict[str, torch.Tensor] = load_file(check_path(folder / WEIGHTS, "input"))
     except (FileNotFoundError, SafetensorError) as error:
         raise CheckpointError(f"{folder}/{WEIGHTS} cannot be read: {error}") from error
-    halves: dict[str, dict[str, torch.Tensor]] = {}
-    whole = {}
+    return tensors
+
+
+def _sorted(tensors: Mapping[str, torch.Tensor], folder: Path) -> _Sorted:
+    found = _Sorted()
     for key, tensor in tensors.items():
-        if tensor.dim() != 2 or not tensor.is_floating_point():
+        name = key.removeprefix(PREFIX)
+        module, _, half = name.removesuffix(".weight").rpartition(".lora_")
+        vector = half == "magnitude_vector" or (not module and tensor.dim() == 1)
+        if not (tensor.dim() == 2 or vector) or not tensor.is_floating_point():
             raise CheckpointError(
                 f"{folder}/{WEIGHTS}: {key} is {tensor.dtype} {list(tensor.shape)}; weights of an "
                 "adapter are matrices of floating-point numbers"
             )
         check_finite(tensor, key, folder / WEIGHTS)
-        module, _, half = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
         if half in ("A", "B"):
-            halves.setdefault(module, {})[half] = tensor.float()
+            found.halves.setdefault(module, {})[half] = tensor.float()
+        elif half == "magnitude_vector":
+            found.magnitudes[module] = tensor.float()
         elif half.startswith("embedding_"):
             raise CheckpointError(
                 f"{folder}/{WEIGHTS}: {module} has an adapter of embeddings, which is not "
                 "supported; merge it with peft, or train them whole (modules_to_save)"
             )
-        elif key.rpartition(".")[0].rpartition(".")[2] in _ENDS:
-            whole[key.removeprefix(PREFIX).removesuffix(".weight")] = tensor.float()
-        elif not key.endswith(".base_layer.weight"):  # the base model's, next to its adapter
+        elif module:
             raise CheckpointError(f"{folder}/{WEIGHTS}: cannot use the tensor {key}")
-    pairs, experts = {}, {}
-    try:
-        for module, pair in halves.items():
-            if set(pair) != {"A", "B"}:
-                raise CheckpointError(f"{module} has no A and B of rank {values['r']}")
-            if found := FUSED.fullmatch(module):
-                name = _fused_parameter(found, f"{found[1]}.base_layer" in halves, values)
-                experts[int(found[2]), name] = unfused(
-                    f"{found[1]}.{name}", pair["A"], pair["B"], values
-                )
-            else:
-                pairs[module] = divided(module, pair["A"], pair["B"], values)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    targets = {_target(module, block) for module, blocks in pairs.items() for block in blocks}
-    for (_, name), found_experts in experts.items():
-        targets |= {f"experts.{block.name or name}" for block in found_experts[0]}
-    config = LoraConfig(
-        target_modules=tuple(sorted(targets)),
-        r=values["r"],
-        alpha=values["lora_alpha"],
-        dropout=values.get("lora_dropout") or 0.0,
-        modules_to_save=tuple(sorted({module.rpartition(".")[2] for module in whole})),
-        use_rslora=bool(values.get("use_rslora")),
+        elif not name.endswith(".base_layer.weight"):  # the base model's, next to its adapter
+            found.whole[name] = tensor.float()
+    return found
+
+
+def _drop_copy(whole: dict[str, torch.Tensor], folder: Path) -> None:
+    """Leave out the output layer of a tied model, which peft saves a second time."""
+    ends = {end_of(name): name for name in whole}
+    if {"embed_tokens", "lm_head"} <= ends.keys():
+        copy = whole.pop(ends["lm_head"])
+        if not torch.equal(copy, whole[ends["embed_tokens"]]):
+            raise CheckpointError(f"{folder}: ensure_weight_tying = true, but the weights differ")
+
+
+def _scale(values: Mapping[str, Any]) -> float:
+    return float(values["lora_alpha"] / _divisor(values, values["r"]))
+
+
+def _divisor(values: Mapping[str, Any], rank: int) -> float:
+    return rank**0.5 if values.get("use_rslora") else float(rank)
+
+
+def _rescaled(blocks: Iterable[Block], scale: float) -> tuple[Block, ...]:
+    """Blocks that ``scale`` is right for: their own is in B."""
+    return tuple(
+        block
+        if _same(block.scale, scale)
+        else block._replace(b=block.b * (block.scale / scale), scale=scale)
+        for block in blocks
     )
-    return PeftFiles(folder, config, pairs, experts, whole)
+
+
+def _same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6)
+
+
+def _some_layers(values: Mapping[str, Any]) -> bool:
+    """Whether the configuration names modules of some layers only."""
+    if values.get("layers_to_transform") not in (None, []):
+        return True
+    targets = values.get("target_modules") or []
+    if isinstance(targets, str):
+        return targets != "all-linear"
+    return any(re.search(r"\.\d+\.", name) for name in targets)
+
+
+def end_of(tensor: str) -> str:
+    """``embed_tokens`` or ``lm_head`` if a tensor is its weight, else an empty text."""
+    module = tensor.removesuffix(".weight").rpartition(".")[2]
+    return module if module in _ENDS and tensor.endswith(".weight") else ""
+
+
+def _check_named(module: str, values: Mapping[str, Any]) -> None:
+    """See that the configuration names a module of the file: peft leaves out the others."""
+    targets, excluded = values.get("target_modules"), values.get("exclude_modules")
+    if targets is not None and targets != "all-linear" and not _named(module, targets):
+        raise CheckpointError(f"target_modules = {targets!r:.60} does not name {module}")
+    if excluded and _named(module, excluded):
+        raise CheckpointError(f"exclude_modules = {excluded!r:.60} names {module}")
+    layers = values.get("layers_to_transform")
+    if layers is None or layers == []:
+        return
+    patterns = values.get("layers_pattern") or [r"[^.]*"]
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    numbers = (_match(rf"(?:.*?\.)??(?:{name})\.(\d+)\..*", module) for name in patterns)
+    number = next((int(found[1]) for found in numbers if found), None)
+    if number not in ([layers] if isinstance(layers, int) else layers):
+        raise CheckpointError(f"layers_to_transform = {layers!r:.60} does not name {module}")
+
+
+def _named(module: str, names: str | list[str]) -> bool:
+    if isinstance(names, str):
+        return _match(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _match(pattern: str, module: str) -> re.Match[str] | None:
+    try:
+        return re.fullmatch(pattern, module)
+    except re.error as error:
+        raise CheckpointError(f"{pattern!r:.60} is no pattern of names: {error}") from error
 
 
 def _fused_parameter(module: re.Match[str], nested: bool, values: Mapping[str, Any]) -> str:
@@ -214,8 +349,8 @@ def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
         shape: Sizes of the base model; the vocabulary's may be the padded one.
 
     Returns:
-        A ``[r, in]`` and B ``[rows of the part, r]`` of each part and the trained base tensors, in
-        the dtypes of the files.
+        A ``[r, in]`` and B ``[rows of the part, r]`` of each part, its magnitudes ``[rows]`` and
+        the trained embedding and output layer, fp32; r is at most the configuration's.
 
     Raises:
         CheckpointError: It belongs to another model; names the layer.
@@ -226,7 +361,8 @@ def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
         for expert, blocks in enumerate(experts)
     }
     try:
-        _, table = family_with([*files.pairs, *files.whole], layers, shape)
+        ends = files.ends
+        _, table = family_with([*files.pairs, *ends], layers, shape)
         tensors: dict[str, torch.Tensor] = {}
         for layer, parameter in table.items():
             parts = whole_parts(layer, parameter, shape)
@@ -237,8 +373,11 @@ def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
                 if module in files.pairs:
                     blocks = files.pairs[module]
                     tensors |= _tensors(layer, module, blocks, rows, parts, parameter)
-                if module in files.whole:
-                    tensors[f"{layer}.weight"] = files.whole[module]
+                if module in files.magnitudes:
+                    lengths = files.magnitudes[module]
+                    tensors |= _magnitude_tensors(layer, lengths, rows, parts)
+                if module in ends:
+                    tensors[f"{layer}.weight"] = ends[module]
     except CheckpointError as error:
         raise CheckpointError(f"{files.folder} is of another model: {error}") from None
     return tensors
@@ -277,3 +416,16 @@ def _layer_tensors(
     slices = zip(parts, stacked.split(tuple(parts.values())), strict=True)
     found = {f"{layer}.lora_B.{name}": rows for name, rows in slices if part in (name, WHOLE)}
     return {f"{layer}.lora_A.{part}": a, **found}
+
+
+def _magnitude_tensors(
+    layer: str, lengths: torch.Tensor, rows: torch.Tensor, parts: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Lengths of the rows of one Hugging Face module by part; NaN where it has none."""
+    part = part_of(rows, parts)
+    stacked = lengths.new_full((sum(parts.values()),), float("nan"))
+    stacked[rows[: len(lengths)]] = lengths
+    slices = zip(parts, stacked.split(tuple(parts.values())), strict=True)
+    return {
+        f"{layer}.lora_magnitude.{name}": rows for name, rows in slices if part in (name, WHOLE)
+    }

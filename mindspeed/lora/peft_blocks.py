@@ -35,6 +35,7 @@ class Block(NamedTuple):
         start: First of its rows.
         name: Of the part; None for all rows of the module.
         of: Number of parts of the module.
+        scale: What B A is multiplied by.
     """
 
     a: torch.Tensor
@@ -42,6 +43,7 @@ class Block(NamedTuple):
     start: int = 0
     name: str | None = None
     of: int = 1
+    scale: float = 1.0
 
 
 class Scaled(NamedTuple):
@@ -84,33 +86,33 @@ def divided(
         values: Contents of ``adapter_config.json``.
 
     Raises:
-        CheckpointError: Its rank or scale is another than that of the whole adapter, and it does
-            not consist of parts that have these.
+        CheckpointError: The matrices do not have the rank that the configuration says.
     """
     rank, alpha = scaled(module, values)
     if (a.shape[0], b.shape[1]) != (rank, rank):
         raise CheckpointError(f"{module} has no A and B of rank {rank}")
-    r, root = values["r"], 0.5 if values.get("use_rslora") else 1.0
-    if abs(alpha / rank**root - values["lora_alpha"] / r**root) > 1e-6 * alpha:
-        raise CheckpointError(f"{module} has another scale (alpha_pattern); only one is supported")
-    if rank == r:
-        return (Block(a, b),)
+    scale = alpha / (rank**0.5 if values.get("use_rslora") else rank)
+    return _parts(module, a, b, values["r"], scale) or (Block(a, b, scale=scale),)
+
+
+def _parts(
+    module: str, a: torch.Tensor, b: torch.Tensor, r: int, scale: float
+) -> tuple[Block, ...]:
+    """The blocks of a block-diagonal B, each of rank r; none if it is not block-diagonal."""
     names = PARTS.get(module.rpartition(".")[2], ())
-    if rank % r or not 1 < rank // r <= len(names) or b.shape[0] % len(names):
-        raise CheckpointError(f"{module} has rank {rank}, others {r}; only one is supported")
+    if a.shape[0] % r or not 1 < a.shape[0] // r <= len(names) or b.shape[0] % len(names):
+        return ()
     rows = b.shape[0] // len(names)
     blocks: list[Block] = []
     for columns, down in zip(b.split(r, dim=1), a.split(r), strict=True):
         free = [i for i in range(len(names)) if not blocks or i * rows > blocks[-1].start]
         used = [i for i, part in enumerate(columns.split(rows)) if bool(part.any())]
         if not free or len(used) > 1 or (used and used[0] not in free):
-            raise CheckpointError(
-                f"{module} has rank {rank}, others {r}, and is not made of {', '.join(names)}"
-            )
+            return ()
         part = used[0] if used else free[0]
         start = part * rows
         b_part = columns[start : start + rows]
-        blocks.append(Block(down, b_part, start, names[part], len(names)))
+        blocks.append(Block(down, b_part, start, names[part], len(names), scale))
     return tuple(blocks)
 
 

@@ -56,6 +56,7 @@ def write(
     table = table_of(family, shape)
     out: dict[str, torch.Tensor] = {}
     blocks: dict[str, int] = {}
+    copies = set[str]()
     experts: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for layer, matrices in sorted(_by_layer(tensors).items(), key=lambda item: _order(item[0])):
         if layer not in table:
@@ -63,7 +64,9 @@ def write(
         parameter = table[layer]
         if "weight" in matrices:
             for name, weight in split(matrices["weight"], parameter.segments).items():
-                out[PREFIX + name] = weight.contiguous()
+                for copy in (name, *parameter.tied):  # one parameter here, two keys there
+                    out[PREFIX + copy] = weight.contiguous().clone()
+                copies |= {copy.removesuffix(".weight") for copy in parameter.tied}
         elif is_expert(layer):
             above = parameter.sources[0].split(".experts.")[0].rpartition(".")[0]
             name = next(n for n, ours in EXPERT_LAYERS.items() if layer.endswith(f".{ours}"))
@@ -86,7 +89,7 @@ def write(
     names = {key.removeprefix(PREFIX).removesuffix(".weight") for key in out}
     adapted = {n.rpartition(".lora_")[0] for n in names if ".lora_" in n}
     targets = {n.rpartition(".")[2] for n in adapted if not FUSED.fullmatch(n)}
-    whole = {name.rpartition(".")[2] for name in names if ".lora_" not in name}
+    whole = {name.rpartition(".")[2] for name in names - copies if ".lora_" not in name}
     parameters = [f"{EXPERTS}.{name}" for name in sorted({name for _, name in experts})]
     values = _config(config, sorted(targets), whole, base)
     several = {name: count for name, count in blocks.items() if count > 1}
@@ -95,6 +98,8 @@ def write(
     values["alpha_pattern"] = {name: config.alpha * count**grow for name, count in several.items()}
     if parameters:
         values["target_parameters"] = parameters
+    if copies:
+        values["ensure_weight_tying"] = True
     atomic_write_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
 

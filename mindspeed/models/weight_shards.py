@@ -12,7 +12,7 @@ Columns are never reordered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,5 +142,29 @@ def split(tensor: torch.Tensor, segments: Sequence[Segment]) -> dict[str, torch.
                 if segment.name not in result:
                     result[segment.name] = tensor.new_empty(rows, *tensor.shape[1:])
                 result[segment.name][segment.start : segment.start + segment.count] = part
+        position += segment.count
+    return result
+
+
+def with_tensors(
+    tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], segments: Sequence[Segment]
+) -> torch.Tensor:
+    """A whole Megatron parameter with other values for some of its Hugging Face tensors.
+
+    Args:
+        tensor: ``[rows]`` or ``[rows, columns]``, any dtype; it is not changed.
+        tensors: Name -> values of the same columns, any dtype; names of others may be there.
+        segments: Where its rows come from.
+
+    Returns:
+        A tensor of the same shape and dtype; ``tensor`` itself if it has none of the names.
+    """
+    if not any(segment.name in tensors for segment in segments):
+        return tensor
+    result, position = tensor.clone(), 0
+    for segment in segments:
+        if segment.name is not None and segment.name in tensors:
+            own = tensors[segment.name][segment.start : segment.start + segment.count]
+            result[position : position + segment.count] = own
         position += segment.count
     return result

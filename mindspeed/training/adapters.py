@@ -25,7 +25,7 @@ def load_base(args: argparse.Namespace, model: BuiltModel) -> None:
     base.finetune = base.exit_on_missing_checkpoint = True
     load(base, model)
     if args.lora_load is not None and is_peft(args.lora_load):
-        load_adapter(model.chunks, args.lora_load)
+        load_adapter(model.chunks, args.lora_load, train=True)
 
 
 def resume(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:

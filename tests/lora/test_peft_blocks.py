@@ -139,24 +139,6 @@ def test_expert_adapters_become_one_tensor_of_transformers_5(tmp_path, names):
             )
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"alpha_pattern": {"q_proj": 3}}, "q_proj has another scale"),
-        ({"rank_pattern": {"q_proj": 8}}, "q_proj has no A and B of rank 8"),
-        ({"use_dora": True}, "use_dora = True"),
-    ],
-)
-def test_unsupported_adapter_types_are_refused(tmp_path, values, message):
-    tensors = random_adapter("llama", DENSE, "linear_qkv", lambda parts: ["q"])
-    config = LoraConfig(("q_proj",), r=R, alpha=ALPHA)
-    peft_write.write(tmp_path, config, tensors, FAMILIES["llama"], DENSE)
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    with pytest.raises(CheckpointError, match=message):
-        peft.read(tmp_path)
-
-
 def test_adapters_of_embeddings_are_refused(tmp_path):
     base = oracle.save_base(tmp_path / "base", num_hidden_layers=2)
     oracle.adapted(base, target_modules=["embed_tokens"]).save_pretrained(tmp_path / "adapter")
