@@ -32,12 +32,16 @@ class Part:
     """Views of a parameter, its gradient and its stored states: of all elements, or of some, flat.
 
     Attributes:
+        whole: the parameter, any shape and floating dtype.
+        start: position in it of the first element of this part.
         param: any shape and floating dtype.
         grad: shape of ``param``.
         stored: state -> stored tensor, of ``param``'s shape.
         extra: state -> what its codec keeps next to that, flat.
     """
 
+    whole: torch.Tensor
+    start: int
     param: torch.Tensor
     grad: torch.Tensor
     stored: Mapping[str, torch.Tensor]
@@ -79,6 +83,7 @@ class StoredStates(torch.optim.Optimizer):
             for name, codec in self._codecs.items()
         }
         self._remainder = optimizer_policy.remainder_codec()
+        self._full, self._keeps_fp32 = Full(), optimizer_policy.keeps_fp32
         self.master_weights = master_weights
         self.store_param_remainders = store_param_remainders
         self._extra: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -194,11 +199,13 @@ class StoredStates(torch.optim.Optimizer):
             or any(not block or PART % block for block in blocks.values())
             or not all(tensor.is_contiguous() for tensor in tensors)
         ):
-            yield Part(param, grad, stored, extra)
+            yield Part(param, 0, param, grad, stored, extra)
             return
         for start in range(0, param.numel(), PART):
             some = slice(start, start + PART)
             yield Part(
+                param,
+                start,
                 param.view(-1)[some],
                 grad.view(-1)[some],
                 {name: tensor.view(-1)[some] for name, tensor in stored.items()},
@@ -234,7 +241,8 @@ class StoredStates(torch.optim.Optimizer):
     def _codec(self, param: torch.Tensor, state_name: str) -> Codec:
         if state_name == MASTER and self._keeps_remainder(param):
             return self._remainder
-        return self._codecs[state_name]
+        codec = self._codecs[state_name]
+        return self._full if codec.quantized and self._keeps_fp32(param) else codec
 
     def _keeps_remainder(self, param: torch.Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16

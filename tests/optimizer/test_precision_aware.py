@@ -72,6 +72,28 @@ def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, 
             assert outcome.digests == result[f"plain-{kind}", f"plain-{kind}"].digests
 
 
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("format_", ["dp_reshardable", "fully_reshardable", "torch"])
+def test_fp8_moments_resume_to_the_bits_of_the_uninterrupted_run(rank_pool, tmp_path, format_):
+    """The random rounding of step 3 is that of step 3, whoever wrote the checkpoint."""
+    quantised = {**BF16, "quant_states": "fp8"}
+    runs = {
+        "whole": Case(quantised),
+        "distributed": Case(quantised, True),
+        "all": Case({**quantised, "quant_states_exempt": False}, True),
+    }
+    if format_ == "torch":
+        runs["all"] = Case({**quantised, "quant_states_exempt": False})
+    at_once = run(rank_pool, 2, train_all, runs, 4)
+    run(rank_pool, 2, save_all, runs, str(tmp_path), format_)
+    continued = {(name, name): case for name, case in runs.items()}
+    resumed = run(rank_pool, 2, resume_all, continued, str(tmp_path), format_)
+    for one, other in zip(at_once, resumed, strict=True):
+        for name in runs:
+            assert other[name, name].digests == one[name].digests[2:], name
+            assert other[name, name].losses == one[name].losses[2:]
+
+
 GRADIENTS = {
     "fp16": (FP16, torch.float16, {}, (2, 9)),
     "fp16-constant-scale": (FP16, torch.float16, {"loss_scale": 512.0}, ()),

@@ -8,7 +8,7 @@ Symptom: states stored in 16 bits or in host memory are saved without their scal
 copied; the states of another update rule are lost, or end in a ``KeyError`` when it resumes.
 Fix: states go through the accessors of :class:`mindspeed.te.stored_states.StoredStates`, in fp32;
 the two layouts get one entry more per additional state. Shards learn which part of their parameter
-they are, for storages that follow its rows.
+they are and whether its gradients are rare, for storages that depend on it.
 Versions: all.
 """
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.signatures import bind
 
 if TYPE_CHECKING:
     from mindspeed.te.stored_states import StoredStates
@@ -37,8 +38,10 @@ def hold_all_states(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+        from mindspeed.optimizer.megatron import mark_rare_gradients
         from mindspeed.te.stored_states import StoredStates
 
+        mark_rare_gradients(bind(original, args, kwargs)["model_chunks"])
         optimizer = original(*args, **kwargs)
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             inner = getattr(part, "optimizer", None)
@@ -56,6 +59,7 @@ def _describe_shards(part: Any, inner: StoredStates) -> None:
     for parameter, (group, order) in part.model_param_group_index_map.items():
         shard: Any = inner.param_groups[group]["params"][order]
         shard.parameter_shape = parameter.shape
+        shard.rare_gradients = getattr(parameter, "rare_gradients", False)
         shard.parameter_start = part._get_model_param_range_map(parameter)["param"].start
 
 
