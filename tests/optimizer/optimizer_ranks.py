@@ -273,3 +273,23 @@ def resume_all(
             for number in (2, 3):
                 one.step(number, outcome)
     return outcomes
+
+
+def replace_all(cases: Mapping[str, Case]) -> dict[str, list[torch.Tensor]]:
+    """Train each for two steps, halve the weights, reload them, and train for one more step.
+
+    Returns:
+        of each, the weights in the end.
+    """
+    weights = {}
+    for name, case in cases.items():
+        with job(case) as one:
+            for number in range(2):
+                one.step(number, Outcome())
+            with torch.no_grad():
+                for parameter in one.model.parameters():
+                    parameter.mul_(0.5)
+            one.optimizer.reload_model_params()
+            one.step(2, Outcome())
+            weights[name] = [p.detach().float().clone() for p in one.model.parameters()]
+    return weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.optimizer.optimizer_ranks import PART, Case, resume_all, save_all, train_all
+from tests.optimizer.optimizer_ranks import PART, Case, replace_all, resume_all, save_all, train_all
 from tests.support.lazy import needs
 
 needs("megatron.core")
@@ -92,6 +92,27 @@ def test_fp8_moments_resume_to_the_bits_of_the_uninterrupted_run(rank_pool, tmp_
         for name in runs:
             assert other[name, name].digests == one[name].digests[2:], name
             assert other[name, name].losses == one[name].losses[2:]
+
+
+@KINDS
+def test_weights_that_a_job_replaces_are_trained_on(rank_pool, distributed):
+    """``reload_model_params`` reaches the masters, wherever and however they are stored."""
+    sharded = {**BF16, "use_distributed_optimizer": distributed}
+    own = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
+    cases = {
+        "plain": Case(sharded, distributed),
+        "fp8": Case({**sharded, "quant_states": "fp8"}, distributed),
+        "exact": Case({**EXACT, "use_distributed_optimizer": distributed}, distributed),
+    }
+    if distributed:
+        cases["swapped"] = Case({**sharded, "swap_optimizer": True}, True)
+        cases["megatron's own"] = Case(sharded, True, options=own)
+    for result in run(rank_pool, 2, replace_all, cases):
+        plain = result.pop("plain")
+        for name, weights in result.items():
+            near = 2e-2 if name == "fp8" else 0  # two steps of the learning rate 1e-2
+            for weight, expected in zip(weights, plain, strict=True):
+                torch.testing.assert_close(weight, expected, rtol=0, atol=near, msg=name)
 
 
 GRADIENTS = {
