@@ -293,3 +293,21 @@ def replace_all(cases: Mapping[str, Case]) -> dict[str, list[torch.Tensor]]:
             one.step(2, Outcome())
             weights[name] = [p.detach().float().clone() for p in one.model.parameters()]
     return weights
+
+
+def continued(cases: Mapping[str, Case], folder: str, format_: str) -> dict[str, list[Outcome]]:
+    """Train each for four steps, at once and saved and loaded after two: the last two of each."""
+    outcomes = {}
+    for name, case in cases.items():
+        runs = outcomes[name] = [Outcome(), Outcome()]
+        with job(case) as one:
+            for number in range(2):
+                one.step(number, Outcome())
+            one.save(Path(folder) / name, format_)
+            for number in (2, 3):
+                one.step(number, runs[0])
+        with job(case) as one:
+            one.load(Path(folder) / name, format_)
+            for number in (2, 3):
+                one.step(number, runs[1])
+    return outcomes
