@@ -311,3 +311,23 @@ def continued(cases: Mapping[str, Case], folder: str, format_: str) -> dict[str,
             for number in (2, 3):
                 one.step(number, runs[1])
     return outcomes
+
+
+def load_errors(
+    saved: Mapping[str, Case], loaded: Mapping[tuple[str, str], Case], folder: str, format_: str
+) -> dict[tuple[str, str], str]:
+    """What each run says to a checkpoint of another, by both names; nothing if it trains on."""
+    from mindspeed.errors import CheckpointError
+
+    save_all(saved, folder, format_)
+    errors = {}
+    for (checkpoint, name), case in loaded.items():
+        with job(case) as one:
+            try:
+                one.load(Path(folder) / checkpoint, format_)
+            except CheckpointError as error:
+                errors[checkpoint, name] = str(error)
+                continue
+            one.step(2, Outcome())
+            errors[checkpoint, name] = ""
+    return errors

@@ -9,6 +9,7 @@ from tests.optimizer.optimizer_ranks import (
     PART,
     Case,
     continued,
+    load_errors,
     replace_all,
     resume_all,
     save_all,
@@ -117,6 +118,47 @@ def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, 
         for fraction in (1.0, 0.4)
     }
     assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
+def test_states_of_another_rule_are_refused_where_they_are_loaded(rank_pool, tmp_path, format_):
+    """Megatron's checkpoints hold both moments whatever the rule has: zeros would be divided by."""
+    names = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+    runs = {
+        "adam": Case({**BF16, **SHARDED}, True),
+        "cadam": Case({**BF16, **SHARDED, "optimizer": "cadam"}, True),
+        "average": Case({**BF16, **SHARDED, "optimizer_selection": "fused_ema_adamw"}, True),
+        "host": Case(
+            {**BF16, **SHARDED, **dict.fromkeys(names, True)},
+            True,
+            options={**dict.fromkeys(names, True), "optimizer_offload_fraction": 1.0},
+        ),
+        "whole adam": Case(BF16),
+        "whole cadam": Case({**BF16, "optimizer": "cadam"}),
+    }
+    said = {
+        (
+            "cadam",
+            "adam",
+        ): "trained with --optimizer cadam and has no exp_avg_sq, which --optimizer",
+        ("cadam", "host"): "trained with --optimizer cadam and has no exp_avg_sq",
+        ("cadam", "cadam"): "",
+        ("average", "average"): "",
+        ("average", "adam"): "",
+    }
+    if format_ != "dp_reshardable":  # a layout of the distributed optimizer
+        said["whole cadam", "whole adam"] = "trained with --optimizer cadam"
+    if format_ == "torch":  # of the others Megatron says which tensor is not there
+        needs = "which --optimizer-selection fused_ema_adamw needs"
+        said["adam", "average"] = f"has no ema_params, {needs}"
+        said["cadam", "average"] = f"has no exp_avg_sq, ema_params, {needs}"
+    pairs = {(one, other): runs[other] for one, other in said}
+    saved = {name: runs[name] for name in {one for one, _ in said}}
+    (result,) = run(rank_pool, 1, load_errors, saved, pairs, str(tmp_path), format_)
+    for pair, text in said.items():
+        assert text in result[pair], pair
+        assert bool(text) == bool(result[pair]), pair
 
 
 @KINDS

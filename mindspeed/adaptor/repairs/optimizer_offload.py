@@ -44,14 +44,21 @@ def sorted_by_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``HybridDeviceOptimizer._get_sub_optimizer_param_groups``, which the constructor calls.
 
     Loading calls it again, so the state-dict hook is added only once.
+
+    Raises:
+        CheckpointError: what is loaded was trained with a rule that lacks states of Adam.
     """
+    from mindspeed.optimizer.rules import ADAM
+    from mindspeed.te.stored_states import RULE, check_rule
 
     def _get_sub_optimizer_param_groups(self: Any, offload_fraction: float) -> Any:
         if loadable_groups not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(loadable_groups)
         host_groups, device_groups, *tables = original(self, offload_fraction)
+        check_rule(self.param_groups, ADAM)
         for group in self.param_groups:
             group.pop("step", None)  # the two optimizers' copies of the groups keep it
+            group.pop(RULE, None)
         _, device_param_of, _ = tables
         groups = [*host_groups, *device_groups]
         host = _with_params(groups, lambda param: param in device_param_of)
