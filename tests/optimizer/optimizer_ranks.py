@@ -31,6 +31,7 @@ class Case:
         options: more fields of Megatron's OptimizerConfig.
         model: name of the model's configuration.
         overflows: steps with a gradient that is infinite.
+        bucket: parameters of a bucket of gradients; None: all of the model.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str = "rmsnorm-swiglu-gqa"
     overflows: tuple[int, ...] = ()
+    bucket: int | None = None
 
 
 @dataclass
@@ -108,7 +110,8 @@ class Job:
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=case.distributed,
             grad_reduce_in_fp32=case.wide_gradients,
-            overlap_grad_reduce=False,
+            overlap_grad_reduce=case.bucket is not None,
+            bucket_size=case.bucket,
         )
         self.model = DistributedDataParallel(config, ddp, inner)
         options = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0}

@@ -121,6 +121,22 @@ def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, 
 
 
 @pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("format_", ["fully_reshardable", "dp_reshardable", "torch"])
+def test_states_in_padded_buckets_resume_to_the_same_bits(rank_pool, tmp_path, format_):
+    """A bucket is padded to a multiple of the ranks; those after it start later (PR 5077)."""
+    sharded = {**BF16, **SHARDED}
+    runs = {
+        name: Case(flags, True, bucket=3000)
+        for name, flags in (
+            ("plain", sharded),
+            ("fp8", {**sharded, "quant_states": "fp8"}),
+            ("average", {**sharded, "optimizer_selection": "fused_ema_adamw"}),
+        )
+    }
+    assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
+
+
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
 def test_states_of_another_rule_are_refused_where_they_are_loaded(rank_pool, tmp_path, format_):
     """Megatron's checkpoints hold both moments whatever the rule has: zeros would be divided by."""

@@ -27,6 +27,7 @@ from mindspeed.adaptor.repairs import (
     mla_rope_fusion,
     mtp_tied_output,
     mtp_token_count,
+    optimizer_buckets,
     optimizer_groups,
     optimizer_offload,
     optimizer_resume,
@@ -50,6 +51,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     ),
     mtp_tied_output: mtp_tied_output.needed,
     optimizer_offload: lambda values: values.get("optimizer_cpu_offload"),
+    optimizer_buckets: lambda values: values.get("use_distributed_optimizer"),
     optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
     optimizer_states: lambda values: (
         values.get("use_distributed_optimizer") or values.get("quant_states")
