@@ -183,3 +183,24 @@ def test_layouts_train_to_the_same_bits(rank_pool, layout, kind):
         assert {result["error"] for result in results} == {None}
         digests.append([result["digest"] for result in results])
     assert digests[0] == digests[1]
+
+
+BUCKETS = {
+    # A tied embedding is a bucket of its own on interleaved stages; small buckets of two replicas.
+    "tied": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--no-untie-embeddings-and-output-weights --overlap-grad-reduce",
+    "replicas": "--overlap-grad-reduce --ddp-bucket-size 20000",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BUCKETS)
+def test_states_in_several_buckets_resume_bit_for_bit(rank_pool, tmp_path, case):
+    given = {"setup": SETUP, "backend": None, "timeout": 240}
+    words = f"--bf16 {SHARDED} {BUCKETS[case]} --dist-ckpt-optim-fully-reshardable --train-iters 4"
+    keep = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
+    first = rank_pool.run(2, train, [*words.split(), *keep], **given)
+    assert {result["error"] for result in first} == {None}
+    load = ["--load", str(tmp_path / "save"), "--ckpt-step", "2"]
+    second = rank_pool.run(2, train, [*words.split(), *load], **given)
+    assert [r["digest"] for r in second] == [r["digest"] for r in first]
