@@ -4,7 +4,8 @@
 (:mod:`mindspeed.optimizer.block_fp8`): 6 bytes less per parameter, 6 / DP with the distributed
 optimizer. Megatron's ``--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8`` choose the same storage, with
 the distributed optimizer only. The formats ``hif8`` and ``mxfp8`` need hardware that computes in
-them.
+them. With either flag embeddings, routers and parameters of fewer than 4,096 elements keep fp32
+moments; ``--no-quant-states-exempt`` stores theirs in fp8 too.
 
 ``--quant-grads`` accumulates and reduces the gradients of bf16 training in bf16
 (``--grad-reduce-in-bf16``) and updates from them without fp32 copies (``--release-fp32-grad``):
@@ -36,11 +37,17 @@ class QuantizedOptimizerOptions:
     quant_states: Literal["fp8", "hif8", "mxfp8"] | None = flag(
         None, "store both moments of Adam in this format"
     )
+    quant_states_exempt: bool = flag(
+        True, "moments of embeddings, routers and small parameters stay fp32 beside fp8 ones"
+    )
     quant_grads: bool = flag(False, "accumulate and reduce gradients in bf16, update from them")
 
 
 def _validate(options: QuantizedOptimizerOptions, megatron: Megatron) -> list[Problem]:
     found = []
+    if not (options.quant_states_exempt or _stores_fp8(options, megatron)):
+        what, fix = "has no effect without moments in fp8", "add --quant-states fp8"
+        found.append(Problem("--no-quant-states-exempt", what, fix))
     if options.quant_states:
         name = f"--quant-states {options.quant_states}"
         found += _precision_aware.problems(name, megatron)
@@ -70,6 +77,13 @@ def _validate(options: QuantizedOptimizerOptions, megatron: Megatron) -> list[Pr
 
 
 _FP32 = ("fp32", "torch.float32")
+_FP8 = ("fp8", "torch.uint8")
+
+
+def _stores_fp8(options: QuantizedOptimizerOptions, megatron: Megatron) -> bool:
+    """Whether a flag of ours or of Megatron's stores a moment in fp8."""
+    given = (megatron.get(f"{moment}_dtype") for moment in ("exp_avg", "exp_avg_sq"))
+    return bool(options.quant_states) or any(str(dtype) in _FP8 for dtype in given)
 
 
 def _corrects(options: QuantizedOptimizerOptions, megatron: Megatron) -> dict[str, Any]:
@@ -82,6 +96,10 @@ def _attach(seams: Seams, options: QuantizedOptimizerOptions, megatron: Megatron
     from mindspeed.optimizer.block_fp8 import BlockFp8, RootBlockFp8
     from mindspeed.te import optimizer_policy
 
+    if not options.quant_states_exempt:
+        seams.use_kernels(owner=FEATURE.name, keeps_fp32=_copied)
+    if not (options.quant_states or options.quant_grads):
+        return
     _precision_aware.attach(seams, FEATURE.name)
     if not options.quant_states:
         return
@@ -94,12 +112,19 @@ def _attach(seams: Seams, options: QuantizedOptimizerOptions, megatron: Megatron
     seams.use_kernels(owner=FEATURE.name, state_codec=codec_of)
 
 
+def _copied(param: torch.Tensor) -> bool:
+    """Whether stages have copies of this parameter (any shape), which must stay equal."""
+    return getattr(param, "rare_gradients", False) == "copied"
+
+
 FEATURE = Feature(
     name="quantized-optimizer",
     summary="moments of Adam in fp8, gradients in bf16",
     level=2,
     options=QuantizedOptimizerOptions,
-    enabled=lambda options, megatron: bool(options.quant_states or options.quant_grads),
+    enabled=lambda options, megatron: bool(
+        options.quant_states or options.quant_grads or not options.quant_states_exempt
+    ),
     validate=_validate,
     corrects=_corrects,
     attach=_attach,

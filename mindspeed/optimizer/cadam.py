@@ -52,7 +52,7 @@ def cadam(
     torch._foreach_add_(weights, moves)
 
 
-CADAM = UpdateRule({"exp_avg": torch.zeros_like}, cadam, elementwise=True)
+CADAM = UpdateRule({"exp_avg": torch.zeros_like}, cadam, elementwise=True, flag="--optimizer cadam")
 
 
 @dataclass(frozen=True)

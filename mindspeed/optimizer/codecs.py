@@ -7,7 +7,24 @@ holds (:mod:`mindspeed.optimizer.remainder`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """When and where a state is stored: what random rounding is keyed by.
+
+    Attributes:
+        step: of the optimizer, from 1; 0 before the first.
+        state: name of the state.
+        start: position in the parameter of the first element that is stored.
+    """
+
+    step: int = 0
+    state: str = ""
+    start: int = 0
 
 
 class Codec:
@@ -21,10 +38,17 @@ class Codec:
         dtype: of the stored tensor.
         block: elements that share one entry of ``extra``; any number of whole blocks, flat, can be
             coded apart from the rest. None: only the whole state can be coded.
+        quantized: rounds so coarsely that some parameters are better stored in fp32
+            (:func:`mindspeed.te.optimizer_policy.keeps_fp32`).
     """
 
     dtype = torch.float32
     block: int | None = None
+    quantized = False
+
+    def at(self, occasion: Occasion) -> Codec:
+        """The codec that encodes on this occasion: another one where it rounds at random."""
+        return self
 
     def allocate(self, param: torch.Tensor) -> torch.Tensor:
         """Return uninitialised storage in ``dtype`` for a state of ``param``, any shape."""

@@ -26,7 +26,8 @@ def ema_adamw(decay: float) -> UpdateRule:
         decay: the largest ``d``, in [0, 1].
     """
     states = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like, STATE: torch.clone}
-    return UpdateRule(states, partial(_update, decay), elementwise=True)
+    flag = "--optimizer-selection fused_ema_adamw"
+    return UpdateRule(states, partial(_update, decay), elementwise=True, flag=flag)
 
 
 def effective_decay(decay: float, step: float) -> float:

@@ -16,6 +16,7 @@ Features use the functions on the seams of the optimizer:
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
 )
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.moe.router import Router
 
 from mindspeed.errors import ConfigError
 
@@ -85,6 +88,21 @@ def narrow_gradients(optimizer: Any) -> Any:
     for part in (optimizer, *_parts(optimizer)):
         part.__class__ = kinds.get(type(part), type(part))
     return optimizer
+
+
+def mark_rare_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Mark embeddings and routers, ``rare_gradients``, before their optimizer is built.
+
+    The copies of a tied embedding on the first and the last stage are marked ``"copied"``: shards
+    cut them at different elements, so blocks of 256 would differ and the copies part.
+    """
+    kinds = (VocabParallelEmbedding, torch.nn.Embedding, Router)
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for param in module.parameters(recurse=False):
+            if getattr(param, "shared_embedding", False):
+                param.rare_gradients = "copied"
+            elif isinstance(module, kinds) and not getattr(param, "rare_gradients", False):
+                param.rare_gradients = True
 
 
 def _has_narrow_gradients(part: Any) -> bool:

@@ -58,11 +58,13 @@ class UpdateRule:
             under Megatron's distributed optimizer.
         elementwise: each weight is updated from its own gradient and states alone, so a large
             tensor may come in parts.
+        flag: what the user types for it, for messages.
     """
 
     states: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
     update: Callable[[Tensors, Tensors, Mapping[str, Tensors], StepOptions], None]
     elementwise: bool = False
+    flag: str = "another update rule"
 
 
 def adam(
@@ -99,5 +101,8 @@ def adam(
 
 
 ADAM = UpdateRule(
-    {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}, adam, elementwise=True
+    {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like},
+    adam,
+    elementwise=True,
+    flag="--optimizer adam",
 )

@@ -2,7 +2,8 @@
 
     seams.use_kernels(owner=..., update_rule=lambda: RULE, state_codec=codec_of)
 
-``state_codec`` is asked for every state, ``remainder_codec`` for master weights of which the bf16
+``state_codec`` is asked for every state, ``keeps_fp32`` for every parameter whose codec quantises,
+``remainder_codec`` for master weights of which the bf16
 parameter holds a part (``--reuse-fp32-param``, ``--use-precision-aware-optimizer``).
 
 A :class:`mindspeed.te.optimizers.FusedAdam` asks once, when it is built. Megatron takes this class
@@ -17,6 +18,7 @@ import torch
 
 from mindspeed import te
 from mindspeed.errors import ConfigError
+from mindspeed.optimizer import block_fp8
 from mindspeed.optimizer.block_fp8 import BlockFp8, RootBlockFp8
 from mindspeed.optimizer.codecs import BFloat16, Codec, Full, Scaled
 from mindspeed.optimizer.placement import Placement
@@ -47,6 +49,15 @@ def state_codec(name: str, dtype: torch.dtype) -> Codec:
     raise RuntimeError(
         f"FusedAdam: {name} can be fp32, fp16, bf16 or fp8 (torch.uint8), not {dtype}"
     )
+
+
+def keeps_fp32(param: torch.Tensor) -> bool:
+    """Whether states of this parameter stay in fp32 where others are quantised.
+
+    Args:
+        param: any shape, or the flat shard of a parameter.
+    """
+    return block_fp8.keeps_fp32(param)
 
 
 def remainder_codec() -> Codec:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.optimizer.codecs import Occasion
 from mindspeed.optimizer.placement import Span
 from mindspeed.optimizer.rules import StepOptions
 from mindspeed.te import optimizer_policy
@@ -215,7 +216,7 @@ class FusedAdam(StoredStates):
     ) -> None:
         """Decode the states of a part of a parameter, update, encode."""
         param, wide = part.param, wide_dtype(part.param.dtype)
-        codecs = {name: self._codec(param, name) for name in part.stored}
+        codecs = {name: self._codec(part.whole, name) for name in part.stored}
         decoded = {
             name: codec.decode(part.stored[name], part.extra.get(name), param).to(wide)
             for name, codec in codecs.items()
@@ -224,9 +225,11 @@ class FusedAdam(StoredStates):
         grads = [self._wide_grad(part.grad, wide)]
         states = {name: [decoded[name]] for name in self._rule.states}
         self._update(group, [weight], grads, states, grad_scaler, found_inf)
+        step, start = int(group["step"]), getattr(part.whole, "parameter_start", 0) + part.start
         for name, value in decoded.items():
             if value is not part.stored[name]:
-                codecs[name].encode(value, part.stored[name], part.extra.get(name), param)
+                codec = codecs[name].at(Occasion(step, name, start))
+                codec.encode(value, part.stored[name], part.extra.get(name), param)
         if weight is not param and not self._keeps_remainder(param):
             param.copy_(weight)
 

@@ -6,6 +6,8 @@
 * ``get_unscaled_state`` / ``set_scaled_state`` read and write states as fp32 whatever they are
   stored in, so a checkpoint does not depend on the storage; ``load_state_dict`` keeps the storage
   dtypes that torch's own would turn into the parameter's.
+* The param groups of a state dict name the states of another rule than Adam, and a state dict
+  without a state that this rule needs is refused: Megatron would read it as zeros.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from typing import Any
 
 import torch
 
+from mindspeed.errors import CheckpointError
 from mindspeed.optimizer.codecs import Absent, Codec, Full
 from mindspeed.optimizer.placement import HostSwap
-from mindspeed.optimizer.rules import UpdateRule
+from mindspeed.optimizer.rules import ADAM, UpdateRule
 from mindspeed.te import optimizer_policy
 
 MASTER = "master_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+RULE = "update_rule"  # in the param groups of a state dict
 PART = 2**22
 """Elements that are decoded, updated and encoded at once: 16 MiB for each fp32 tensor of a part."""
 
@@ -32,12 +36,16 @@ class Part:
     """Views of a parameter, its gradient and its stored states: of all elements, or of some, flat.
 
     Attributes:
+        whole: the parameter, any shape and floating dtype.
+        start: position in it of the first element of this part.
         param: any shape and floating dtype.
         grad: shape of ``param``.
         stored: state -> stored tensor, of ``param``'s shape.
         extra: state -> what its codec keeps next to that, flat.
     """
 
+    whole: torch.Tensor
+    start: int
     param: torch.Tensor
     grad: torch.Tensor
     stored: Mapping[str, torch.Tensor]
@@ -79,6 +87,7 @@ class StoredStates(torch.optim.Optimizer):
             for name, codec in self._codecs.items()
         }
         self._remainder = optimizer_policy.remainder_codec()
+        self._full, self._keeps_fp32 = Full(), optimizer_policy.keeps_fp32
         self.master_weights = master_weights
         self.store_param_remainders = store_param_remainders
         self._extra: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -194,11 +203,13 @@ class StoredStates(torch.optim.Optimizer):
             or any(not block or PART % block for block in blocks.values())
             or not all(tensor.is_contiguous() for tensor in tensors)
         ):
-            yield Part(param, grad, stored, extra)
+            yield Part(param, 0, param, grad, stored, extra)
             return
         for start in range(0, param.numel(), PART):
             some = slice(start, start + PART)
             yield Part(
+                param,
+                start,
                 param.view(-1)[some],
                 grad.view(-1)[some],
                 {name: tensor.view(-1)[some] for name, tensor in stored.items()},
@@ -234,7 +245,8 @@ class StoredStates(torch.optim.Optimizer):
     def _codec(self, param: torch.Tensor, state_name: str) -> Codec:
         if state_name == MASTER and self._keeps_remainder(param):
             return self._remainder
-        return self._codecs[state_name]
+        codec = self._codecs[state_name]
+        return self._full if codec.quantized and self._keeps_fp32(param) else codec
 
     def _keeps_remainder(self, param: torch.Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
@@ -248,6 +260,10 @@ class StoredStates(torch.optim.Optimizer):
         for param in self.state:
             self._adopt(param)
         state = super().state_dict()
+        if set(self._rule.states) != set(MOMENTS):
+            rule = {"flag": self._rule.flag, "states": list(self._rule.states)}
+            for group in state["param_groups"]:
+                group[RULE] = rule
         for number, param in self._numbered(state["param_groups"]).items():
             if number in state["state"]:
                 names = state["state"][number]
@@ -255,9 +271,18 @@ class StoredStates(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load options and states; states are converted to their storage dtypes."""
+        """Load options and states; states are converted to their storage dtypes.
+
+        Raises:
+            CheckpointError: it lacks a state of the rule.
+        """
         states = state_dict["state"]
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        check_rule(state_dict["param_groups"], self._rule)
+        groups = [
+            {name: value for name, value in group.items() if name != RULE}
+            for group in state_dict["param_groups"]
+        ]
+        super().load_state_dict({"state": {}, "param_groups": groups})
         for number, param in self._numbered(state_dict["param_groups"]).items():
             for name, value in (states.get(number) or {}).items():
                 if isinstance(value, torch.Tensor):
@@ -271,6 +296,22 @@ class StoredStates(torch.optim.Optimizer):
         numbers = [n for group in groups for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         return dict(zip(numbers, params, strict=True))
+
+
+def check_rule(groups: Iterable[Mapping[str, Any]], rule: UpdateRule) -> None:
+    """See that the param groups of a state dict come from a rule with all states of ``rule``.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    for group in groups:
+        saved = group.get(RULE) or {"flag": ADAM.flag, "states": MOMENTS}
+        if lacking := [name for name in rule.states if name not in saved["states"]]:
+            raise CheckpointError(
+                f"its optimizer was trained with {saved['flag']} and has no {', '.join(lacking)}, "
+                f"which {rule.flag} needs; continue with {saved['flag']}, or load without the "
+                "states of the optimizer (--no-load-optim)"
+            )
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

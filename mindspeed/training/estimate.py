@@ -39,6 +39,7 @@ from mindspeed.training.flops import (
     training_flops,
 )
 from mindspeed.training.optimizer_size import (
+    exempt_bytes,
     gradient_copy_bytes,
     host_bytes,
     state_bytes,
@@ -113,6 +114,10 @@ def estimate(args: argparse.Namespace) -> Estimate:
     # Of the model and of the adapters: what a rank computes with, and its share if ranks have any.
     whole = (on_rank, adapters_here)
     share = (dense_here / replicas + expert_here / expert_replicas, adapters_here / replicas)
+    embeds = 0 in pipeline.placement.stages[fullest] or edges == 1
+    # Of one bucket the last data-parallel rank has the embedding, of several each a part.
+    embedded = edge / tp / replicas if args.overlap_grad_reduce else min(edge / tp, share[0])
+    exempt = embeds * embedded * exempt_bytes(args)
     sharded = args.use_megatron_fsdp
     gathers = sharded and args.data_parallel_sharding_strategy == STRATEGIES[3]
     weights, gradients = share if gathers else whole, share if sharded else whole
@@ -123,7 +128,7 @@ def estimate(args: argparse.Namespace) -> Estimate:
         weights=weights[0] * width + weights[1] * 4,
         gathered=width * (2 * layer + edges * edge / tp) if gathers else 0.0,
         gradients=trained * gradients[0] * (4 if wide_gradients else 2) + gradients[1] * 4,
-        optimizer=trained * share[0] * state_bytes(args) + share[1] * 8 - host,
+        optimizer=trained * (share[0] * state_bytes(args) + exempt) + share[1] * 8 - host,
         host=host,
         windows=trained * share[0] * window_bytes(args),
         gradient_copies=trained * share[0] * gradient_copy_bytes(args),

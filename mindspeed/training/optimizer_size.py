@@ -1,8 +1,8 @@
 """Bytes of the optimizer per trained parameter, from the flags.
 
 master weight     4 in 16-bit training; 2 with remainders (--reuse-fp32-param), 2 1/8 exact ones
-moments           4 each; 2 in bf16 and fp16, 1 + 4/256 in fp8; SGD and Muon have one; Cadam has
-                  one of 2 + 4/row
+moments           4 each; 2 in bf16 and fp16, 1 + 4/256 in fp8, of which embeddings are exempt
+                  (--quant-states-exempt); SGD and Muon have one; Cadam has one of 2 + 4/row
 average           4 with --optimizer-selection fused_ema_adamw
 gradient copies   4 of 16-bit gradients, while the optimizer runs (--release-fp32-grad: none)
 
@@ -19,6 +19,7 @@ import torch
 from mindspeed.features.fused_adam import chosen
 from mindspeed.features.virtual_optimizer import GIB, limits
 
+_ADAM = ("adam", "fused_adam")
 _FP8 = 1 + 4 / 256
 _MOMENT = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2.0, torch.uint8: _FP8}
 
@@ -27,6 +28,15 @@ def state_bytes(args: argparse.Namespace) -> float:
     """Bytes of the states of one parameter, its master weight included."""
     average = 4.0 if args.optimizer_selection == "fused_ema_adamw" else 0.0
     return _master(args) + _moments(args) + average
+
+
+def exempt_bytes(args: argparse.Namespace) -> float:
+    """Bytes more for a parameter of an embedding, whose moments stay fp32 where others are fp8."""
+    if not args.quant_states_exempt or chosen(vars(args)) not in _ADAM:
+        return 0.0
+    dtypes = (args.exp_avg_dtype, args.exp_avg_sq_dtype)
+    narrow = 2 if args.quant_states else sum(dtype == torch.uint8 for dtype in dtypes)
+    return narrow * (4.0 - _FP8)
 
 
 def host_bytes(args: argparse.Namespace, parameters: float) -> float:
@@ -74,7 +84,7 @@ def _master(args: argparse.Namespace) -> float:
 def _moments(args: argparse.Namespace) -> float:
     if (name := chosen(vars(args))) == "cadam":
         return 2 + 4 / args.hidden_size
-    if name not in ("adam", "fused_adam"):
+    if name not in _ADAM:
         return 4.0
     if args.quant_states:
         return 2 * _FP8

@@ -31,6 +31,7 @@ class Case:
         options: more fields of Megatron's OptimizerConfig.
         model: name of the model's configuration.
         overflows: steps with a gradient that is infinite.
+        bucket: parameters of a bucket of gradients; None: all of the model.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str = "rmsnorm-swiglu-gqa"
     overflows: tuple[int, ...] = ()
+    bucket: int | None = None
 
 
 @dataclass
@@ -108,7 +110,8 @@ class Job:
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=case.distributed,
             grad_reduce_in_fp32=case.wide_gradients,
-            overlap_grad_reduce=False,
+            overlap_grad_reduce=case.bucket is not None,
+            bucket_size=case.bucket,
         )
         self.model = DistributedDataParallel(config, ddp, inner)
         options = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0}
@@ -273,3 +276,61 @@ def resume_all(
             for number in (2, 3):
                 one.step(number, outcome)
     return outcomes
+
+
+def replace_all(cases: Mapping[str, Case]) -> dict[str, list[torch.Tensor]]:
+    """Train each for two steps, halve the weights, reload them, and train for one more step.
+
+    Returns:
+        of each, the weights in the end.
+    """
+    weights = {}
+    for name, case in cases.items():
+        with job(case) as one:
+            for number in range(2):
+                one.step(number, Outcome())
+            with torch.no_grad():
+                for parameter in one.model.parameters():
+                    parameter.mul_(0.5)
+            one.optimizer.reload_model_params()
+            one.step(2, Outcome())
+            weights[name] = [p.detach().float().clone() for p in one.model.parameters()]
+    return weights
+
+
+def continued(cases: Mapping[str, Case], folder: str, format_: str) -> dict[str, list[Outcome]]:
+    """Train each for four steps, at once and saved and loaded after two: the last two of each."""
+    outcomes = {}
+    for name, case in cases.items():
+        runs = outcomes[name] = [Outcome(), Outcome()]
+        with job(case) as one:
+            for number in range(2):
+                one.step(number, Outcome())
+            one.save(Path(folder) / name, format_)
+            for number in (2, 3):
+                one.step(number, runs[0])
+        with job(case) as one:
+            one.load(Path(folder) / name, format_)
+            for number in (2, 3):
+                one.step(number, runs[1])
+    return outcomes
+
+
+def load_errors(
+    saved: Mapping[str, Case], loaded: Mapping[tuple[str, str], Case], folder: str, format_: str
+) -> dict[tuple[str, str], str]:
+    """What each run says to a checkpoint of another, by both names; nothing if it trains on."""
+    from mindspeed.errors import CheckpointError
+
+    save_all(saved, folder, format_)
+    errors = {}
+    for (checkpoint, name), case in loaded.items():
+        with job(case) as one:
+            try:
+                one.load(Path(folder) / checkpoint, format_)
+            except CheckpointError as error:
+                errors[checkpoint, name] = str(error)
+                continue
+            one.step(2, Outcome())
+            errors[checkpoint, name] = ""
+    return errors

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.optimizer.block_fp8 import BLOCK, BlockFp8, RootBlockFp8
+from mindspeed.optimizer.block_fp8 import BLOCK, SMALL, BlockFp8, RootBlockFp8, keeps_fp32
+from mindspeed.optimizer.codecs import Occasion
 
 
 def stored(codec, value):
@@ -65,11 +66,69 @@ def test_small_changes_add_up():
     After a thousand steps rounding to nearest would leave a sixth of it, rounding up 17 times it.
     """
     generator = torch.Generator().manual_seed(1)
-    second = torch.zeros(16 * BLOCK)
+    second, codec = torch.zeros(16 * BLOCK), RootBlockFp8()
     for _ in range(1000):
         gradient = torch.randn(second.shape, generator=generator)
-        second = stored(RootBlockFp8(), 0.999 * second + 0.001 * gradient.square())
+        second = stored(codec, 0.999 * second + 0.001 * gradient.square())
     assert second.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.06)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.95)], ids=str)
+@pytest.mark.parametrize("period", [1, 50])
+def test_moments_follow_fp32_ones_where_gradients_are_rare(betas, period):
+    """Rare tokens, idle experts: a moment without gradient must decay as it does in fp32."""
+    generator = torch.Generator().manual_seed(2)
+    param = torch.zeros(8 * BLOCK)
+    codecs = BlockFp8(), RootBlockFp8()
+    kept = [(codec.allocate(param).zero_(), codec.allocate_extra(param)) for codec in codecs]
+    exact = [torch.zeros_like(param), torch.zeros_like(param)]
+    moved = torch.zeros(2, dtype=torch.float64)
+    seconds = torch.zeros(2, dtype=torch.float64)
+    for step in range(1, 801):
+        gradient = torch.randn(param.shape, generator=generator) * (step % period == 0)
+        added = gradient, gradient.square()
+        narrow = [c.decode(*k, param) for c, k in zip(codecs, kept, strict=True)]
+        for moments in (exact, narrow):
+            for moment, beta, new in zip(moments, betas, added, strict=True):
+                moment.mul_(beta).add_(new, alpha=1 - beta)
+        for name, codec, moment, (stored_, extra) in zip("mv", codecs, narrow, kept, strict=True):
+            codec.at(Occasion(step, name)).encode(moment, stored_, extra, param)
+        for at, (first, second) in enumerate((exact, narrow)):
+            if step > 400:
+                root = (second / (1 - betas[1] ** step)).sqrt() + 1e-8
+                moved[at] += (first / (1 - betas[0] ** step) / root).abs().sum()
+                seconds[at] += second.sum()
+    assert 1 / 1.05 < seconds[1] / seconds[0] < 1.05
+    assert 1 / 1.05 < moved[1] / moved[0] < 1.05
+
+
+def test_random_numbers_follow_step_state_and_position():
+    value = torch.full((4 * BLOCK,), 1.05)
+    value[::BLOCK] = 448.0  # the scale is 1
+
+    def encoded(part, *occasion):
+        param = torch.empty_like(part)
+        kept, extra = BlockFp8().allocate(param), BlockFp8().allocate_extra(param)
+        BlockFp8().at(Occasion(*occasion)).encode(part, kept, extra, param)
+        return kept.float()
+
+    whole = encoded(value, 7, "exp_avg")
+    assert torch.equal(encoded(value, 7, "exp_avg"), whole)
+    assert torch.equal(encoded(value[BLOCK:], 7, "exp_avg", BLOCK), whole[BLOCK:])
+    for other in ((8, "exp_avg"), (7, "exp_avg_sq"), (7, "exp_avg", BLOCK)):
+        assert not torch.equal(encoded(value, *other), whole)
+    steps = torch.stack([encoded(value, step, "exp_avg") for step in range(400)])
+    rare = steps[:, torch.arange(len(value)) % BLOCK != 0]
+    # 0.4 of a step above 1: five standard deviations, of each element and of each step.
+    assert ((rare.mean(0) - 1.05).abs() < 5 * 0.0613 / 400**0.5).all()
+    assert ((rare.mean(1) - 1.05).abs() < 5 * 0.0613 / len(rare[0]) ** 0.5).all()
+
+
+def test_small_and_marked_parameters_keep_fp32_moments():
+    small, large = torch.empty(SMALL - 1), torch.empty(64, SMALL // 64)
+    shard, marked = torch.empty(8), torch.empty(SMALL)
+    shard.parameter_shape, marked.rare_gradients = (64, SMALL // 64), True
+    assert [keeps_fp32(t) for t in (small, large, shard, marked)] == [True, False, False, True]
 
 
 def test_bytes_per_element():

@@ -62,6 +62,7 @@ REFUSED = {
         BF16 | {"quant_states": "fp8", "exp_avg_dtype": "bf16"},
         "--quant-states fp8: cannot be combined with --exp-avg-dtype bf16",
     ),
+    "exempt": (BF16 | {"quant_states_exempt": False}, "--no-quant-states-exempt: has no effect"),
     "gradients fp16": (FP16 | {"quant_grads": True}, "--quant-grads: .*--release-fp32-grad"),
     "selection sgd": (
         {"optimizer": "sgd", "optimizer_selection": "fused_torch_adamw"},
@@ -85,6 +86,7 @@ def test_what_cannot_work_is_refused(case):
         FP16 | RELEASE,
         BF16 | REUSE | RELEASE | {"accumulate_allreduce_grads_in_fp32": False},
         BF16 | REUSE | {"quant_states": "fp8", "quant_grads": True},
+        BF16 | {"exp_avg_sq_dtype": "fp8", "quant_states_exempt": False},
         REUSE,  # a framework that does not say what it trains in
         {"optimizer": "fused_adam", "optimizer_selection": "fused_torch_adamw"},
     ],
@@ -124,11 +126,18 @@ def test_the_trainer_trains_to_the_same_bits(rank_pool, tmp_path):
     assert len(set(digests.values())) == 1, digests
 
 
+MOMENTS = (
+    f"--bf16 {SHARDED} --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
+)
 LOW = "--bf16 --quant-states fp8 --quant-grads --reuse-fp32-param"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [LOW, f"{LOW} {SHARDED}"], ids=["plain", "sharded"])
+@pytest.mark.parametrize(
+    "flags",
+    [LOW, f"{LOW} {SHARDED}", f"{LOW} {SHARDED} --no-quant-states-exempt", MOMENTS],
+    ids=["plain", "sharded", "all", "megatron's flags"],
+)
 def test_low_precision_resumes_bit_for_bit(rank_pool, tmp_path, flags):
     given = {"setup": SETUP, "backend": None, "timeout": 240}
     words = [*flags.split(), "--train-iters", "4"]
@@ -174,3 +183,24 @@ def test_layouts_train_to_the_same_bits(rank_pool, layout, kind):
         assert {result["error"] for result in results} == {None}
         digests.append([result["digest"] for result in results])
     assert digests[0] == digests[1]
+
+
+BUCKETS = {
+    # A tied embedding is a bucket of its own on interleaved stages; small buckets of two replicas.
+    "tied": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--no-untie-embeddings-and-output-weights --overlap-grad-reduce",
+    "replicas": "--overlap-grad-reduce --ddp-bucket-size 20000",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BUCKETS)
+def test_states_in_several_buckets_resume_bit_for_bit(rank_pool, tmp_path, case):
+    given = {"setup": SETUP, "backend": None, "timeout": 240}
+    words = f"--bf16 {SHARDED} {BUCKETS[case]} --dist-ckpt-optim-fully-reshardable --train-iters 4"
+    keep = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
+    first = rank_pool.run(2, train, [*words.split(), *keep], **given)
+    assert {result["error"] for result in first} == {None}
+    load = ["--load", str(tmp_path / "save"), "--ckpt-step", "2"]
+    second = rank_pool.run(2, train, [*words.split(), *load], **given)
+    assert [r["digest"] for r in second] == [r["digest"] for r in first]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed.optimizer import block_fp8
 from mindspeed.optimizer.remainder import Remainder
 from mindspeed.te import optimizer_policy, stored_states
 from mindspeed.te.optimizers import FusedAdam
@@ -78,6 +79,8 @@ STORAGES = {
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("size", [256, 512])
 def test_large_parameters_are_updated_in_parts_to_the_same_bits(monkeypatch, storage, size):
+    monkeypatch.setattr(block_fp8, "SMALL", 0)
+
     def trained():
         torch.manual_seed(3)
         params = [torch.nn.Parameter(torch.randn(n).bfloat16()) for n in (1000, 2048, 3, 0)]
@@ -161,6 +164,41 @@ def test_fp8_states_train_like_fp32_ones():
     assert largest <= 3
     assert plain[-1] < 0.9 * plain[0]
     assert sum(narrow[-20:]) == pytest.approx(sum(plain[-20:]), rel=5e-3)
+
+
+def zipf_training(mark, exempt, **options):
+    """Movement of the rows of an embedding, rare ones apart, and the losses, on Zipf's tokens."""
+    torch.manual_seed(0)
+    tokens, width = 512, 16
+    embedding, head = torch.nn.Embedding(tokens, width), torch.nn.Linear(width, tokens)
+    embedding.weight.rare_gradients = mark
+    params = [*embedding.parameters(), *head.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        if not exempt:
+            patch.setattr(optimizer_policy, "keeps_fp32", lambda param: False)
+        optimizer = FusedAdam(params, lr=2e-3, betas=(0.9, 0.95), **options)
+    chance = 1 / torch.arange(1, tokens + 1)
+    start, losses = embedding.weight.detach().clone(), []
+    for _ in range(400):
+        read = torch.multinomial(chance, 64, replacement=True)
+        loss = torch.nn.functional.cross_entropy(head(embedding(read)), (read * 7 + 3) % tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    moved = (embedding.weight.detach() - start).abs().mean(1)
+    kinds = {optimizer.state[p]["exp_avg"].dtype for p in embedding.parameters()}
+    return moved[:64].mean().item(), moved[64:].mean().item(), sum(losses[-50:]) / 50, kinds
+
+
+@pytest.mark.parametrize("exempt", [True, False], ids=["exempt", "all"])
+def test_rare_tokens_train_as_with_fp32_states(exempt):
+    expected = zipf_training(True, exempt)
+    found = zipf_training(True, exempt, exp_avg_dtype=F8, exp_avg_sq_dtype=F8)
+    assert found[3] == {torch.float32 if exempt else torch.float8_e4m3fn}
+    assert found[0] == pytest.approx(expected[0], rel=0.02)
+    assert found[1] == pytest.approx(expected[1], rel=0.05)
+    assert found[2] == pytest.approx(expected[2], rel=0.02)
 
 
 def trained_weights(remainder):

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.optimizer.optimizer_ranks import PART, Case, resume_all, save_all, train_all
+from tests.optimizer.optimizer_ranks import (
+    PART,
+    Case,
+    continued,
+    load_errors,
+    replace_all,
+    resume_all,
+    save_all,
+    train_all,
+)
 from tests.support.lazy import needs
 
 needs("megatron.core")
@@ -58,18 +67,135 @@ def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, 
         for kind in ("whole", "distributed")
     }
     run(rank_pool, before, save_all, runs, str(tmp_path), format_)
-    continued = {
+    pairs = {
         (one, other): runs[other]
         for one in runs
         for other in runs
         if one.partition("-")[2] == other.partition("-")[2]
     }
-    for result in run(rank_pool, after, resume_all, continued, str(tmp_path), format_):
+    for result in run(rank_pool, after, resume_all, pairs, str(tmp_path), format_):
         for (one, other), outcome in result.items():
             assert outcome.digests == result[one, one].digests, (one, other)
             assert outcome.losses == result[one, one].losses
             kind = one.partition("-")[2]
             assert outcome.digests == result[f"plain-{kind}", f"plain-{kind}"].digests
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("format_", ["dp_reshardable", "fully_reshardable", "torch"])
+def test_fp8_moments_resume_to_the_bits_of_the_uninterrupted_run(rank_pool, tmp_path, format_):
+    """The random rounding of step 3 is that of step 3, whoever wrote the checkpoint."""
+    quantised = {**BF16, "quant_states": "fp8"}
+    runs = {
+        "whole": Case(quantised),
+        "distributed": Case(quantised, True),
+        "all": Case({**quantised, "quant_states_exempt": False}, True),
+    }
+    if format_ == "torch":
+        runs["all"] = Case({**quantised, "quant_states_exempt": False})
+    assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
+
+
+def assert_continued(results):
+    """The bits of the uninterrupted run, on every rank."""
+    for result in results:
+        for name, (at_once, resumed) in result.items():
+            assert resumed.digests == at_once.digests, name
+            assert resumed.norms == at_once.norms and resumed.losses == at_once.losses, name
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
+def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, format_):
+    """Its step count, master weights and the model's weights are those that were saved."""
+    names = ("optimizer_cpu_offload", "use_precision_aware_optimizer", "use_distributed_optimizer")
+    flags = {**BF16, **dict.fromkeys(names, True)}
+    options = dict.fromkeys(names[:2], True)
+    runs = {
+        str(fraction): Case(
+            flags, True, options={**options, "optimizer_offload_fraction": fraction}
+        )
+        for fraction in (1.0, 0.4)
+    }
+    assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("format_", ["fully_reshardable", "dp_reshardable", "torch"])
+def test_states_in_padded_buckets_resume_to_the_same_bits(rank_pool, tmp_path, format_):
+    """A bucket is padded to a multiple of the ranks; those after it start later (PR 5077)."""
+    sharded = {**BF16, **SHARDED}
+    runs = {
+        name: Case(flags, True, bucket=3000)
+        for name, flags in (
+            ("plain", sharded),
+            ("fp8", {**sharded, "quant_states": "fp8"}),
+            ("average", {**sharded, "optimizer_selection": "fused_ema_adamw"}),
+        )
+    }
+    assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
+def test_states_of_another_rule_are_refused_where_they_are_loaded(rank_pool, tmp_path, format_):
+    """Megatron's checkpoints hold both moments whatever the rule has: zeros would be divided by."""
+    names = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+    runs = {
+        "adam": Case({**BF16, **SHARDED}, True),
+        "cadam": Case({**BF16, **SHARDED, "optimizer": "cadam"}, True),
+        "average": Case({**BF16, **SHARDED, "optimizer_selection": "fused_ema_adamw"}, True),
+        "host": Case(
+            {**BF16, **SHARDED, **dict.fromkeys(names, True)},
+            True,
+            options={**dict.fromkeys(names, True), "optimizer_offload_fraction": 1.0},
+        ),
+        "whole adam": Case(BF16),
+        "whole cadam": Case({**BF16, "optimizer": "cadam"}),
+    }
+    said = {
+        (
+            "cadam",
+            "adam",
+        ): "trained with --optimizer cadam and has no exp_avg_sq, which --optimizer",
+        ("cadam", "host"): "trained with --optimizer cadam and has no exp_avg_sq",
+        ("cadam", "cadam"): "",
+        ("average", "average"): "",
+        ("average", "adam"): "",
+    }
+    if format_ != "dp_reshardable":  # a layout of the distributed optimizer
+        said["whole cadam", "whole adam"] = "trained with --optimizer cadam"
+    if format_ == "torch":  # of the others Megatron says which tensor is not there
+        needs = "which --optimizer-selection fused_ema_adamw needs"
+        said["adam", "average"] = f"has no ema_params, {needs}"
+        said["cadam", "average"] = f"has no exp_avg_sq, ema_params, {needs}"
+    pairs = {(one, other): runs[other] for one, other in said}
+    saved = {name: runs[name] for name in {one for one, _ in said}}
+    (result,) = run(rank_pool, 1, load_errors, saved, pairs, str(tmp_path), format_)
+    for pair, text in said.items():
+        assert text in result[pair], pair
+        assert bool(text) == bool(result[pair]), pair
+
+
+@KINDS
+def test_weights_that_a_job_replaces_are_trained_on(rank_pool, distributed):
+    """``reload_model_params`` reaches the masters, wherever and however they are stored."""
+    sharded = {**BF16, "use_distributed_optimizer": distributed}
+    own = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
+    cases = {
+        "plain": Case(sharded, distributed),
+        "fp8": Case({**sharded, "quant_states": "fp8"}, distributed),
+        "exact": Case({**EXACT, "use_distributed_optimizer": distributed}, distributed),
+    }
+    if distributed:
+        cases["swapped"] = Case({**sharded, "swap_optimizer": True}, True)
+        cases["megatron's own"] = Case(sharded, True, options=own)
+    for result in run(rank_pool, 2, replace_all, cases):
+        plain = result.pop("plain")
+        for name, weights in result.items():
+            near = 2e-2 if name == "fp8" else 0  # two steps of the learning rate 1e-2
+            for weight, expected in zip(weights, plain, strict=True):
+                torch.testing.assert_close(weight, expected, rtol=0, atol=near, msg=name)
 
 
 GRADIENTS = {

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from mindspeed.optimizer import block_fp8
 from mindspeed.te.fused_sgd import FusedSGD
 from mindspeed.te.multi_tensor import (
     multi_tensor_applier,
@@ -75,12 +76,19 @@ VARIANTS = {
     "bf16-moments": ({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}, 1e-3),
     "fp16-moments": ({"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}, 2e-4),
     "fp8-exp-avg": ({"exp_avg_dtype": F8, "exp_avg_sq_dtype": torch.float16}, 1e-2),
+    "fp8": ({"exp_avg_dtype": F8, "exp_avg_sq_dtype": F8}, 1.5e-2),
     "fp16-master": ({"master_weight_dtype": torch.float16}, 6e-3),
 }
 
 
+@pytest.fixture
+def small_in_fp8(monkeypatch):
+    """Let parameters of a few elements have moments in fp8, too."""
+    monkeypatch.setattr(block_fp8, "SMALL", 0)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_master_weights_follow_fp32_training(variant):
+def test_master_weights_follow_fp32_training(variant, small_in_fp8):
     options, tolerance = VARIANTS[variant]
     ours, theirs = fresh(torch.bfloat16), [p.detach().float() for p in fresh(torch.bfloat16)]
     optimizer = FusedAdam(ours, lr=1e-2, master_weights=True, use_decoupled_grad=True, **options)
@@ -108,7 +116,7 @@ def test_bf16_parameters_without_master_are_updated_in_fp32():
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "no-master"])
 @pytest.mark.parametrize("initialised", [False, True])
-def test_state_dict_round_trip_continues_identically(variant, initialised):
+def test_state_dict_round_trip_continues_identically(variant, initialised, small_in_fp8):
     options = {} if variant == "no-master" else VARIANTS[variant][0]
     options = {
         "lr": 1e-2,

@@ -186,7 +186,7 @@ def counted_and_estimated(flags: Sequence[str]) -> dict[str, float]:
     return {
         "counted": total - host,
         "estimated": figures.optimizer,
-        "host": host,
+        "counted host": host,
         "estimated host": figures.host,
     }
 

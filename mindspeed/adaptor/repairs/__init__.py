@@ -29,6 +29,7 @@ from mindspeed.adaptor.repairs import (
     mla_rope_fusion,
     mtp_tied_output,
     mtp_token_count,
+    optimizer_buckets,
     optimizer_groups,
     optimizer_offload,
     optimizer_resume,
@@ -59,8 +60,11 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     ),
     mtp_tied_output: mtp_tied_output.needed,
     optimizer_offload: lambda values: values.get("optimizer_cpu_offload"),
+    optimizer_buckets: lambda values: values.get("use_distributed_optimizer"),
     optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
-    optimizer_states: lambda values: values.get("use_distributed_optimizer"),
+    optimizer_states: lambda values: (
+        values.get("use_distributed_optimizer") or values.get("quant_states")
+    ),
     gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
     optimizer_groups: lambda values: any(
         values.get(name) for name in ("load", "num_experts", "use_distributed_optimizer")

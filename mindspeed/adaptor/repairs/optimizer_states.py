@@ -2,13 +2,17 @@
 
 Where: ``DistributedOptimizer`` of ``megatron.core.optimizer.distrib_optimizer``. Without
 ``--use-precision-aware-optimizer`` it reads and writes the tensors in the inner optimizer's
-``state`` as they are, whatever they are stored as. Two of its layouts (``fully_reshardable``, and
-the file of ``--ckpt-format torch``) name ``exp_avg`` and ``exp_avg_sq``, and no other state.
+``state`` as they are, whatever they are stored as; with it ``reload_model_params`` does nothing.
+Two of its layouts (``fully_reshardable``, and the file of ``--ckpt-format torch``) name ``exp_avg``
+and ``exp_avg_sq``, and no other state.
 Symptom: states stored in 16 bits or in host memory are saved without their scales or cannot be
-copied; the states of another update rule are lost, or end in a ``KeyError`` when it resumes.
+copied; the states of another update rule are lost, or end in a ``KeyError`` when it resumes;
+weights that a running job replaces (reinforcement learning, merges) are overwritten by the update
+of the old master weights.
 Fix: states go through the accessors of :class:`mindspeed.te.stored_states.StoredStates`, in fp32;
-the two layouts get one entry more per additional state. Shards learn which part of their parameter
-they are, for storages that follow its rows.
+the two layouts get one entry more per additional state; master weights inside the inner optimizer
+are reloaded. Shards learn which part of their parameter they are and whether its gradients are
+rare, for storages that depend on it.
 Versions: all.
 """
 
@@ -22,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.signatures import bind
 
 if TYPE_CHECKING:
     from mindspeed.te.stored_states import StoredStates
@@ -37,14 +42,18 @@ def hold_all_states(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+        from mindspeed.optimizer.megatron import mark_rare_gradients
         from mindspeed.te.stored_states import StoredStates
 
+        mark_rare_gradients(bind(original, args, kwargs)["model_chunks"])
         optimizer = original(*args, **kwargs)
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             inner = getattr(part, "optimizer", None)
             sharded = isinstance(part, DistributedOptimizer) and hasattr(part, "buffers")
             if sharded and isinstance(inner, StoredStates):
                 _describe_shards(part, inner)
+                if inner.master_weights:
+                    _reload_masters(part, inner)
                 if not inner.holds_plain_moments:
                     _CheckpointedStates(part, inner)
         return optimizer
@@ -56,7 +65,27 @@ def _describe_shards(part: Any, inner: StoredStates) -> None:
     for parameter, (group, order) in part.model_param_group_index_map.items():
         shard: Any = inner.param_groups[group]["params"][order]
         shard.parameter_shape = parameter.shape
+        shard.rare_gradients = getattr(parameter, "rare_gradients", False)
         shard.parameter_start = part._get_model_param_range_map(parameter)["param"].start
+
+
+def _reload_masters(part: Any, inner: StoredStates) -> None:
+    """Let ``reload_model_params`` of one ``DistributedOptimizer`` reach masters in ``inner``."""
+    original = part._copy_model_params_to_main_params
+
+    def _copy_model_params_to_main_params(state_dict: Any = None) -> None:
+        original(state_dict)
+        values = state_dict and part._build_model_param_to_state_dict_param_map(state_dict)
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            shard = inner.param_groups[group]["params"][order]
+            if MASTER not in inner.state.get(shard, ()):  # the first step takes it from the weight
+                continue
+            where = part._get_model_param_range_map(parameter)["param"]
+            value = (values[parameter] if values else parameter).detach().view(-1)
+            value = value[where.start : where.end].to(shard.device, torch.float32)
+            inner.set_scaled_state(shard, MASTER, value)
+
+    part._copy_model_params_to_main_params = _copy_model_params_to_main_params
 
 
 class _CheckpointedStates:
