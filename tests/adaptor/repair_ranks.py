@@ -330,3 +330,32 @@ def counted_tokens(repaired: bool) -> list[float]:
         mask, count = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
         counts.append(float(count))
     return counts
+
+
+def checkpointed_bias(repaired: bool) -> tuple[bool, list[torch.Tensor]]:
+    """A checkpointed layer that returns its bias: whether that is a leaf; gradients in float64.
+
+    Without the repair backward would not end, so it is left out.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from mindspeed import session
+    from mindspeed.adaptor.repairs import checkpointed_parameters
+
+    if not repaired:
+        session.current().engine.remove(checkpointed_parameters.OWNER)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    x, linear = layer_with_bias()
+    out, bias = tensor_parallel.checkpoint(lambda y: (y @ linear.weight, linear.bias), False, x)
+    if repaired:
+        (out.tanh() + bias).square().sum().backward()
+    return linear.bias.is_leaf, [leaf.grad for leaf in (x, linear.weight, linear.bias)]
+
+
+def layer_with_bias() -> tuple[torch.Tensor, torch.nn.Linear]:
+    """An input and a layer, equal in every process."""
+    torch.manual_seed(3)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    return x, torch.nn.Linear(4, 4, dtype=torch.float64)

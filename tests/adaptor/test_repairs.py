@@ -247,3 +247,14 @@ def test_every_report_has_the_iterations_of_its_interval(interval, started, prin
     assert run(first_report.reset_at_the_end_of_an_interval(training_log)) == printed
     unrepaired = run(training_log)
     assert (unrepaired == printed) == (interval == 3 and started == 0)
+
+
+def test_a_checkpointed_function_may_return_a_parameter(ranks):
+    x, linear = repair_ranks.layer_with_bias()
+    ((x @ linear.weight).tanh() + linear.bias).square().sum().backward()
+    ((leaf, gradients),) = ranks(1, repair_ranks.checkpointed_bias, True, setup=ADAPTOR)
+    assert leaf
+    for found, parameter in zip(gradients, (x, linear.weight, linear.bias), strict=True):
+        torch.testing.assert_close(found, parameter.grad)
+    ((leaf, _),) = ranks(1, repair_ranks.checkpointed_bias, False, setup=ADAPTOR)
+    assert not leaf  # its history leads back into the checkpoint

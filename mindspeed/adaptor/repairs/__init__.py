@@ -15,6 +15,7 @@ from typing import Any
 
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
+    checkpointed_parameters,
     dataset_helpers,
     expert_counts,
     first_report,
@@ -49,6 +50,7 @@ _EVERYWHERE = (
     first_report,
     router_loss_scale,
     expert_counts,
+    checkpointed_parameters,
 )
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
