@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +230,7 @@ def wrap(
             layer, "forward", lambda forward: runtime.layer(name, forward, tensors), journal
         )
         wrapped.add(LAYER)
-    for site in sorted(set(sites) - wrapped, key=list(known).index):
+    for site in sorted(_with_linear_layers(sites) - wrapped, key=lambda one: _order(known, one)):
         wrapped.add(site)
         module, method = known[site].module, known[site].method
         if method != _ACTIVATION:
@@ -240,6 +240,24 @@ def wrap(
         replace_method(module, "forward", between.module, journal)
         replace_method(module.linear_fc1, "forward", between.first, journal)
         replace_method(module.linear_fc2, "forward", between.second, journal)
+
+
+def _with_linear_layers(sites: Iterable[str]) -> set[str]:
+    """Sites between linear layers need these wrapped, too, and inside of their own wrappers.
+
+    What lies between two calls begins after the whole first one, its own site included.
+    """
+    found = set(sites)
+    for site in sites:
+        path, _, name = site.rpartition(".")
+        if name == _ACTIVATION:
+            found |= {f"{path}.linear_fc1", f"{path}.linear_fc2"}
+    return found
+
+
+def _order(known: Mapping[str, Site], site: str) -> tuple[bool, int]:
+    """Modules from the outside to the inside, then what lies between their calls."""
+    return known[site].method == _ACTIVATION, list(known).index(site)
 
 
 def _site(runtime: Runtime, layer: str, site: str) -> Callable[..., Any]:

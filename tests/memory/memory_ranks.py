@@ -8,7 +8,7 @@ import torch
 
 from mindspeed.journal import Journal
 from mindspeed.memory.megatron import install, layers_of, sites_of
-from mindspeed.memory.plan import Action, Plan
+from mindspeed.memory.plan import LAYER, Action, Plan
 from mindspeed.testing import saved_for_backward
 from tests.support import gpt_ranks
 
@@ -86,6 +86,56 @@ def under_plans(
         }
     found["again"] = differences(_step(model)["results"], plain["results"])
     return found
+
+
+def under_random_plans(
+    name: str, spec: str, overrides: dict[str, Any], number: int, seed: int
+) -> dict[str, list[str] | str]:
+    """What differs from no plan under plans of random sites and actions: plan -> names or error."""
+    import random
+
+    import torch.distributed as dist
+
+    size = dist.get_world_size()
+    gpt_ranks.start(size)
+    model = gpt_ranks.build(
+        gpt_ranks.config(name, tensor_model_parallel_size=size, **overrides), spec
+    )
+    plain = _step(model)["results"]
+    draw, found = random.Random(seed), {}
+    for _ in range(number):
+        share, journal = draw.choice((0.1, 0.3, 0.7)), Journal()
+        plan = Plan(
+            {
+                path: {
+                    site: draw.choice(
+                        [a for a in Action if site != LAYER or a.value != "recompute_output"]
+                    )
+                    for site in sites_of(layer)
+                    if draw.random() < share
+                }
+                for path, layer in layers_of(model).items()
+            }
+        )
+        first, second = _halves(plan, draw)
+        try:
+            install(model, first, journal, min_bytes=0)
+            install(model, second, journal, min_bytes=0)
+            found[plan.to_json()] = differences(_step(model)["results"], plain)
+        except Exception as error:  # the plan belongs to the report
+            found[plan.to_json()] = f"{type(error).__name__}: {error}"
+            model.zero_grad()
+        journal.undo()
+    return found
+
+
+def _halves(plan: Plan, draw: Any) -> tuple[Plan, Plan]:
+    """The plan as two flags would give it."""
+    first: dict[str, dict[str, Action]] = {}
+    second: dict[str, dict[str, Action]] = {}
+    for layer, site, action in plan.actions():
+        draw.choice((first, second)).setdefault(layer, {})[site] = action
+    return Plan(first), Plan(second)
 
 
 def trained(flags: list[str]) -> dict[str, Any]:

@@ -27,6 +27,11 @@ PLANS = {
         "self_attention.core_attention": "recompute",
     },
     "mlp and its activation": {"mlp": "recompute", "mlp.activation": "recompute_output"},
+    "activation and the linear layers around it": {
+        "mlp.linear_fc1": "offload",
+        "mlp.activation": "recompute_output",
+        "mlp.linear_fc2": "recompute",
+    },
     "swapped attention": {"self_attention": "offload"},
     "swapped attention, mlp": {"self_attention": "offload", "mlp": "recompute"},
     "everything on the host": {"layer": "offload", "input_layernorm": "recompute_output"},
@@ -65,3 +70,14 @@ def test_every_plan_gives_the_same_losses_gradients_and_random_states(
             # Attention keeps no scores: its inputs are what it saves.
             assert kept < plain or title == "core attention" or not found[title]["planned"], title
             assert (after, host_after) == (0, 0), title
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "size", "overrides"), [CASES[1], CASES[2], CASES[4], CASES[5], CASES[6]]
+)
+def test_random_plans_change_nothing(ranks, name, spec, size, overrides):
+    """Dense, latent attention and experts; installed in two parts, as two flags would do it."""
+    plans = 40
+    given = (memory_ranks.under_random_plans, name, spec, overrides, plans, 11)
+    for found in ranks(size, *given, setup=SETUP, timeout=300):
+        assert {plan: names for plan, names in found.items() if names} == {}
