@@ -4,6 +4,7 @@ equal micro-batches               known from the flags
 of different sizes (DPP)          known from the sizes
 of different lengths              known where every stage reads ahead, else sent in headers
 several tensors from a stage      sent in headers (:mod:`mindspeed.pipeline.schedule.headers`)
+stages of multi-token prediction  sent in headers
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def channels_of(
     pp_group = arguments.groups.pp
     rank, directions = pp_group.rank(), directions_of(pp_group)
     unknown = messages.variable_lengths and arguments.lengths is None
-    if messages.several_tensors or unknown:
+    if messages.several_tensors or unknown or stages_differ(arguments.config):
         declared = messages.declared() if messages.declared else None
         return HeaderedPeerToPeer(plan, rank, directions, header_group_of(pp_group), declared)
     dtype = arguments.config.pipeline_dtype or torch.float32
@@ -108,6 +109,14 @@ def channels_of(
         return [torch.empty(shape, dtype=dtype, device=here) for shape in shapes]
 
     return PeerToPeer(plan, rank, directions, instrument(buffers))
+
+
+def stages_differ(config: Any) -> bool:
+    """Whether stages send tensors of different shapes, as Megatron's own schedules ask it.
+
+    A stage of multi-token prediction alone hands on hidden states of every predicted token.
+    """
+    return bool(getattr(config, "mtp_standalone", False))
 
 
 def lengths_of(readers: Sequence[Any], num_microbatches: int) -> list[int] | None:
