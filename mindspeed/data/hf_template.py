@@ -145,7 +145,8 @@ class JinjaTemplate(ChatTemplate):
         """A field or role other than the usual ones that does not occur in the Jinja program."""
         known = ("role", "content", "name", "tool_call_id")
         names = [name for name in message if name not in known]
-        names += [role] if (role := message.get("role")) not in ROLES else []
+        role = message.get("role")
+        names += [str(role)] if role not in ROLES else []
         return next((n for n in names if not re.search(rf"\b{re.escape(n)}\b", self._source)), None)
 
     def _generation_header(self) -> str:

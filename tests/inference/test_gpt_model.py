@@ -105,7 +105,9 @@ def test_beams_and_samples_come_prompt_by_prompt(call, tiny):
 def test_log_probabilities_are_the_models_own(call, tiny):
     _, model, tokenizer = tiny
     given = {"max_new_tokens": NEW, "detokenize": False, "return_output_log_probs": True}
-    results = call((TEXTS[0], given), (TEXTS[0], {**given, "num_beams": 3}))
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 9, "seed": 3}
+    ways: list[dict] = [{}, {"num_beams": 3}, sampling]
+    results = call(*((TEXTS[0], {**given, **way}) for way in ways))
     for ids, logprobs in results:
         prompt = tokenizer(TEXTS[0])["input_ids"]
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]

@@ -196,11 +196,10 @@ class Message(BaseModel):
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """A call whose arguments are an object: OpenAI sends JSON as text, templates write it."""
     function = call.get("function")
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str):
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        parsed = decode_json(arguments)
+        parsed = decode_json(function["arguments"])
     except ValueError:
         return call
     if not isinstance(parsed, dict):
