@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.lazy import needs
 
@@ -260,3 +261,42 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(runner, tmp_path):
             words = [w for w in words if not w.startswith("--tokenizer-model")]
             status, _, errors = runner.run([*words, f"--tokenizer-model={tmp_path}"])
             assert status == 1 and re.search(r"embedding of .* own tokenizer", errors), errors
+
+
+def test_an_export_has_no_padding_of_the_vocabulary(runner, tmp_path):
+    """A trained model's, and one of Megatron-LM that knows the padded size only."""
+    hf, text = runner.root / "hf", f"--input={runner.root / 'text.jsonl'}"
+    entries = json.loads((hf / "config.json").read_text())["vocab_size"]
+    for producer in ("pretrain", "megatron-dist", "megatron-legacy"):
+        load, output = f"--load={runner.root / producer}", tmp_path / producer
+        named = [] if producer == "pretrain" else [f"--hf-config-dir={hf}"]
+        runner.made(["export", "--hf", load, f"--output={output}", *named])
+        assert json.loads((output / "config.json").read_text())["vocab_size"] == entries
+        tensors = load_file(output / "model.safetensors")
+        assert (
+            len(tensors["model.embed_tokens.weight"]) == len(tensors["lm_head.weight"]) == entries
+        )
+        runner.made(["verify", load, f"--hf={output}", text])
+
+
+def test_llama3_rope_scaling_survives_every_format(runner, tmp_path):
+    hf, text = tmp_path / "hf", f"--input={runner.root / 'text.jsonl'}"
+    shutil.copytree(runner.root / "hf", hf)
+    config = json.loads((hf / "config.json").read_text())
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192}
+    config |= {"rope_parameters": rope, "max_position_embeddings": 131072}
+    (hf / "config.json").write_text(json.dumps(config))
+    source = hf
+    for form in ("torch_dist", "torch", "safetensors", "deepspeed"):  # each from the one before
+        output = tmp_path / form
+        runner.made(["convert", f"--input={source}", f"--output={output}", f"--format={form}"])
+        runner.made(["verify", f"--load={output}", f"--hf={hf}", text])
+        source = output
+    plain = f"--hf={runner.root / 'hf'}"
+    assert runner.run(["verify", f"--load={source}", plain, text])[0] == 1  # it matters
+    runner.made(["export", "--hf", f"--load={source}", f"--output={tmp_path / 'export'}"])
+    written = json.loads((tmp_path / "export/config.json").read_text())
+    found = {"rope_theta": written.get("rope_theta"), **(written.get("rope_scaling") or {})}
+    assert found | (written.get("rope_parameters") or {}) == rope

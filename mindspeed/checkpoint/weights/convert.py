@@ -31,7 +31,7 @@ from mindspeed.checkpoint.weights.torch_dist import (
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.files import atomic_write_text, check_path, harden_tree, make_dirs
 from mindspeed.models.families import Family
-from mindspeed.models.hf_files import CONFIG
+from mindspeed.models.hf_files import CONFIG, read_config
 from mindspeed.models.hf_load import folder_of
 from mindspeed.models.naming import Scheme
 from mindspeed.models.parallel_sizes import ParallelSizes
@@ -100,6 +100,7 @@ def open_weights(
         return HFWeights(found.folder, mtp_num_layers=mtp_num_layers)
 
     def family(args: argparse.Namespace) -> Family:
+        _take_vocabulary(args, like)
         return family_like(args, like)
 
     checkpoint = found.checkpoint
@@ -121,6 +122,15 @@ def open_weights(
         return SafetensorsWeights(checkpoint, family)
     args = common_state(checkpoint)["args"]
     return TorchDistWeights(checkpoint, args, family(args))
+
+
+def _take_vocabulary(args: argparse.Namespace, like: str | None) -> None:
+    """Megatron-LM's checkpoints know the padded vocabulary only; ``like`` knows the model's."""
+    if like is None or getattr(args, "vocab_size", None):
+        return
+    entries = read_config(like).get("vocab_size")
+    if isinstance(entries, int) and 0 < entries <= args.padded_vocab_size:
+        args.vocab_size = entries
 
 
 def convert(source: WeightSource, output: str | Path, target: Target) -> WeightSource:
