@@ -101,6 +101,13 @@ def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, wher
             differing.append(
                 f"  --{name.replace('_', '-')}: {theirs} in the checkpoint, now {ours}"
             )
+    ours, rows = getattr(args, "vocab_size", None), getattr(saved, "padded_vocab_size", None)
+    if ours and rows and ours > rows:  # Megatron would leave the other rows as they were drawn
+        raise CheckpointError(
+            f"{where} has an embedding of {rows:,} entries, the tokenizer {ours:,}: take the "
+            "model's own tokenizer, or give the model more entries with mindspeed convert "
+            "--added-token-num"
+        )
     if differing:
         raise CheckpointError(
             f"{where} holds another model:\n" + "\n".join(differing) + "\n"

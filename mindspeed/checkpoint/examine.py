@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed.checkpoint.contents import contents_of, refuse_adapter
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.storage import directory
 from mindspeed.storage.digests import Digests
@@ -40,6 +41,14 @@ def examine(path: Path) -> Iterator[Finding]:
     Raises:
         CheckpointError: There is no checkpoint.
     """
+    contents = contents_of(path)
+    if contents.kind == "hf":
+        raise CheckpointError(
+            f"{path} is a Hugging Face model, whose files have no digests; compare its logits: "
+            f"mindspeed verify --load hf:{path} --hf {path} --input FILE"
+        )
+    if contents.kind == "peft":
+        refuse_adapter(contents, "--checkpoint")
     one = (path / ".metadata").is_file() or (path / directory.SIDECAR).is_file()
     if one or directory.root_and_iteration(str(path))[1] is not None:
         yield _examined(path)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mindspeed.checkpoint.load_weights import in_another_format
+from mindspeed.checkpoint.contents import model_at
 from mindspeed.checkpoint.weights.convert import open_weights
 from mindspeed.checkpoint.weights.hugging_face import model_config
 from mindspeed.errors import CheckpointError
-from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.storage import directory
 from mindspeed.storage.common_state import common_state
 
@@ -30,16 +29,29 @@ def latest(root: str, step: int | None = None) -> Path:
     raise CheckpointError(f"--load {root}: there is no checkpoint")
 
 
-def saved_args(root: str, step: int | None = None) -> argparse.Namespace:
+def model_path(load: str, step: int | None = None) -> Path:
+    """Directory with the files of the model that ``--load`` names, in any format.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = model_at(load, step)
+    if found.checkpoint is None or found.kind == "torch_dist":
+        return latest(load, step)
+    return found.checkpoint
+
+
+def saved_args(load: str, step: int | None = None) -> argparse.Namespace:
     """The values of the run that wrote the latest good checkpoint. Reads one file, on any rank.
 
-    Of ``hf:DIR``, values that describe the model there.
+    Of a Hugging Face directory, values that describe the model there.
 
     Raises:
         CheckpointError: there is none.
     """
-    if is_hf(root):
-        return model_config(folder_of(root)).namespace()
-    if (other := in_another_format(root, step)) is not None:
-        return open_weights(other).args
-    return common_state(latest(root, step))["args"]
+    found = model_at(load, step)
+    if found.kind == "hf":
+        return model_config(str(found.folder)).namespace()
+    if found.has_whole_weights and found.checkpoint is not None:
+        return open_weights(found.checkpoint).args
+    return common_state(latest(load, step))["args"]

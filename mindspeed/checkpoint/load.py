@@ -52,10 +52,11 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     Raises:
         CheckpointError: checkpoints exist, but none can be loaded, or they hold another model.
     """
-    if fsdp_state.is_sharded(model.chunks[0]) and needs_whole_stages(args):
-        return Loaded(Path(args.load), 0)  # as they were when the model was built
-    if (weights := load_weights(args, model)) is not None:
-        return Loaded(weights, 0)
+    if not adapter:
+        if fsdp_state.is_sharded(model.chunks[0]) and needs_whole_stages(args):
+            return Loaded(Path(args.load), 0)  # as they were when the model was built
+        if (weights := load_weights(args, model)) is not None:
+            return Loaded(weights, 0)
     tried: dict[Path, str] = {}
     candidates, doubt = _agreed_candidates(args)
     if doubt is not None and dist.get_rank() == 0:

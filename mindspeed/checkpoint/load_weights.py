@@ -13,20 +13,18 @@ import torch.distributed as dist
 
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.architecture import check_architecture
-from mindspeed.checkpoint.weights.convert import (
-    find_checkpoint,
-    holds_whole_weights,
-    open_weights,
-)
+from mindspeed.checkpoint.contents import model_at
+from mindspeed.checkpoint.weights.convert import open_weights
 from mindspeed.errors import CheckpointError
-from mindspeed.models.hf_load import folder_of, is_hf, load_hf, local_shards
+from mindspeed.models.hf_load import folder_of, load_hf, local_shards
 from mindspeed.models.shape import shape_of
 from mindspeed.models.weight_source import TransformedWeights
 
 
 def needs_whole_stages(args: argparse.Namespace) -> bool:
     """Whether ``--load`` must be read before FSDP shards the stages: it is no ``torch_dist``."""
-    return is_hf(args.load) or in_another_format(args.load, args.ckpt_step) is not None
+    found = model_at(args.load, args.ckpt_step)
+    return found.kind == "hf" or found.has_whole_weights
 
 
 def load_weights(args: argparse.Namespace, model: BuiltModel) -> Path | None:
@@ -38,21 +36,16 @@ def load_weights(args: argparse.Namespace, model: BuiltModel) -> Path | None:
     Raises:
         CheckpointError: They belong to another model, or a tensor is missing.
     """
-    if is_hf(args.load):
+    found = model_at(args.load, args.ckpt_step)
+    if found.kind == "hf":
         path = _load_hf(args, model)
-    elif (other := in_another_format(args.load, args.ckpt_step)) is not None:
-        path = _load_whole_weights(args, model, other)
+    elif found.has_whole_weights and found.checkpoint is not None:
+        path = _load_whole_weights(args, model, found.checkpoint)
     else:
         return None
     if isinstance(model, TrainedModel):
         model.optimizer.reload_model_params()
     return path
-
-
-def in_another_format(root: str, step: int | None) -> Path | None:
-    """The checkpoint of ``--load`` if it is a legacy or safetensors one."""
-    found = find_checkpoint(Path(root), step)
-    return found if found is not None and holds_whole_weights(found) else None
 
 
 def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Path:

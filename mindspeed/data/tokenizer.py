@@ -151,6 +151,24 @@ def build_tokenizer(options: TokenizerOptions) -> TextTokenizer:
     return ExtraIds(tokenizer, options.vocab_extra_ids)
 
 
+def check_fits(tokenizer: TextTokenizer, rows: int | None) -> None:
+    """See that a model has an embedding of every token.
+
+    Args:
+        tokenizer: Text to ids.
+        rows: Entries of the model's vocabulary; None if they are not known.
+
+    Raises:
+        DataError: It has fewer.
+    """
+    if rows is not None and tokenizer.vocab_size > rows:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size:,} entries, the model an embedding of "
+            f"{rows:,}: take the model's own tokenizer (leave out --tokenizer-model), or give the "
+            "model more entries with mindspeed convert --added-token-num"
+        )
+
+
 def _of_type(options: TokenizerOptions) -> TextTokenizer:
     if options.tokenizer_type not in TOKENIZER_TYPES:
         raise ConfigError(

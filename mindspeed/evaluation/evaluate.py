@@ -120,10 +120,9 @@ def fingerprint_of_weights(load: str, step: int | None, adapter: str | None) -> 
         step: As ``--ckpt-step``.
         adapter: As ``--lora-load``.
     """
-    from mindspeed.checkpoint.find import latest
-    from mindspeed.models.hf_load import folder_of, is_hf
+    from mindspeed.checkpoint.find import model_path
 
-    path = Path(folder_of(load)) if is_hf(load) else latest(load, step)
+    path = model_path(load, step)
     model = {"path": str(path), "files_sha256": fingerprint_of_files(path)}
     if adapter is not None:
         model["adapter_sha256"] = fingerprint_of_files(Path(adapter))

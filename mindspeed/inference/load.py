@@ -16,9 +16,9 @@ from typing import Any
 from mindspeed import lora, session
 from mindspeed.built_model import BuiltModel
 from mindspeed.checkpoint.architecture import take_architecture
-from mindspeed.checkpoint.find import latest, saved_args
+from mindspeed.checkpoint.find import model_path, saved_args
 from mindspeed.checkpoint.load import load
-from mindspeed.data.tokenizer import build_tokenizer
+from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.inference.hf_tokenizer_adapter import without_text
@@ -131,6 +131,8 @@ def build_and_load(
         provider: Builds one pipeline stage.
         adapter: Directory of a LoRA adapter to attach.
     """
+    masked = args.mask_padded_vocab and args.vocab_size
+    check_fits(tokenizer, args.vocab_size if masked else args.padded_vocab_size)
     config = transformer_config(args)
     model = BuiltModel(config, build_modules(args, config, provider))
     if args.load is not None:
@@ -157,7 +159,7 @@ def _from_hugging_face(args: argparse.Namespace) -> bool:
     """Such models expect the tokens that their tokenizer adds; ours see preprocessed data."""
     if args.load is None or is_hf(args.load):
         return args.load is not None
-    return latest(args.load, args.ckpt_step).name == directory.RELEASE
+    return model_path(args.load, args.ckpt_step).name == directory.RELEASE
 
 
 def _end_tokens(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[int]:

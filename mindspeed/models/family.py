@@ -11,6 +11,7 @@ must be as they say, and those that they do not mention must be off.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import math
@@ -148,7 +149,13 @@ class Family:
         return config
 
     def describes(self, args: Any) -> bool:
-        """Whether ``args`` are a model of this family: writing and reading gives them back."""
+        """Whether ``args`` are a model of this family: writing and reading gives them back.
+
+        Megatron-LM's own checkpoints know the padded vocabulary only.
+        """
+        if not getattr(args, "vocab_size", None):
+            values = {**vars(args), "vocab_size": getattr(args, "padded_vocab_size", None)}
+            args = argparse.Namespace(**values)
         try:
             flags = self.flags(self.write(args))
         except (ConfigError, KeyError, TypeError, AttributeError, ZeroDivisionError):

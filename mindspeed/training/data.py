@@ -37,7 +37,7 @@ from mindspeed.data.megatron import (
     LastTokenDataset,
     WeightedSplitBuilder,
 )
-from mindspeed.data.tokenizer import build_tokenizer
+from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.data.weighted_splits import WeightedSplit, parse
 from mindspeed.errors import ConfigError, DataError
@@ -74,12 +74,10 @@ def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
     if args.vocab_size is None:
         args.vocab_size = tokenizer.vocab_size
     entries = tokenizer.vocab_size
+    trained = args.mask_padded_vocab or args.load is not None
+    if trained and args.tokenizer_type != "NullTokenizer":
+        check_fits(tokenizer, args.vocab_size)
     if args.mask_padded_vocab:
-        if args.tokenizer_type != "NullTokenizer" and entries > args.vocab_size:
-            raise DataError(
-                f"the tokenizer has {entries:,} entries, the model --vocab-size "
-                f"{args.vocab_size:,}: take the model's own tokenizer"
-            )
         entries = args.vocab_size
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

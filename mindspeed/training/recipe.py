@@ -26,6 +26,7 @@ import torch
 import yaml
 
 from mindspeed import recipes
+from mindspeed.checkpoint.weights.hugging_face import tokenizer_flags
 from mindspeed.errors import ConfigError
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
@@ -36,18 +37,23 @@ from mindspeed.training.flag_types import DTYPES, Switch
 from mindspeed.training.options import SECTIONS
 
 ALL_SECTIONS = (*SECTIONS, "features")
+# With one of these the user has chosen a tokenizer.
+_TOKENIZER = {"tokenizer_type", "tokenizer_model", "vocab_file"}
 
 
 def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespace:
     """Parse flags, with those of ``--config`` below them, and those of ``--model`` below both.
 
-    ``--load hf:DIR`` without ``--model`` takes the model's flags from there, too.
+    ``--load hf:DIR`` without ``--model`` takes the model's flags from there, too, and without flags
+    of a tokenizer that one.
 
     Raises:
         ConfigError: the recipe cannot be read, a key is unknown or in the wrong section, or a flag
             is wrong.
     """
-    words, model, deepspeed_file = _all_words(tokens, parser)
+    words, model, load, deepspeed_file = _all_words(tokens, parser)
+    if is_hf(load) and not set_by(words, parser) & _TOKENIZER:
+        words = [*flag_words(tokenizer_flags(folder_of(load)), parser), *words]
     if model is not None:
         words = [*flag_words(model_flags(model), parser), *words]
     if deepspeed_file is None:
@@ -65,8 +71,10 @@ def given(tokens: Sequence[str], parser: Parser) -> set[str]:
     return set_by(_all_words(tokens, parser)[0], parser) | parser.set_by_python
 
 
-def _all_words(tokens: Sequence[str], parser: Parser) -> tuple[list[str], str | None, str | None]:
-    """The words of the recipe and the command line; the model and the file of DeepSpeed's."""
+def _all_words(
+    tokens: Sequence[str], parser: Parser
+) -> tuple[list[str], str | None, str, str | None]:
+    """The words of the recipe and the command line; the model, what is loaded, DeepSpeed's file."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--model")
@@ -80,7 +88,7 @@ def _all_words(tokens: Sequence[str], parser: Parser) -> tuple[list[str], str | 
     model = found.model
     if model is None and is_hf(found.load):
         model = folder_of(found.load)
-    return words, model, found.deepspeed_config
+    return words, model, found.load or "", found.deepspeed_config
 
 
 def find(name: str, parser: Parser) -> Mapping[str, Any]:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mindspeed.checkpoint.contents import model_at
+from mindspeed.errors import MindSpeedError
 from mindspeed.lora import flags as lora_flags
 from mindspeed.models.hf_load import is_hf
 from mindspeed.storage.directory import tracked
@@ -80,6 +82,11 @@ def output(args: argparse.Namespace) -> Iterator[str]:
     if args.metrics_file is not None and os.path.isdir(args.metrics_file):
         yield f"--metrics-file {args.metrics_file} is a directory: name a file"
     yield from lora_flags.complete(args)
+    if args.load is not None:
+        try:
+            model_at(args.load, args.ckpt_step)
+        except MindSpeedError as error:
+            yield str(error)
     if args.use_checkpoint_args and args.load is None:
         yield "--use-checkpoint-args needs --load"
     yield from missing_packages(args)

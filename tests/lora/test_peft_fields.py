@@ -239,3 +239,21 @@ def test_a_tied_embedding_that_is_trained_whole_is_written_tied(tmp_path):
             model = real_peft.PeftModel.from_pretrained(model, folder).eval()
             logits.append(model(lora_ranks.batch()[0]).logits)
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-6)
+
+
+def test_a_merge_in_bf16_is_the_sum_rounded_once(tmp_path):
+    """Against peft's merge in fp64; only what is within fp32's error of a tie may differ."""
+    base, adapter, _ = made(tmp_path, {}, {"target_modules": QKV})
+    model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model.save_pretrained(base)
+    exact = real_peft.PeftModel.from_pretrained(model.double(), adapter).merge_and_unload()
+    merged = merge.Merged(formats.open_weights(base), adapter)
+    different = count = 0
+    for parameter in merged.table:
+        for name, tensor in split(merged.read(parameter), parameter.segments).items():
+            expected = exact.state_dict()[name].bfloat16()
+            assert tensor.dtype == torch.bfloat16
+            torch.testing.assert_close(tensor, expected, rtol=2**-7, atol=0)
+            different += int((tensor != expected).sum())
+            count += tensor.numel()
+    assert different < count / 1000

@@ -368,7 +368,7 @@ class TestNames:
             read_index(tmp_path)
 
     def test_digests_sidecar_and_deepspeeds_tracker(self, tmp_path: Path) -> None:
-        from mindspeed.checkpoint.weights.convert import find_checkpoint
+        from mindspeed.checkpoint.contents import contents_of
         from mindspeed.storage import directory
         from mindspeed.storage.digests import Digests, digest_of
 
@@ -386,7 +386,7 @@ class TestNames:
             directory.damage_of(folder, whole=True)
         (folder / "latest").write_text("../")
         with pytest.raises(SecurityError):
-            find_checkpoint(folder)
+            contents_of(folder)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "file in a linked directory"])

@@ -195,7 +195,10 @@ def test_a_missing_data_set_is_named_before_anything_starts(prefix, message, ran
     [
         (999, "1024 rows"),
         (1000, "1024 rows"),
-        (1001, "the tokenizer has 1,001 entries, the model --vocab-size 1,000: take the model's"),
+        (
+            1001,
+            "the tokenizer has 1,001 entries, the model an embedding of 1,000: take the model's",
+        ),
     ],
 )
 def test_a_tokenizer_with_more_entries_than_the_model_is_refused(ranks, entries, said):

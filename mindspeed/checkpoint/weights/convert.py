@@ -20,14 +20,10 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
+from mindspeed.checkpoint.contents import DEEPSPEED_TRACKER, contents_of, refuse_adapter
 from mindspeed.checkpoint.weights.hugging_face import HFWeights, family_like, write_hf
 from mindspeed.checkpoint.weights.legacy import LegacyWeights, write_legacy
-from mindspeed.checkpoint.weights.rank_files import is_legacy
-from mindspeed.checkpoint.weights.safetensors_files import (
-    ARGS,
-    SafetensorsWeights,
-    write_safetensors,
-)
+from mindspeed.checkpoint.weights.safetensors_files import SafetensorsWeights, write_safetensors
 from mindspeed.checkpoint.weights.torch_dist import (
     TorchDistWeights,
     write_torch_dist,
@@ -35,17 +31,16 @@ from mindspeed.checkpoint.weights.torch_dist import (
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.files import atomic_write_text, check_path, harden_tree, make_dirs
 from mindspeed.models.families import Family
-from mindspeed.models.hf_files import CONFIG
+from mindspeed.models.hf_files import CONFIG, read_config
+from mindspeed.models.hf_load import folder_of
 from mindspeed.models.naming import Scheme
 from mindspeed.models.parallel_sizes import ParallelSizes
 from mindspeed.models.weight_source import TransformedWeights, WeightSource, padded_vocab
 from mindspeed.storage import directory
 from mindspeed.storage.common_state import common_state
-from mindspeed.unpickle import check_relative
 
 Format = Literal["hf", "torch_dist", "torch", "deepspeed", "safetensors"]
 FORMATS: tuple[Format, ...] = ("hf", "torch_dist", "torch", "deepspeed", "safetensors")
-_DEEPSPEED_TRACKER = "latest"
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,8 @@ def open_weights(
     """The weights in a directory of any format.
 
     Args:
-        path: Directory with a ``config.json``, directory of checkpoints, or one checkpoint.
+        path: Directory with a ``config.json`` (``hf:DIR``, too), directory of checkpoints, or one
+            checkpoint.
         step: Iteration; None for the latest one.
         like: Hugging Face directory that says which family a Megatron model is of.
         mtp_num_layers: Layers of multi-token prediction to take from a Hugging Face directory; a
@@ -98,18 +94,20 @@ def open_weights(
         CheckpointError: There are none, or they are incomplete.
         ConfigError: Megatron does not have this model.
     """
-    path = Path(path)
-    if (path / CONFIG).is_file():
-        return HFWeights(path, mtp_num_layers=mtp_num_layers)
+    found = contents_of(folder_of(str(path)), step)
+    refuse_adapter(found, "--input or --load")
+    if found.kind == "hf":
+        return HFWeights(found.folder, mtp_num_layers=mtp_num_layers)
 
     def family(args: argparse.Namespace) -> Family:
+        _take_vocabulary(args, like)
         return family_like(args, like)
 
-    checkpoint = find_checkpoint(path, step)
+    checkpoint = found.checkpoint
     if checkpoint is None:
         which = "" if step is None else f" of iteration {step}"
-        raise CheckpointError(f"{path} holds neither a checkpoint{which} nor a {CONFIG}")
-    if holds_whole_weights(checkpoint):
+        raise CheckpointError(f"{found.folder} holds neither a checkpoint{which} nor a {CONFIG}")
+    if found.has_whole_weights:
         problem = directory.damage_of(checkpoint, whole=True)
     else:
         problem = directory.problem_with(checkpoint)
@@ -117,35 +115,22 @@ def open_weights(
         raise DamagedCheckpoint(
             f"{checkpoint} cannot be read: {problem}{directory.others(checkpoint)}"
         )
-    if is_legacy(checkpoint):
+    if found.kind == "legacy":
         known = HFWeights(like, mtp_num_layers=mtp_num_layers).args if like else None
         return LegacyWeights(checkpoint, known, family)
-    if (checkpoint / ARGS).is_file():
+    if found.kind == "safetensors":
         return SafetensorsWeights(checkpoint, family)
     args = common_state(checkpoint)["args"]
     return TorchDistWeights(checkpoint, args, family(args))
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> Path | None:
-    """The checkpoint that a path names: itself, or the latest one in it; None if there is none."""
-    if holds_whole_weights(path) or (path / ".metadata").is_file():
-        return path
-    for candidate in directory.candidates(path, step):
-        if candidate.is_dir():
-            return candidate
-    tracker = path / _DEEPSPEED_TRACKER
-    if tracker.is_file():
-        name = tracker.read_text("utf-8", errors="replace").strip()
-        named = path / check_relative(name, str(tracker))
-        if name and named.is_dir():
-            return named
-    return None
-
-
-def holds_whole_weights(checkpoint: Path) -> bool:
-    """Whether a checkpoint has weights in a format that Megatron's ``torch_dist`` code cannot read:
-    legacy or safetensors."""
-    return is_legacy(checkpoint) or (checkpoint / ARGS).is_file()
+def _take_vocabulary(args: argparse.Namespace, like: str | None) -> None:
+    """Megatron-LM's checkpoints know the padded vocabulary only; ``like`` knows the model's."""
+    if like is None or getattr(args, "vocab_size", None):
+        return
+    entries = read_config(like).get("vocab_size")
+    if isinstance(entries, int) and 0 < entries <= args.padded_vocab_size:
+        args.vocab_size = entries
 
 
 def convert(source: WeightSource, output: str | Path, target: Target) -> WeightSource:
@@ -268,4 +253,4 @@ def _published(output: Path, format_: Format) -> Iterator[Path]:
     if format_ != "hf":
         atomic_write_text(output / directory.TRACKER, directory.RELEASE)
     if format_ == "deepspeed":
-        atomic_write_text(output / _DEEPSPEED_TRACKER, directory.RELEASE)
+        atomic_write_text(output / DEEPSPEED_TRACKER, directory.RELEASE)

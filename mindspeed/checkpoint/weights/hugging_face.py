@@ -68,16 +68,20 @@ def model_config(
     family = family_of_config(config, where := str(folder / CONFIG))
     flags = family.read(config, where)
     check_mtp(family.mtp_layers(config), mtp_num_layers, folder)
-    tokenizer: dict[str, str] = {}
-    if any((folder / name).is_file() for name in COMPANIONS[:3]):
-        tokenizer["tokenizer_type"] = "HuggingFaceTokenizer"
-        tokenizer["tokenizer_model"] = str(folder.resolve())
     return ModelConfig.from_flags(
         flags,
         transformer_impl=transformer_impl,
         mtp_num_layers=mtp_num_layers or None,
-        **tokenizer,
+        **tokenizer_flags(folder),
     )
+
+
+def tokenizer_flags(folder: str | Path) -> dict[str, str]:
+    """Flags of the tokenizer in a directory; none if it has none."""
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in COMPANIONS[:3]):
+        return {}
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.resolve())}
 
 
 class HFWeights(WeightSource):
