@@ -31,6 +31,7 @@ from mindspeed.adaptor.repairs import (
     optimizer_groups,
     optimizer_offload,
     optimizer_resume,
+    optimizer_schedule,
     optimizer_states,
     packed_batch,
     process_groups,
@@ -40,7 +41,7 @@ from mindspeed.adaptor.repairs import (
 )
 from mindspeed.device import Device
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient)
+_EVERYWHERE = (rng_tracker, latent_key_gradient, optimizer_schedule)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_HOST = (process_groups, yarn)
