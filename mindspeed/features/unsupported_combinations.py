@@ -95,12 +95,18 @@ def _is_narrow(megatron: Megatron) -> bool:
     return bool(megatron.get("bf16") or megatron.get("fp16"))
 
 
+_STORE_STATES = ("quant_states", "reuse_fp32_param", "swap_optimizer", "virtual_optimizer")
+
+
 def _stored_narrow(name: str) -> Rule:
     """A dtype of ``OptimizerConfig`` that only the precision-aware optimizer reads."""
 
     def applies(megatron: Megatron) -> bool:
         other = str(megatron.get(name) or "fp32") not in ("fp32", "torch.float32")
-        return other and _off(megatron, "use_precision_aware_optimizer")
+        plain = _off(megatron, "use_precision_aware_optimizer")
+        # These features say themselves that they exclude it.
+        own = chosen(megatron) == "cadam" or any(map(megatron.get, _STORE_STATES))
+        return other and plain and not own
 
     return Rule(
         applies,
