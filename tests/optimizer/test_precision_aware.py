@@ -186,7 +186,7 @@ def test_the_flags_of_a_resumed_run_decide_its_learning_rates(
 ):
     """With and without a learning rate of embeddings, which no other field tells apart."""
     flag = "override_opt_param_scheduler"
-    flags = {**BF16, "use_distributed_optimizer": distributed}
+    flags = {**BF16, "use_distributed_optimizer": distributed, "load": str(tmp_path)}
 
     def case(lr, embeddings):
         return Case(flags, distributed, options={"lr": lr, "decoupled_lr": embeddings})

@@ -41,7 +41,7 @@ from mindspeed.adaptor.repairs import (
 )
 from mindspeed.device import Device
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient, optimizer_schedule)
+_EVERYWHERE = (rng_tracker, latent_key_gradient)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_HOST = (process_groups, yarn)
@@ -54,6 +54,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     optimizer_offload: lambda values: values.get("optimizer_cpu_offload"),
     optimizer_buckets: lambda values: values.get("use_distributed_optimizer"),
     optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
+    optimizer_schedule: optimizer_schedule.needed,
     optimizer_states: lambda values: (
         values.get("use_distributed_optimizer") or values.get("quant_states")
     ),

@@ -16,7 +16,7 @@ Versions: all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed.adaptor.patch import Patch
@@ -25,6 +25,12 @@ OWNER = "repair:optimizer-schedule"
 _NUMBERED = "is_decoupled_lr"
 _COMPARED = ("wd_mult", "lr_mult", "is_expert_parallel", _NUMBERED)
 LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+def needed(values: Mapping[str, Any]) -> bool:
+    """Whether a run may load param groups, or has some with a learning rate of their own."""
+    names = ("load", "decoupled_lr", "override_opt_param_scheduler", "use_distributed_optimizer")
+    return any(values.get(name) for name in names)
 
 
 def keep_limits(original: Callable[..., Any]) -> Callable[..., Any]:
