@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed import device
 from mindspeed.features import _expert_checks
 from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.fused_adam import chosen
 from mindspeed.features.packed_documents import adaptive, resets
 
 if TYPE_CHECKING:
@@ -73,7 +74,105 @@ def _with(flag: str, *conditions: Callable[[Megatron], Any]) -> Callable[[Megatr
     return lambda megatron: bool(megatron.get(flag)) and all(c(megatron) for c in conditions)
 
 
+def _is_sgd(megatron: Megatron) -> bool:
+    return chosen(megatron) == "sgd"
+
+
+def _is_adam(megatron: Megatron) -> bool:
+    return chosen(megatron) in ("adam", "fused_adam", "cadam")
+
+
+def _shards_states(megatron: Megatron) -> bool:
+    return bool(megatron.get("use_distributed_optimizer") or megatron.get("use_megatron_fsdp"))
+
+
+def _off(megatron: Megatron, name: str) -> bool:
+    """Whether a flag is off, and not just unknown because a framework does not say it."""
+    return name in megatron and not megatron[name]
+
+
+def _is_narrow(megatron: Megatron) -> bool:
+    return bool(megatron.get("bf16") or megatron.get("fp16"))
+
+
+_STORE_STATES = ("quant_states", "reuse_fp32_param", "swap_optimizer", "virtual_optimizer")
+
+
+def _stored_narrow(name: str) -> Rule:
+    """A dtype of ``OptimizerConfig`` that only the precision-aware optimizer reads."""
+
+    def applies(megatron: Megatron) -> bool:
+        other = str(megatron.get(name) or "fp32") not in ("fp32", "torch.float32")
+        plain = _off(megatron, "use_precision_aware_optimizer")
+        # These features say themselves that they exclude it.
+        own = chosen(megatron) == "cadam" or any(map(megatron.get, _STORE_STATES))
+        return other and plain and not own
+
+    return Rule(
+        applies,
+        Problem(
+            "--" + name.replace("_", "-"),
+            "no other optimizer stores it in that format",
+            "add --use-precision-aware-optimizer, or drop it",
+        ),
+    )
+
+
 RULES = (
+    Rule(
+        lambda m: _is_sgd(m) and _shards_states(m),
+        Problem(
+            "--optimizer sgd",
+            "the distributed optimizer (--use-distributed-optimizer, --zero-stage 1 to 3) saves "
+            "the two moments of Adam, and SGD has one",
+            "use --optimizer adam, or drop --use-distributed-optimizer",
+        ),
+    ),
+    Rule(
+        _with("use_precision_aware_optimizer", lambda m: not _is_adam(m)),
+        Problem(
+            "--use-precision-aware-optimizer",
+            "only Adam stores its states in other formats",
+            "use --optimizer adam, or drop it",
+        ),
+    ),
+    Rule(
+        _with(
+            "use_precision_aware_optimizer",
+            _is_adam,
+            lambda m: _off(m, "use_distributed_optimizer") and not _shards_states(m),
+        ),
+        Problem(
+            "--use-precision-aware-optimizer",
+            "Megatron's is part of the distributed optimizer",
+            "add --use-distributed-optimizer; without it there are --reuse-fp32-param, "
+            "--release-fp32-grad and --quant-states",
+        ),
+    ),
+    *(
+        _stored_narrow(name)
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    Rule(
+        _with("optimizer_cpu_offload", lambda m: m.get("decoupled_weight_decay", True) is False),
+        Problem(
+            "--optimizer-cpu-offload",
+            "the Adam on the host decays weights apart from the gradient (AdamW)",
+            "leave decoupled_weight_decay True, or drop it",
+        ),
+    ),
+    Rule(
+        _with(
+            "load_main_params_from_ckpt",
+            _is_narrow,
+            lambda m: _off(m, "use_distributed_optimizer"),
+        ),
+        Problem(
+            "--load-main-params-from-ckpt",
+            "only the distributed optimizer takes its main parameters from a checkpoint",
+            "add --use-distributed-optimizer, or drop it",
+        ),
+    ),
     Rule(
         _with("optimizer_cpu_offload", lambda m: not m.get("use_precision_aware_optimizer")),
         Problem(

@@ -98,6 +98,7 @@ def mark_rare_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     """
     kinds = (VocabParallelEmbedding, torch.nn.Embedding, Router)
     for module in (module for chunk in chunks for module in chunk.modules()):
+        param: Any
         for param in module.parameters(recurse=False):
             if getattr(param, "shared_embedding", False):
                 param.rare_gradients = "copied"

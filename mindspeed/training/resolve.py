@@ -252,7 +252,6 @@ def _muon(args: argparse.Namespace) -> Iterator[str]:
         "overlap_grad_reduce",
         "overlap_param_gather",
         "use_megatron_fsdp",
-        "use_precision_aware_optimizer",
         "optimizer_cpu_offload",
         "fp16",
     ):

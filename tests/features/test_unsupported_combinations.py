@@ -12,7 +12,29 @@ OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 DELAYED = OVERLAP | {"delay_wgrad_compute": True}
 LAYERS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
 
+SGD = {"optimizer": "sgd"}
+AWARE = {"use_precision_aware_optimizer": True}
+WHOLE = {"use_distributed_optimizer": False}
+PLAIN = {"use_precision_aware_optimizer": False}
+
 REFUSED = {
+    "sgd-sharded": (SGD | {"use_distributed_optimizer": True}, "--optimizer sgd: .*SGD has one"),
+    "sgd-fsdp": (SGD | {"use_megatron_fsdp": True}, "--optimizer sgd: .*--zero-stage"),
+    "sgd-aware": (SGD | AWARE, "--use-precision-aware-optimizer: only Adam"),
+    "muon-aware": ({"optimizer": "muon"} | AWARE, "--use-precision-aware-optimizer: only Adam"),
+    "aware-whole": (AWARE | WHOLE, "--use-precision-aware-optimizer: .*add --use-distributed"),
+    "main-params": (PLAIN | {"main_params_dtype": "fp16"}, "--main-params-dtype: no other"),
+    "main-grads": (PLAIN | {"main_grads_dtype": "torch.bfloat16"}, "--main-grads-dtype: no other"),
+    "first-moment": (PLAIN | {"exp_avg_dtype": "fp8"}, "--exp-avg-dtype: no other"),
+    "second-moment": (PLAIN | {"exp_avg_sq_dtype": "bf16"}, "--exp-avg-sq-dtype: no other"),
+    "offload-l2": (
+        OFFLOAD | {"bf16": True, "decoupled_weight_decay": False},
+        "--optimizer-cpu-offload: .*AdamW",
+    ),
+    "load-main-params": (
+        WHOLE | {"bf16": True, "load_main_params_from_ckpt": True},
+        "--load-main-params-from-ckpt: .*add --use-distributed-optimizer",
+    ),
     "offload-plain-optimizer": ({"optimizer_cpu_offload": True, "bf16": True}, "-precision-aware"),
     "offload-fp32": (OFFLOAD, "--bf16 or --fp16"),
     "delayed-local": (DELAYED | {"transformer_impl": "local"}, "transformer_engine"),
@@ -25,6 +47,16 @@ REFUSED = {
     "memory-history": ({"record_memory_history": True}, "device memory only"),
 }
 ACCEPTED = {
+    "sgd": SGD | WHOLE,
+    "sgd-unsaid": SGD,
+    "aware-unsaid": AWARE | {"exp_avg_dtype": "fp8"},
+    "fp32-moments": PLAIN | {"exp_avg_dtype": "torch.float32", "main_grads_dtype": "fp32"},
+    "cadam": {"optimizer": "cadam", "use_distributed_optimizer": True},
+    "load-main-params": {
+        "bf16": True,
+        "load_main_params_from_ckpt": True,
+        "use_distributed_optimizer": True,
+    },
     "offload": OFFLOAD | {"bf16": True},
     "delayed": DELAYED | {"transformer_impl": "transformer_engine"},
     "overlap-local": OVERLAP | {"transformer_impl": "local"},

@@ -334,3 +334,40 @@ def load_errors(
             one.step(2, Outcome())
             errors[checkpoint, name] = ""
     return errors
+
+
+def schedule(optimizer: Any, **flags: bool) -> Any:
+    """A constant schedule of the optimizer's own learning rate, as Megatron-LM builds it."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optimizer.config.lr,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=10,
+        lr_decay_style="constant",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=10,
+        wd_incr_style="constant",
+        **{"use_checkpoint_opt_param_scheduler": False, **flags},
+    )
+
+
+def resumed_rates(
+    saved: Case, loaded: Case, folder: str, format_: str, flag: str
+) -> tuple[list[float], list[float]]:
+    """Learning rates of the param groups of a run, and those after it has loaded a checkpoint."""
+    with job(saved) as one:
+        kept = schedule(one.optimizer)
+        one.step(0, Outcome())
+        kept.step(1)
+        one.save(Path(folder) / "saved", format_)
+    with job(loaded) as one:
+        own = schedule(one.optimizer, **{flag: True} if flag else {})
+        built = [group["lr"] for group in one.optimizer.param_groups]
+        one.load(Path(folder) / "saved", format_)
+        own.load_state_dict(kept.state_dict())
+        return built, [group["lr"] for group in one.optimizer.param_groups]

@@ -12,6 +12,7 @@ from tests.optimizer.optimizer_ranks import (
     load_errors,
     replace_all,
     resume_all,
+    resumed_rates,
     save_all,
     train_all,
 )
@@ -175,6 +176,34 @@ def test_states_of_another_rule_are_refused_where_they_are_loaded(rank_pool, tmp
     for pair, text in said.items():
         assert text in result[pair], pair
         assert bool(text) == bool(result[pair]), pair
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("format_", ["fully_reshardable", "torch"])
+@KINDS
+def test_the_flags_of_a_resumed_run_decide_its_learning_rates(
+    rank_pool, tmp_path, format_, distributed
+):
+    """With and without a learning rate of embeddings, which no other field tells apart."""
+    flag = "override_opt_param_scheduler"
+    flags = {**BF16, "use_distributed_optimizer": distributed, "load": str(tmp_path)}
+
+    def case(lr, embeddings):
+        return Case(flags, distributed, options={"lr": lr, "decoupled_lr": embeddings})
+
+    def resume(name, *given):
+        (folder := tmp_path / name).mkdir()
+        ((built, resumed),) = run(rank_pool, 1, resumed_rates, *given[:2], str(folder), *given[2:])
+        return built, resumed
+
+    old, new = case(5e-3, 7e-4), case(1e-3, 2e-4)
+    built, resumed = resume("other", old, new, format_, flag)
+    assert resumed == built and set(built) == {1e-3, 2e-4}
+    built, resumed = resume("same", old, old, format_, "")
+    assert resumed == built and set(built) == {5e-3, 7e-4}
+    flag = "use_checkpoint_opt_param_scheduler"
+    _, resumed = resume("saved", case(5e-3, None), case(1e-3, None), format_, flag)
+    assert set(resumed) == {5e-3}
 
 
 @KINDS

@@ -34,6 +34,7 @@ from mindspeed.adaptor.repairs import (
     optimizer_groups,
     optimizer_offload,
     optimizer_resume,
+    optimizer_schedule,
     optimizer_states,
     packed_batch,
     process_groups,
@@ -64,6 +65,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     optimizer_offload: lambda values: values.get("optimizer_cpu_offload"),
     optimizer_buckets: lambda values: values.get("use_distributed_optimizer"),
     optimizer_resume: lambda values: values.get("use_distributed_optimizer"),
+    optimizer_schedule: optimizer_schedule.needed,
     optimizer_states: lambda values: (
         values.get("use_distributed_optimizer") or values.get("quant_states")
     ),
