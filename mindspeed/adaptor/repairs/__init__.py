@@ -32,6 +32,7 @@ from mindspeed.adaptor.repairs import (
     optimizer_resume,
     optimizer_states,
     packed_batch,
+    parameter_marks,
     process_groups,
     rng_shards,
     rng_tracker,
@@ -39,7 +40,7 @@ from mindspeed.adaptor.repairs import (
 )
 from mindspeed.device import Device
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient)
+_EVERYWHERE = (rng_tracker, latent_key_gradient, parameter_marks)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_HOST = (process_groups, yarn)
