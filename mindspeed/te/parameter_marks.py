@@ -2,13 +2,13 @@
 
 Megatron reads them as attributes of a parameter:
 
-    tensor_model_parallel  a shard; unmarked: the tensor-parallel ranks hold the same values, and the
+    tensor_model_parallel  a shard; unmarked: tensor-parallel ranks hold the same values, and the
                            gradient norm counts the parameter on rank 0 of them only
     partition_dim          the sharded dimension
-    allreduce              False: an expert's, whose gradient is summed over the expert-data-parallel
-                           ranks, and whose copies are those of the expert-tensor-parallel ranks
-    sequence_parallel      unsharded, but each tensor-parallel rank has a part of its gradient only
-    partial_over_tp        the same for an adapter (:mod:`mindspeed.lora.gradients`): a group of ranks
+    allreduce              False: an expert's, whose gradient is summed over the expert-data-
+                           parallel ranks, with copies on the expert-tensor-parallel ranks
+    sequence_parallel      unsharded, and each tensor-parallel rank has a part of its gradient
+    partial_over_tp        the same for an adapter (:mod:`mindspeed.lora.gradients`): these ranks
 
 Linear layers, experts, adapters and attention get theirs here and nowhere else.
 """
