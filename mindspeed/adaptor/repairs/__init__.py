@@ -24,6 +24,7 @@ from mindspeed.adaptor.repairs import (
     latent_key_gradient,
     layer_comm_types,
     local_spec,
+    loss_normalisation,
     mla_rope_fusion,
     mtp_tied_output,
     mtp_token_count,
@@ -36,11 +37,20 @@ from mindspeed.adaptor.repairs import (
     process_groups,
     rng_shards,
     rng_tracker,
+    strided_reduce,
+    vocabulary_loss,
     yarn,
 )
 from mindspeed.device import Device
 
-_EVERYWHERE = (rng_tracker, latent_key_gradient, parameter_marks)
+_EVERYWHERE = (
+    rng_tracker,
+    latent_key_gradient,
+    parameter_marks,
+    loss_normalisation,
+    strided_reduce,
+    vocabulary_loss,
+)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
 _ON_HOST = (process_groups, yarn)
