@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 import zlib
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -67,6 +68,7 @@ def _squares(layout: Layout, whole: Any) -> dict[str, Any]:
     )
 
     from mindspeed.lora.gradients import sum_partial_gradients
+    from mindspeed.training import log
 
     model_parallel_cuda_manual_seed(7)
     model = _model(layout)
@@ -95,7 +97,12 @@ def _squares(layout: Layout, whole: Any) -> dict[str, Any]:
         )
         dist.all_reduce(mine, group=_stats_group(parameter))
         squares[EXPERT.sub(r"\1*", name) if ".experts." in name else name] += mine.item()
-    return {"squares": dict(squares), "shapes": {n: (0, s) for n, s in shapes.items()}}
+    norm = log._params_norm(types.SimpleNamespace(chunks=[model]))  # type: ignore[arg-type]
+    return {
+        "squares": dict(squares),
+        "norm": norm,
+        "shapes": {n: (0, s) for n, s in shapes.items()},
+    }
 
 
 def _master(parameter: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,9 @@ def test_the_norm_counts_each_parameter_once(ranks):
         for layout, parameters in found.items():
             expected = truth[layout.model]["squares"]
             assert expected.keys() == parameters["squares"].keys()
+            assert parameters["norm"] == pytest.approx(truth[layout.model]["norm"], rel=1e-5), (
+                layout
+            )
             assert any("lora" in name for name in expected) is layout.lora
             for name, square in parameters["squares"].items():
                 if square != pytest.approx(expected[name], rel=1e-3, abs=1e-11):

@@ -21,7 +21,7 @@ OWNER = "repair:strided-reduce"
 
 
 def reduce_contiguous(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``_reduce``, which is right for contiguous tensors."""
+    """Wrap ``_reduce``, which sums ``[...]`` rightly if it is contiguous."""
 
     def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
         return original(input_.contiguous(), group)

@@ -23,7 +23,7 @@ OWNER = "repair:vocabulary-loss"
 
 
 def smooth_over_all_labels(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``vocab_parallel_cross_entropy``."""
+    """Wrap ``vocab_parallel_cross_entropy`` of logits ``[s, b, v / ranks]``."""
 
     def vocab_parallel_cross_entropy(
         vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
@@ -70,7 +70,7 @@ def _excess(logits: torch.Tensor, target: torch.Tensor, rank: int, ranks: int) -
 
 
 def split_gathered(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``LanguageModule.compute_language_model_loss``."""
+    """Wrap ``LanguageModule.compute_language_model_loss`` of logits ``[s, b, v]`` or a part."""
 
     def compute_language_model_loss(
         self: Any, labels: torch.Tensor, logits: torch.Tensor
